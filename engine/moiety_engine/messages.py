@@ -12,18 +12,10 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.figures import ClassLoad, StepCosts
 from moiety_wire.guides import Guide
-from moiety_wire.messages import (
-    ClassLoad,
-    EventKind,
-    FailureCode,
-    FinishReason,
-    Foreseeing,
-    Reason,
-    Sampling,
-    Step,
-    StepCosts,
-)
+from moiety_wire.messages import FailureCode, FinishReason, Foreseeing, Sampling
+from moiety_wire.notes import EventKind, Reason, Step
 from moiety_wire.roles import Arrival, HandOver
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from moiety_engine.cache.prefix import block_hash, root_hash
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreEvent, CoreSubmit
-from moiety_wire.messages import EventKind, Reason
+from moiety_wire.notes import EventKind, Reason
 
 PENDING = -1  # stands for a token that the running step samples
 MAX_EVENTS = 64

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from moiety_wire.errors import UndecodableMessage
-from moiety_wire.messages import Step, StepNotes, ToEngine, ToGateway
+from moiety_wire.messages import ToEngine, ToGateway
+from moiety_wire.notes import Step, StepNotes
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine | list[ToEngine]] = msgspec.msgpack.Decoder(ToEngine | list[ToEngine])

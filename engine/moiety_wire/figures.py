@@ -1,8 +1,116 @@
-"""What the figures of a Load mean, for whoever shows them as metrics: the gateway of all its engines, and each engine
-of itself. Fields of `Load` and of `ClassLoad`; counters are the fields that
-end in `_total`, named without it, and so is a gauge, since Prometheus keeps that ending for counters."""
+"""An engine's figures, and what they mean for whoever shows them as metrics: the gateway of all its engines, and each
+engine of itself. The tables have fields of `Load` and of `ClassLoad`; counters are the fields that end in `_total`,
+named without it, and so is a gauge, since Prometheus keeps that ending for counters."""
 
 from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class SleepState(StrEnum):
+    """Whether an engine can take requests, as far as its sleep goes."""
+
+    AWAKE = "awake"
+    FALLING_ASLEEP = "falling_asleep"  # takes no more; ends what is open, then frees the device's memory
+    ASLEEP = "asleep"
+    WAKING = "waking"
+
+
+class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
+    """One class's state and counters in an engine."""
+
+    name: str
+    num_waiting: int
+    num_running: int
+    predicted_ttft_s: float  # of an empty prompt that arrives now
+    admitted_total: int
+    rejected_total: dict[str, int]  # by reason
+    downgraded_total: int
+    preempted_total: dict[str, int]  # by reason
+    relegated_total: int
+    boosted_total: int
+    recomputed_tokens_total: int
+
+
+class StepCosts(msgspec.Struct, frozen=True):
+    """How long an engine's steps take, as it has learned: seconds of each step, and more for what is in it."""
+
+    step_s: float
+    row_s: float
+    bends: tuple[tuple[int, float], ...]  # beyond so many rows, so much more each
+    context_token_s: float  # whose KV decoding rows read
+    pair_s: float  # of a prompt token and a token that it attends to
+    relative_error: float  # of its predictions
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """The engine's state and its counters since start (monotonic)."""
+
+    engine_id: str
+    seq: int
+    num_running: int
+    num_waiting: int
+    num_paused: int  # without credit; they hold no place in the batch
+    kv_blocks_total: int
+    kv_blocks_used: int  # held by requests
+    kv_blocks_cached: int  # free, but holding a prefix that may be hit
+    block_size: int
+    steps_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    output_tokens_total: int
+    requests_total: int
+    draining: bool = False
+    host_blocks_total: int = 0  # the host-memory tier
+    host_blocks_used: int = 0
+    swapped_out_blocks_total: int = 0
+    swapped_in_blocks_total: int = 0
+    attention_waited_seconds_total: float = 0.0  # for experts on ranks of their own
+    experts_waited_seconds_total: float = 0.0  # these, on average, for attention
+    classes: list[ClassLoad] = []
+    running_for_s: float = 0.0  # the engine, which knows of all since then
+    overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
+    sleep: SleepState = SleepState.AWAKE
+    sleep_problem: str = ""  # why it did not fall asleep, or wake, when it was last told to
+    unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
+    drafted_tokens_total: int = 0
+    accepted_tokens_total: int = 0
+    max_batch_tokens: int = 0  # of a step; 0 where that is not known
+    max_running: int = 0
+    step_costs: StepCosts | None = None  # None until it has learned them
+    handed_over_requests_total: int = 0  # requests that other engines went on with
+    taken_over_requests_total: int = 0  # that came with their KV …
+    lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
+    foreseen_tokens_total: int = 0  # computed before they were asked for
+    foreseen_used_tokens_total: int = 0  # of them, those that requests began with
+    foreseen_wasted_tokens_total: int = 0  # and those that none did in time
+    kv_blocks_kept: int = 0  # for conversations that come back
+    host_hit_blocks_total: int = 0  # of prefixes, found on the host
+    disk_bytes_total: int = 0  # that the prefix cache may take on disk; no counter
+    disk_bytes_used: int = 0
+    disk_blocks_cached: int = 0
+    disk_written_blocks_total: int = 0
+    disk_written_bytes_total: int = 0
+    disk_dropped_blocks_total: int = 0
+    disk_failed_writes_total: int = 0
+    disk_restored_blocks_total: int = 0
+    disk_restored_bytes_total: int = 0
+    disk_waited_requests_total: int = 0
+    disk_passed_over_requests_total: int = 0
+    disk_lost_files_total: int = 0
+    expert_slots: int = 0  # on the device, for offloaded experts
+    expert_hits_total: int = 0  # of those, that were there when a pass over their layer came …
+    expert_misses_total: int = 0  # … and that were not
+    prefetched_experts_total: int = 0
+    prefetched_expert_hits_total: int = 0  # of them, those that the next pass asked for
+    expert_loaded_bytes_total: int = 0
+    rebalances_total: int = 0  # of experts over ranks
+    moved_expert_bytes_total: int = 0  # from rank to rank
+    rank_balancedness: float = 1.0  # of what experts had to do when that was last judged, and …
+    rank_balancedness_planned: float = 1.0  # … by where they were moved then
+
 
 GAUGES = (
     ("num_running", "Requests in the batch."),

@@ -32,7 +32,9 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.figures import Load
 from moiety_wire.guides import Guide
+from moiety_wire.notes import Event, Phases, Reason
 from moiety_wire.roles import Arrival, EngineRole, HandOver
 
 PROTOCOL_VERSION = 5
@@ -59,48 +61,6 @@ class FailureCode(StrEnum):
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     ENGINE_FAILED = "engine_failed"
-
-
-class SleepState(StrEnum):
-    """Whether an engine can take requests, as far as its sleep goes."""
-
-    AWAKE = "awake"
-    FALLING_ASLEEP = "falling_asleep"  # takes no more; ends what is open, then frees the device's memory
-    ASLEEP = "asleep"
-    WAKING = "waking"
-
-
-class Reason(StrEnum):
-    """Why the scheduler did what it did: the codes that traces, metrics and answers carry."""
-
-    # admitted, started
-    IN_TIME = "in_time"  # the promise is predicted to be kept
-    ACCEPTED_LATE = "accepted_late"  # it is not, but the class waits
-    FAILED_OVER = "failed_over"  # another engine had admitted it and was lost
-    HANDED_OVER = "handed_over"  # another engine had admitted it and computed its prompt
-    # downgraded, rejected
-    PREDICTED_LATE = "predicted_late"  # the class's promise is predicted to be missed
-    KV_PEAK = "kv_peak"  # the predicted peak of KV memory does not fit
-    TENANT_QUEUE_FULL = "tenant_queue_full"
-    QUEUE_FULL = "queue_full"
-    SHED = "shed"  # dropped from the queue for more critical work
-    # delayed
-    BATCH_FULL = "batch_full"
-    NO_BLOCKS = "no_blocks"
-    SHARE_FULL = "share_full"  # the tenant holds its share of KV memory while others wait
-    SHARED_PREFIX = "shared_prefix"  # another request is computing its prefix in this very step
-    # preempted
-    DECODE_NEEDS_BLOCKS = "decode_needs_blocks"
-    URGENT_NEEDS_BLOCKS = "urgent_needs_blocks"
-    OVER_SHARE = "over_share"  # its tenant held more than its share of blocks, and another wanted its own
-    # relegated, boosted, resumed
-    BEYOND_REPAIR = "beyond_repair"
-    WAITED_TOO_LONG = "waited_too_long"
-    RECOMPUTE = "recompute"  # resumed by computing its KV again
-    SWAP = "swap"  # resumed by copying its KV back from host memory
-    # migrated
-    TRANSFERRED = "transferred"  # its KV came from the engine that had computed it
-    KV_LOST = "kv_lost"  # it did not come, and is computed again
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -306,70 +266,6 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     num_cached_tokens: int = 0
 
 
-class EventKind(StrEnum):
-    """What the scheduler did to a request."""
-
-    ADMITTED = "admitted"
-    DOWNGRADED = "downgraded"
-    DELAYED = "delayed"  # had to wait; the reason is the last that held it back
-    STARTED = "started"
-    BOOSTED = "boosted"  # waited beyond its class's bound, and goes before others now
-    RELEGATED = "relegated"  # cannot keep its promise any more, and goes after those that can
-    PREEMPTED = "preempted"
-    RESUMED = "resumed"
-    MIGRATED = "migrated"  # came from the engine that has computed its prompt
-
-
-class Event(msgspec.Struct, frozen=True, array_like=True):
-    """One decision about one request. `other` is the id of the request that profited from it ("" if none): it is for
-    the operator's traces, never for an answer."""
-
-    unix_ns: int
-    kind: EventKind
-    reason: Reason
-    other: str = ""
-
-
-class Phases(msgspec.Struct, frozen=True):
-    """When a request passed which point, unix nanoseconds; 0 where it did not get there. Between the points stand
-    engine.queue (received → scheduled), engine.prefill (scheduled → first_token), engine.decode (→ finished)."""
-
-    received_unix_ns: int
-    scheduled_unix_ns: int = 0
-    first_token_unix_ns: int = 0
-    finished_unix_ns: int = 0
-
-
-class Step(msgspec.Struct, frozen=True, array_like=True):
-    """A step of the engine, one of the few that it looks at closely. `trace_id` is of a trace of its own, in which its
-    only span has the last eight bytes as id, so that all gateways with a request in it call it the same."""
-
-    trace_id: bytes  # 16
-    number: int  # since the engine's start
-    begin_unix_ns: int
-    end_unix_ns: int
-    predicted_s: float | None  # what the scheduler took it to last
-    num_decodes: int  # sequences that got a token
-    num_prefills: int  # sequences of which a part of the prompt was computed
-    num_prefill_tokens: int
-    num_preempted: int  # that gave way to it
-    num_output_tokens: int
-    num_waiting: int
-    kv_blocks_used: int
-    kv_blocks_total: int
-    classes: dict[str, int] = {}  # sequences in it
-    # of the experts' counts that were taken last, some two seconds of steps; None without experts
-    active_experts: float | None = None  # of a layer, that had any tokens in a step
-    balancedness: float | None = None  # mean tokens of an expert, as a share of those of the busiest
-
-
-class StepNotes(msgspec.Struct, frozen=True, array_like=True):
-    """The steps that a request ran in, of those that were looked at: all of them, or some, spread over its time."""
-
-    num_seen: int
-    steps: list[Step]
-
-
 class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     """The end of a request. `text` is what detokenization still held back. `num_output_tokens` are the billable output
     positions: all up to and including the one that ended the request. `steps` are StepNotes, packed since most of them
@@ -427,100 +323,6 @@ class Unsettled(msgspec.Struct, frozen=True, tag="unsettled"):
 
     engine_id: str
     records: list[Metered]
-
-
-class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
-    """One class's state and counters in an engine."""
-
-    name: str
-    num_waiting: int
-    num_running: int
-    predicted_ttft_s: float  # of an empty prompt that arrives now
-    admitted_total: int
-    rejected_total: dict[str, int]  # by reason
-    downgraded_total: int
-    preempted_total: dict[str, int]  # by reason
-    relegated_total: int
-    boosted_total: int
-    recomputed_tokens_total: int
-
-
-class StepCosts(msgspec.Struct, frozen=True):
-    """How long an engine's steps take, as it has learned: seconds of each step, and more for what is in it."""
-
-    step_s: float
-    row_s: float
-    bends: tuple[tuple[int, float], ...]  # beyond so many rows, so much more each
-    context_token_s: float  # whose KV decoding rows read
-    pair_s: float  # of a prompt token and a token that it attends to
-    relative_error: float  # of its predictions
-
-
-class Load(msgspec.Struct, frozen=True, tag="load"):
-    """The engine's state and its counters since start (monotonic)."""
-
-    engine_id: str
-    seq: int
-    num_running: int
-    num_waiting: int
-    num_paused: int  # without credit; they hold no place in the batch
-    kv_blocks_total: int
-    kv_blocks_used: int  # held by requests
-    kv_blocks_cached: int  # free, but holding a prefix that may be hit
-    block_size: int
-    steps_total: int
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    output_tokens_total: int
-    requests_total: int
-    draining: bool = False
-    host_blocks_total: int = 0  # the host-memory tier
-    host_blocks_used: int = 0
-    swapped_out_blocks_total: int = 0
-    swapped_in_blocks_total: int = 0
-    attention_waited_seconds_total: float = 0.0  # for experts on ranks of their own
-    experts_waited_seconds_total: float = 0.0  # these, on average, for attention
-    classes: list[ClassLoad] = []
-    running_for_s: float = 0.0  # the engine, which knows of all since then
-    overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
-    sleep: SleepState = SleepState.AWAKE
-    sleep_problem: str = ""  # why it did not fall asleep, or wake, when it was last told to
-    unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
-    drafted_tokens_total: int = 0
-    accepted_tokens_total: int = 0
-    max_batch_tokens: int = 0  # of a step; 0 where that is not known
-    max_running: int = 0
-    step_costs: StepCosts | None = None  # None until it has learned them
-    handed_over_requests_total: int = 0  # requests that other engines went on with
-    taken_over_requests_total: int = 0  # that came with their KV …
-    lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
-    foreseen_tokens_total: int = 0  # computed before they were asked for
-    foreseen_used_tokens_total: int = 0  # of them, those that requests began with
-    foreseen_wasted_tokens_total: int = 0  # and those that none did in time
-    kv_blocks_kept: int = 0  # for conversations that come back
-    host_hit_blocks_total: int = 0  # of prefixes, found on the host
-    disk_bytes_total: int = 0  # that the prefix cache may take on disk; no counter
-    disk_bytes_used: int = 0
-    disk_blocks_cached: int = 0
-    disk_written_blocks_total: int = 0
-    disk_written_bytes_total: int = 0
-    disk_dropped_blocks_total: int = 0
-    disk_failed_writes_total: int = 0
-    disk_restored_blocks_total: int = 0
-    disk_restored_bytes_total: int = 0
-    disk_waited_requests_total: int = 0
-    disk_passed_over_requests_total: int = 0
-    disk_lost_files_total: int = 0
-    expert_slots: int = 0  # on the device, for offloaded experts
-    expert_hits_total: int = 0  # of those, that were there when a pass over their layer came …
-    expert_misses_total: int = 0  # … and that were not
-    prefetched_experts_total: int = 0
-    prefetched_expert_hits_total: int = 0  # of them, those that the next pass asked for
-    expert_loaded_bytes_total: int = 0
-    rebalances_total: int = 0  # of experts over ranks
-    moved_expert_bytes_total: int = 0  # from rank to rank
-    rank_balancedness: float = 1.0  # of what experts had to do when that was last judged, and …
-    rank_balancedness_planned: float = 1.0  # … by where they were moved then
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

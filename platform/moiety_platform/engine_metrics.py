@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from moiety_platform.engine_client.base import EngineState
 from moiety_wire import figures
-from moiety_wire.messages import ClassLoad, SleepState
+from moiety_wire.figures import ClassLoad, SleepState
 
 _ENGINE = ("engine",)
 _CLASS = ("engine", "service_class")

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-from moiety_wire.messages import Reason
+from moiety_wire.notes import Reason
 
 FORM_NOT_SUPPORTED = "form_not_supported"  # the code of what an answer should be and cannot be made to be
 NO_FORMS = "the engine of {model!r} cannot hold an answer to a form; leave the form out, or use another model"

@@ -32,7 +32,8 @@ from moiety_text.tools.formats import format_of
 from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_wire.classes import STANDARD
 from moiety_wire.guides import Guide, GuideKind
-from moiety_wire.messages import EventKind, FailureCode, FinishReason, Sampling
+from moiety_wire.messages import FailureCode, FinishReason, Sampling
+from moiety_wire.notes import EventKind
 
 TEMPLATES = Path(__file__).parents[1] / "gateway" / "templates"
 TEXT = read_text_model(checkpoint_path())

@@ -20,7 +20,8 @@ from moiety_engine.messages import CoreEvent, CoreFinish, CoreSubmit
 from moiety_engine.scheduling.room import SwapCost
 from moiety_engine.sequence import Place, Sequence
 from moiety_wire.classes import OverloadAction, ServiceClass
-from moiety_wire.messages import EventKind, FinishReason, Reason, Sampling
+from moiety_wire.messages import FinishReason, Sampling
+from moiety_wire.notes import EventKind, Reason
 
 BLOCK_SIZE = 4
 TICK_NS = 5_000_000  # a step reads the clock twice

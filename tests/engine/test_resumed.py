@@ -12,7 +12,8 @@ from moiety_engine.config import Batching, PolicyName
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_wire.classes import STANDARD
-from moiety_wire.messages import EventKind, Reason, Sampling
+from moiety_wire.messages import Sampling
+from moiety_wire.notes import EventKind, Reason
 
 LENGTH = 20
 

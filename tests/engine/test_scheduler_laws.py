@@ -43,7 +43,8 @@ from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import PENDING, Place, Sequence
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction, ServiceClass
-from moiety_wire.messages import FinishReason, Reason, Sampling
+from moiety_wire.messages import FinishReason, Sampling
+from moiety_wire.notes import Reason
 
 BLOCK_SIZE = 4
 EOS = 7

@@ -26,7 +26,8 @@ from moiety_engine.runner.memory import kv_budget_bytes
 from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.profiling import largest_step
 from moiety_wire.classes import STANDARD
-from moiety_wire.messages import Sampling, SleepState
+from moiety_wire.figures import SleepState
+from moiety_wire.messages import Sampling
 
 GIB = 1 << 30
 

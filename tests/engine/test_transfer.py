@@ -24,7 +24,8 @@ from moiety_engine.transfer.landing import STALLED_S, LandingZone, Progress, pro
 from moiety_engine.transfer.messages import Begin, Piece
 from moiety_engine.transfer.rows import form_of, layer_bytes, read, token_bytes
 from moiety_wire.classes import STANDARD
-from moiety_wire.messages import FinishReason, Reason, Sampling
+from moiety_wire.messages import FinishReason, Sampling
+from moiety_wire.notes import Reason
 from moiety_wire.roles import EngineRole, HandOver
 
 DEADLINE_S = 120.0

@@ -22,6 +22,7 @@ from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_wire.classes import STANDARD
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.experts import ExpertBalance, ExpertLoad
+from moiety_wire.figures import Load
 from moiety_wire.messages import (
     Accepted,
     Card,
@@ -29,7 +30,6 @@ from moiety_wire.messages import (
     Finished,
     Heartbeat,
     Hello,
-    Load,
     Sampling,
     Stopping,
     Submit,

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from moiety_engine.scripted.script import Script, ScriptedEvent, Verdict
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD, OverloadAction
-from moiety_wire.messages import Abort, EventKind, Failed, FailureCode, FinishReason, Reason
+from moiety_wire.messages import Abort, Failed, FailureCode, FinishReason
+from moiety_wire.notes import EventKind, Reason
 
 FALLING_BACK = replace(STANDARD, on_overload=OverloadAction.DOWNGRADE)
 

@@ -13,6 +13,7 @@ from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import ASSISTANT_ID, END_ID, USER_ID, VOCAB_SIZE
 from moiety_wire.codec import decode_notes
+from moiety_wire.figures import Load
 from moiety_wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -25,7 +26,6 @@ from moiety_wire.messages import (
     FinishReason,
     Heartbeat,
     Hello,
-    Load,
     Sampling,
     Stopping,
 )

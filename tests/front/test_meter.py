@@ -10,7 +10,8 @@ import pytest
 
 from moiety_engine.front import meter as module
 from moiety_engine.front.meter import GRACE_S, RECORDS_AT_ONCE, REPEAT_S, Meter
-from moiety_wire.messages import Finished, FinishReason, Hello, Phases, Settled, Stopping, Unsettled
+from moiety_wire.messages import Finished, FinishReason, Hello, Settled, Stopping, Unsettled
+from moiety_wire.notes import Phases
 
 
 class Clock:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from moiety_engine.scripted.script import Script
-from moiety_wire.messages import Extend, Failed, FailureCode, Finished, Rest, SleepState, Stopping
+from moiety_wire.figures import SleepState
+from moiety_wire.messages import Extend, Failed, FailureCode, Finished, Rest, Stopping
 
 
 async def test_an_engine_sleeps_once_what_is_open_has_ended_and_takes_nothing_until_it_is_woken(

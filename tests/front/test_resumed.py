@@ -9,7 +9,8 @@ import pytest
 
 from moiety_engine.scripted.script import Script, Verdict
 from moiety_engine.scripted.text_model import END_ID
-from moiety_wire.messages import Failed, FailureCode, FinishReason, Reason, Sampling, Stopping
+from moiety_wire.messages import Failed, FailureCode, FinishReason, Sampling, Stopping
+from moiety_wire.notes import Reason
 
 CASES = {
     "code points": (Script(tokens=tuple("naïve 日本語 🙂 end".encode())), Stopping(max_tokens=100)),

@@ -10,7 +10,8 @@ from moiety_engine.messages import CoreAbort, CoreAdmission, CoreExtend, CoreSub
 from moiety_engine.scripted.engine import ScriptedEngine
 from moiety_engine.scripted.script import Script, ScriptedEvent, Verdict
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD, OverloadAction
-from moiety_wire.messages import EventKind, FailureCode, FinishReason, Reason, Sampling
+from moiety_wire.messages import FailureCode, FinishReason, Sampling
+from moiety_wire.notes import EventKind, Reason
 
 STEP, SUBMIT, EXTEND, ABORT = range(4)
 actions = st.lists(

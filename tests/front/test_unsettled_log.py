@@ -22,7 +22,8 @@ from moiety_engine.front.meter import GRACE_S, Meter
 from moiety_engine.front.unsettled_file import UnsettledFile
 from moiety_engine.front.unsettled_log import UnsettledLog
 from moiety_engine.scripted.script import Script
-from moiety_wire.messages import Finished, FinishReason, Hello, Metered, Phases, Settled, Stopping, Unsettled
+from moiety_wire.messages import Finished, FinishReason, Hello, Metered, Settled, Stopping, Unsettled
+from moiety_wire.notes import Phases
 
 Key = tuple[str, str]
 

@@ -19,7 +19,9 @@ from moiety_platform.completions.promise import Progress, is_broken, is_kept
 from moiety_platform.engine_client.fake import FakeEngineClient, Verdict, count_aloud
 from moiety_platform.errors import Overloaded
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD
-from moiety_wire.messages import ClassLoad, Event, EventKind, Failed, FailureCode, Reason
+from moiety_wire.figures import ClassLoad
+from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.notes import Event, EventKind, Reason
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,8 @@ import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, Verdict
 from moiety_text.tokenizer import Tokenizer
-from moiety_wire.messages import Failed, FailureCode, Reason
+from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.notes import Reason
 
 MODEL = "tiny"
 PATH = "/v1/messages"

@@ -16,7 +16,8 @@ from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.fake import FakeEngineClient, Verdict, count_aloud
 from moiety_platform.engine_client.transport import ZmqEngineClient
-from moiety_wire.messages import Failed, FailureCode, Reason
+from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.notes import Reason
 
 HELLO = [{"role": "user", "content": "hello"}]
 ASK = {"model": "tiny", "messages": HELLO, "max_tokens": 60}

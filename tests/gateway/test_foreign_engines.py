@@ -23,7 +23,8 @@ from moiety_platform.engine_client.foreign.waiting import Ends, class_loads
 from moiety_platform.routing.choose import are_extensible
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD
-from moiety_wire.messages import Reason, Sampling, Stopping, Submit
+from moiety_wire.messages import Sampling, Stopping, Submit
+from moiety_wire.notes import Reason
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]

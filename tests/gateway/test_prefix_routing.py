@@ -14,7 +14,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.routing.affinity import BLOCK_TOKENS, prefix_keys
 from moiety_platform.routing.choose import SPARE_REQUESTS, choose
 from moiety_wire.classes import STANDARD
-from moiety_wire.messages import ClassLoad, Load, SleepState
+from moiety_wire.figures import ClassLoad, Load, SleepState
 
 SALT = b"a tenant's"
 NUM_PROMPTS = 1500

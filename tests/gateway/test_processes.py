@@ -20,7 +20,8 @@ from moiety_engine.front.meter import GRACE_S
 from moiety_platform.db.session import Database
 from moiety_platform.usage.models import UsageRecord
 from moiety_wire.codec import decode_to_gateway, encode
-from moiety_wire.messages import Hello, Load
+from moiety_wire.figures import Load
+from moiety_wire.messages import Hello
 
 READY_S = 60.0
 CALL_S = 20.0

@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 
 from moiety_platform.engine_client.fake import FakeEngineClient, Verdict, count_aloud
-from moiety_wire.messages import Failed, FailureCode, Reason
+from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.notes import Reason
 
 PATH = "/v1/responses"
 BODY = {"model": "tiny", "input": "hello", "max_output_tokens": 3}

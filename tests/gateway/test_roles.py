@@ -23,7 +23,9 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.routing.roles import kv_address_of, partner_among
 from moiety_text.folder import read_text_model
 from moiety_wire.classes import STANDARD
-from moiety_wire.messages import Failed, FailureCode, Load, Reason, StepCosts
+from moiety_wire.figures import Load, StepCosts
+from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.notes import Reason
 from moiety_wire.roles import EngineRole
 
 START_S = 120.0

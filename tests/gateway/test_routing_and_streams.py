@@ -14,22 +14,9 @@ from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, EngineFailed, NotFound, Unavailable
 from moiety_platform.routing.choose import choose
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD
-from moiety_wire.messages import (
-    Abort,
-    Accepted,
-    ClassLoad,
-    Extend,
-    Finished,
-    FinishReason,
-    Load,
-    Phases,
-    Reason,
-    Sampling,
-    SleepState,
-    Stopping,
-    Submit,
-    Tokens,
-)
+from moiety_wire.figures import ClassLoad, Load, SleepState
+from moiety_wire.messages import Abort, Accepted, Extend, Finished, FinishReason, Sampling, Stopping, Submit, Tokens
+from moiety_wire.notes import Phases, Reason
 from moiety_wire.seeds import seed_of_choice
 
 ACCEPTED = Accepted("r", 0, "standard", Reason.IN_TIME)

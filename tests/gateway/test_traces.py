@@ -18,7 +18,8 @@ from moiety_platform.traces.context import parse_traceparent
 from moiety_platform.traces.sampling import Ending, Sampler, SamplingTerms, Verdict
 from moiety_platform.traces.sender import QUEUE_FULL, SpanSender, otlp_exporter
 from moiety_wire.codec import encode_notes, encode_step
-from moiety_wire.messages import Event, EventKind, Failed, FailureCode, Reason, Step
+from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.notes import Event, EventKind, Reason, Step
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}

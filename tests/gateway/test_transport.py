@@ -25,19 +25,19 @@ from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.errors import BadRequest, EngineFailed, Overloaded, Unavailable
 from moiety_wire.classes import BATCH, FLEX, STANDARD
 from moiety_wire.codec import decode_to_engine, encode
+from moiety_wire.figures import Load
 from moiety_wire.messages import (
     SILENCE_LIMIT_S,
     Finished,
     FinishReason,
     Heartbeat,
     Hello,
-    Load,
-    Reason,
     Sampling,
     Stopping,
     Submit,
     Tokens,
 )
+from moiety_wire.notes import Reason
 
 SCRIPT = Script(tokens=tuple(b"abc"))
 

@@ -16,7 +16,8 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.loading import load_model
 from moiety_engine.offline import Result, run_all
 from moiety_wire.classes import STANDARD
-from moiety_wire.messages import EventKind, FailureCode, FinishReason, Sampling
+from moiety_wire.messages import FailureCode, FinishReason, Sampling
+from moiety_wire.notes import EventKind
 
 TOLERANCE = 1e-4
 LENGTHS = (1, 7, 16, 40, 150)

@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 from moiety_wire.classes import PRIORITY, STANDARD, OverloadAction
 from moiety_wire.codec import decode_to_engine, decode_to_gateway, encode, encode_in_frames
 from moiety_wire.errors import UndecodableMessage
+from moiety_wire.figures import ClassLoad, Load
 from moiety_wire.messages import (
     Abort,
     Accepted,
     Card,
-    ClassLoad,
-    Event,
-    EventKind,
     Extend,
     Failed,
     FailureCode,
@@ -22,9 +20,6 @@ from moiety_wire.messages import (
     FinishReason,
     Heartbeat,
     Hello,
-    Load,
-    Phases,
-    Reason,
     Sampling,
     Stopping,
     Submit,
@@ -32,6 +27,7 @@ from moiety_wire.messages import (
     Tokens,
     TopLogprob,
 )
+from moiety_wire.notes import Event, EventKind, Phases, Reason
 
 SUBMIT = Submit(
     request_id="r",

@@ -6,7 +6,8 @@ import time
 
 from moiety_engine.messages import CoreHello, CoreLoad
 from moiety_text.folder import TextModel
-from moiety_wire.messages import Card, Load, SleepState
+from moiety_wire.figures import Load, SleepState
+from moiety_wire.messages import Card
 from moiety_wire.roles import EngineRole
 
 

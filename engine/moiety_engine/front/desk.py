@@ -29,7 +29,8 @@ from moiety_engine.messages import (
 )
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import encode_step
-from moiety_wire.messages import Abort, Extend, Failed, FailureCode, FinishReason, Reason, Submit, ToGateway
+from moiety_wire.messages import Abort, Extend, Failed, FailureCode, FinishReason, Submit, ToGateway
+from moiety_wire.notes import Reason
 
 log = structlog.get_logger()
 

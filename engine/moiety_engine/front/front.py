@@ -37,6 +37,7 @@ from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import decode_to_engine
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.figures import SleepState
 from moiety_wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -48,7 +49,6 @@ from moiety_wire.messages import (
     Hello,
     Rest,
     Settled,
-    SleepState,
     Submit,
     ToEngine,
     ToGateway,

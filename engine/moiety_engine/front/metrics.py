@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreLoad
 from moiety_wire import figures
-from moiety_wire.messages import ClassLoad
+from moiety_wire.figures import ClassLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,17 +17,16 @@ from moiety_text.stop import StopFinder
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import (
     Accepted,
-    Event,
     Failed,
     Finished,
     FinishReason,
     Metered,
-    Phases,
     Submit,
     TokenLogprob,
     Tokens,
     TopLogprob,
 )
+from moiety_wire.notes import Event, Phases
 
 GATHERED_TOKENS = 16
 GATHERED_CREDIT = 8  # at most such a part of the first credit is held, since a gateway renews it by what it has seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moiety_engine.messages import CoreRest, CoreRested
-from moiety_wire.messages import SleepState
+from moiety_wire.figures import SleepState
 
 
 class RestKeeper:

@@ -13,7 +13,8 @@ from moiety_engine.scheduling.places import Places
 from moiety_engine.scheduling.policy import Policy, Verdict
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.sequence import Sequence
-from moiety_wire.messages import EventKind, FailureCode, Reason
+from moiety_wire.messages import FailureCode
+from moiety_wire.notes import EventKind, Reason
 
 
 class Entrance:

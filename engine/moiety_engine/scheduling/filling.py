@@ -17,7 +17,7 @@ from moiety_engine.scheduling.policy import BatchView, Policy
 from moiety_engine.scheduling.room import Room
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.sequence import Place, Sequence
-from moiety_wire.messages import EventKind, Reason
+from moiety_wire.notes import EventKind, Reason
 
 MAX_LOOKS = 24  # sequences that one step may look at in vain
 

@@ -17,7 +17,7 @@ from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Reason
+from moiety_wire.notes import Reason
 
 
 @dataclass(frozen=True, slots=True)

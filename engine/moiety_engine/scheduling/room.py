@@ -19,7 +19,7 @@ from moiety_engine.scheduling.policy import Policy
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.sequence import Sequence
-from moiety_wire.messages import EventKind, Reason
+from moiety_wire.notes import EventKind, Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ from moiety_engine.scheduling.strategies import Strategy, queue_view
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.scheduling.watch import StepWatch
 from moiety_engine.sequence import Place, Sequence
-from moiety_wire.messages import ClassLoad, FinishReason
+from moiety_wire.figures import ClassLoad
+from moiety_wire.messages import FinishReason
 
 _Sampled = tuple[int, CoreLogprob | None]
 _QUEUED = (Place.WAITING, Place.RETURNING)

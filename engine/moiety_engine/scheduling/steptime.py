@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moiety_wire.messages import StepCosts
+from moiety_wire.figures import StepCosts
 
 _BENDS = (96, 256)  # rows
 _NUM_TERMS = 6

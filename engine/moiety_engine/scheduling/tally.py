@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from moiety_wire.messages import ClassLoad, Reason
+from moiety_wire.figures import ClassLoad
+from moiety_wire.notes import Reason
 
 
 @dataclass(slots=True)

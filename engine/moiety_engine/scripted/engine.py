@@ -37,7 +37,9 @@ from moiety_engine.scripted.request import ClassCounters, ScriptedRequest
 from moiety_engine.scripted.script import Script, Verdict
 from moiety_engine.steps.sampler import StepSampler
 from moiety_wire.experts import AskExperts, ExpertLoad
-from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Step
+from moiety_wire.figures import ClassLoad
+from moiety_wire.messages import FailureCode, FinishReason
+from moiety_wire.notes import EventKind, Reason, Step
 
 
 class ScriptedEngine:

@@ -9,7 +9,9 @@ from hashlib import shake_128
 
 from moiety_engine.messages import CoreEvent, CoreFinish, CoreLogprob, CoreScores, CoreSubmit
 from moiety_engine.scripted.script import Script
-from moiety_wire.messages import ClassLoad, EventKind, FinishReason
+from moiety_wire.figures import ClassLoad
+from moiety_wire.messages import FinishReason
+from moiety_wire.notes import EventKind
 
 
 class ScriptedRequest:

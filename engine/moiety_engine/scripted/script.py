@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moiety_engine.scripted.text_model import END_ID, VOCAB_SIZE
-from moiety_wire.messages import EventKind, Reason
+from moiety_wire.notes import EventKind, Reason
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

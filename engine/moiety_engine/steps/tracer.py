@@ -15,7 +15,7 @@ from moiety_engine.moe.history import ExpertPace
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.steps.sampler import StepSampler
-from moiety_wire.messages import Step
+from moiety_wire.notes import Step
 
 MAX_KEPT = 16
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moiety_wire.classes import OverloadAction, ServiceClass
-from moiety_wire.messages import ClassLoad, Reason
+from moiety_wire.figures import ClassLoad
+from moiety_wire.notes import Reason
 
 HOPELESS = 2.0  # times the longest wait of the class
 MIN_RETRY_S = 1.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moiety_platform.clock import Clock
 from moiety_platform.errors import Overloaded
-from moiety_wire.messages import Reason
+from moiety_wire.notes import Reason
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0

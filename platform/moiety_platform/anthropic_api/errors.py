@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NotRequired, TypedDict
 import msgspec
 
 from moiety_platform.errors import Overloaded, PlatformError
-from moiety_wire.messages import Reason
+from moiety_wire.notes import Reason
 
 OVERLOADED_STATUS = 529
 

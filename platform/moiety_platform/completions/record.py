@@ -18,7 +18,7 @@ from moiety_platform.traces.request_trace import RequestTrace
 from moiety_platform.usage.bill import Bill, encode_bill
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Reason
+from moiety_wire.notes import Reason
 
 CLIENT_CLOSED_REQUEST = 499
 UNKNOWN_MODEL = "unknown"  # what a model is called that there is not, whatever its client calls it

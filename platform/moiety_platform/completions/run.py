@@ -20,7 +20,8 @@ from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_text.reasoning import AnswerReader
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Accepted, EventKind, Finished, FinishReason, Submit, Tokens
+from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Tokens
+from moiety_wire.notes import EventKind
 
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
 STOP_TOKEN = "stop_token"  # the detail of an end by a token that is no text

@@ -20,7 +20,8 @@ from moiety_platform.traces.request_trace import Phase
 from moiety_platform.traces.sampling import Verdict
 from moiety_platform.traces.span import Attribute, Link, Span, SpanEvent
 from moiety_platform.usage.row import UsageRow
-from moiety_wire.messages import Event, Finished, FinishReason, Phases
+from moiety_wire.messages import Finished, FinishReason
+from moiety_wire.notes import Event, Phases
 
 PROVIDER = "moiety"
 QUEUE, PREFILL, DECODE = "engine.queue", "engine.prefill", "engine.decode"

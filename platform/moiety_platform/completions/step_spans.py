@@ -11,7 +11,8 @@ from opentelemetry.trace import SpanKind
 from moiety_platform.traces.span import Attribute, Link, Span
 from moiety_wire.codec import decode_notes
 from moiety_wire.errors import UndecodableMessage
-from moiety_wire.messages import Finished, Step, StepNotes
+from moiety_wire.messages import Finished
+from moiety_wire.notes import Step, StepNotes
 
 STEP = "engine.step"
 NOTHING = StepNotes(0, [])

@@ -11,7 +11,8 @@ import msgspec
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_wire.experts import ExpertBalance, ExpertLoad
-from moiety_wire.messages import Card, ClassLoad, Load, SleepState, Submit
+from moiety_wire.figures import ClassLoad, Load, SleepState
+from moiety_wire.messages import Card, Submit
 
 Connection = tuple[str, int]  # an engine's address, and the number of the connection to it
 

@@ -18,25 +18,21 @@ from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
 from moiety_text.stop import StopFinder
 from moiety_wire.experts import ExpertBalance, ExpertLoad
+from moiety_wire.figures import ClassLoad, Load, SleepState
 from moiety_wire.messages import (
     Abort,
     Accepted,
     Card,
-    ClassLoad,
-    Event,
     Extend,
     Failed,
     Finished,
     FinishReason,
-    Load,
-    Phases,
-    Reason,
-    SleepState,
     Submit,
     TokenLogprob,
     Tokens,
     TopLogprob,
 )
+from moiety_wire.notes import Event, Phases, Reason
 
 Piece = tuple[int, str]  # a token and the text that it completes
 Script = Callable[[Submit], Sequence[Piece] | Failed]

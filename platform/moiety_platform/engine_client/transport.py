@@ -28,6 +28,7 @@ from moiety_platform.errors import FORM_NOT_SUPPORTED, NO_FORMS, BadRequest, Eng
 from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.experts import ExpertBalance, ExpertLoad
+from moiety_wire.figures import Load
 from moiety_wire.messages import (
     HEARTBEAT_INTERVAL_S,
     PROTOCOL_VERSION,
@@ -38,7 +39,6 @@ from moiety_wire.messages import (
     Finished,
     Heartbeat,
     Hello,
-    Load,
     Metered,
     Rest,
     Settled,

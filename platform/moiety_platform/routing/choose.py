@@ -14,7 +14,8 @@ from moiety_platform.errors import NotFound, Unavailable
 from moiety_platform.routing.affinity import weight
 from moiety_platform.routing.roles import Need, first_engines
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Card, SleepState
+from moiety_wire.figures import SleepState
+from moiety_wire.messages import Card
 
 MODEL_NOT_FOUND = "model_not_found"
 WAIT_GRAIN = 0.25  # of the promised wait: predictions that differ by less are the same

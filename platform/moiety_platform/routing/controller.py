@@ -13,7 +13,7 @@ from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
 from moiety_platform.routing.replicas import Replicas
-from moiety_wire.messages import ClassLoad, Load, SleepState, StepCosts
+from moiety_wire.figures import ClassLoad, Load, SleepState, StepCosts
 from moiety_wire.roles import EngineRole
 
 

@@ -13,7 +13,8 @@ from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD, ServiceClass
-from moiety_wire.messages import EventKind, FinishReason, Sampling
+from moiety_wire.messages import FinishReason, Sampling
+from moiety_wire.notes import EventKind
 
 BLOCK_SIZE = 4
 EOS = 7

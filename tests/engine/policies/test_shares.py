@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moiety_wire.classes import OverloadAction, ServiceClass
-from moiety_wire.messages import EventKind, Reason
+from moiety_wire.notes import EventKind, Reason
 
 MakeReplica = Callable[..., Any]
 

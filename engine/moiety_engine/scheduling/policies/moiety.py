@@ -27,7 +27,7 @@ from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext, St
 from moiety_engine.scheduling.steptime import StepShape
 from moiety_engine.sequence import Place, Sequence
 from moiety_wire.classes import OverloadAction, ServiceClass
-from moiety_wire.messages import Reason
+from moiety_wire.notes import Reason
 
 
 class Moiety(Policy):

@@ -23,7 +23,7 @@ from moiety_engine.scheduling.policies.edf import Edf, deadline_s
 from moiety_engine.scheduling.policy import BatchView, PolicyContext, StepBudget
 from moiety_engine.scheduling.steptime import StepShape
 from moiety_engine.sequence import Place, Sequence
-from moiety_wire.messages import EventKind, Reason
+from moiety_wire.notes import EventKind, Reason
 
 _SLACK_USED = 0.9
 _ALPHA_S = 0.008  # a token

@@ -17,7 +17,7 @@ from moiety_engine.scheduling.policies.pace import Pace
 from moiety_engine.scheduling.policies.tuning import Tuning
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.sequence import Place, Sequence
-from moiety_wire.messages import EventKind, Reason
+from moiety_wire.notes import EventKind, Reason
 
 AT_RISK, SAFE, RELEGATED = range(3)
 _AFTER_ALL = 1e12  # a key behind every deadline

@@ -15,17 +15,8 @@ from moiety_text.detokenizer import Detokenizer
 from moiety_text.stop import StopFinder
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import (
-    Accepted,
-    Finished,
-    FinishReason,
-    Phases,
-    Reason,
-    Submit,
-    TokenLogprob,
-    Tokens,
-    TopLogprob,
-)
+from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, TokenLogprob, Tokens, TopLogprob
+from moiety_wire.notes import Phases, Reason
 
 FINISH_REASONS = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORT}  # all others are a stop
 

@@ -31,7 +31,8 @@ from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, Conflict, EngineFailed, Unavailable
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Card, Extend, Load, Submit
+from moiety_wire.figures import Load
+from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Card, Extend, Submit
 
 CONNECT_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 30.0

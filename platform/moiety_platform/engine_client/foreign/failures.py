@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from moiety_platform.errors import BadRequest, ContextTooLong, EngineFailed, Overloaded, PlatformError, Unavailable
-from moiety_wire.messages import Reason
+from moiety_wire.notes import Reason
 
 MAX_MESSAGE_LENGTH = 500
 MAX_RETRY_S = 3600.0

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import ClassLoad
+from moiety_wire.figures import ClassLoad
 
 WINDOW_S = 30.0
 
