@@ -29,7 +29,7 @@ from moiety_engine.config import (
 from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.meeting import meeting_from, require_ranks
 from moiety_engine.errors import CheckpointError, InvalidConfig
-from moiety_engine.front import offload_options, options
+from moiety_engine.front import offload_options, options, rank_options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
 from moiety_engine.front.process import MakeCore, run_front
 from moiety_engine.front.settings import CORE_SILENCE_S, FrontSettings
@@ -120,16 +120,16 @@ def engine(
     offload_folder: offload_options.OffloadFolderOption = "",
     expert_eviction: offload_options.ExpertEvictionOption = ExpertEviction.FREQUENCY,
     expert_prefetch: offload_options.ExpertPrefetchOption = True,
-    tp: options.TpOption = 1,
-    dp_attention: options.DpAttentionOption = 1,
-    ep: options.EpOption = 1,
-    pp: options.PpOption = 1,
-    expert_ranks: options.ExpertRanksOption = 0,
-    micro_batches: options.MicroBatchesOption = 2,
-    micro_batch_tokens: options.MicroBatchTokensOption = 32,
-    redundant_experts: options.RedundantExpertsOption = 0,
-    rebalance_every_s: options.RebalanceEveryOption = None,
-    join_timeout_s: options.JoinTimeoutOption = 60.0,
+    tp: rank_options.TpOption = 1,
+    dp_attention: rank_options.DpAttentionOption = 1,
+    ep: rank_options.EpOption = 1,
+    pp: rank_options.PpOption = 1,
+    expert_ranks: rank_options.ExpertRanksOption = 0,
+    micro_batches: rank_options.MicroBatchesOption = 2,
+    micro_batch_tokens: rank_options.MicroBatchTokensOption = 32,
+    redundant_experts: rank_options.RedundantExpertsOption = 0,
+    rebalance_every_s: rank_options.RebalanceEveryOption = None,
+    join_timeout_s: rank_options.JoinTimeoutOption = 60.0,
     adapter: options.AdapterOption = None,
     adapter_memory_bytes: options.AdapterMemoryBytesOption = "",
     adapter_disk_bytes: options.AdapterDiskBytesOption = "4GiB",

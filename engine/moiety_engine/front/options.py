@@ -24,7 +24,6 @@ LISTENING = "Where it listens"
 ADAPTERS = "Adapters"
 MEMORY = "Batching and memory"
 ROLES = "Prompts and answers on engines of their own"
-RANKS = "Over several devices"
 TESTING = "Without a model"
 
 
@@ -176,94 +175,6 @@ KvLandingBytesOption = Annotated[
         envvar="MOIETY_ENGINE_KV_LANDING_BYTES",
         rich_help_panel=ROLES,
         help="Host memory for KV on its way, such as 4GiB; empty: a tenth of what is there.",
-    ),
-]
-TpOption = Annotated[
-    int,
-    typer.Option(
-        envvar="MOIETY_ENGINE_TP",
-        min=1,
-        rich_help_panel=RANKS,
-        help="Ranks that share the heads and columns of each layer. Ranks = pp × dp-attention × tp.",
-    ),
-]
-DpAttentionOption = Annotated[
-    int,
-    typer.Option(
-        envvar="MOIETY_ENGINE_DP_ATTENTION",
-        min=1,
-        rich_help_panel=RANKS,
-        help="Groups of such ranks, each with sequences of its own, that share the experts.",
-    ),
-]
-EpOption = Annotated[
-    int,
-    typer.Option(
-        envvar="MOIETY_ENGINE_EP",
-        min=1,
-        rich_help_panel=RANKS,
-        help="Parts that the experts are divided into; divides dp-attention × tp, the ranks that have them.",
-    ),
-]
-PpOption = Annotated[
-    int,
-    typer.Option(
-        envvar="MOIETY_ENGINE_PP", min=1, rich_help_panel=RANKS, help="Stages of layers, one after the other."
-    ),
-]
-ExpertRanksOption = Annotated[
-    int,
-    typer.Option(
-        envvar="MOIETY_ENGINE_EXPERT_RANKS",
-        min=0,
-        rich_help_panel=RANKS,
-        help="Further ranks that have the experts and nothing else; the others then have none, and --ep divides these.",
-    ),
-]
-MicroBatchesOption = Annotated[
-    int,
-    typer.Option(
-        envvar="MOIETY_ENGINE_MICRO_BATCHES",
-        min=1,
-        rich_help_panel=RANKS,
-        help="With --expert-ranks: into how many a step is cut at most, by turns at attention and at the experts.",
-    ),
-]
-MicroBatchTokensOption = Annotated[
-    int,
-    typer.Option(
-        envvar="MOIETY_ENGINE_MICRO_BATCH_TOKENS",
-        min=1,
-        rich_help_panel=RANKS,
-        help="The fewest tokens of a micro-batch, of the group that has the most: smaller steps are not cut.",
-    ),
-]
-RedundantExpertsOption = Annotated[
-    int,
-    typer.Option(
-        envvar="MOIETY_ENGINE_REDUNDANT_EXPERTS",
-        min=0,
-        rich_help_panel=RANKS,
-        help="Slots of each layer for second replicas of hot experts, over all parts; --ep divides it.",
-    ),
-]
-RebalanceEveryOption = Annotated[
-    float | None,
-    typer.Option(
-        envvar="MOIETY_ENGINE_REBALANCE_EVERY_S",
-        min=0,
-        rich_help_panel=RANKS,
-        help="Seconds after which experts move between ranks where that pays; 0: never. "
-        "Left out: 60 with --redundant-experts, else never.",
-    ),
-]
-JoinTimeoutOption = Annotated[
-    float,
-    typer.Option(
-        envvar="MOIETY_ENGINE_JOIN_TIMEOUT_S",
-        min=1,
-        rich_help_panel=RANKS,
-        help="Seconds that ranks wait for each other at the start.",
     ),
 ]
 OverlapOption = Annotated[

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap
 from moiety_engine.errors import EngineError
-from moiety_engine.front import options
+from moiety_engine.front import options, rank_options
 from moiety_wire.replica import Replica
 
 OFFLINE_GROUP = "moiety.offline"  # its entry point `run_file` answers a file by a replica that it is given
@@ -35,13 +35,13 @@ def batch_run(
     kv_dtype: options.KvDtypeOption = options.KvDtype.auto,
     moe_kernel: options.MoeKernelOption = MoeKernel.AUTO,
     batch_invariant: options.BatchInvariantOption = False,
-    tp: options.TpOption = 1,
-    pp: options.PpOption = 1,
-    dp_attention: options.DpAttentionOption = 1,
-    ep: options.EpOption = 1,
-    expert_ranks: options.ExpertRanksOption = 0,
-    micro_batches: options.MicroBatchesOption = 2,
-    micro_batch_tokens: options.MicroBatchTokensOption = 32,
+    tp: rank_options.TpOption = 1,
+    pp: rank_options.PpOption = 1,
+    dp_attention: rank_options.DpAttentionOption = 1,
+    ep: rank_options.EpOption = 1,
+    expert_ranks: rank_options.ExpertRanksOption = 0,
+    micro_batches: rank_options.MicroBatchesOption = 2,
+    micro_batch_tokens: rank_options.MicroBatchTokensOption = 32,
     threads: options.ThreadsOption = None,
     batching: options.BatchingOption = Batching.CONTINUOUS,
     max_batch_tokens: options.MaxBatchTokensOption = None,
