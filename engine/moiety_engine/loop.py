@@ -259,6 +259,12 @@ class EngineLoop:
         free_cached_memory(self.model.device)
         return freed
 
+    def tend(self) -> bool:
+        """In the place of a step while it sleeps. False: there is nothing to do for it."""
+        if self.disk is not None:
+            self.disk.tend()
+        return False
+
     def wake(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Take the memory again, and be as after the start. Raises OutOfMemory; the loop sleeps on then."""
         assert self._resident is None, "a replica that is awake was woken"
@@ -269,6 +275,8 @@ class EngineLoop:
             self.warm_up()
             if self.disk is not None:
                 self.disk.serve(self._resident.kv)
+            if self.rebalancing is not None:
+                self.rebalancing.look_again(self._clock_ns() / 1e9)
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
         if problem:  # only now does nobody hold what had been made, as the error did
@@ -411,13 +419,17 @@ def load_loop(
     with telling(crew):
         found = library.result()
         model = assembled.model
-        draft_model = load_draft_model(config, model, progress) if config.draft_model else None
-        return EngineLoop(
-            model,
-            config,
-            clock_ns=clock_ns,
-            crew=crew,
-            local_ranks=local_ranks,
-            library=found,
-            draft_model=draft_model,
-        )
+        try:
+            draft_model = load_draft_model(config, model, progress) if config.draft_model else None
+            return EngineLoop(
+                model,
+                config,
+                clock_ns=clock_ns,
+                crew=crew,
+                local_ranks=local_ranks,
+                library=found,
+                draft_model=draft_model,
+            )
+        except BaseException:
+            model.close()
+            raise

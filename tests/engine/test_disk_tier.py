@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -268,6 +270,30 @@ def test_what_waits_to_be_written_is_bounded_and_the_newest_stays(tmp_path: Path
     assert (saver.dropped_blocks_total, saver.is_quiet) == (64, False)
     saver.close()
     folder.close()
+
+
+def test_an_engine_that_sleeps_holds_no_cache_for_what_is_still_being_written(make: Make) -> None:
+    loop = make()
+    goes_on, write = threading.Event(), loop.disk.folder.write
+
+    def waits(*args: Any) -> Any:
+        assert goes_on.wait(60.0)
+        return write(*args)
+
+    loop.disk.folder.write = waits
+    loop.submit(make_submit(1))
+    while not (loop.disk.saver.is_writing and loop.scheduler.idle):
+        loop.step()
+    cache = weakref.ref(loop._resident.kv.layers[0].k_NGPd)
+    loop.sleep()
+    gc.collect()
+    assert cache() is None
+    goes_on.set()
+    end = time.monotonic() + 60.0
+    while not loop.disk.is_quiet:
+        assert time.monotonic() < end
+        loop.tend()
+    assert loop.disk.saver.written_blocks_total
 
 
 def test_a_disk_that_stands_still_holds_nobody_up(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from moiety_engine.cache.host import HostTier
 from moiety_engine.config import Batching
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.foresight.foresight import LIKELY, MAX_WANTED
+from moiety_engine.scheduling.foresight.foresight import LIKELY, MAX_WANTED, _Wanted
 from moiety_engine.scheduling.foresight.habits import HORIZON_S, Habits, Watch
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.limits import Limits
@@ -343,3 +344,14 @@ def test_an_engine_answers_the_same_after_what_was_foreseen_and_computes_less(lo
     load = foreseeing.load()
     assert (load.foreseen_tokens_total, load.foreseen_used_tokens_total) == (ahead.num_foreseen_tokens,) * 2
     assert load.requests_total == 2, "what is foreseen is no request"
+
+
+def test_of_what_is_wanted_no_more_nothing_is_kept_but_where_it_would_begin() -> None:
+    scheduler = make_scheduler()
+    foresight = scheduler.foresight
+    for key in range(1, 40):
+        foresight.add(foresee(key, [1000 + key] * 200), key * 10**6)
+        foresight.abort(key, key * 10**6)
+    foresight.take_ended()
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is _Wanted]

@@ -157,3 +157,27 @@ def test_files_that_are_kept_are_passed_over_within_half_of_the_disk() -> None:
     gone = [one.name for stored in files[4:] for one in index.add(stored)]
     assert gone == ["0", "1", "4", "5"], "two of them fit half of the disk, the last two"
     assert index.find(bytes([3])) is files[3]
+
+
+def test_what_is_kept_on_disk_goes_all_the_same_once_nobody_used_it_for_its_time() -> None:
+    index = DiskIndex(1000)
+    kept = Stored("kept", 100, (b"kept",), b"a", 0.0)
+    index.add(kept)
+    index.keep(kept, Kept(86_400.0, 1.0))
+    for second in range(1, 200):  # so full that it is passed over again and again
+        index.add(Stored(str(second), 100, (b"%d" % second,), b"b", float(second)))
+        index.take_unused_since(second - 60.0)
+    assert index.find(b"kept") is None
+
+
+def test_what_is_not_there_any_more_takes_nothing_of_a_tenants_share() -> None:
+    ledger = KvLedger(BlockPool(20), 16, prefix_caching=True)
+    first, second = [b"first %d" % place for place in range(5)], [b"second %d" % place for place in range(5)]
+    cached(ledger.pool, *first, *second)
+    ledger.pins.pin("t", [(one, 1) for one in (*first, *second)], 86_400.0)
+    assert all(ledger.blank(one) for one in second)
+    cached(ledger.pool, b"third")
+    ledger.pins.pin("t", [(b"third", 1)], 86_400.0)
+    assert all(one in ledger.pins for one in (*first, b"third"))
+    ledger.pool.allocate(20)
+    assert ledger.pins.size == 0

@@ -99,6 +99,20 @@ async def test_engines_that_are_listed_by_their_address_do_not_leave_with_a_name
         assert listed.state.healthy
 
 
+async def test_an_engine_that_is_listed_no_more_stays_if_it_is_its_names(zone):
+    async with Replicas([]) as replicas:
+        watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
+        zone.addresses = {"a"}
+        await watch.refresh()
+        replicas.admit(zone.connect("fake://a"))  # listed by its address, too
+        watch.disown("fake://a")
+        assert watch.adopt("fake://a") and not watch.adopt("fake://b")
+        zone.addresses = {"b"}
+        await watch.refresh()
+        assert [state.address for state in replicas.states()] == ["fake://b"]
+        replicas.retire("fake://a")  # gone already
+
+
 async def test_a_name_that_cannot_be_resolved_changes_nothing_and_is_told_while_nothing_is_known(zone):
     async with Replicas([]) as replicas:
         watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)

@@ -15,6 +15,7 @@ from sqlalchemy import select
 from moiety_platform.batches.models import BatchLine
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.idempotency.models import IdempotentRequest
+from moiety_platform.reloading.shown import SET, shown
 from moiety_platform.responses_api.models import StoredResponse
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -307,3 +308,17 @@ async def test_a_change_takes_effect_where_it_needs_an_engine_of_its_own(
             assert await look(gateway) == before
             await engine.start()
         assert await taken(gateway, name, value, look) == after
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "postgresql://moiety:x/y9@db/moiety",
+        "postgresql+asyncpg://db/moiety?user=moiety&password=x/y9",
+        "openai+https://host/v1?token=x/y9",
+    ],
+)
+def test_no_password_is_shown_wherever_it_stands_in_an_address(value):
+    assert "y9" not in shown(value) and SET in shown(value)
+    kept = "openai+http://host/v1?key_file=/run/secrets/a"
+    assert shown(kept) == kept

@@ -234,3 +234,14 @@ def test_what_an_engine_that_is_gone_has_begun_to_write_is_removed_and_what_one_
     assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["experts-1"]
     writing.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_start_that_was_refused_leaves_nothing_that_the_next_one_waits_for(
+    make_checkpoint: Any, tmp_path: Path
+) -> None:
+    folder, how = make_checkpoint("qwen3_moe").folder, {"device": "cpu", "dtype": "float32"}
+    config = OffloadConfig(what=Offload.EXPERTS, memory_bytes=1, folder=str(tmp_path / "offload"))
+    for _ in range(2):
+        with pytest.raises(InvalidConfig, match="expert-memory-bytes"):
+            load_model(folder, offload=config, **how)
+        assert not list((tmp_path / "offload").iterdir())

@@ -471,6 +471,7 @@ OF_ALL = (
     "/audit/verification",
     "/simulations",
     "/declarations",
+    "/settings",
 )  # what is of no one tenant
 
 

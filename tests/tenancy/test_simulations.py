@@ -184,7 +184,7 @@ async def test_what_comes_to_nothing_says_why(
     assert "tides" in await problem(generate="tides:rate=1")
     await serve_some(database, demo, 3, service_class="gold")
     assert "classes that are gone: gold" in await problem()
-    simulations._limit_s = 0.0
+    simulations.limit_s = 0.0
     assert "more than 0 s" in await problem(generate="poisson:rate=60")
 
 

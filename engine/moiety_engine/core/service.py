@@ -59,7 +59,7 @@ def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
                 link.send(loop.expert_load(command))
                 continue
             obey(loop, command)
-        stepped = not loop.asleep and loop.step()
+        stepped = loop.tend() if loop.asleep else loop.step()
         outputs = loop.take_outputs()
         if outputs is not None:
             link.send(outputs)

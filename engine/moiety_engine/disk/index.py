@@ -84,11 +84,8 @@ class DiskIndex:
 
     def take_unused_since(self, unix_s: float) -> list[Stored]:
         """Forget what has not been used since then."""
-        old = []
-        for stored in self._files.values():
-            if stored.used_s >= unix_s:
-                break
-            old.append(stored)
+        # all are looked at: what is kept, or was found late, is not in the order of its last use
+        old = [stored for stored in self._files.values() if stored.used_s < unix_s]
         for stored in old:
             self.drop(stored)
         return old

@@ -49,7 +49,7 @@ class _Offer:
 @dataclass(slots=True)
 class _Writing:
     future: Future[Stored]
-    rows: Rows
+    rows: Rows | None  # None: the cache has left meanwhile
     taken: list[int]
     hashes: list[bytes]
     kept: Kept | None
@@ -75,6 +75,10 @@ class Saver:
     @property
     def is_quiet(self) -> bool:
         return not self._offers and not self._writing and not self._removing
+
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._writing)
 
     @property
     def is_paused(self) -> bool:
@@ -128,7 +132,8 @@ class Saver:
             self._removing.popleft()
         while self._writing and self._writing[0].future.done():
             done = self._writing.popleft()
-            done.rows.give(done.taken)
+            if done.rows is not None:
+                done.rows.give(done.taken)
             self._known.difference_update(done.hashes)
             problem = done.future.exception()
             if problem is None:
@@ -152,6 +157,11 @@ class Saver:
         """The cache's contents are lost: what was not copied out yet is not there any more."""
         while self._offers:
             self._drop(self._offers.popleft())
+
+    def let_go_of_rows(self) -> None:
+        """The cache leaves: what is being written lies in host memory, which only the writer holds from now on."""
+        for one in self._writing:
+            one.rows = None
 
     def wait(self, timeout_s: float) -> None:
         """For the writer, once."""

@@ -92,6 +92,7 @@ class DiskTier:
         """Write what can be within a few seconds; then there is no cache. Only while no request is open."""
         self._flush(copy)
         self.saver.forget()
+        self.saver.let_go_of_rows()
         self.restorer.forget()
         self._out = self._in = None
 
@@ -120,15 +121,19 @@ class DiskTier:
         between device and host memory."""
         if self._out is None or self._in is None:
             return
-        self._take_found()
-        self._expire()
+        self.tend()
         if not self.restorer.is_quiet:
             for portion in self.restorer.take_read():
                 self._bring(portion.hashes, portion.rows, portion.taken, copy)
             self.restorer.read(self._in)
         if not self.saver.is_quiet:
-            self.saver.take_written()
             self.saver.save(self._ledger, self._out, most_bytes or TURN_BYTES[self._kind])
+
+    def tend(self) -> None:
+        """What goes on while the engine sleeps, too: files are found, written to their end, and deleted in time."""
+        self._take_found()
+        self._expire()
+        self.saver.take_written()
 
     # ── who waits for it ──
 

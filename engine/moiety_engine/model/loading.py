@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
@@ -142,25 +143,29 @@ def load_share(
         reason = cannot_be_invariant(own, where, DTYPES[dtype], form, moe_kernel)
         if reason is not None:
             raise UnsupportedModelError(f"--batch-invariant cannot be had: {reason}")
-    offloading = open_store(offload, folder, spec, where, f"{dtype} {form}", load_format)
-    memory, expert_budget_bytes = device_memory(where), 0
-    if offloading is not None:
-        expert_budget_bytes, in_store_bytes = budget(offload, spec, DTYPES[dtype], form, num_bytes, memory)
-        num_bytes += expert_budget_bytes - in_store_bytes
-    require_fit(num_bytes, memory, where)
-    if load_format is LoadFormat.DUMMY and form is not None:
-        raise UnsupportedModelError("random weights are not quantized; leave out --load-format or --quantization")
-    if load_format is LoadFormat.DUMMY:
-        weights = allocate(own, device=where, dtype=DTYPES[dtype])
-        fill_at_random(weights)
-    else:
-        to: dict[str, Any] = {"device": where, "dtype": DTYPES[dtype], "form": form, "seat": ranks.seat}
-        weights = load(folder, spec, **to, offloading=offloading, progress=progress)
-    arithmetic, cache = Arithmetic(moe_kernel, batch_invariant), None
-    if offloading is not None:
-        weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(spec), offload)
-    far = ranks.seat.layout.expert_ranks and ranks.seat.expert_rank is None
-    one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far else None
+    with ExitStack() as undo:
+        offloading = open_store(offload, folder, spec, where, f"{dtype} {form}", load_format)
+        if offloading is not None:
+            undo.callback(offloading.store.close)  # unless all goes well: the cache has it then
+        memory, expert_budget_bytes = device_memory(where), 0
+        if offloading is not None:
+            expert_budget_bytes, in_store_bytes = budget(offload, spec, DTYPES[dtype], form, num_bytes, memory)
+            num_bytes += expert_budget_bytes - in_store_bytes
+        require_fit(num_bytes, memory, where)
+        if load_format is LoadFormat.DUMMY and form is not None:
+            raise UnsupportedModelError("random weights are not quantized; leave out --load-format or --quantization")
+        if load_format is LoadFormat.DUMMY:
+            weights = allocate(own, device=where, dtype=DTYPES[dtype])
+            fill_at_random(weights)
+        else:
+            to: dict[str, Any] = {"device": where, "dtype": DTYPES[dtype], "form": form, "seat": ranks.seat}
+            weights = load(folder, spec, **to, offloading=offloading, progress=progress)
+        arithmetic, cache = Arithmetic(moe_kernel, batch_invariant), None
+        if offloading is not None:
+            weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(spec), offload)
+        far = ranks.seat.layout.expert_ranks and ranks.seat.expert_rank is None
+        one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far else None
+        undo.pop_all()
     return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache)
 
 

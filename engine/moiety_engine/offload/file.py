@@ -11,6 +11,8 @@ import fcntl
 import json
 import mmap
 import os
+import secrets
+import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _VERSION = 1  # of how experts lie in the file
+_UNLOCKED_S = 60.0  # after which nobody is about to lock what was begun
 _READ_BYTES = 8 << 20  # at once, after which the pages that the system kept of it are given up
 
 
@@ -49,7 +52,7 @@ class ExpertFile:
     def __init__(self, folder: Path, key: str) -> None:
         """Raises InvalidConfig where the folder cannot be written to."""
         self._path, self._index = folder / f"experts-{key}.bin", folder / f"experts-{key}.json"
-        self._partial = folder / f"experts-{key}.{os.getpid()}.partial"
+        self._partial = folder / f"experts-{key}.{secrets.token_hex(8)}.partial"
         self.layers: list[list[Part]] = []
         self._mapped: dict[int, tuple[int, mmap.mmap]] = {}  # where in the file, by the address
         self._end = 0
@@ -57,10 +60,12 @@ class ExpertFile:
             folder.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(folder)
             found = self._read_index()
-            path, flags = (self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC) if found is None else (self._path, 0)
+            new = self._partial.with_suffix(".new")
+            path, flags = (new, os.O_RDWR | os.O_CREAT | os.O_EXCL) if found is None else (self._path, 0)
             self._fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
-            if found is None:
-                fcntl.flock(self._fd, fcntl.LOCK_EX)  # for as long as this process lives
+            if found is None:  # nobody takes it for abandoned before it is locked, for as long as this process lives
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                new.rename(self._partial)
         except OSError as exc:
             raise InvalidConfig(f"experts cannot be kept in {folder} ({exc}): choose another --offload-folder") from exc
         if found is not None:
@@ -151,6 +156,10 @@ class ExpertFile:
 
 def _remove_abandoned(folder: Path) -> None:
     """What processes have begun to write that are gone."""
+    for path in (*folder.glob("experts-*.new"), *folder.glob("experts-*.index")):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _UNLOCKED_S:
+                path.unlink()
     for path in folder.glob("*.partial"):
         with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -65,6 +65,7 @@ class LayerExperts:
 
     def settle(self) -> None:
         """Wait for all that is on its way."""
+        self._drop_failed()
         for expert in list(self._tickets):
             self._arrive(expert)
         self._mover.used(self._layer)
@@ -79,6 +80,7 @@ class LayerExperts:
         wanted = np.flatnonzero(counts_E)
         self._residents.visited(wanted)
         self._wanted = wanted.tolist()
+        self._drop_failed()
         self._take_arrived()
         self._judge()
         self._left = [expert for expert in self._wanted if not self._has(expert)]
@@ -166,6 +168,12 @@ class LayerExperts:
         except OSError:
             self._residents.drop(expert)
             raise
+
+    def _drop_failed(self) -> None:
+        """What could not be read before anybody asked for it is asked for again if it is wanted."""
+        for expert in [expert for expert, ticket in self._tickets.items() if ticket.has_failed()]:
+            del self._tickets[expert]
+            self._residents.drop(expert)
 
     def _take_arrived(self) -> None:
         for expert in [expert for expert, ticket in self._tickets.items() if ticket.is_done()]:

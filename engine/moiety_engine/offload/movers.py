@@ -28,6 +28,9 @@ class Ticket(Protocol):
 
     def is_done(self) -> bool: ...
 
+    def has_failed(self) -> bool:
+        """Then `wait` raises."""
+
     def cancel(self) -> bool:
         """It is not wanted any more: whether its slot has stayed as it was."""
 
@@ -122,6 +125,9 @@ class _Read:
     def is_done(self) -> bool:
         return self._done.is_set() and self._problem is None
 
+    def has_failed(self) -> bool:
+        return self._done.is_set() and self._problem is not None
+
     def cancel(self) -> bool:
         return self._claim.acquire(blocking=False)
 
@@ -164,6 +170,9 @@ class _Copy:
 
     def is_done(self) -> bool:
         return bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def has_failed(self) -> bool:
+        return False
 
     def cancel(self) -> bool:
         return False

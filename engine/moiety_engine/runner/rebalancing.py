@@ -47,6 +47,10 @@ class Rebalancing:
         self._busy_s = 0.0  # spent on steps since the experts' load was last judged
         self._looked_s = now_s
 
+    def look_again(self, now_s: float) -> None:
+        """The engine slept until now, which is no work."""
+        self._looked_s = now_s
+
     def look(self, now_s: float, picks_LE: np.ndarray | None, *, worked: bool) -> None:
         """To be called between steps: with what was counted since the last call, and whether there was a step."""
         self._busy_s += max(0.0, now_s - self._looked_s) if worked else 0.0

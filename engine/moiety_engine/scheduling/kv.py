@@ -53,6 +53,8 @@ class KvLedger:
         if host is not None:
             pool.on_evict = host.keep
             host.keep_longest(self.pins)
+        else:
+            pool.on_evict = lambda _block, block_hash: self.pins.drop(block_hash)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -289,6 +291,14 @@ class KvLedger:
     def take_copies(self) -> Copies:
         """What must be copied, once a plan: first all of `outs`, then all of `ins`, then the forward pass."""
         return Copies([], []) if self.host is None else self.host.take_copies()
+
+    def blank(self, block_hash: bytes) -> bool:
+        """Forget a cached block of the device, which is kept no more unless the host has it, too. False where there is
+        none."""
+        was_there = self.pool.blank(block_hash)
+        if was_there and not self.is_on_host(block_hash):
+            self.pins.drop(block_hash)
+        return was_there
 
     # ── within ──
 

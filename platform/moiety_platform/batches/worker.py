@@ -86,6 +86,7 @@ class BatchWorker:
     def use(self, concurrency: int, lease_s: float) -> None:
         """For the lines that begin from now on; with a concurrency of 0 other gateways do all the work."""
         self._concurrency, self._lease_s = concurrency, lease_s
+        self._renewed_s = float("-inf")  # what is held gets the new lease at once: it may be longer than the old one
         self._paces.clear()
         self.wake()
 

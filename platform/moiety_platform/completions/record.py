@@ -165,9 +165,10 @@ class RequestRecord:
 
     def sla_attained(self, now_s: float) -> bool | None:
         """Whether the promise of the served class was kept; None where there was none to keep: for a bad request, for
-        one beyond a limit, and for a client that left while it could still be kept."""
+        one beyond a limit or its tenant's own bound here, and for a client that left while it could still be kept."""
         service = self.served
-        is_theirs = self.http_status in range(400, 500) and self.admission_outcome != "rejected"
+        is_own = self.admission_reason == Reason.TENANT_QUEUE_FULL.value and not self.reached_engine
+        is_theirs = self.http_status in range(400, 500) and (self.admission_outcome != "rejected" or is_own)
         if service is None or (self.outcome in ("failed", "rejected") and is_theirs):
             return None
         if self.outcome in ("stop", "length"):

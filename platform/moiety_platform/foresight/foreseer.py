@@ -144,7 +144,9 @@ class Foreseer:
         is_charged = record.principal.foresight is Foresight.CHARGED
         price = record.spending.cost if is_charged else _free
         most = Used(record.service_class, len(submit.prompt_ids), 0, 0)
-        hold = await self._reserve(record, most, price(most)) if is_charged else None
+        if is_charged:  # is there room? Nothing stays held while the engine waits for time
+            room = await self._reserve(record, most, price(most))
+            room.settle({Unit.TOKENS: 0, Unit.MONEY: 0})
         stream: EngineStream | None = None
         try:
             async with asyncio.timeout(WAIT_S), turn.client.open(submit) as stream:
@@ -155,12 +157,19 @@ class Foreseer:
         finally:  # it has ended at the engine, however this is left
             finished = None if stream is None else stream.finished
             computed = 0 if finished is None else min(finished.num_foreseen_tokens, most.prompt_tokens)
-            used = Used(record.service_class, computed, 0, 0)
-            amounts = {Unit.TOKENS: computed, Unit.MONEY: price(used)}
-            charges = hold.settle(amounts) if hold is not None else ()
             if computed:
-                self._usage.record(self._row(record, submit.request_id, used, price(used), charges))
+                used = Used(record.service_class, computed, 0, 0)
+                cost, charges = await self._charge(record, used, price(used)) if is_charged else (0, ())
+                self._usage.record(self._row(record, submit.request_id, used, cost, charges))
         return LOST if finished is None else finished.detail
+
+    async def _charge(self, record: RequestRecord, used: Used, cost: int) -> tuple[int, tuple[Charge, ...]]:
+        """What it costs, and of which limits it was taken; nothing where the room was taken by requests meanwhile."""
+        try:
+            hold = await self._reserve(record, used, cost)
+        except PlatformError:
+            return 0, ()
+        return cost, hold.settle({Unit.TOKENS: used.prompt_tokens, Unit.MONEY: cost})
 
     async def _reserve(self, record: RequestRecord, most: Used, cost: int) -> Hold:
         """Raises QuotaExceeded where a limit has no room, or Unavailable."""

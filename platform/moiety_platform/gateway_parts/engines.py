@@ -106,6 +106,8 @@ class Engines:
             self._settings = wanted
             for client in clients:
                 self.replicas.admit(client)
+                for watch in self._watches.values():
+                    watch.disown(client.address)
             now_s = self._clock.monotonic()
             kept = {identity(address) for address in after}
             gone = [address for address in before if identity(address) not in kept]
@@ -134,7 +136,7 @@ class Engines:
             if watch is not None:
                 del self._watches[name]
                 await watch.leave({identity(address) for address in self._settings.engines})
-            elif self.replicas.find(name) is not None:
+            elif not any(other.adopt(name) for at, other in self._watches.items() if at not in self._unwanted):
                 self.replicas.retire(name)
         await self.replicas.close_retired()
 

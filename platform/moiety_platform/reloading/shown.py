@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import SecretStr
 
 SET = "(set)"
-_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^\s@]+@")
+_IN_QUERY = re.compile(r"(?i)([?&](?!key_file=)[^=&\s]*(?:password|token|secret|key)[^=&\s]*=)[^&\s]+")
 
 
 def shown(value: Any) -> Any:
@@ -18,7 +19,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, SecretStr):
         return SET
     if isinstance(value, str | Path):
-        return _PASSWORD.sub(rf"\1{SET}@", str(value))
+        return _IN_QUERY.sub(rf"\1{SET}", _PASSWORD.sub(rf"\1{SET}@", str(value)))
     if isinstance(value, tuple | list):
         return [shown(one) for one in value]
     if isinstance(value, Mapping):

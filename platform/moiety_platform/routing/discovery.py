@@ -42,6 +42,7 @@ class DnsWatch:
         self._connect = connect
         self._resolve = resolve
         self._added: set[str] = set()
+        self._found: frozenset[str] = frozenset()  # when it was last looked up
         self._rounds = Rounds(f"engine-names {address}", self.refresh, INTERVAL_S)
 
     async def start(self) -> None:
@@ -57,6 +58,17 @@ class DnsWatch:
     def addresses(self) -> frozenset[str]:
         """Of the engines that it has added."""
         return frozenset(self._added)
+
+    def disown(self, address: str) -> None:
+        """The engine is listed by its address now."""
+        self._added.discard(address)
+
+    def adopt(self, address: str) -> bool:
+        """Whether an engine that is listed no more is one of this name's, and so stays."""
+        is_ours = address in self._found and self._replicas.find(address) is not None
+        if is_ours:
+            self._added.add(address)
+        return is_ours
 
     async def leave(self, kept: Collection[str]) -> None:
         """The name is not wanted any more: its engines, but those that are `kept`, get no more requests."""
@@ -80,6 +92,7 @@ class DnsWatch:
                 self._replicas.missing[self._address] = f"the name cannot be resolved: {error}"
             log.warning("engine_name_unresolved", name=self._address, error=str(error), num_engines=len(self._added))
         else:
+            self._found = frozenset(found)
             self._replicas.missing.pop(self._address, None)
             for address in self._added - found:
                 self._replicas.retire(address)

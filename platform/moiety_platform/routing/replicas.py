@@ -71,8 +71,11 @@ class Replicas:
         return self._clients.get(address)
 
     def retire(self, address: str) -> None:
-        """Give an engine no more requests; those that it has go on."""
-        self._retired[address] = self._clients.pop(address)
+        """Give an engine no more requests; those that it has go on. Nothing where it is not known."""
+        client = self._clients.pop(address, None)
+        if client is None:
+            return
+        self._retired[address] = client
         self._note_change()
 
     async def close_retired(self) -> None:

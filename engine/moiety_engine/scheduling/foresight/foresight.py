@@ -20,7 +20,7 @@ import msgspec
 
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.foresight.account import ForesightAccount
-from moiety_engine.scheduling.foresight.habits import HORIZON_S, Habits, Watch
+from moiety_engine.scheduling.foresight.habits import HORIZON_S, Habits, Watch, Watched
 from moiety_engine.scheduling.groups import KvGroups
 from moiety_engine.scheduling.kv import Hit, KvLedger
 from moiety_engine.scheduling.plan import Plan
@@ -57,6 +57,7 @@ class _Wanted:
     num_own: int = 0  # blank blocks that it got from `stale` and has not used yet
     scheduled_unix_ns: int = 0
     num_hits: int = 0  # blocks, of the step that is planned
+    watched: Watched[_Wanted] | None = None  # for its coming, which outlasts it
 
 
 class Foresight:
@@ -96,6 +97,7 @@ class Foresight:
         else:
             if len(self._wanted) >= MAX_WANTED:
                 self._end(self._most_crowding(), Outcome.CROWDED, now_ns)
+            wanted.watched = watched
             watched.wanted = self._wanted[submit.key] = wanted
             least = min(self._served.values(), default=0.0)
             self._served.setdefault(submit.tenant_id, least)  # absence earns nothing
@@ -204,7 +206,7 @@ class Foresight:
     def _make_blank(self, wanted: _Wanted, kv: KvLedger, num_blocks: int) -> int:
         """See that so many blocks are blank, those of the conversation first. As many as there are, if fewer."""
         while wanted.stale and wanted.num_own < num_blocks:
-            wanted.num_own += kv.pool.blank(wanted.stale.pop(0))
+            wanted.num_own += kv.blank(wanted.stale.pop(0))
         return min(num_blocks, kv.pool.num_blank)
 
     def _stale(self, submit: CoreSubmit) -> list[bytes]:
@@ -236,6 +238,9 @@ class Foresight:
         """Nothing more is wanted of it. Without an outcome it was given up by who had asked."""
         sequence = wanted.sequence
         self._wanted.pop(sequence.key, None)
+        if wanted.watched is not None:
+            wanted.watched.wanted = None
+            wanted.watched = None
         if not any(one.sequence.tenant == sequence.tenant for one in self._wanted.values()):
             self._served.pop(sequence.tenant, None)
         finish = CoreFinish(

@@ -19,7 +19,7 @@ from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.apply.carry_out import Hand, Outcome
 from moiety_platform.cli.apply.current import read_current
-from moiety_platform.cli.apply.document import Document, read_document
+from moiety_platform.cli.apply.document import Document, FileError, read_document
 from moiety_platform.cli.apply.key_secrets import KeySecrets
 from moiety_platform.cli.apply.plan import IDLE, Action, Step, Terms, make_plan
 from moiety_platform.cli.apply.spec import read_wanted
@@ -32,6 +32,7 @@ from moiety_platform.reloading.source import mark_of
 
 PAUSE_S = 0.5
 LOOK_EVERY_S = 1.0
+LOOKS_UNTIL_AGAIN = 10  # after what the gateway refused, or could not do then
 COLUMNS = {"does": "does", "kind": "what", "name": "name", "field": "field", "before": "is", "after": "becomes",
            "why": "why"}  # fmt: skip
 
@@ -73,17 +74,20 @@ def apply(
 def follow(file: Path, once: Callable[[], None]) -> None:
     """Now, and whenever the file has changed and rested from one look to the next. Until the process is stopped."""
     taken = seen = mark_of([])
+    looks_until_again = -1  # none: all was done, or the file must change first
     while True:
         mark = mark_of([file])
         rests, seen = mark == seen, mark
-        if rests and mark != taken:
-            taken = mark
+        looks_until_again -= looks_until_again > 0
+        if rests and (mark != taken or not looks_until_again):
+            taken, looks_until_again = mark, -1
             try:
                 once()
-            except CommandError as exc:
+            except FileError as exc:
                 typer.echo(f"Error: {exc}", err=True)
-                if isinstance(exc, NotReachable):
-                    taken = mark_of([])
+            except CommandError as exc:  # nothing is wrong with the file
+                typer.echo(f"Error: {exc}", err=True)
+                looks_until_again = 1 if isinstance(exc, NotReachable) else LOOKS_UNTIL_AGAIN
             sys.stdout.flush()
         time.sleep(LOOK_EVERY_S)
 

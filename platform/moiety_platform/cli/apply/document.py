@@ -50,7 +50,10 @@ def read_document(path: Path) -> Document:
     except yaml.YAMLError as exc:
         raise FileError(f"{path} is not valid YAML: {exc}") from exc
     document = Document(path, None, {})
-    data = {} if node is None else _plain(node, ROOT, document)
+    try:
+        data = {} if node is None else _plain(node, ROOT, document)
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise FileError(f"{path} holds what is no plain value: {exc}") from exc
     return Document(path, data, document.lines)
 
 
