@@ -294,6 +294,7 @@ def test_an_engine_that_sleeps_holds_no_cache_for_what_is_still_being_written(ma
         assert time.monotonic() < end
         loop.tend()
     assert loop.disk.saver.written_blocks_total
+    loop.wake()  # the model is others', too
 
 
 def test_a_disk_that_stands_still_holds_nobody_up(make: Make) -> None:
