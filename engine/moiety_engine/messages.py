@@ -12,7 +12,7 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
-from moiety_wire.figures import ClassLoad, StepCosts
+from moiety_wire.figures import Figures
 from moiety_wire.guides import Guide
 from moiety_wire.messages import FailureCode, FinishReason, Foreseeing, Sampling
 from moiety_wire.notes import EventKind, Reason, Step
@@ -151,64 +151,8 @@ class CoreFailure(msgspec.Struct, frozen=True, array_like=True):
     retry_after_s: float | None = None
 
 
-class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The core's state after a step and its counters since start."""
-
-    num_running: int
-    num_waiting: int
-    num_paused: int
-    kv_blocks_total: int
-    kv_blocks_used: int
-    kv_blocks_cached: int
-    block_size: int
-    steps_total: int
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    output_tokens_total: int
-    requests_total: int
-    host_blocks_total: int = 0
-    host_blocks_used: int = 0
-    swapped_out_blocks_total: int = 0
-    swapped_in_blocks_total: int = 0
-    attention_waited_seconds_total: float = 0.0
-    experts_waited_seconds_total: float = 0.0
-    classes: list[ClassLoad] = []
-    overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
-    drafted_tokens_total: int = 0
-    accepted_tokens_total: int = 0
-    max_batch_tokens: int = 0
-    max_running: int = 0
-    step_costs: StepCosts | None = None
-    handed_over_requests_total: int = 0
-    taken_over_requests_total: int = 0
-    lost_transfers_total: int = 0
-    foreseen_tokens_total: int = 0
-    foreseen_used_tokens_total: int = 0
-    foreseen_wasted_tokens_total: int = 0
-    kv_blocks_kept: int = 0  # for conversations that come back
-    host_hit_blocks_total: int = 0  # of prefixes, found on the host
-    disk_bytes_total: int = 0  # that the prefix cache may take on disk; no counter
-    disk_bytes_used: int = 0
-    disk_blocks_cached: int = 0
-    disk_written_blocks_total: int = 0
-    disk_written_bytes_total: int = 0
-    disk_dropped_blocks_total: int = 0
-    disk_failed_writes_total: int = 0
-    disk_restored_blocks_total: int = 0
-    disk_restored_bytes_total: int = 0
-    disk_waited_requests_total: int = 0
-    disk_passed_over_requests_total: int = 0
-    disk_lost_files_total: int = 0
-    expert_slots: int = 0
-    expert_hits_total: int = 0
-    expert_misses_total: int = 0
-    prefetched_experts_total: int = 0
-    prefetched_expert_hits_total: int = 0
-    expert_loaded_bytes_total: int = 0
-    rebalances_total: int = 0  # of experts over ranks
-    moved_expert_bytes_total: int = 0  # from rank to rank
-    rank_balancedness: float = 1.0  # of what experts had to do when that was last judged, and …
-    rank_balancedness_planned: float = 1.0  # … by where they were moved then
+class CoreLoad(Figures, frozen=True, array_like=True):
+    """The core's figures, of which each step brings new ones; without names, since these are many."""
 
 
 class CoreState(StrEnum):

@@ -1,5 +1,5 @@
 """An engine's figures, and what they mean for whoever shows them as metrics: the gateway of all its engines, and each
-engine of itself. The tables have fields of `Load` and of `ClassLoad`; counters are the fields that end in `_total`,
+engine of itself. The tables have fields of `Figures` and of `ClassLoad`; counters are the fields that end in `_total`,
 named without it, and so is a gauge, since Prometheus keeps that ending for counters."""
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ class StepCosts(msgspec.Struct, frozen=True):
     relative_error: float  # of its predictions
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
-    """The engine's state and its counters since start (monotonic)."""
+class Figures(msgspec.Struct, frozen=True):
+    """What an engine's core knows of itself: its state after a step, and its counters since start (monotonic)."""
 
-    engine_id: str
-    seq: int
     num_running: int
     num_waiting: int
     num_paused: int  # without credit; they hold no place in the batch
@@ -62,7 +60,6 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     cached_tokens_total: int
     output_tokens_total: int
     requests_total: int
-    draining: bool = False
     host_blocks_total: int = 0  # the host-memory tier
     host_blocks_used: int = 0
     swapped_out_blocks_total: int = 0
@@ -70,11 +67,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     attention_waited_seconds_total: float = 0.0  # for experts on ranks of their own
     experts_waited_seconds_total: float = 0.0  # these, on average, for attention
     classes: list[ClassLoad] = []
-    running_for_s: float = 0.0  # the engine, which knows of all since then
     overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
-    sleep: SleepState = SleepState.AWAKE
-    sleep_problem: str = ""  # why it did not fall asleep, or wake, when it was last told to
-    unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
     drafted_tokens_total: int = 0
     accepted_tokens_total: int = 0
     max_batch_tokens: int = 0  # of a step; 0 where that is not known
@@ -110,6 +103,18 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     moved_expert_bytes_total: int = 0  # from rank to rank
     rank_balancedness: float = 1.0  # of what experts had to do when that was last judged, and …
     rank_balancedness_planned: float = 1.0  # … by where they were moved then
+
+
+class Load(Figures, frozen=True, kw_only=True, tag="load"):
+    """The engine's state and its counters since start, as its front tells every gateway with each heartbeat."""
+
+    engine_id: str
+    seq: int
+    draining: bool = False
+    running_for_s: float = 0.0  # the engine, which knows of all since then
+    sleep: SleepState = SleepState.AWAKE
+    sleep_problem: str = ""  # why it did not fall asleep, or wake, when it was last told to
+    unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
 
 
 GAUGES = (

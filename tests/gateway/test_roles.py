@@ -158,7 +158,8 @@ async def test_one_token_needs_no_other_engine(start_gateway, engine_of):
 
 
 def state_of(card, role, *, address="tcp://10.0.0.1:5757", running=0, step_s=0.01, kv_address="tcp://*:7000"):
-    load = Load("e", 0, running, 0, 0, 100, 0, 0, 16, 0, 0, 0, 0, 0, step_costs=StepCosts(step_s, 1e-4, (), 0, 0, 0))
+    costs = StepCosts(step_s, 1e-4, (), 0, 0, 0)
+    load = Load(running, 0, 0, 100, 0, 0, 16, 0, 0, 0, 0, 0, engine_id="e", seq=0, step_costs=costs)
     hands_over = role is EngineRole.PREFILL
     card = msgspec.structs.replace(card, role=role, hands_over=hands_over, kv_address=kv_address)
     return EngineState(address, True, "", card, load, 0, load_age_s=0.0)

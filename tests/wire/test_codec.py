@@ -56,7 +56,25 @@ TO_GATEWAY = [
     Tokens("r", 1, 0, [5, 6], "", LOGPROBS),
     Finished("r", 2, FinishReason.STOP, 3, 0, 2, Phases(1, 2, 3, 4), "é", "flex", [EVENT], 7, "\n\n"),
     Failed("r", 0, FailureCode.OVERLOADED, "later", 0, Reason.PREDICTED_LATE, 1.5),
-    Load("e", 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, draining=True, host_blocks_total=2, classes=[CLASS_LOAD]),
+    Load(
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+        12,
+        engine_id="e",
+        seq=0,
+        draining=True,
+        host_blocks_total=2,
+        classes=[CLASS_LOAD],
+    ),
 ]
 
 
