@@ -22,7 +22,7 @@ serve: $(VENV)/.serve ## serve the bundled demo model (or ARGS="--model …") to
 
 test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, tests
 	@$(MAKE) --no-print-directory --jobs=2 types contracts style
-	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile $(ARGS) || \
+	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile --no-loadscope-reorder $(ARGS) || \
 	{ [ $$? = 1 ] || exit 2; echo 'FAILED BESIDE OTHERS: now alone, and named, since one that passes so is a defect too'; \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none --maxfail=1 --verbose $(ARGS); }
 

@@ -169,6 +169,7 @@ def look_at_the_trace_of_globex(browser: Browser) -> None:
     browser.see_in_table("first")  # still what was searched for
 
 
+@pytest.mark.slow
 @needs_browser
 def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_again(
     serve: Any, open_browser: Callable[[], Browser]
@@ -265,6 +266,7 @@ def a_kept_trace(http: httpx.Client, serve: Any) -> str:
     )
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_address(
     serve: Any, open_browser: Callable[[], Browser]

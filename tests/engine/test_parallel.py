@@ -398,6 +398,7 @@ def has_ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "layout"), [(signal.SIGKILL, {"expert_ranks": 1}), (signal.SIGSTOP, {"tp": 2})])
 def test_a_lost_parallel_rank_ends_the_group(
     folders: dict[str, Path], tmp_path: Path, number: int, layout: dict[str, int]

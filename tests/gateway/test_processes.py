@@ -269,6 +269,7 @@ async def emitted_tokens(address: str) -> int:
     return loads[-1].output_tokens_total
 
 
+@pytest.mark.slow
 async def test_killed_together_gateway_and_engine_leave_a_bill_for_all_that_was_emitted(deployment):
     async with deployment.client() as client:
         ask = {"model": "scripted", "prompt": "abc", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
