@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --prefer-bin
 INPUTS := pyproject.toml constraints.txt
 RELEASE := $(VENV)/release
 
+export PYTHONDONTWRITEBYTECODE := # else each of the hundreds of processes that the tests start compiles our modules again
+
 .DEFAULT_GOAL := help
 .PHONY: help serve test style types contracts bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
 .DELETE_ON_ERROR:
