@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.cpu import tiles
+from moiety_kernels.cpu.team import team
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.kv_store import kv_store
@@ -44,6 +47,17 @@ def close(ours: Tensor, theirs: Tensor, ratio: float = 1e-5) -> bool:
     """Whether the largest error is below `ratio` of the largest value, which counts as 0.1 at least, since a sum that
     comes to nearly nothing is as inexact as what it sums; false for NaN."""
     return bool((ours - theirs).abs().max() <= ratio * theirs.abs().max().clamp(min=0.1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_threads() -> Iterator[None]:
+    """Other tests compute with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    team.cache_clear()
+    yield
+    torch.set_num_threads(before)
+    team.cache_clear()
 
 
 @pytest.fixture(autouse=True)
