@@ -119,7 +119,7 @@ class Account:
         left, lease, cap = self.remaining, self.lease, self.limit.cap
         if left is None:
             return None
-        free = lease.free
+        free = lease.granted - lease.settled - lease.held
         if free > 0:
             left += free
         if lease.meter is Meter.RATE:

@@ -132,8 +132,7 @@ class QuotaKeeper:
 
     def require_current(self, hold: Hold) -> None:
         """What was reserved is still leased. Raises Unavailable: the process stood still, and its leases ran out."""
-        now_s = self._clock.monotonic()
-        if any(now_s >= lease.good_until_s for lease in hold.leases):
+        if self._clock.monotonic() >= hold.good_until_s:
             raise store_unavailable()
 
     def standings(self, hold: Hold) -> list[Standing]:
@@ -154,8 +153,7 @@ class QuotaKeeper:
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:
         """The same from what is leased already, without waiting."""
-        now_s = self._clock.monotonic()
-        return all(now_s < lease.good_until_s for lease in hold.leases) and hold.reserve(amounts)
+        return self._clock.monotonic() < hold.good_until_s and hold.reserve(amounts)
 
     def stats(self) -> LeaseStats:
         """How it stands now."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 
@@ -27,13 +27,13 @@ class Standing(msgspec.Struct, frozen=True):
     whole_in_s: float | None
 
 
-def headers(standings: Iterable[Standing]) -> dict[str, str]:
+def headers(standings: Sequence[Standing]) -> dict[str, str]:
     """Of several limits of one kind, on different levels, the one with least left counts."""
-    tightest: dict[Kind, Standing] = {}
-    for standing in standings:
-        known = tightest.get(standing.kind)
-        if known is None or standing.left < known.left:
-            tightest[standing.kind] = standing
+    tightest = {standing.kind: standing for standing in standings}
+    if len(tightest) < len(standings):
+        for standing in reversed(standings):
+            if standing.left <= tightest[standing.kind].left:
+                tightest[standing.kind] = standing
     if not tightest:
         return {}
     fields: dict[str, str] = {}
