@@ -105,7 +105,11 @@ class Gathering:
         self.flush()
         self._transport.close()
 
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
     def __getattr__(self, name: str) -> Any:
+        """What is asked for less than once a request."""
         return getattr(self._transport, name)
 
 
