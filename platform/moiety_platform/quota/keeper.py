@@ -319,9 +319,9 @@ class QuotaKeeper:
     async def _known(self, scopes: Sequence[Scope]) -> list[KnownScope]:
         """The scopes with their limits; read once for a scope that is new, then kept fresh by every round."""
         now_s, seen = self._clock.monotonic(), self._edits.now
-        known = [self._scopes[scope] for scope in scopes if scope in self._scopes]
-        unknown = [scope for scope in scopes if scope not in self._scopes]
-        if unknown:
+        known = [one for scope in scopes if (one := self._scopes.get(scope)) is not None]
+        if len(known) < len(scopes):
+            unknown = [scope for scope in scopes if scope not in self._scopes]
             found = await self._read_limits(unknown)
             read = {scope: KnownScope(limits, now_s, now_s) for scope, limits in found.items()}
             known += read.values()
