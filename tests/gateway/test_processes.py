@@ -64,6 +64,11 @@ class Process:
         return self.process.returncode
 
 
+def threads_of(pid: int) -> dict[int, str]:
+    """The names of a process's threads, by their ids."""
+    return {int(task.name): (task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()}
+
+
 class Deployment:
     """An engine and a gateway."""
 
@@ -209,7 +214,7 @@ async def test_the_openai_client_is_served_by_a_real_engine_front(deployment):
 async def test_threads_that_the_loop_wakes_do_not_cut_in_on_it(deployment):
     await deployment.load()  # from a thread of the store, of an engine that is connected
     pid = deployment.gateway.process.pid
-    threads = {int(task.name): (task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()}
+    threads = threads_of(pid)
     policies = {thread: os.sched_getscheduler(thread) for thread in threads}
     assert policies.pop(pid) == os.SCHED_OTHER, "the loop has its turn like every process"
     standing_back = [threads[thread] for thread, policy in policies.items() if policy == os.SCHED_BATCH]
