@@ -121,8 +121,18 @@ class _Limits(Extension):
         return self.call_method("join", parts, lineno=concat.lineno)
 
 
+_OF_DICTS = frozenset(dir(dict))
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """The library looks for an attribute first, and only when that has failed for a key; which a message's fields,
+        what templates mostly ask for, always are."""
+        if type(obj) is dict and attribute not in _OF_DICTS and attribute in obj:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         limits = self.extensions[_Limits.identifier]

@@ -47,11 +47,11 @@ def texts_of(value: Any) -> Iterator[str]:
         item = waiting.pop()
         if isinstance(item, str):
             yield item
+        elif isinstance(item, (list, tuple)):
+            waiting += item
         elif isinstance(item, (dict, Mapping)):  # nearly always a dict, and to ask for that is quick
             waiting += item.keys()
             waiting += item.values()
-        elif isinstance(item, (list, tuple)):
-            waiting += item
 
 
 class ConversationEncoder:

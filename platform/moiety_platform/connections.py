@@ -7,7 +7,6 @@ is held for it: a request is served when its head is there, and everything that 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -26,7 +25,6 @@ from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
 from moiety_platform.settings import GatewaySettings
 
 MIN_BODY_BYTES_PER_S = 500  # of a body that takes longer than the timeout
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 LINGER_S = 1.0  # what still comes is read for so long and dropped: a connection reset would take the answer along
 
 
@@ -107,7 +105,11 @@ class Gathering:
         self.flush()
         self._transport.close()
 
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
     def __getattr__(self, name: str) -> Any:
+        """What is asked for less than once a request."""
         return getattr(self._transport, name)
 
 
@@ -208,7 +210,7 @@ class Connection(HttpToolsProtocol):
         cycle: RequestResponseCycle = self.cycle
         if cast(Scope, cycle.scope) is not scope or cycle.response_started or cycle.disconnected:
             return False
-        if not cycle.keep_alive or cycle.flow.write_paused or _CONTROL.search("".join(headers.values())):
+        if not cycle.keep_alive or cycle.flow.write_paused or not "".join(headers.values()).isprintable():
             return False
         given = [b"%b: %b\r\n" % field for field in cycle.default_headers]
         own = "".join([f"{name.lower()}: {value}\r\n" for name, value in headers.items()]).encode()

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 import msgspec
 import structlog
 
+_LEVELS = {"warn": "warning", "exception": "error"}  # as structlog's own processor has it
 _encoder = msgspec.json.Encoder(enc_hook=repr)
 _SHARED: tuple[structlog.typing.Processor, ...] = (
     structlog.processors.add_log_level,
@@ -66,7 +67,7 @@ def _as_json(logger: Any, method: str, event: structlog.typing.EventDict) -> str
     if "exc_info" in event or "stack_info" in event:
         event = structlog.processors.StackInfoRenderer()(logger, method, event)
         event = structlog.processors.format_exc_info(logger, method, event)
-    structlog.processors.add_log_level(logger, method, event)
+    event["level"] = _LEVELS.get(method, method)
     event["timestamp"] = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     return _to_json(event)
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import TypeVar, cast
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
-    Histogram,
     Info,
     ProcessCollector,
     disable_created_metrics,
@@ -23,6 +21,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moiety_platform.series import Counts, Times
 from moiety_platform.tenant_metrics import MAX_TENANTS, TenantCollector
 from moiety_platform.usage.row import UsageRow
 
@@ -39,8 +38,6 @@ TPOT_BUCKETS_S = (
 DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))  # theirs end at 81.92
 _REQUEST = ("model", "service_class")
 _GEN_AI = ("operation", *_REQUEST)
-
-_Metric = TypeVar("_Metric", Counter, Histogram)
 
 
 class _Statements(Collector):
@@ -97,88 +94,89 @@ class Metrics:
         self.registry = new_registry()
         self.tenants = TenantCollector(max_tenants)
         self.registry.register(self.tenants)
-        self._children: dict[tuple[Counter | Histogram, tuple[str, ...]], Counter | Histogram] = {}
-        self._requests = Counter(
+        self._make_counts()
+        self._make_times()
+
+    def _make_counts(self) -> None:
+        registry = self.registry
+        self._requests = Counts(
             "moiety_requests",
             "Authenticated generation requests by their end.",
             (*_REQUEST, "outcome", "status"),
-            registry=self.registry,
+            registry,
         )
         self._refused = Counter(
-            "moiety_unauthenticated_requests", "Requests without a good key.", ("status",), registry=self.registry
+            "moiety_unauthenticated_requests", "Requests without a good key.", ("status",), registry=registry
         )
         self._idempotency = Counter(
             "moiety_idempotency",
             "Requests that were not served for their Idempotency-Key: `replayed`, or the code of their refusal.",
             ("outcome",),
-            registry=self.registry,
+            registry=registry,
         )
-        self._admissions = Counter(
+        self._admissions = Counts(
             "moiety_admission",
             "Generation requests by the verdict on them; `service_class` is the one that was asked for.",
             ("service_class", "outcome", "reason"),
-            registry=self.registry,
+            registry,
         )
         self._failovers = Counter(
             "moiety_failovers",
             "Sequences that went on at another engine, by the error code of the one that failed them.",
             ("model", "cause"),
-            registry=self.registry,
+            registry=registry,
         )
-        self._errors = Counter(
+        self._errors = Counts(
             "moiety_request_errors",
             "Requests that did not end well, by the stable code of why.",
             ("service_class", "code"),
-            registry=self.registry,
+            registry,
         )
-        self._promises = Counter(
-            "moiety_sla",
-            "Ended requests with a promise, by whether it was kept.",
-            (*_REQUEST, "attained"),
-            registry=self.registry,
+        self._promises = Counts(
+            "moiety_sla", "Ended requests with a promise, by whether it was kept.", (*_REQUEST, "attained"), registry
         )
-        self._tokens = Counter("moiety_tokens", "Tokens by kind.", (*_REQUEST, "kind"), registry=self.registry)
-        self._good_tokens = Counter(
+        self._tokens = Counts("moiety_tokens", "Tokens by kind.", (*_REQUEST, "kind"), registry)
+        self._good_tokens = Counts(
             "moiety_good_tokens",
             "Output tokens of requests whose promise was kept: goodput, as a rate.",
             _REQUEST,
-            registry=self.registry,
+            registry,
         )
-        self._make_times()
 
     def _make_times(self) -> None:
-        self._queue = Histogram(
+        registry = self.registry
+        self._queue = Times(
             "moiety_queue_time_seconds",
             "How long requests waited in their engine's queue before they were scheduled.",
             _REQUEST,
-            buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
+            TTFT_BUCKETS_S,
+            registry,
         )
-        self._ttft = Histogram(
+        self._ttft = Times(
             "gen_ai_server_time_to_first_token_seconds",
             "From the request's arrival to its first output token.",
             _GEN_AI,
-            buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
+            TTFT_BUCKETS_S,
+            registry,
         )
-        self._tpot = Histogram(
+        self._tpot = Times(
             "gen_ai_server_time_per_output_token_seconds",
             "Mean time between output tokens of a request after the first.",
             _GEN_AI,
-            buckets=TPOT_BUCKETS_S,
-            registry=self.registry,
+            TPOT_BUCKETS_S,
+            registry,
         )
-        self._duration = Histogram(
+        self._duration = Times(
             "gen_ai_server_request_duration_seconds",
             "From the request's arrival to its end.",
             (*_GEN_AI, "outcome"),
-            buckets=DURATION_BUCKETS_S,
-            registry=self.registry,
+            DURATION_BUCKETS_S,
+            registry,
         )
 
     def observe_admission(self, service_class: str, outcome: str, reason: str) -> None:
         """Count one verdict: by the class that was asked for, admitted, downgraded or rejected, and why."""
-        self._of(self._admissions, service_class, outcome, reason).inc()
+        self._admissions.add((service_class, outcome, reason))
 
     def observe_failover(self, served_model: str, cause: str) -> None:
         self._failovers.labels(served_model, cause).inc()
@@ -192,36 +190,30 @@ class Metrics:
 
     def observe(self, row: UsageRow, operation: str, served_model: str, tpot_s: float | None) -> None:
         """Count one ended request. `served_model` is a model of ours or `unknown`, whatever the client asked for."""
-        labels = (served_model, row.service_class)
+        of = (served_model, row.service_class)
+        of_operation = (operation, *of)
         self.tenants.observe(row)
-        self._of(self._requests, *labels, row.outcome, str(row.http_status)).inc()
-        self._of(self._duration, operation, *labels, row.outcome).observe(row.duration_ms / 1000)
+        self._requests.add((*of, row.outcome, str(row.http_status)))
+        self._duration.add((*of_operation, row.outcome), row.duration_ms / 1000)
         if row.error_code is not None:
-            self._of(self._errors, row.service_class, row.error_code).inc()
-        if row.sla_attained is not None:
-            kept, missed = self._of(self._promises, *labels, "true"), self._of(self._promises, *labels, "false")
-            (kept if row.sla_attained else missed).inc()  # both are there, so that a share of them always is
+            self._errors.add((row.service_class, row.error_code))
+        if row.sla_attained is not None:  # both are there, so that a share of them always is
+            self._promises.add((*of, "true"), int(row.sla_attained))
+            self._promises.add((*of, "false"), int(not row.sla_attained))
             if row.sla_attained and row.output_tokens:
-                self._of(self._good_tokens, *labels).inc(row.output_tokens)
+                self._good_tokens.add(of, row.output_tokens)
         if row.queue_ms is not None:
-            self._of(self._queue, *labels).observe(row.queue_ms / 1000)
+            self._queue.add(of, row.queue_ms / 1000)
         if row.prompt_tokens:
-            self._of(self._tokens, *labels, "input").inc(row.prompt_tokens)
+            self._tokens.add((*of, "input"), row.prompt_tokens)
         if row.cached_tokens:
-            self._of(self._tokens, *labels, "cached_input").inc(row.cached_tokens)
+            self._tokens.add((*of, "cached_input"), row.cached_tokens)
         if row.output_tokens:
-            self._of(self._tokens, *labels, "output").inc(row.output_tokens)
+            self._tokens.add((*of, "output"), row.output_tokens)
         if row.ttft_ms is not None:
-            self._of(self._ttft, operation, *labels).observe(row.ttft_ms / 1000)
+            self._ttft.add(of_operation, row.ttft_ms / 1000)
         if tpot_s is not None:
-            self._of(self._tpot, operation, *labels).observe(tpot_s)
-
-    def _of(self, metric: _Metric, *labels: str) -> _Metric:
-        """The metric's child for these labels. Remembered, since looking for it locks and converts."""
-        child = self._children.get((metric, labels))
-        if child is None:
-            child = self._children[metric, labels] = metric.labels(*labels)
-        return cast(_Metric, child)
+            self._tpot.add(of_operation, tpot_s)
 
     def watch_statements(self, read: Callable[[], int]) -> None:
         """Tell, at each scrape, how many SQL statements were sent so far."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import openai
 import pytest
@@ -60,6 +62,11 @@ class Process:
             await self.process.communicate()
         self.process._transport.close()
         return self.process.returncode
+
+
+def threads_of(pid: int) -> dict[int, str]:
+    """The names of a process's threads, by their ids."""
+    return {int(task.name): (task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()}
 
 
 class Deployment:
@@ -201,6 +208,18 @@ async def test_the_openai_client_is_served_by_a_real_engine_front(deployment):
     rows = await deployment.rows()
     assert sorted(row.outcome for row in rows) == ["length", "length", "rejected", "stop", "stop", "stop"]
     assert max(row.output_tokens for row in rows) == 1000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no such policy")
+async def test_threads_that_the_loop_wakes_do_not_cut_in_on_it(deployment):
+    await deployment.load()  # from a thread of the store, of an engine that is connected
+    pid = deployment.gateway.process.pid
+    threads = threads_of(pid)
+    policies = {thread: os.sched_getscheduler(thread) for thread in threads}
+    assert policies.pop(pid) == os.SCHED_OTHER, "the loop has its turn like every process"
+    standing_back = [threads[thread] for thread, policy in policies.items() if policy == os.SCHED_BATCH]
+    assert any("IO" in name for name in standing_back), f"of messages, among {threads}"
+    assert any("ZMQ" not in name for name in standing_back), "of the store"
 
 
 async def test_disconnects_leave_an_idle_engine_and_a_row_with_every_token(deployment):

@@ -44,7 +44,9 @@ async def test_what_is_read_in_bulk_is_what_is_read_by_the_row(database: Databas
     start = ManualClock().now()
     async with database.write() as session:
         await insert(session, [(f"quo_{n}", start + timedelta(microseconds=n), 2**60 + n, 0) for n in range(num_rows)])
-        statement = sa.select(QuotaWindow.start, QuotaWindow.quota_id, QuotaWindow.granted - QuotaWindow.settled)
+        bytes_too = sa.literal(b"\0\xff", sa.LargeBinary), sa.type_coerce(sa.null(), sa.LargeBinary)
+        left = QuotaWindow.granted - QuotaWindow.settled
+        statement = sa.select(QuotaWindow.start, QuotaWindow.quota_id, left, *bytes_too)
         await lock_rows(session, statement.order_by(QuotaWindow.start).with_for_update())
         found = sorted(map(tuple, await read_rows(session, statement)))
         assert found == sorted(map(tuple, await session.execute(statement)))

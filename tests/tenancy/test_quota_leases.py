@@ -345,7 +345,7 @@ def test_what_is_used_steadily_is_asked_for_before_anybody_lacks_it_while_there_
     ) -> int:
         account = Account(Lease(window, "r", Unit.TOKENS, granted=free, meter=meter), limit, used_s=100.0)
         account.use_per_s, account.remaining = 50.0, remaining
-        return account.running_low(now_s)
+        return max(0, account.balance(now_s))
 
     ahead = ahead_of_use(50.0)
     assert (running_low(ahead), running_low(ahead - 1)) == (0, ahead // 2 + 1)

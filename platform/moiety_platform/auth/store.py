@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from sqlalchemy import func, select
 
 from moiety_platform.access.roles import Role
-from moiety_platform.db.bulk import listed
+from moiety_platform.db.bulk import listed, read_rows
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Foresight, Project, Tenant
 
@@ -66,7 +65,7 @@ async def find_keys(database: Database, key_ids: Sequence[str]) -> dict[str, Sto
     )
     async with database.read() as session:
         statement = statement.where(ApiKey.id.in_(listed(session, [ApiKey.id], [(key_id,) for key_id in key_ids])))
-        found: Sequence[Any] = (await session.execute(statement)).all()
+        found = await read_rows(session, statement)
     return {row[0]: _stored(*row) for row in found}
 
 

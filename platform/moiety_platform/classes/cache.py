@@ -21,9 +21,10 @@ class ClassCache(Snapshot[Catalogue]):
         """All classes, and `name` among them if there is such a class. Raises Unavailable when the database is away and
         was never read, or when the class is nowhere to be found."""
         catalogue = await self.current()
-        if name not in catalogue:  # made a moment ago, at another gateway
-            self.forget()
-            catalogue = await self.current()
+        if name in catalogue:
+            return catalogue
+        self.forget()  # it was made a moment ago, at another gateway
+        catalogue = await self.current()
         if name not in catalogue:
             raise Unavailable(
                 f"The class {name!r} cannot be looked up right now; try again shortly.",

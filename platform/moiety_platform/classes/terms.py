@@ -49,6 +49,9 @@ class Catalogue(Mapping[str, ClassTerms]):
     def __getitem__(self, name: str) -> ClassTerms:
         return self._terms[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._terms
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._terms)
 

@@ -27,11 +27,10 @@ Body = TypeVar("Body", bound=StrictBody)
 async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> bytes:
     """The whole body. Raises TooLarge, ClientDisconnected if the client leaves. A body that is too large is read on and
     dropped, up to a bound, since a client that is cut off while it sends does not see why."""
-    too_large = TooLarge(f"the body is larger than the {max_bytes} bytes that this server accepts; send less")
     patience_bytes = PATIENCE * max_bytes
     for name, value in headers:
         if name == b"content-length" and value.isdigit() and int(value[:20]) > patience_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
     chunks: list[bytes] = []
     size = 0
     while size <= patience_bytes:
@@ -48,8 +47,12 @@ async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], ma
         if not message["more_body"]:
             break
     if size > max_bytes:
-        raise too_large
+        raise _too_large(max_bytes)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"the body is larger than the {max_bytes} bytes that this server accepts; send less")
 
 
 async def receive_body(

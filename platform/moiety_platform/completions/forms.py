@@ -146,7 +146,10 @@ class GuidedBody(StrictBody):
 
     def guide(self) -> Guide | None:
         """None: any text will do."""
-        found = guides_of(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if (*guided, self.structured_outputs, self.response_format).count(None) == len(guided) + 2:
+            return None
+        found = guides_of(*guided)
         if self.structured_outputs is not None:
             found += self.structured_outputs.guides()
         if self.response_format is not None and (one := self.response_format.guide()) is not None:

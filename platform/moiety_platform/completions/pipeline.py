@@ -81,7 +81,8 @@ class Pipeline:
                 record.served_model, record.base_model = generation.model, base
             raise
         record.served_model, record.base_model = generation.model, base
-        card = adapting_card(adapter, card, able_engines(states, base))
+        if adapter is not None:
+            card = adapting_card(adapter, card, able_engines(states, base))
         check_limits(generation, card, self.max_sequences)
         cap = record.principal.service_class
         catalogue = await self._classes.get(cap)
@@ -143,9 +144,12 @@ class Pipeline:
     async def _tariff(self, model: str, base: str, catalogue: Catalogue, chosen: ChosenClass) -> Tariff:
         """The model's own prices, or those of the one that it is with an adapter."""
         prices = await self._prices.current()
-        names = [service.name for service in (chosen.service, chosen.fallback) if service is not None]
-        factors = {name: catalogue[name].price_factor for name in names}
-        return Tariff({name: prices.of(model, name, by) or prices.of(base, name, by) for name, by in factors.items()})
+        by_class = {}
+        for service in (chosen.service, chosen.fallback):
+            if service is not None:
+                name, factor = service.name, catalogue[service.name].price_factor
+                by_class[name] = prices.of(model, name, factor) or prices.of(base, name, factor)
+        return Tariff(by_class)
 
 
 class HeldRun:

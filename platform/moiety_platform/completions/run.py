@@ -63,7 +63,7 @@ class Run:
         self._clock = clock
         self._credit_window = credit_window
         self._placement = placement
-        self._inbox = Inbox[EngineStream]()
+        self._inbox: Inbox[EngineStream] = Inbox()
         self._sequences: list[Sequence] = []
         self._to_close: list[Sequence] = []
         self._of_stream: dict[EngineStream, Sequence] = {}
@@ -98,7 +98,7 @@ class Run:
     async def wait_admitted(self) -> None:
         """Return when every sequence is admitted; what comes meanwhile is kept for the reader. Raises what an engine
         turns one of them away with: then none is to be answered."""
-        while not all(sequence.is_admitted for sequence in self._sequences):
+        while False in [sequence.is_admitted for sequence in self._sequences]:
             self._early.append(await self._receive())
         for sequence in self._sequences:
             assert sequence.accepted is not None
@@ -247,8 +247,8 @@ class Run:
         first_choices = self._sequences[:: max(1, len(self._sequences) // len(self.prompts))]
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
-            cached_tokens=sum(sequence.num_cached_tokens for sequence in first_choices),
-            output_tokens=sum(sequence.num_tokens for sequence in self._sequences),
+            cached_tokens=sum([sequence.num_cached_tokens for sequence in first_choices]),
+            output_tokens=sum([sequence.num_tokens for sequence in self._sequences]),
             reasoning_tokens=self._num_thought_tokens(),
         )
 
@@ -287,7 +287,7 @@ class Run:
             if finished is not None and finished not in parts:
                 parts = [*parts, finished]
             for part in parts:
-                record.num_preemptions += sum(event.kind is EventKind.PREEMPTED for event in part.events)
+                record.num_preemptions += [event.kind for event in part.events].count(EventKind.PREEMPTED)
                 record.num_recomputed_tokens += part.num_recomputed_tokens
                 record.num_foreseen_tokens += part.num_foreseen_tokens
             if parts and parts[0].phases.scheduled_unix_ns:

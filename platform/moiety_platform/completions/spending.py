@@ -4,6 +4,7 @@ generated, so that no token is generated that no limit has room for."""
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping
 
 import msgspec
@@ -39,10 +40,8 @@ class Tariff(msgspec.Struct, frozen=True):
     @property
     def dearest(self) -> Price:
         """At most this is charged, whichever class serves."""
-        most = FREE
-        for price in self.by_class.values():
-            most = most.most(price or FREE)
-        return most
+        prices = [price or FREE for price in self.by_class.values()]
+        return functools.reduce(Price.most, prices) if prices else FREE
 
     def of(self, service_class: str) -> Price:
         return self.by_class.get(service_class) or FREE

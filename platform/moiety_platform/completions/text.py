@@ -170,12 +170,12 @@ class ModelText:
         """What is left of so many bytes beside its texts; negative where one of them spells a control token."""
         tools = _tools_of(prompt)
         left -= MESSAGE_COST * (len(prompt.messages) - 1 + len(tools))
-        texts: list[str] = []
-        for text in texts_of((prompt.messages, tools, prompt.prefill)):
-            left -= _num_bytes(text, left)
-            if left < 0:
-                return left
-            texts.append(text)
+        if left < 0:
+            return left
+        texts = list(texts_of((prompt.messages, tools, prompt.prefill)))
+        if sum(map(len, texts)) > left:
+            return -1
+        left -= _num_bytes("".join(texts), left)
         encoder = self._conversations
         return -1 if encoder is not None and encoder.is_control_token_in(texts) else left
 

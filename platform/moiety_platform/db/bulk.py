@@ -16,10 +16,12 @@ from sqlalchemy import (
     JSON,
     ColumnElement,
     Dialect,
+    LargeBinary,
     Select,
     String,
     Table,
     bindparam,
+    case,
     cast,
     func,
     literal_column,
@@ -91,18 +93,27 @@ class BulkAdd:
 
 
 async def read_rows(session: AsyncSession, statement: Select[*tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
-    """What a select of columns finds: many rows, in no order, and nothing of them that JSON has no word for."""
+    """What a select of columns finds: many rows, in no order, and, but for bytes, nothing that JSON has no word for."""
     dialect = session.get_bind().dialect
     if dialect.name != "sqlite":
         return (await session.execute(statement)).all()
     columns = list(statement.subquery().c)
-    document: Any = await session.scalar(select(func.json_group_array(func.json_array(*columns))))
+    told = [_in_hex(column) if isinstance(column.type, LargeBinary) else column for column in columns]
+    document: Any = await session.scalar(select(func.json_group_array(func.json_array(*told))))
     by_column = list(zip(*msgspec.json.decode(document), strict=True))
     for place, column in enumerate(columns[: len(by_column)]):
+        if isinstance(column.type, LargeBinary):
+            by_column[place] = tuple(None if text is None else bytes.fromhex(text) for text in by_column[place])
+            continue
         of_driver = column.type.dialect_impl(dialect).result_processor(dialect, None)
         if of_driver is not None:
             by_column[place] = tuple(map(of_driver, by_column[place]))
     return list(zip(*by_column, strict=True))
+
+
+def _in_hex(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    """Bytes as a text, and null as null."""
+    return case((column.is_not(None), func.hex(column)))
 
 
 async def lock_rows(session: AsyncSession, statement: Select[*tuple[Any, ...]]) -> None:

@@ -24,6 +24,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from moiety_platform.db.failures import unavailable_when_away
 from moiety_platform.db.url import sqlite_path, to_async_url
+from moiety_platform.standing_back import stand_back
 
 SQLITE_BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
@@ -147,7 +148,13 @@ class Database:
 
 class _Connection(sqlite3.Connection):
     """A connection whose transaction ends when it is closed, as that of a cancelled task is at once. SQLite by itself
-    keeps transaction and lock for as long as anything, such as the task's error, refers to one of the cursors."""
+    keeps transaction and lock for as long as anything, such as the task's error, refers to one of the cursors.
+
+    The driver makes each in a thread that it has to itself."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        stand_back()
 
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):  # what cannot be rolled back is closed all the same

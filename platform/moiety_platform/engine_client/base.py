@@ -43,7 +43,8 @@ class EngineState(msgspec.Struct, frozen=True):
     @property
     def can_take(self) -> bool:
         """Whether it takes new requests."""
-        return self.healthy and not self.draining and self.sleep is SleepState.AWAKE
+        load = self.load
+        return self.healthy and (load is None or (not load.draining and load.sleep is SleepState.AWAKE))
 
     @property
     def sleep(self) -> SleepState:
@@ -57,7 +58,10 @@ class EngineState(msgspec.Struct, frozen=True):
         """What the engine says of a class; None where it says nothing, or said it too long ago."""
         if self.load is None or not self.load_is_fresh:
             return None
-        return next((load for load in self.load.classes if load.name == name), None)
+        for load in self.load.classes:
+            if load.name == name:
+                return load
+        return None
 
     def has_settled_for(self, replica_id: str, seconds: float) -> bool:
         """Whether it is proven that the engine holds nothing of that gateway process, which nobody has heard of for so

@@ -43,7 +43,7 @@ class EngineStream:
         self, submit: Submit, inbox: Inbox[EngineStream] | None, send: Callable[[Extend | Abort], None]
     ) -> None:
         self.request_id = submit.request_id
-        self.inbox = inbox if inbox is not None else Inbox[EngineStream]()
+        self.inbox: Inbox[EngineStream] = Inbox() if inbox is None else inbox
         self.credit_tokens = submit.credit_tokens
         self.credit_is_last = False  # no more will come
         self.num_output_tokens = len(submit.resumed_ids or ())

@@ -1,61 +1,33 @@
-"""The ZeroMQ client of one engine: a DEALER socket kept connected for ever, and the streams that run over it.
+"""The ZeroMQ client of one engine: kept connected for ever, session after session, and the streams that it gives out.
 
-A *session* is one socket with its own identity, from Hello to the loss of the engine. It is lost when the connection
-drops, when nothing was heard for SILENCE_LIMIT_S, or when another engine id answers at the address; then all its
-streams fail at once and the next session begins. Knows nothing of routing or of what the tokens mean.
+A session (see `session`) is lost with the connection or the engine; then all its streams fail at once and the next one
+begins. Knows nothing of routing or of what the tokens mean.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 import structlog
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.inbox import Inbox
-from moiety_platform.engine_client.lending import Lending, ReadAdapter
-from moiety_platform.engine_client.questions import Questions
+from moiety_platform.engine_client.lending import ReadAdapter
+from moiety_platform.engine_client.session import Session
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
 from moiety_platform.errors import FORM_NOT_SUPPORTED, NO_FORMS, BadRequest, EngineFailed, Unavailable
-from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
-from moiety_wire.errors import UndecodableMessage
-from moiety_wire.experts import ExpertBalance, ExpertLoad
-from moiety_wire.figures import Load
-from moiety_wire.messages import (
-    HEARTBEAT_INTERVAL_S,
-    PROTOCOL_VERSION,
-    SILENCE_LIMIT_S,
-    Accepted,
-    Card,
-    Failed,
-    Finished,
-    Heartbeat,
-    Hello,
-    Metered,
-    Rest,
-    Settled,
-    Submit,
-    ToEngine,
-    ToGateway,
-    Tokens,
-    Unsettled,
-)
+from moiety_wire.experts import ExpertLoad
+from moiety_wire.messages import Card, Metered, Rest, Settled, Submit, Unsettled
 
 RECONNECT_PAUSE_S = 0.05
-MESSAGES_A_TURN = 512  # then other tasks of the loop get theirs
-FRAME_BYTES = 1024 * 1024  # or one message; an engine hangs up on who sends it a frame that is far larger
 SETTLED_AT_ONCE = 256  # requests in one message
 MAX_SETTLED = 200_000  # that are remembered for an engine that is away
 
-_OfRequest = (Tokens, Finished, Accepted, Failed)
 OnUnsettled = Callable[[Sequence[Metered], Callable[[str, list[str]], None]], None]
 
 log = structlog.get_logger(__name__)
@@ -87,7 +59,7 @@ class ZmqEngineClient:
         self._curve = curve
         self._on_change: Callable[[], None] = lambda: None
         self._num_connections = 0
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._last_card: Card | None = None
         self._reason = "not connected yet"
@@ -142,38 +114,15 @@ class ZmqEngineClient:
         await asyncio.wait({self._keeper})
         self._keeper = None
 
-    @asynccontextmanager
-    async def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> AsyncIterator[EngineStream]:
+    def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> HeldStream:
+        return HeldStream(self._ready_session, self._adapters, submit, inbox)
+
+    def _ready_session(self, model: str) -> Session:
+        """Raises Unavailable."""
         session = self._session
         if session is None or session.card is None or session.refusal:
-            raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
-        stream = EngineStream(submit, inbox, session.send)
-        if submit.guide is not None and not (session.card is not None and session.card.follows_guides):
-            stream.fail(BadRequest(NO_FORMS.format(model=submit.model), code=FORM_NOT_SUPPORTED))
-            yield stream
-            return
-        session.streams[submit.request_id] = stream
-        session.num_foreseeing += submit.foresees is not None
-        try:
-            if submit.adapter and self._adapters is not None:
-                await session.lending.submit(submit, stream, self._adapters)
-            else:
-                session.send(submit)
-            yield stream
-        finally:
-            stream.abort()
-            try:
-                await self._settle(stream, session)
-            finally:
-                session.num_foreseeing -= submit.foresees is not None
-
-    async def _settle(self, stream: EngineStream, session: _Session) -> None:
-        try:
-            await stream.wait_ended(ABORT_WAIT_S)
-        finally:
-            session.streams.pop(stream.request_id, None)
-            if not stream.ended:
-                log.warning("engine_abort_unanswered", request_id=stream.request_id, engine=self._address)
+            raise Unavailable(f"the engine for {model!r} is not there; try again shortly", retry_after_s=1)
+        return session
 
     def _note_settled(self, replica_id: str, request_ids: list[str]) -> None:
         """Told with the next heartbeat, or the first one after the engine is back; at once if there are many."""
@@ -199,7 +148,7 @@ class ZmqEngineClient:
     async def _keep_connected(self) -> None:
         while True:
             self._num_connections += 1
-            self._session = session = _Session(
+            self._session = session = Session(
                 self._address,
                 self._context,
                 self._clock,
@@ -225,198 +174,53 @@ class ZmqEngineClient:
         self._on_change()
 
 
-class _Session:
-    """One socket and one identity; owned by the client that made it."""
+class HeldStream:
+    """A request at an engine for as long as its context lasts; see `EngineClient.open`. Every request makes one, and a
+    generator would cost it several times as much."""
+
+    __slots__ = ("_adapters", "_inbox", "_ready_session", "_session", "_stream", "_submit")
 
     def __init__(
         self,
-        address: str,
-        context: zmq.Context[zmq.Socket[bytes]],
-        clock: Clock,
-        curve: CurveKeys | None,
-        on_card: Callable[[Card], None],
-        replica_id: str,
-        on_beat: Callable[[], None],
-        on_unsettled: Callable[[Unsettled], None],
+        ready_session: Callable[[str], Session],
+        adapters: ReadAdapter | None,
+        submit: Submit,
+        inbox: Inbox[EngineStream] | None,
     ) -> None:
-        self._replica_id = replica_id
-        self._on_beat = on_beat
-        self._on_unsettled = on_unsettled
-        self.streams: dict[str, EngineStream] = {}
-        self.num_foreseeing = 0  # of them, those that nobody waits for
-        self.card: Card | None = None
-        self.load: Load | None = None
-        self.balance: ExpertBalance | None = None
-        self.questions = Questions(self.send)
-        self.lending = Lending(self.send, lambda name: self.card is not None and name in self.card.adapters)
-        self.load_at_s = clock.monotonic()
-        self.since_s = clock.monotonic()  # the card came
-        self.refusal = ""
-        self._on_card = on_card
-        self._clock = clock
-        self._loop = asyncio.get_running_loop()
-        self._lost: asyncio.Future[str] = self._loop.create_future()
-        self._heard_at_s = clock.monotonic()
-        self._num_heartbeats = 0
-        self._drain_is_due = False
-        self._unsent: list[ToEngine] = []
-        self._id = f"gateway-{uuid.uuid4().hex}"
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, self._id.encode())
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPV6, 1)  # as well as IPv4
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an engine that is not there
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the silence limit
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by credit
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if curve is not None:
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_public)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.client_public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, curve.client_secret)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._loop.add_reader(self._monitor.fileno(), self._drain_monitor)
-        self._loop.call_soon(self._drain_monitor)  # a descriptor announces nothing before its socket was read dry once
-        self._socket.connect(address)
+        self._ready_session, self._adapters = ready_session, adapters
+        self._submit, self._inbox = submit, inbox
+        self._session: Session | None = None  # that it runs over
 
-    async def run(self) -> str:
-        """Keep the session; returns why it was lost."""
-        beat_at_s = self._clock.monotonic()
-        while True:
-            self._beat()
-            done, _ = await asyncio.wait({self._lost}, timeout=HEARTBEAT_INTERVAL_S)
-            if done:
-                return self._lost.result()
-            since_s, beat_at_s = self._clock.monotonic() - beat_at_s, self._clock.monotonic()
-            if self.card is not None and since_s > SILENCE_LIMIT_S:  # the engine has given this process up meanwhile
-                return f"this process stood still for {since_s:.1f} s"
-            self._drain()  # what lies in the socket was said, even if this process was too busy to hear it
-            silent_s = self._clock.monotonic() - self._heard_at_s
-            if self.card is not None and silent_s > SILENCE_LIMIT_S:
-                return f"silent for {silent_s:.1f} s"
-
-    def send(self, message: ToEngine) -> None:
-        """Have a message sent, with all others of this turn of the loop."""
-        self._unsent.append(message)
-        if len(self._unsent) == 1:
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        """Hand what is to be sent to the socket; if it cannot take it, the session is lost."""
-        messages, self._unsent = self._unsent, []
-        num_sent = 0
-        for frame, num_messages in encode_in_frames(messages, FRAME_BYTES):
-            if not self._try_send(frame):
-                break
-            num_sent += num_messages
-        for message in messages[num_sent:]:
-            stream = self.streams.get(message.request_id) if isinstance(message, Submit) else None
-            if stream is not None:
-                stream.fail(Unavailable("the engine is gone; try again shortly", retry_after_s=1))
-        if num_sent < len(messages):
-            self._lose("the connection is gone")
-
-    def close(self, error: EngineFailed) -> None:
-        """Fail what still runs and free the sockets."""
-        for stream in list(self.streams.values()):
-            stream.fail(error)
-        self.questions.close()
-        self.lending.close()
-        self._loop.remove_reader(self._socket.fileno())
-        self._loop.remove_reader(self._monitor.fileno())
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
-
-    def _beat(self) -> None:
-        if self.card is None:
-            self._try_send(encode(Hello(self._id, replica_id=self._replica_id)))
-        else:
-            self._on_beat()
-            self._flush()
-            self._try_send(encode(Heartbeat(self._num_heartbeats)))
-            self._num_heartbeats += 1
-
-    def _try_send(self, frame: bytes) -> bool:
-        if self._socket.closed:
-            return False
+    async def __aenter__(self) -> EngineStream:
+        submit, session = self._submit, self._ready_session(self._submit.model)
+        stream = EngineStream(submit, self._inbox, session.send)
+        if submit.guide is not None and not (session.card is not None and session.card.follows_guides):
+            stream.fail(BadRequest(NO_FORMS.format(model=submit.model), code=FORM_NOT_SUPPORTED))
+            return stream
+        self._session, self._stream = session, stream
+        session.streams[submit.request_id] = stream
+        session.num_foreseeing += submit.foresees is not None
+        if not submit.adapter or self._adapters is None:
+            session.send(submit)
+            return stream
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        self._drain_soon()  # a send may have swallowed the edge that announces messages to read
-        return True
+            await session.lending.submit(submit, stream, self._adapters)
+        except BaseException:
+            await self._leave(session)
+            raise
+        return stream
 
-    def _drain_soon(self) -> None:
-        if not self._drain_is_due:
-            self._drain_is_due = True
-            self._loop.call_soon(self._drain)
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._leave(self._session)
 
-    def _drain(self) -> None:
-        """Read what has come. The socket's descriptor is edge-triggered: read until there is no more."""
-        self._drain_is_due = False
-        num_taken = 0
-        while num_taken < MESSAGES_A_TURN:
-            if self._socket.closed:
-                return
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._heard_at_s = self._clock.monotonic()
-            try:
-                messages = decode_to_gateway(frame)
-            except UndecodableMessage as exc:
-                log.warning("engine_message_undecodable", error=str(exc))
-                messages = []
-            for message in messages:
-                self._take(message)
-            num_taken += 1 + len(messages)
-        self._drain_soon()
-
-    def _take(self, message: ToGateway) -> None:
-        if isinstance(message, _OfRequest):  # nearly every one is
-            stream = self.streams.get(message.request_id)
-            if stream is not None and not self.lending.takes(message):
-                stream.deliver(message)
-        elif isinstance(message, Card):
-            self._take_card(message)
-        elif isinstance(message, Unsettled):
-            self._on_unsettled(message)
-        elif isinstance(message, ExpertLoad):
-            self.questions.take(message)
-        elif isinstance(message, ExpertBalance):
-            self.balance = message
-        elif isinstance(message, Load):
-            self.load, self.load_at_s = message, self._heard_at_s
-            if self.card is not None and message.engine_id != self.card.engine_id:
-                self._lose("the engine was restarted")
-
-    def _take_card(self, card: Card) -> None:
-        if self.card is not None and card.engine_id != self.card.engine_id:
-            self._lose("the engine was restarted")
-            return
-        if card.protocol_version != PROTOCOL_VERSION:
-            self.refusal = f"speaks protocol {card.protocol_version}, not {PROTOCOL_VERSION}; run one release of both"
-        is_news = self.card is None
-        self.card = card
-        if is_news:
-            self.since_s = self._clock.monotonic()
-            self._on_card(card)
-
-    def _drain_monitor(self) -> None:
-        while not self._monitor.closed:
-            try:
-                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            event = parse_monitor_message(frames)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._beat()
-            elif event == zmq.EVENT_DISCONNECTED and self.card is not None:
-                self._lose("the connection dropped")
-
-    def _lose(self, reason: str) -> None:
-        if not self._lost.done():
-            self._lost.set_result(reason)
+    async def _leave(self, session: Session) -> None:
+        stream = self._stream
+        stream.abort()
+        try:
+            await stream.wait_ended(ABORT_WAIT_S)
+        finally:
+            session.streams.pop(stream.request_id, None)
+            session.num_foreseeing -= self._submit.foresees is not None
+            if not stream.ended:
+                log.warning("engine_abort_unanswered", request_id=stream.request_id, engine=session.address)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 
+import msgspec
+
 MILLION = 10**6
 NANO = 10**9
 MAX_DOLLARS = 10**6
@@ -15,8 +17,7 @@ DOLLARS = re.compile(rf"[0-9]{{1,6}}(\.[0-9]{{1,9}})?|{MAX_DOLLARS}(\.0{{1,9}})?
 ANY_CLASS = ""  # of a price that holds for every class of a model, times the class's factor
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(msgspec.Struct, frozen=True):
     """Of a million prompt tokens, of those of them that the cache held, and of a million output tokens."""
 
     input: int
@@ -31,7 +32,7 @@ class Price:
 
     def times(self, factor: float) -> Price:
         """The price of a class with that factor."""
-        return _times(self, factor)
+        return self if factor == 1 else _times(self, factor)
 
     def most(self, other: Price) -> Price:
         """The dearer of two in every respect."""

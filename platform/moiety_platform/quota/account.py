@@ -49,14 +49,23 @@ class Account:
             return max(ahead_of_peak(self.peak, self.limit.cap), self._trifle)
         return max(ahead_of_use(self.use_per_s), self._trifle)
 
-    def running_low(self, now_s: float) -> int:
+    def balance(self, now_s: float) -> int:
         """How much to ask for before a request lacks it, while there is plenty of the limit: then nobody waits for the
-        store, nor notices for some seconds that it is away."""
+        store, nor notices for some seconds that it is away. Below zero, what of the free part should go back. Asked of
+        every account every second, so in one piece."""
+        lease = self.lease
+        free = lease.granted - lease.settled - lease.held
+        if self.cap_fell:
+            self.cap_fell = False
+            return min(0, -free)
+        is_idle = now_s - self.used_s >= IDLE_S
+        ahead = 0 if is_idle else self.ahead
+        if free >= ahead:  # what was granted for a request that may not have come to take it yet does not go back
+            return 0 if now_s - self.granted_s < FETCHED_S else -surplus(free, ahead)
         has_plenty = self.remaining is not None and self.remaining >= self.limit.cap // PLENTY
-        if self.lease.meter is Meter.SLOTS or not has_plenty or now_s - self.used_s >= IDLE_S:
+        if is_idle or not has_plenty or lease.meter is Meter.SLOTS:
             return 0
-        ahead, free = self.ahead, self.lease.free
-        return ahead + ahead // 2 - free if free < ahead else 0  # less than would be given back
+        return ahead + ahead // 2 - free  # less than would be given back
 
     @property
     def _trifle(self) -> int:
@@ -91,15 +100,6 @@ class Account:
         waiters, self.waiters = self.waiters, {}
         return {future: lacking for future, lacking in waiters.items() if not future.done()}
 
-    def idle_part(self, now_s: float) -> int:
-        """What of its free part should go back to the store."""
-        if self.cap_fell:
-            self.cap_fell = False
-            return self.lease.free
-        if now_s - self.granted_s < FETCHED_S:
-            return 0  # the request that it was granted for may not have come to take it yet
-        return surplus(self.lease.free, self.ahead if now_s - self.used_s < IDLE_S else 0)
-
     def count_use(self, passed_s: float, share: float) -> None:
         """Keep the running means; `share` is the weight of the last `passed_s` seconds."""
         lease = self.lease
@@ -119,7 +119,7 @@ class Account:
         left, lease, cap = self.remaining, self.lease, self.limit.cap
         if left is None:
             return None
-        free = lease.free
+        free = lease.granted - lease.settled - lease.held
         if free > 0:
             left += free
         if lease.meter is Meter.RATE:

@@ -132,8 +132,7 @@ class QuotaKeeper:
 
     def require_current(self, hold: Hold) -> None:
         """What was reserved is still leased. Raises Unavailable: the process stood still, and its leases ran out."""
-        now_s = self._clock.monotonic()
-        if any(now_s >= lease.good_until_s for lease in hold.leases):
+        if self._clock.monotonic() >= hold.good_until_s:
             raise store_unavailable()
 
     def standings(self, hold: Hold) -> list[Standing]:
@@ -154,8 +153,7 @@ class QuotaKeeper:
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:
         """The same from what is leased already, without waiting."""
-        now_s = self._clock.monotonic()
-        return all(now_s < lease.good_until_s for lease in hold.leases) and hold.reserve(amounts)
+        return self._clock.monotonic() < hold.good_until_s and hold.reserve(amounts)
 
     def stats(self) -> LeaseStats:
         """How it stands now."""
@@ -191,13 +189,11 @@ class QuotaKeeper:
         touches, or all. Raises Unavailable, with the waiting requests told so."""
         asked, self._asked = self._asked, set()
         sent_s = self._clock.monotonic()
-        returned = {} if asked_only else self._set_aside(give_back or (lambda account: account.idle_part(sent_s)))
+        returned, low = ({}, {}) if asked_only else self._look_through(sent_s, give_back)
         waiters = {account: waiting for account in asked if (waiting := account.take_waiters())}
         wants = [Want(a.lease.window, min(w.values()), sum(w.values()), a.ahead) for a, w in waiters.items()]
-        if not asked_only and give_back is None:
-            low = {a: more for a in self._accounts.values() if a not in waiters and (more := a.running_low(sent_s))}
-            wants += [Want(account.lease.window, 0, 0, more) for account, more in low.items()]
-            waiters |= {account: {} for account in low}
+        wants += [Want(account.lease.window, 0, 0, more) for account, more in low.items()]
+        waiters |= {account: {} for account in low}
         renewed = self._leased(self._accounts if renew_all else [*returned, *(want.window for want in wants)])
         seen = self._edits.now
         stale = [] if asked_only else self._stale_scopes(sent_s)
@@ -323,9 +319,9 @@ class QuotaKeeper:
     async def _known(self, scopes: Sequence[Scope]) -> list[KnownScope]:
         """The scopes with their limits; read once for a scope that is new, then kept fresh by every round."""
         now_s, seen = self._clock.monotonic(), self._edits.now
-        known = [self._scopes[scope] for scope in scopes if scope in self._scopes]
-        unknown = [scope for scope in scopes if scope not in self._scopes]
-        if unknown:
+        known = [one for scope in scopes if (one := self._scopes.get(scope)) is not None]
+        if len(known) < len(scopes):
+            unknown = [scope for scope in scopes if scope not in self._scopes]
             found = await self._read_limits(unknown)
             read = {scope: KnownScope(limits, now_s, now_s) for scope, limits in found.items()}
             known += read.values()
@@ -352,17 +348,23 @@ class QuotaKeeper:
             account = self._accounts[window] = Account(lease, limit, ends_unix_s)
         return account
 
-    def _set_aside(self, part: Callable[[Account], int]) -> dict[WindowId, int]:
-        """What goes back, out of reach of new holds from now on."""
-        returned = {}
+    def _look_through(
+        self, now_s: float, give_back: Callable[[Account], int] | None
+    ) -> tuple[dict[WindowId, int], dict[Account, int]]:
+        """What goes back, out of reach of new holds from now on, and what will be lacking soon. Of an account with
+        requests that wait, neither."""
+        returned: dict[WindowId, int] = {}
+        low: dict[Account, int] = {}
         for window, account in self._accounts.items():
             if account.waiters:
                 continue
-            amount = min(account.lease.free, part(account))
-            if amount > 0:
-                account.lease.granted -= amount
-                returned[window] = amount
-        return returned
+            more = account.balance(now_s) if give_back is None else -max(0, give_back(account))
+            if more > 0:
+                low[account] = more
+            elif more < 0:
+                account.lease.granted += more
+                returned[window] = -more
+        return returned, low
 
     def _count_use(self, now_s: float) -> None:
         """Keep the running means of how fast each lease is spent."""

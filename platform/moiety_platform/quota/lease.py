@@ -9,6 +9,7 @@ used is settled, the rest is free again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -67,6 +68,11 @@ class Hold:
         self._has_begun = False
         self.is_over = False
 
+    @property
+    def good_until_s(self) -> float:
+        """By the replica's monotonic clock: until then all that it may reserve of is leased."""
+        return min([lease.good_until_s for lease in self.leases], default=math.inf)
+
     def lacking(self, amounts: Mapping[Unit, int]) -> dict[Lease, int]:
         """What each lease lacks for the request to have reserved so much in all; empty if nothing does."""
         short = {}
@@ -80,15 +86,15 @@ class Hold:
         """Have so much reserved in all, of every lease; less than before changes nothing. False, and nothing is taken,
         where a lease has not that much free."""
         assert not self.is_over, "a hold that was settled takes no more"
-        if self.lacking(amounts):
-            return False
-        if not self._has_begun:
-            self._has_begun = True
-            for lease in self.leases:
-                lease.num_holds += 1
         more = {unit: add for unit, wanted in amounts.items() if (add := wanted - self._reserved[unit]) > 0}
-        for lease in self.leases:
-            lease.held += more.get(lease.unit, 0)
+        of_lease = [(lease, more.get(lease.unit, 0)) for lease in self.leases]
+        for lease, add in of_lease:
+            if 0 < add > lease.granted - lease.settled - lease.held:
+                return False
+        num_holds, self._has_begun = not self._has_begun, True
+        for lease, add in of_lease:
+            lease.held += add
+            lease.num_holds += num_holds
         for unit, add in more.items():
             self._reserved[unit] += add
         return True
@@ -103,25 +109,26 @@ class Hold:
 
     def charges(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
         """How that would be charged: to stocks, since rates refill and slots come back by themselves."""
-        stocks = [lease for lease in self.leases if lease.meter is Meter.STOCK]
-        return tuple(
+        charges = [
             Charge(lease.window, lease.replica_id, amount)
-            for lease in stocks
-            if (amount := used.get(lease.unit, 0)) > 0
-        )
+            for lease in self.leases
+            if lease.meter is Meter.STOCK and (amount := used.get(lease.unit, 0)) > 0
+        ]
+        return tuple(charges)
 
     def settle(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
         """The end: what was used is spent, the rest free again. Raises ValueError for more than was reserved, and for a
         second end."""
         if self.is_over:
             raise ValueError("this hold was settled already")
-        limited = {lease.unit for lease in self.leases}
-        if any(used[unit] > self._reserved[unit] for unit in limited & used.keys()):
-            raise ValueError(f"used {used}, reserved {self._reserved}: spending runs ahead of the hold")
+        of_lease = [(lease, used.get(lease.unit, 0), self._reserved[lease.unit]) for lease in self.leases]
+        for _, amount, reserved in of_lease:
+            if amount > reserved:
+                raise ValueError(f"used {used}, reserved {self._reserved}: spending runs ahead of the hold")
         self.is_over = True
-        for lease in self.leases:
-            lease.held -= self._reserved[lease.unit]
+        for lease, amount, reserved in of_lease:
+            lease.held -= reserved
             lease.num_holds -= self._has_begun
             if lease.meter is not Meter.SLOTS:
-                lease.settled += used.get(lease.unit, 0)
+                lease.settled += amount
         return self.charges(used)

@@ -10,11 +10,11 @@ from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.bulk import listed, read_rows
-from moiety_platform.quota.kinds import Kind, Level, Scope
+from moiety_platform.quota.kinds import Kind, Scope
 from moiety_platform.quota.models import Quota
 
 _SCOPES_AT_ONCE = 1000
-_KINDS = frozenset(Kind)
+_KINDS = {kind.value: kind for kind in Kind}
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,8 @@ async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Sc
     """The limits of each of the scopes, by one statement for a thousand. One of a kind that only a later release knows
     is left to gateways of that release, and said so."""
     found: dict[Scope, list[Limit]] = {scope: [] for scope in scopes}
-    names = [(scope.level.value, scope.id) for scope in found]
+    by_name = {(scope.level.value, scope.id): scope for scope in found}
+    names = list(by_name)
     for first in range(0, len(names), _SCOPES_AT_ONCE):
         columns = (Quota.level, Quota.scope_id)
         wanted = listed(session, columns, names[first : first + _SCOPES_AT_ONCE])
@@ -42,6 +43,6 @@ async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Sc
             if kind not in _KINDS:
                 log.warning("limit_of_unknown_kind", kind=kind, quota_id=quota_id)
                 continue
-            scope = Scope(Level(level), scope_id)
-            found[scope].append(Limit(quota_id, scope, Kind(kind), cap))
+            scope = by_name[level, scope_id]
+            found[scope].append(Limit(quota_id, scope, _KINDS[kind], cap))
     return found

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 
@@ -27,13 +27,13 @@ class Standing(msgspec.Struct, frozen=True):
     whole_in_s: float | None
 
 
-def headers(standings: Iterable[Standing]) -> dict[str, str]:
+def headers(standings: Sequence[Standing]) -> dict[str, str]:
     """Of several limits of one kind, on different levels, the one with least left counts."""
-    tightest: dict[Kind, Standing] = {}
-    for standing in standings:
-        known = tightest.get(standing.kind)
-        if known is None or standing.left < known.left:
-            tightest[standing.kind] = standing
+    tightest = {standing.kind: standing for standing in standings}
+    if len(tightest) < len(standings):
+        for standing in reversed(standings):
+            if standing.left <= tightest[standing.kind].left:
+                tightest[standing.kind] = standing
     if not tightest:
         return {}
     fields: dict[str, str] = {}
@@ -44,7 +44,12 @@ def headers(standings: Iterable[Standing]) -> dict[str, str]:
             fields[f"x-ratelimit-remaining-{name}"] = str(rate.left)
             fields[f"x-ratelimit-reset-{name}"] = duration(rate.whole_in_s or 0.0)
     fields["ratelimit-policy"] = _policies(tuple([(standing.kind, standing.cap) for standing in tightest.values()]))
-    fields["ratelimit"] = ", ".join([_state(standing) for standing in tightest.values()])
+    fields["ratelimit"] = ", ".join(
+        [
+            f'"{one.kind}";r={one.left}' + ("" if one.whole_in_s is None else f";t={round(one.whole_in_s)}")
+            for one in tightest.values()
+        ]
+    )
     return fields
 
 
@@ -66,8 +71,3 @@ def _policies(limits: tuple[tuple[Kind, int], ...]) -> str:
 def _policy(kind: Kind, cap: int) -> str:
     window = 60 if kind.meter is Meter.RATE else _PERIOD_S[kind.period] if kind.period is not None else None
     return f'"{kind}";q={cap}' + ("" if window is None else f";w={window}")
-
-
-def _state(standing: Standing) -> str:
-    reset = "" if standing.whole_in_s is None else f";t={round(standing.whole_in_s)}"
-    return f'"{standing.kind}";r={standing.left}{reset}'

@@ -67,8 +67,8 @@ def cards_of(engines: Sequence[EngineState]) -> dict[str, Card]:
 
 def are_extensible(engines: Sequence[EngineState], model: str) -> bool:
     """Whether every engine of that model takes more credit later; else a request needs all of it at once."""
-    cards = (engine.card for engine in engines)
-    return all(card.extensible for card in cards if card is not None and card.model == model)
+    cards = [engine.card for engine in engines if engine.card is not None and engine.card.model == model]
+    return False not in [card.extensible for card in cards]
 
 
 def model_not_found(model: str, served: Sequence[str]) -> str:
@@ -79,21 +79,21 @@ def model_not_found(model: str, served: Sequence[str]) -> str:
 def able_engines(engines: Sequence[EngineState], model: str) -> list[EngineState]:
     """Those of that model that can take requests. Raises NotFound or Unavailable."""
     candidates = [engine for engine in engines if engine.card is not None and engine.card.model == model]
+    able = [engine for engine in candidates if engine.can_take]
+    if able:
+        return able
     if not candidates:
         served = sorted({engine.card.model for engine in engines if engine.card is not None})
         if not served:
             raise Unavailable("no engine is ready yet; try again shortly", code="no_engine", retry_after_s=1)
         raise NotFound(model_not_found(model, served), code=MODEL_NOT_FOUND, param="model")
-    able = [engine for engine in candidates if engine.can_take]
-    if not able and all(engine.sleep is not SleepState.AWAKE for engine in candidates):
+    if all(engine.sleep is not SleepState.AWAKE for engine in candidates):
         raise Unavailable(
             f"all engines for {model!r} sleep; an administrator can wake them", code="no_engine", retry_after_s=SLEEP_S
         )
-    if not able:
-        raise Unavailable(
-            f"no engine for {model!r} can take a request now; try again shortly", code="no_engine", retry_after_s=1
-        )
-    return able
+    raise Unavailable(
+        f"no engine for {model!r} can take a request now; try again shortly", code="no_engine", retry_after_s=1
+    )
 
 
 def _is_near(engine: EngineState, least: EngineState, service: ServiceClass | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -26,8 +27,8 @@ _FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges"
 _MOST = 2**48  # so that sums of such, too, are what a database takes
 _INT32_MAX = 2**31 - 1
 _INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
-_texts_of = attrgetter(
-    "request_id", "tenant_id", "project_id", "key_id", "endpoint", "model", "service_class", "outcome", "error_code"
+_names_of = attrgetter(
+    "tenant_id", "project_id", "key_id", "endpoint", "model", "service_class", "outcome", "error_code"
 )
 _numbers_of = attrgetter(
     "http_status",
@@ -126,16 +127,27 @@ def storable(row: UsageRow) -> UsageRow:
 def _is_storable(row: UsageRow) -> bool:
     """Whether it is beyond doubt as it is, which nearly every row is; by few and cheap looks, since each row is asked
     twice."""
-    texts, numbers, times = _texts_of(row), _numbers_of(row), _times_of(row)
-    whole = "".join([text for text in texts if text])
+    numbers, times = _numbers_of(row), [time or 0.0 for time in _times_of(row)]
     return (
-        whole.isascii()
-        and whole.isprintable()
-        and max(map(len, filter(None, texts))) <= MAX_TEXT_LENGTH
+        _are_plain(row.request_id)
+        and _are_plain_names(*_names_of(row))
         and min(numbers) >= 0
         and max(numbers) <= _INT32_MAX
-        and all(time is None or 0.0 <= time <= _MOST for time in times)
+        and min(times) >= 0.0
+        and sum(times) <= _MOST  # which nothing is that has one among it that is no number
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_plain_names(*names: str | None) -> bool:
+    """What many requests have in common."""
+    return _are_plain(*names)
+
+
+def _are_plain(*texts: str | None) -> bool:
+    given = [text for text in texts if text]
+    whole = "".join(given)
+    return whole.isascii() and whole.isprintable() and max(map(len, given), default=0) <= MAX_TEXT_LENGTH
 
 
 def row_of(record: UsageRecord) -> UsageRow:

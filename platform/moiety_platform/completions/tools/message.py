@@ -12,8 +12,8 @@ from moiety_wire.messages import Finished, FinishReason
 def message_of(parts: Parts) -> AssistantMessage:
     """The message of an answer with calls, or without. Beside calls or a thought there need be no content."""
     calls = [part for part in parts if isinstance(part, Call)]
-    content = "".join(part for part in parts if isinstance(part, str))
-    thought = "".join(part.text for part in parts if isinstance(part, Thought))
+    content = "".join([part for part in parts if isinstance(part, str)])
+    thought = "".join([part.text for part in parts if isinstance(part, Thought)])
     message: AssistantMessage = {
         "role": "assistant",
         "content": content or (None if calls or thought else ""),

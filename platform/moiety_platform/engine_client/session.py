@@ -1,0 +1,250 @@
+"""One socket to one engine with an identity of its own, from Hello to the loss of the engine, and the streams over it.
+
+It is lost when the connection drops, when nothing was heard for SILENCE_LIMIT_S, or when another engine id answers at
+the address. Knows nothing of routing or of what the tokens mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+
+import structlog
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from moiety_platform.clock import Clock
+from moiety_platform.engine_client.curve import CurveKeys
+from moiety_platform.engine_client.lending import Lending
+from moiety_platform.engine_client.questions import Questions
+from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.errors import EngineFailed, Unavailable
+from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
+from moiety_wire.errors import UndecodableMessage
+from moiety_wire.experts import ExpertBalance, ExpertLoad
+from moiety_wire.figures import Load
+from moiety_wire.messages import (
+    HEARTBEAT_INTERVAL_S,
+    PROTOCOL_VERSION,
+    SILENCE_LIMIT_S,
+    Accepted,
+    Card,
+    Failed,
+    Finished,
+    Heartbeat,
+    Hello,
+    Submit,
+    ToEngine,
+    ToGateway,
+    Tokens,
+    Unsettled,
+)
+
+MESSAGES_A_TURN = 512  # then other tasks of the loop get theirs
+FRAME_BYTES = 1024 * 1024  # or one message; an engine hangs up on who sends it a frame that is far larger
+
+_READABLE = int(zmq.POLLIN)  # arithmetic of the library's flags is slow
+_OfRequest = (Tokens, Finished, Accepted, Failed)
+
+log = structlog.get_logger(__name__)
+
+
+class Session:
+    """Owned by the client that made it."""
+
+    def __init__(
+        self,
+        address: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        clock: Clock,
+        curve: CurveKeys | None,
+        on_card: Callable[[Card], None],
+        replica_id: str,
+        on_beat: Callable[[], None],
+        on_unsettled: Callable[[Unsettled], None],
+    ) -> None:
+        self.address = address
+        self._replica_id = replica_id
+        self._on_beat = on_beat
+        self._on_unsettled = on_unsettled
+        self.streams: dict[str, EngineStream] = {}
+        self.num_foreseeing = 0  # of them, those that nobody waits for
+        self.card: Card | None = None
+        self.load: Load | None = None
+        self.balance: ExpertBalance | None = None
+        self.questions = Questions(self.send)
+        self.lending = Lending(self.send, lambda name: self.card is not None and name in self.card.adapters)
+        self.load_at_s = clock.monotonic()
+        self.since_s = clock.monotonic()  # the card came
+        self.refusal = ""
+        self._on_card = on_card
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._heard_at_s = clock.monotonic()
+        self._num_heartbeats = 0
+        self._drain_is_due = False
+        self._unsent: list[ToEngine] = []
+        self._id = f"gateway-{uuid.uuid4().hex}"
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self._id.encode())
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)  # as well as IPv4
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an engine that is not there
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the silence limit
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by credit
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if curve is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_public)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.client_public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, curve.client_secret)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._loop.add_reader(self._monitor.fileno(), self._drain_monitor)
+        self._loop.call_soon(self._drain_monitor)  # a descriptor announces nothing before its socket was read dry once
+        self._socket.connect(address)
+
+    async def run(self) -> str:
+        """Keep the session; returns why it was lost."""
+        beat_at_s = self._clock.monotonic()
+        while True:
+            self._beat()
+            done, _ = await asyncio.wait({self._lost}, timeout=HEARTBEAT_INTERVAL_S)
+            if done:
+                return self._lost.result()
+            since_s, beat_at_s = self._clock.monotonic() - beat_at_s, self._clock.monotonic()
+            if self.card is not None and since_s > SILENCE_LIMIT_S:  # the engine has given this process up meanwhile
+                return f"this process stood still for {since_s:.1f} s"
+            self._drain()  # what lies in the socket was said, even if this process was too busy to hear it
+            silent_s = self._clock.monotonic() - self._heard_at_s
+            if self.card is not None and silent_s > SILENCE_LIMIT_S:
+                return f"silent for {silent_s:.1f} s"
+
+    def send(self, message: ToEngine) -> None:
+        """Have a message sent, with all others of this turn of the loop."""
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Hand what is to be sent to the socket; if it cannot take it, the session is lost."""
+        messages, self._unsent = self._unsent, []
+        num_sent = 0
+        for frame, num_messages in encode_in_frames(messages, FRAME_BYTES):
+            if not self._try_send(frame):
+                break
+            num_sent += num_messages
+        for message in messages[num_sent:]:
+            stream = self.streams.get(message.request_id) if isinstance(message, Submit) else None
+            if stream is not None:
+                stream.fail(Unavailable("the engine is gone; try again shortly", retry_after_s=1))
+        if num_sent < len(messages):
+            self._lose("the connection is gone")
+
+    def close(self, error: EngineFailed) -> None:
+        """Fail what still runs and free the sockets."""
+        for stream in list(self.streams.values()):
+            stream.fail(error)
+        self.questions.close()
+        self.lending.close()
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _beat(self) -> None:
+        if self.card is None:
+            self._try_send(encode(Hello(self._id, replica_id=self._replica_id)))
+        else:
+            self._on_beat()
+            self._flush()
+            self._try_send(encode(Heartbeat(self._num_heartbeats)))
+            self._num_heartbeats += 1
+
+    def _try_send(self, frame: bytes) -> bool:
+        if self._socket.closed:
+            return False
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        if self._has_messages():  # whose edge the send may have swallowed
+            self._drain_soon()
+        return True
+
+    def _has_messages(self) -> bool:
+        """Asked for, since to be told so by an exception costs more than most messages."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & _READABLE)
+
+    def _drain_soon(self) -> None:
+        if not self._drain_is_due:
+            self._drain_is_due = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Read what has come. The socket's descriptor is edge-triggered: read until there is no more."""
+        self._drain_is_due = False
+        num_taken = 0
+        while num_taken < MESSAGES_A_TURN:
+            if self._socket.closed or not self._has_messages():
+                return
+            frame = self._socket.recv(zmq.NOBLOCK)
+            self._heard_at_s = self._clock.monotonic()
+            try:
+                messages = decode_to_gateway(frame)
+            except UndecodableMessage as exc:
+                log.warning("engine_message_undecodable", error=str(exc))
+                messages = []
+            for message in messages:
+                self._take(message)
+            num_taken += 1 + len(messages)
+        self._drain_soon()
+
+    def _take(self, message: ToGateway) -> None:
+        if isinstance(message, _OfRequest):  # nearly every one is
+            stream = self.streams.get(message.request_id)
+            if stream is not None and not self.lending.takes(message):
+                stream.deliver(message)
+        elif isinstance(message, Card):
+            self._take_card(message)
+        elif isinstance(message, Unsettled):
+            self._on_unsettled(message)
+        elif isinstance(message, ExpertLoad):
+            self.questions.take(message)
+        elif isinstance(message, ExpertBalance):
+            self.balance = message
+        elif isinstance(message, Load):
+            self.load, self.load_at_s = message, self._heard_at_s
+            if self.card is not None and message.engine_id != self.card.engine_id:
+                self._lose("the engine was restarted")
+
+    def _take_card(self, card: Card) -> None:
+        if self.card is not None and card.engine_id != self.card.engine_id:
+            self._lose("the engine was restarted")
+            return
+        if card.protocol_version != PROTOCOL_VERSION:
+            self.refusal = f"speaks protocol {card.protocol_version}, not {PROTOCOL_VERSION}; run one release of both"
+        is_news = self.card is None
+        self.card = card
+        if is_news:
+            self.since_s = self._clock.monotonic()
+            self._on_card(card)
+
+    def _drain_monitor(self) -> None:
+        while not self._monitor.closed:
+            try:
+                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event = parse_monitor_message(frames)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._beat()
+            elif event == zmq.EVENT_DISCONNECTED and self.card is not None:
+                self._lose("the connection dropped")
+
+    def _lose(self, reason: str) -> None:
+        if not self._lost.done():
+            self._lost.set_result(reason)
