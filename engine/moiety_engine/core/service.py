@@ -17,6 +17,7 @@ from moiety_engine.messages import (
     CoreAbort,
     CoreAdapter,
     CoreExtend,
+    CoreForget,
     CoreHello,
     CoreRest,
     CoreRested,
@@ -94,7 +95,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
 
 
 def obey(loop: EngineLoop, command: ToCore) -> None:
-    """What concerns one request or adapter; rest and shutdown are the caller's."""
+    """What concerns requests, adapters or tenants; rest and shutdown are the caller's."""
     match command:
         case CoreSubmit():
             loop.submit(command)
@@ -104,6 +105,8 @@ def obey(loop: EngineLoop, command: ToCore) -> None:
             loop.abort(command.key, command.reason)
         case CoreAdapter():
             loop.adapters.learn(command.name, Path(command.folder))
+        case CoreForget():
+            loop.forget_tenants(command.tenant_ids)
 
 
 def _rest(loop: EngineLoop, link: FrontLink, *, asleep: bool) -> CoreRested:

@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import structlog
 
 from moiety_engine.disk.index import Stored
-from moiety_engine.disk.records import BadFile, Buffer, read_blocks, read_header, write_file
+from moiety_engine.disk.records import BadFile, Buffer, owner_tag, read_blocks, read_head, read_header, write_file
 from moiety_engine.errors import InvalidConfig
 
 SUFFIX = ".kv"
 _UNFINISHED = ".tmp"
 _LOCK = "lock"
+_IDENTITY = re.compile(r"(?:[0-9a-f]{2})+")
 
 log = structlog.get_logger()
 
@@ -89,6 +91,23 @@ class DiskFolder:
             self.remove(name)
             return False
         return True
+
+    def remove_of(self, tenant_ids: Collection[str]) -> int:
+        """Remove what these tenants have left in the folders of other identities beside this one, which no engine may
+        look into any more; how many files. An engine that does takes those for lost."""
+        num_files = 0
+        for folder in self.path.parent.iterdir():
+            if folder == self.path or not _IDENTITY.fullmatch(folder.name):
+                continue
+            owners = {owner_tag(one, bytes.fromhex(folder.name)) for one in tenant_ids}
+            for path in folder.glob("*" + SUFFIX):
+                with contextlib.suppress(BadFile, OSError):
+                    with path.open("rb") as file:
+                        is_theirs = read_head(file)[0].owner in owners
+                    if is_theirs:
+                        path.unlink()
+                        num_files += 1
+        return num_files
 
     def touch(self, name: str) -> None:
         """It was used now, also for whoever starts later."""

@@ -6,6 +6,7 @@ A file's blocks are of one request, so they are used, and grow old, together. It
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class DiskIndex:
         self._files: OrderedDict[str, Stored] = OrderedDict()  # the least recently used first
         self._file_of: dict[bytes, Stored] = {}
         self._pins: Pins[str] = Pins(max_bytes)
+        self._forgotten: set[bytes] = set()  # owners
 
     @property
     def num_blocks(self) -> int:
@@ -48,7 +50,10 @@ class DiskIndex:
         return self._file_of.get(block_hash)
 
     def add(self, stored: Stored) -> list[Stored]:
-        """A file was written, and is the newest. Returns those that must go for it, which are forgotten."""
+        """A file was written or found, and is the newest. Returns those that must go for it, which are forgotten, or
+        the file itself if its owner is."""
+        if stored.owner in self._forgotten:
+            return [stored]
         if stored.name in self._files:
             return []
         self._pins.sweep()
@@ -89,6 +94,14 @@ class DiskIndex:
         for stored in old:
             self.drop(stored)
         return old
+
+    def forget(self, owners: Collection[bytes]) -> list[Stored]:
+        """Nothing of these is kept, now or later; the files that there were."""
+        self._forgotten.update(owners)
+        theirs = [stored for stored in self._files.values() if stored.owner in self._forgotten]
+        for stored in theirs:
+            self.drop(stored)
+        return theirs
 
     def _first_to_go(self) -> Stored:
         """What is kept is passed over, and is as new as others then."""

@@ -56,6 +56,17 @@ def write_file(file: BinaryIO, identity: bytes, owner: bytes, hashes: Sequence[b
 
 def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[Header, int]:
     """And where the first block begins. The file has all blocks that its header names. Raises BadFile."""
+    header, start = read_head(file)
+    num_blocks = len(header.hashes)
+    if (header.identity, header.block_bytes) != (identity, block_bytes) or len(header.digests) != num_blocks:
+        raise BadFile("it is of another model")
+    if os.fstat(file.fileno()).st_size != start + num_blocks * block_bytes:
+        raise BadFile("it has not the size that its header says")
+    return header, start
+
+
+def read_head(file: BinaryIO) -> tuple[Header, int]:
+    """Of whichever model, and where it ends. Raises BadFile."""
     begin = len(MAGIC) + _LENGTH_BYTES
     head = file.read(begin)
     length = int.from_bytes(head[len(MAGIC) :], "little")
@@ -68,13 +79,7 @@ def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[Head
         header = msgspec.msgpack.decode(rest[:length], type=Header)
     except msgspec.MsgspecError as exc:
         raise BadFile("its header is not of this form") from exc
-    start = begin + length + DIGEST_BYTES
-    num_blocks = len(header.hashes)
-    if (header.identity, header.block_bytes) != (identity, block_bytes) or len(header.digests) != num_blocks:
-        raise BadFile("it is of another model")
-    if os.fstat(file.fileno()).st_size != start + num_blocks * block_bytes:
-        raise BadFile("it has not the size that its header says")
-    return header, start
+    return header, begin + length + DIGEST_BYTES
 
 
 def read_blocks(file: BinaryIO, identity: bytes, wanted: Sequence[tuple[bytes, Buffer]]) -> None:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -152,6 +152,26 @@ class Saver:
     def remove(self, files: list[Stored]) -> None:
         """Of files that the index has forgotten."""
         self._removing += [self._writer.submit(self._folder.remove, stored.name) for stored in files]
+
+    def forget_tenants(self, tenant_ids: Collection[str]) -> int:
+        """Nothing of theirs is on the disk before long, nor comes there; how many files there were that are known."""
+        owners = {owner_tag(one, self._folder.identity) for one in tenant_ids}
+        for offer in [offer for offer in self._offers if offer.owner in owners]:
+            self._offers.remove(offer)
+            self._known.difference_update(offer.hashes)
+        gone = self._index.forget(owners)
+        self.remove(gone)
+        self._removing.append(self._writer.submit(self._remove_elsewhere, tenant_ids))
+        return len(gone)
+
+    def _remove_elsewhere(self, tenant_ids: Collection[str]) -> None:
+        try:
+            num_files = self._folder.remove_of(tenant_ids)
+        except OSError as exc:
+            log.warning("disk_cache_not_erased", reason=str(exc), advice="delete what other models have left by hand")
+        else:
+            if num_files:
+                log.info("disk_cache_erased_elsewhere", num_files=num_files)
 
     def forget(self) -> None:
         """The cache's contents are lost: what was not copied out yet is not there any more."""

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,6 +128,10 @@ class DiskTier:
             self.restorer.read(self._in)
         if not self.saver.is_quiet:
             self.saver.save(self._ledger, self._out, most_bytes or TURN_BYTES[self._kind])
+
+    def forget_tenants(self, tenant_ids: Collection[str]) -> int:
+        """Remove what they have left, now and whenever more of it is found; how many files are known of."""
+        return self.saver.forget_tenants(tenant_ids)
 
     def tend(self) -> None:
         """What goes on while the engine sleeps, too: files are found, written to their end, and deleted in time."""

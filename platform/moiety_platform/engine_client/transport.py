@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 
 import structlog
@@ -37,6 +37,7 @@ from moiety_wire.messages import (
     Card,
     Failed,
     Finished,
+    Forget,
     Heartbeat,
     Hello,
     Metered,
@@ -53,6 +54,7 @@ RECONNECT_PAUSE_S = 0.05
 MESSAGES_A_TURN = 512  # then other tasks of the loop get theirs
 FRAME_BYTES = 1024 * 1024  # or one message; an engine hangs up on who sends it a frame that is far larger
 SETTLED_AT_ONCE = 256  # requests in one message
+FORGOTTEN_AT_ONCE = 1000  # tenants
 MAX_SETTLED = 200_000  # that are remembered for an engine that is away
 
 _OfRequest = (Tokens, Finished, Accepted, Failed)
@@ -80,6 +82,7 @@ class ZmqEngineClient:
         self._adapters = adapters
         self._replica_id = replica_id
         self._on_unsettled = on_unsettled
+        self._forgotten: Collection[str] = ()  # tenants
         self._settled: defaultdict[str, list[str]] = defaultdict(list)  # to be told, by gateway process
         self._address = address
         self._context = context
@@ -119,6 +122,10 @@ class ZmqEngineClient:
 
     def settled(self, request_id: str) -> None:
         self._note_settled(self._replica_id, [request_id])
+
+    def forget(self, tenant_ids: Collection[str]) -> None:
+        self._forgotten = tenant_ids
+        self._tell_forgotten()
 
     def rest(self, *, asleep: bool) -> None:
         session = self._session
@@ -192,6 +199,16 @@ class ZmqEngineClient:
         for replica_id, request_ids in settled.items():
             session.send(Settled(replica_id, request_ids))
 
+    def _tell_forgotten(self) -> None:
+        """What this session has not been told."""
+        session = self._session
+        if session is None or session.card is None or session.refusal or not session.card.forgets:
+            return
+        fresh = [one for one in self._forgotten if one not in session.forgotten]
+        session.forgotten.update(fresh)
+        for begin in range(0, len(fresh), FORGOTTEN_AT_ONCE):
+            session.send(Forget(fresh[begin : begin + FORGOTTEN_AT_ONCE]))
+
     def _take_unsettled(self, message: Unsettled) -> None:
         if self._on_unsettled is not None:
             self._on_unsettled(message.records, self._note_settled)
@@ -222,6 +239,7 @@ class ZmqEngineClient:
     def _notice(self, card: Card) -> None:
         self._last_card = card
         log.info("engine_connected", engine=self._address, engine_id=card.engine_id, model=card.model)
+        self._tell_forgotten()
         self._on_change()
 
 
@@ -247,6 +265,7 @@ class _Session:
         self.card: Card | None = None
         self.load: Load | None = None
         self.balance: ExpertBalance | None = None
+        self.forgotten: set[str] = set()  # tenants that it was told of
         self.questions = Questions(self.send)
         self.lending = Lending(self.send, lambda name: self.card is not None and name in self.card.adapters)
         self.load_at_s = clock.monotonic()
