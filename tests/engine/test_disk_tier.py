@@ -251,6 +251,35 @@ def test_what_nobody_used_for_its_time_is_deleted(make: Make, tmp_path: Path) ->
     assert not old.exists()
 
 
+@pytest.mark.parametrize(
+    ("said_s", "stays"),
+    [((0.0,), False), ((3600.0,), True), ((0.0, 3600.0), True), ((3600.0, 60.0), True), ((0.001,), False)],
+)
+def test_what_is_kept_stays_so_over_a_restart(
+    make: Make, tmp_path: Path, said_s: tuple[float, ...], stays: bool
+) -> None:
+    loop = make()
+    for keep_s in said_s:
+        run(loop, make_submit(1, tenant="a", keep_s=keep_s))
+    make.end()
+    (kept,) = files(tmp_path)
+    loop = make(disk_cache_bytes=4 * kept.stat().st_size)
+    for key in range(2, 8):
+        run(loop, make_submit(key))
+    assert kept.exists() is stays
+    assert num_cached(run(loop, make_submit(1, tenant="a"))) == (40 if stays else 0)
+
+
+def test_where_it_cannot_be_told_whether_a_file_is_kept_it_is_whole_and_not_kept(make: Make, tmp_path: Path) -> None:
+    run(make(), make_submit(1, keep_s=3600.0))
+    make.end()
+    (torn,) = files(tmp_path)
+    flip(torn, -1)
+    loop = restart(make)
+    assert loop.disk is not None and loop.disk.index.num_kept == 0
+    assert num_cached(run(loop, make_submit(1))) == 40
+
+
 def owners(tmp_path: Path) -> list[str]:
     """Whose the files are, of all models."""
     found = []

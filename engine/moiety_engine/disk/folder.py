@@ -19,7 +19,19 @@ from pathlib import Path
 import structlog
 
 from moiety_engine.disk.index import Stored
-from moiety_engine.disk.records import BadFile, Buffer, owner_tag, read_blocks, read_head, read_header, write_file
+from moiety_engine.disk.records import (
+    KEPT_BYTES,
+    BadFile,
+    Buffer,
+    Kept,
+    owner_tag,
+    read_blocks,
+    read_head,
+    read_header,
+    read_kept,
+    write_file,
+    write_kept,
+)
 from moiety_engine.errors import InvalidConfig
 
 SUFFIX = ".kv"
@@ -66,18 +78,20 @@ class DiskFolder:
                 if stored is not None:
                     yield stored
 
-    def write(self, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[Buffer]) -> Stored:
+    def write(
+        self, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[Buffer], kept: Kept | None = None
+    ) -> Stored:
         """A new file. Raises OSError; nothing is left behind then."""
         name = secrets.token_hex(16) + SUFFIX
         unfinished = self.path / (name + _UNFINISHED)
         try:
             with open(unfinished, "xb", opener=_for_us_alone) as file:
-                num_bytes = write_file(file, self.identity, owner, hashes, blocks)
+                num_bytes = write_file(file, self.identity, owner, hashes, blocks, kept)
             unfinished.rename(self.path / name)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-        return Stored(name, num_bytes, tuple(hashes), owner, time.time())
+        return Stored(name, num_bytes, tuple(hashes), owner, time.time(), kept)
 
     def read(self, name: str, wanted: Sequence[tuple[bytes, Buffer]]) -> bool:
         """Fill each buffer with the block of that hash. False: the file is gone, or was not good and is gone now."""
@@ -114,6 +128,11 @@ class DiskFolder:
         with contextlib.suppress(OSError):
             os.utime(self.path / name)
 
+    def keep(self, name: str, kept: Kept) -> None:
+        """It was used now, and is kept so long, also for whoever starts later."""
+        with contextlib.suppress(OSError), (self.path / name).open("r+b") as file:
+            write_kept(file, kept)
+
     def remove(self, name: str) -> None:
         with contextlib.suppress(OSError):
             (self.path / name).unlink(missing_ok=True)
@@ -125,12 +144,13 @@ class DiskFolder:
         try:
             with (self.path / name).open("rb") as file:
                 header, start = read_header(file, self.identity, self.block_bytes)
+                kept = read_kept(file)
         except (BadFile, OSError) as exc:
             log.warning("disk_cache_file_removed", file=name, reason=str(exc))
             self.remove(name)
             return None
-        num_bytes = start + len(header.hashes) * header.block_bytes
-        return Stored(name, num_bytes, tuple(header.hashes), header.owner, used_s)
+        num_bytes = start + len(header.hashes) * header.block_bytes + KEPT_BYTES
+        return Stored(name, num_bytes, tuple(header.hashes), header.owner, used_s, kept)
 
 
 def _for_us_alone(path: str, flags: int) -> int:

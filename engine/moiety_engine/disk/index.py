@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from moiety_engine.cache.pins import Pins
+from moiety_engine.disk.records import Kept
 
 
 @dataclass(eq=False, slots=True)
@@ -22,13 +22,7 @@ class Stored:
     hashes: tuple[bytes, ...]
     owner: bytes
     used_s: float
-
-
-class Kept(NamedTuple):
-    """That a conversation will come back, within so long, and what its tenant weighs."""
-
-    seconds: float
-    weight: float
+    kept: Kept | None = None  # as the file says
 
 
 class DiskIndex:
@@ -45,6 +39,11 @@ class DiskIndex:
     @property
     def num_blocks(self) -> int:
         return len(self._file_of)
+
+    @property
+    def num_kept(self) -> int:
+        """Files."""
+        return sum(name in self._pins for name in self._files)
 
     def find(self, block_hash: bytes) -> Stored | None:
         return self._file_of.get(block_hash)
@@ -67,10 +66,10 @@ class DiskIndex:
             self.drop(gone[-1])
         return gone
 
-    def keep(self, stored: Stored, kept: Kept | None) -> None:
+    def keep(self, stored: Stored, kept: Kept | None, now_s: float) -> None:
         """It goes after others for a while."""
-        if kept is not None and stored.name in self._files:
-            self._pins.pin(stored.owner, [(stored.name, stored.num_bytes)], kept.seconds, kept.weight)
+        if kept is not None and kept.until_s > now_s and stored.name in self._files:
+            self._pins.pin(stored.owner, [(stored.name, stored.num_bytes)], kept.until_s - now_s, kept.weight)
 
     def use(self, stored: Stored, now_s: float) -> None:
         if stored.name in self._files:

@@ -14,7 +14,8 @@ import structlog
 
 from moiety_engine.disk.folder import DiskFolder
 from moiety_engine.disk.identity import digest_of_folder, identity_of
-from moiety_engine.disk.index import DiskIndex, Kept, Stored
+from moiety_engine.disk.index import DiskIndex, Stored
+from moiety_engine.disk.records import Kept
 from moiety_engine.disk.restoring import Restorer
 from moiety_engine.disk.rows import Rows
 from moiety_engine.disk.saving import TURN_BYTES, Saver
@@ -180,7 +181,7 @@ class DiskTier:
     def _released(self, sequence: Sequence) -> None:
         hashes = sequence.hashes_between(0, sequence.num_sealed, self._ledger.block_size)
         submit = sequence.submit
-        kept = Kept(submit.keep_s, submit.tenant_weight) if submit.keep_s > 0 else None
+        kept = Kept(time.time() + submit.keep_s, submit.tenant_weight) if submit.keep_s > 0 else None
         self.saver.offer(submit.tenant_id, hashes, kept)
 
     def _bring(self, hashes: list[bytes], rows: Rows, taken: list[int], copy: Callable[[Copies], None]) -> None:
@@ -204,7 +205,9 @@ class DiskTier:
 
     def _take_found(self) -> None:
         while self._found:
-            self.saver.remove(self.index.add(self._found.popleft()))
+            stored = self._found.popleft()
+            self.saver.remove(self.index.add(stored))
+            self.index.keep(stored, stored.kept, time.time())
 
     def _expire(self) -> None:
         now_s = time.time()
