@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -188,7 +188,7 @@ class Saver:
 
     def wait(self, timeout_s: float) -> None:
         """For the writer, once."""
-        under_way = [one.future for one in self._writing] or self._beside
+        under_way: list[Future[Any]] = [one.future for one in self._writing] or list(self._beside)
         if under_way:
             wait(under_way, timeout_s, return_when=FIRST_COMPLETED)
 

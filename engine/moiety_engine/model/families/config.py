@@ -131,6 +131,13 @@ def draft_prefixes(config: Config) -> tuple[str, ...]:
     return tuple(f"model.layers.{last + index}." for index in range(drafting))
 
 
+def require(config: Config, family: str, **only: Any) -> None:
+    """What a model of the family would have to have computed otherwise is refused by name."""
+    for key, value in only.items():
+        if config.get(key, value) != value:
+            raise UnsupportedModelError(f"{key} {config[key]!r} is not supported in {family}; known: {value}")
+
+
 def read_activation(config: Config) -> Activation:
     name = first(config, "hidden_act", "hidden_activation", default="silu")
     if name not in ACTIVATIONS:
