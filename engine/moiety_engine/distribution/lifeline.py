@@ -1,9 +1,9 @@
 """How ranks know that the others live: a line from each to rank 0, over which every rank says something all the time.
 
-A line that breaks, or over which nothing comes for a few seconds in which this process itself gets to run, means that a
-rank is lost, and with it the group: rank 0 tells the others why, and each ends its process. Also when a rank ends in
-order, or cannot go on and can say so, that is said here. Torch's own collectives would notice a lost rank too, but late,
-and not why.
+A line that breaks, or over which nothing comes for a few seconds in which this process itself gets to run, means that
+a rank is lost, and with it the group: rank 0 tells the others why, and each ends its process. Also when a rank ends in
+order, or cannot go on and can say so, that is said here. Torch's own collectives would notice a lost rank too, but
+late, and not why.
 """
 
 from __future__ import annotations
