@@ -36,7 +36,6 @@ from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library, Reading
 from moiety_engine.guiding.lobby import Lobby
 from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
-from moiety_engine.model.families import ignored_keys
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.moe.watch import ExpertWatch
@@ -431,8 +430,6 @@ def load_loop(
     `meeting`: what a launcher said of the others, who are started here without one. `progress(done, total)` in bytes.
     Raises EngineError with what to do."""
     library = Reading(Path(config.model))
-    if ignored := ignored_keys(Path(config.model)):
-        log.warning("config_keys_ignored", keys=ignored, advice="see that the model computes the same without them")
     assembled = assemble(config, meeting, progress)
     crew, local_ranks = assembled.crew, assembled.local_ranks
     with telling(crew):
