@@ -94,7 +94,7 @@ class KvLedger:
         return self._caches(sequence) and sequence.submit.sampling.num_prompt_logprobs is None
 
     def _caches(self, sequence: Sequence) -> bool:
-        return self._prefix_caching and sequence.mark not in self._forgotten
+        return self._prefix_caching and not (self._forgotten and sequence.mark in self._forgotten)
 
     def next_hash(self, sequence: Sequence, num_hits: int) -> bytes | None:
         """The hash of the first block that the sequence must compute, if that block will be full and shareable."""
