@@ -83,6 +83,7 @@ class ZmqEngineClient:
         self._replica_id = replica_id
         self._on_unsettled = on_unsettled
         self._forgotten: Collection[str] = ()  # tenants
+        self._told: set[str] = set()  # of them, those that the engine knows of since it was connected
         self._settled: defaultdict[str, list[str]] = defaultdict(list)  # to be told, by gateway process
         self._address = address
         self._context = context
@@ -200,12 +201,12 @@ class ZmqEngineClient:
             session.send(Settled(replica_id, request_ids))
 
     def _tell_forgotten(self) -> None:
-        """What this session has not been told."""
+        """What it has not been told since it was connected."""
         session = self._session
         if session is None or session.card is None or session.refusal or not session.card.forgets:
             return
-        fresh = [one for one in self._forgotten if one not in session.forgotten]
-        session.forgotten.update(fresh)
+        fresh = [one for one in self._forgotten if one not in self._told]
+        self._told.update(fresh)
         for begin in range(0, len(fresh), FORGOTTEN_AT_ONCE):
             session.send(Forget(fresh[begin : begin + FORGOTTEN_AT_ONCE]))
 
@@ -239,6 +240,7 @@ class ZmqEngineClient:
     def _notice(self, card: Card) -> None:
         self._last_card = card
         log.info("engine_connected", engine=self._address, engine_id=card.engine_id, model=card.model)
+        self._told = set()
         self._tell_forgotten()
         self._on_change()
 
@@ -265,7 +267,6 @@ class _Session:
         self.card: Card | None = None
         self.load: Load | None = None
         self.balance: ExpertBalance | None = None
-        self.forgotten: set[str] = set()  # tenants that it was told of
         self.questions = Questions(self.send)
         self.lending = Lending(self.send, lambda name: self.card is not None and name in self.card.adapters)
         self.load_at_s = clock.monotonic()
