@@ -114,7 +114,7 @@ class DiskFolder:
             if folder == self.path or not _IDENTITY.fullmatch(folder.name):
                 continue
             owners = {owner_tag(one, bytes.fromhex(folder.name)) for one in tenant_ids}
-            for path in folder.glob("*" + SUFFIX):
+            for path in folder.glob(f"*{SUFFIX}*"):  # and what a kill has left unfinished
                 with contextlib.suppress(BadFile, OSError):
                     with path.open("rb") as file:
                         is_theirs = read_head(file)[0].owner in owners

@@ -79,7 +79,7 @@ def _begun(draft: Path) -> Iterator[None]:
     with (draft / _UNFINISHED).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
+        except BlockingIOError as exc:
             raise CheckpointError(f"{draft} is being written by another run; wait for it, or end it") from exc
         left = [path for path in draft.iterdir() if path.name != _UNFINISHED]
         if left:

@@ -134,8 +134,9 @@ def draft_prefixes(config: Config) -> tuple[str, ...]:
 def require(config: Config, family: str, **only: Any) -> None:
     """What a model of the family would have to have computed otherwise is refused by name."""
     for key, value in only.items():
-        if config.get(key, value) != value:
-            raise UnsupportedModelError(f"{key} {config[key]!r} is not supported in {family}; known: {value}")
+        said = first(config, key, default=value)
+        if said != value:
+            raise UnsupportedModelError(f"{key} {said!r} is not supported in {family}; known: {value}")
 
 
 def read_activation(config: Config) -> Activation:
