@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
 import msgspec
+import structlog
 import torch
 
 from moiety_engine.adapters.registry import AdapterRegistry
@@ -22,6 +23,7 @@ from moiety_engine.anteroom import Anteroom
 from moiety_engine.assembly import assemble, telling
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
+from moiety_engine.cache.prefix import tenant_mark
 from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
 from moiety_engine.core_load import load_of
 from moiety_engine.disk.tier import DiskTier
@@ -56,6 +58,8 @@ from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
 _SETTLING_S = 0.5  # that a start waits for the weights to be gathered, which goes on meanwhile
+
+log = structlog.get_logger()
 
 
 class EngineLoop:
@@ -112,6 +116,7 @@ class EngineLoop:
         self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
+        self._forgotten: set[str] = set()  # tenants
         self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
         self.steps_total = 0
@@ -219,6 +224,17 @@ class EngineLoop:
     def take_expert_balance(self) -> ExpertBalance | None:
         """How evenly experts were used, a few times a minute, if there is anything new to tell."""
         return None if self._experts is None else self._experts.take_balance(self._clock_ns() / 1e9)
+
+    def forget_tenants(self, tenant_ids: Iterable[str]) -> None:
+        """What these have left in the cache, on every tier, is gone, and nothing of theirs is kept from now on. Those
+        that are known to be forgotten cost nothing."""
+        fresh = set(tenant_ids) - self._forgotten
+        if not fresh:
+            return
+        self._forgotten |= fresh
+        num_blocks = self.scheduler.groups.forget_tenants(frozenset(map(tenant_mark, fresh)))
+        num_files = 0 if self.disk is None else self.disk.forget_tenants(fresh)
+        log.info("tenants_forgotten", num_tenants=len(fresh), num_blocks=num_blocks, num_files=num_files)
 
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""

@@ -200,3 +200,17 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_with_the_reason(start: ob
     assert hello.state is CoreState.REFUSED
     assert "qwen3_moe" in hello.message
     assert front.process.wait(90) == 4
+
+
+def test_what_a_checkpoint_says_that_nobody_looks_at_is_logged_before_its_weights_are_missed(
+    start: object, tmp_path: Path
+) -> None:
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "intermediate_size"), 64)
+    config = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "num_attention_heads": 2, "attention_twist": 2}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    front: Front = start(str(tmp_path))  # type: ignore[operator]
+    assert front.hello().state is CoreState.REFUSED
+    front.process.wait(90)
+    assert front.process.stderr is not None
+    logged = [line for line in front.process.stderr.read().splitlines() if b"config_keys_ignored" in line]
+    assert [msgspec.json.decode(line)["keys"] for line in logged] == [["attention_twist"]]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.batch import KvCache
     from moiety_engine.model.transformer import Transformer
 
-FORM = 1  # raised where files, or the arithmetic of keys and values, change in a way that nothing below says
+FORM = 2  # raised where files, or the arithmetic of keys and values, change in a way that nothing below says
 IDENTITY_BYTES = 32
 _KNOWN = "contents.json"
 

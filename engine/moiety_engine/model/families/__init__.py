@@ -18,6 +18,7 @@ from moiety_engine.model.families.gemma import gemma3, gemma3_config, gemma3_fea
 from moiety_engine.model.families.glm import glm4_moe, glm_features
 from moiety_engine.model.families.gpt_oss import gpt_oss
 from moiety_engine.model.families.granite import granite_features, granitemoe
+from moiety_engine.model.families.ignored import Noting, ignored_of
 from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
@@ -68,6 +69,17 @@ COMPLETE: dict[str, Callable[[Config], Config]] = {"gemma3": gemma3_config, "gem
 
 def read_spec(folder: Path) -> ModelSpec:
     """The spec of the checkpoint in `folder`; raises ConfigError or UnsupportedModelError."""
+    return spec_from_config(_read(folder))
+
+
+def ignored_keys(folder: Path) -> list[str]:
+    """What config.json says that reading its spec ignores, and that may matter. Raises as `read_spec` does."""
+    config = Noting(_completed(_read(folder)))
+    _spec_of(config)
+    return ignored_of(config)
+
+
+def _read(folder: Path) -> Config:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -77,18 +89,25 @@ def read_spec(folder: Path) -> ModelSpec:
         raise ConfigError(f"{path} cannot be read as JSON: {exc}") from exc
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold one JSON object")
-    return spec_from_config(config)
+    return config
 
 
 def spec_from_config(config: Config) -> ModelSpec:
     """The spec that a parsed config.json describes; raises ConfigError or UnsupportedModelError."""
+    return _spec_of(_completed(config))
+
+
+def _completed(config: Config) -> Config:
     family = config.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model family {family!r} is not supported; the known families are: {known}")
+    return {**COMPLETE[family](config), "model_type": family} if family in COMPLETE else config
+
+
+def _spec_of(config: Config) -> ModelSpec:
+    family = config["model_type"]
     read_layer = FAMILIES[family]
-    if family in COMPLETE:
-        config = COMPLETE[family](config)
     try:
         usual: Features = {
             "norm": NormSpec(config.get("rms_norm_eps", 1e-6)),

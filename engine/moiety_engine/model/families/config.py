@@ -131,6 +131,14 @@ def draft_prefixes(config: Config) -> tuple[str, ...]:
     return tuple(f"model.layers.{last + index}." for index in range(drafting))
 
 
+def require(config: Config, family: str, **only: Any) -> None:
+    """What a model of the family would have to have computed otherwise is refused by name."""
+    for key, value in only.items():
+        said = first(config, key, default=value)
+        if said != value:
+            raise UnsupportedModelError(f"{key} {said!r} is not supported in {family}; known: {value}")
+
+
 def read_activation(config: Config) -> Activation:
     name = first(config, "hidden_act", "hidden_activation", default="silu")
     if name not in ACTIVATIONS:

@@ -14,6 +14,7 @@ from moiety_engine.model.families.config import (
     read_rope,
     read_routing,
     read_sigmoid_mixture,
+    require,
     rope_parameters,
     yarn_magnitude,
 )
@@ -31,10 +32,12 @@ V3_DEFAULTS: Config = {
 
 
 def deepseek_v2(config: Config, index: int) -> LayerSpec:
+    require(config, "deepseek_v2", scoring_func="softmax", moe_layer_freq=1)
     return LayerSpec(_attention(config, interleaved=True), _softmax_mixture(config, index))
 
 
 def deepseek_v3(config: Config, index: int) -> LayerSpec:
+    require(config, "deepseek_v3", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     attention = _attention(config, interleaved=bool(config.get("rope_interleave", True)))
     return LayerSpec(attention, read_sigmoid_mixture(V3_DEFAULTS | config, index))
 

@@ -8,7 +8,7 @@ from moiety_engine.model.spec import LayerSpec
 
 def glm4_moe(config: Config, index: int) -> LayerSpec:
     attention = read_attention(
-        {"partial_rotary_factor": 0.5, **config},
+        {"partial_rotary_factor": 0.5} | config,
         qkv_bias=bool(config.get("attention_bias", False)),
         qk_norm="head" if config.get("use_qk_norm") else "none",
     )
