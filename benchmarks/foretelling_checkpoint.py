@@ -3,7 +3,7 @@
     python benchmarks/foretelling_checkpoint.py FOLDER [--wrong]
 
 Of its layers the first thinks, and the others cost what they cost and add nothing; the layer after the last is the
-first over again, and lacks only the first token. With --wrong it is random, and never right. In bfloat16, 320 M
+first over again, and lacks only the first token. With --wrong it is random, and never right. In bfloat16, 360 M
 parameters.
 """
 

@@ -173,6 +173,33 @@ def test_it_is_kept_in_the_form_of_the_model_and_shares_its_vocabulary(published
     assert plain.foretelling.vocabulary is plain.model.vocabulary
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_float8_it_says_what_it_says_of_the_same_numbers_written_out(published: Published, dtype: str) -> None:
+    """As DeepSeek-V3 is published; its eh_proj is wide there, and here narrow, too."""
+    folder, block = published.folder, 32
+
+    def narrow(tensors: dict[str, Tensor], *, written_out: bool) -> None:
+        for name, weight in list(tensors.items()):
+            if weight.dim() == 2 and "proj" in name and "gate.weight" not in name:
+                small = (weight / 0.01).to(torch.float8_e4m3fn)
+                scales = [-(-side // block) for side in weight.shape]
+                tensors[name] = small.float() * 0.01 if written_out else small
+                tensors |= {} if written_out else {f"{name}_scale_inv": torch.full(scales, 0.01)}
+
+    wide = load_file(folder / "model.safetensors")
+    said = []
+    for written_out in (True, False):
+        tensors = dict(wide)
+        narrow(tensors, written_out=written_out)
+        save_file(tensors, folder / "model.safetensors")
+        if not written_out:
+            edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [block, block]})
+        driver = Driver(folder, dtype=dtype)
+        driver.read(0, TOKENS[:-1])
+        said.append(driver.foretelling.logits(driver.foretell(0, TOKENS[1:])).softmax(-1))
+    assert (said[0] - said[1]).abs().max() <= 1e-4
+
+
 def test_without_being_asked_for_it_is_left_on_disk(published: Published) -> None:
     model = load_model(published.folder, device="cpu", dtype="float32")
     assert len(model.spec.layers) == published.oracle.config.num_hidden_layers - 1
