@@ -82,7 +82,7 @@ class ExpertEviction(StrEnum):
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
-KV_DTYPES = ("auto", "fp8", "int8")
+KV_DTYPES = ("auto", "bf16", "fp8", "int8")
 MAX_TRACED_PER_S = 1000
 REBALANCE_EVERY_S = 60.0  # where experts are redundant, which is of no use if they stay where they are
 

@@ -49,6 +49,7 @@ class Quantization(StrEnum):
 
 class KvDtype(StrEnum):
     auto = "auto"
+    bf16 = "bf16"
     fp8 = "fp8"
     int8 = "int8"
 
@@ -120,7 +121,7 @@ KvDtypeOption = Annotated[
     typer.Option(
         envvar="MOIETY_ENGINE_KV_DTYPE",
         rich_help_panel=MEMORY,
-        help="Type of cached keys and values; fp8 or int8, on a GPU, holds twice the tokens.",
+        help="Type of cached keys and values; bf16 on a CPU, fp8 or int8 on a GPU hold twice the tokens.",
     ),
 ]
 MoeKernelOption = Annotated[

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _IN_PLACE = OffloadConfig()
 
@@ -128,9 +128,9 @@ def load_share(
     is read.
 
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
-    means that the weights are kept so; activations and the cache are float32. `quantization`: how the weights of
-    products are kept, "none" or one of FORMATS; "auto": as the checkpoint has them. `kv_dtype` is "auto", the
-    activations', or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
+    means that the weights are kept so; activations are float32. `quantization`: how the weights of products are kept,
+    "none" or one of FORMATS; "auto": as the checkpoint has them. `kv_dtype`, of the cache, is "auto", the activations',
+    or "bf16" beside weights in that, or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
     `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
     process. Of several `ranks` this one reads its share only. `offload`: which experts need not be on the device.
     `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that foretells from
@@ -151,7 +151,7 @@ def load_share(
     form = _on_device(wanted, own, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
     if form is not None and own is not spec:
         _check_divided(form, spec)
-    cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where)
+    cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
     num_bytes = weight_bytes(own, DTYPES[dtype]) if form is None else bytes_in(form, own, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
     if batch_invariant:
@@ -279,15 +279,19 @@ def _unreadable(
     return None if where.type == "cpu" else unavailable("triton", where, dtype, form)
 
 
-def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The type of a cache in 8 bits. Raises UnsupportedModelError where there cannot be one."""
+def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type of a cache of keys and values that has one of its own. Raises UnsupportedModelError where it cannot."""
     if kv_dtype not in KV_DTYPES:
         raise UnsupportedModelError(f"kv_dtype {kv_dtype!r} is not known; choose one of auto, {', '.join(KV_DTYPES)}")
     if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
         raise UnsupportedModelError(f"latent attention's cache cannot be {kv_dtype}: leave --kv-dtype out")
+    if kv_dtype == "bf16":
+        if dtype is not torch.bfloat16:
+            raise UnsupportedModelError("a cache in bf16 goes with --dtype bfloat16: float32 asks for exact products")
+        return torch.bfloat16
     if device.type != "cuda":
         raise UnsupportedModelError(
-            f"a cache in {kv_dtype} needs a GPU: leave --kv-dtype out, or run with --device cuda"
+            f"a cache in {kv_dtype} needs a GPU: take --kv-dtype bf16, or leave it out, or run with --device cuda"
         )
     if kv_dtype == "fp8" and torch.version.hip is None and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         raise UnsupportedModelError(

@@ -90,7 +90,8 @@ class Transformer:
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._joining = None if weights.joining is None else Joining(spec.norm, weights.joining, arithmetic)
         self._residence = Residence(weights)
-        on_cpu_alone = self.device.type == "cpu" and self.kv_dtype is torch.float32  # no torch in any layer
+        kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
+        on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
         recordable = on_cpu_alone and ranks.everyone.size == 1 and expert_cache is None
         self._programs = _decode_programs(lambda *step: self._layers(*step)[1]) if recordable else None
         self._attentions = [
