@@ -30,7 +30,7 @@ from moiety_engine.disk.tier import DiskTier
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.drafting.draft import Draft
-from moiety_engine.drafting.loading import load_draft_model
+from moiety_engine.drafting.loading import load_drafter
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library, Reading
@@ -384,7 +384,7 @@ class EngineLoop:
         resident = Resident(*parts, num_mask_words=num_mask_words, exchange=exchange, adapters=slots, cutting=cutting)
         exchange.serve(resident.kv)
         if self._draft is not None:
-            self._draft.move_in()
+            self._draft.move_in(resident.kv)
         return resident
 
     def _move_out(self) -> None:
@@ -436,7 +436,7 @@ def load_loop(
         found = library.result()
         model = assembled.model
         try:
-            draft_model = load_draft_model(config, model, progress) if config.draft_model else None
+            draft_model = load_drafter(config, model, progress)
             return EngineLoop(
                 model,
                 config,

@@ -192,7 +192,7 @@ SpeculateOption = Annotated[
         envvar="MOIETY_ENGINE_SPECULATE",
         rich_help_panel=MEMORY,
         help="Guess tokens and verify them several at once, where that pays; ngram: by what the text said before; "
-        "draft: by --draft-model.",
+        "draft: by --draft-model; mtp: by a layer of the checkpoint that predicts further tokens.",
     ),
 ]
 SpeculateTokensOption = Annotated[

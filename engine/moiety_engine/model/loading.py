@@ -19,6 +19,7 @@ from moiety_engine.model.dummy import fill_at_random
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_products
+from moiety_engine.model.foretelling import foretelling_spec, require_foretelling
 from moiety_engine.model.offloading import budget, most_chosen, open_store
 from moiety_engine.model.residence import require_fit, weight_bytes
 from moiety_engine.model.shares import own_spec
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from moiety_engine.model.vocabulary import Vocabulary
     from moiety_engine.offload.cache import ExpertCache
     from moiety_kernels.quantization import WeightFormat
 
@@ -58,12 +60,14 @@ class Loading(TypedDict, total=False):
     ranks: Ranks
     offload: OffloadConfig
     progress: Callable[[int, int], None] | None
+    keeps_hidden: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """What a rank has of a model, read; of a model on one rank all of it. `expert_bytes`: of one expert of a layer,
-    where only other ranks have any. `expert_cache`: whose slots are the weights' experts."""
+    where only other ranks have any. `expert_cache`: whose slots are the weights' experts. `keeps_hidden`: see
+    Transformer."""
 
     spec: ModelSpec
     weights: ModelWeights
@@ -72,9 +76,10 @@ class Share:
     ranks: Ranks
     expert_bytes: int | None
     expert_cache: ExpertCache | None
+    keeps_hidden: bool = False
 
-    def transformer(self) -> Transformer:
-        """Of a rank with layers."""
+    def transformer(self, vocabulary: Vocabulary | None = None) -> Transformer:
+        """Of a rank with layers. `vocabulary`: another model's, where it has none."""
         return Transformer(
             self.spec,
             self.weights,
@@ -83,6 +88,8 @@ class Share:
             ranks=self.ranks,
             expert_bytes=self.expert_bytes,
             expert_cache=self.expert_cache,
+            keeps_hidden=self.keeps_hidden,
+            vocabulary=vocabulary,
         )
 
     def experts(self) -> ExpertRank:
@@ -93,6 +100,11 @@ class Share:
 def load_model(folder: Path, **how: Unpack[Loading]) -> Transformer:
     """The model on a rank with layers, as `load_share` reads it."""
     return load_share(folder, **how).transformer()
+
+
+def load_foretelling(folder: Path, model: Transformer, **how: Unpack[Loading]) -> Transformer:
+    """The layer of the same checkpoint that foretells what the model will say, as `load_share` reads it."""
+    return load_share(folder, foretelling=True, **how).transformer(model.vocabulary)
 
 
 def load_share(
@@ -109,6 +121,8 @@ def load_share(
     ranks: Ranks = ALONE,
     offload: OffloadConfig = _IN_PLACE,
     progress: Callable[[int, int], None] | None = None,
+    keeps_hidden: bool = False,
+    foretelling: bool = False,
 ) -> Share:
     """Read the checkpoint in `folder` for `device` ("cpu", "cuda", "cuda:1"). With dummy weights only its config.json
     is read.
@@ -119,12 +133,13 @@ def load_share(
     or "bf16" beside weights in that, or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
     `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
     process. Of several `ranks` this one reads its share only. `offload`: which experts need not be on the device.
-    `progress` is called with (bytes read, bytes in all). Raises ModelError, InvalidConfig, and OutOfMemory with the
-    figures.
+    `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that foretells from
+    what the model makes of tokens; `foretelling`: it is what is read, and nothing else. Raises ModelError,
+    InvalidConfig, and OutOfMemory with the figures.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    spec = read_spec(folder)
+    spec = foretelling_spec(read_spec(folder)) if foretelling else _spec(folder, load_format, keeps_hidden=keeps_hidden)
     if dtype == "auto":
         dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
     if dtype not in DTYPES:
@@ -166,7 +181,15 @@ def load_share(
         far = ranks.seat.layout.expert_ranks and ranks.seat.expert_rank is None
         one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far else None
         undo.pop_all()
-    return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache)
+    return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden)
+
+
+def _spec(folder: Path, load_format: LoadFormat, *, keeps_hidden: bool) -> ModelSpec:
+    """Of the model; a layer that is to foretell is missed before anything is read."""
+    spec = read_spec(folder)
+    if keeps_hidden:
+        require_foretelling(folder, spec, load_format)
+    return spec
 
 
 def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ from moiety_engine.model.apart import FarMixture, take_turns
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.dispatch import Dispatch
+from moiety_engine.model.joining import Joining
 from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
 from moiety_engine.model.moving import SlotWeights
 from moiety_engine.model.norms import make_norm
@@ -62,10 +63,13 @@ class Transformer:
         ranks: Ranks = ALONE,
         expert_bytes: int | None = None,
         expert_cache: ExpertCache | None = None,
+        keeps_hidden: bool = False,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         """`kv_dtype`: of the cache; None for the activations' own. `weights`: those of the spec, or what a rank of
         several has of them. `expert_bytes`: of one expert of a layer, where other ranks have them all. `expert_cache`:
-        whose slots are the weights' experts."""
+        whose slots are the weights' experts. `keeps_hidden`: its cache holds what it made of each token, too, for
+        what foretells from that. `vocabulary`: another model's, where it has none."""
         self.spec = spec
         self.ranks = ranks
         self.arithmetic = arithmetic
@@ -82,7 +86,9 @@ class Transformer:
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in own.layers}
         self.adapters = AdapterStacks(own, self.device, self.activation_dtype)
         self._weights = weights
-        self._vocabulary = Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
+        self.keeps_hidden = keeps_hidden
+        self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
+        self._joining = None if weights.joining is None else Joining(spec.norm, weights.joining, arithmetic)
         self._residence = Residence(weights)
         kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
         on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
@@ -127,6 +133,8 @@ class Transformer:
         num_bytes = sum(one.cached_values for one in layers) * self.kv_dtype.itemsize
         if self.kv_dtype is torch.int8:
             num_bytes += sum(2 * one.num_kv_heads for one in layers if isinstance(one, AttentionSpec)) * _SCALE_BYTES
+        if self.keeps_hidden:
+            num_bytes += self.spec.hidden_size * self.activation_dtype.itemsize
         return num_bytes * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
@@ -142,7 +150,10 @@ class Transformer:
             return LayerCache(both[0], both[1], scales[0], scales[1])
 
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
-        return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size)
+        hidden: LatentCache | None = None
+        if self.keeps_hidden:
+            hidden = LatentCache(empty(num_blocks, block_size, self.spec.hidden_size, dtype=self.activation_dtype))
+        return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size, hidden)
 
     @property
     def only_kernels(self) -> bool:
@@ -207,14 +218,25 @@ class Transformer:
         return self.logits(self.hidden(batch, kv))
 
     @torch.inference_mode()
-    def hidden(self, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None) -> Tensor:
+    def hidden(
+        self,
+        batch: Batch,
+        kv: KvCache,
+        on_stored: Callable[[int], None] | None = None,
+        *,
+        before_TD: Tensor | None = None,
+    ) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
         wanted, on the first group of ranks of all groups' rows; in another stage than the first and the last something
-        else. `on_stored` is called with each layer that has stored them."""
+        else. `on_stored` is called with each layer that has stored them. `before_TD`: what another model made of the
+        tokens before these, of a layer that foretells."""
         pipeline, spread = self.ranks.pipeline, batch.spread
         if pipeline.is_first:
-            x_TD = self._vocabulary.embed(batch.token_ids_T, self.activation_dtype)
+            x_TD = self.vocabulary.embed(batch.token_ids_T, self.activation_dtype)
             x_TD = _times(self.spec.embedding_multiplier, x_TD)
+            if self._joining is not None:
+                assert before_TD is not None, "it foretells from what a model made of tokens"
+                x_TD = self._joining(x_TD, before_TD)
         else:
             rows = len(batch.token_ids_T), self.spec.hidden_size
             x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
@@ -224,6 +246,10 @@ class Transformer:
         else:
             x_TD, normed_TD = self._layers(x_TD, batch, kv, on_stored)
             pipeline.pass_on(x_TD)
+        if kv.hidden is not None:
+            kv.hidden.rows_NPL.flatten(0, 1).index_copy_(0, batch.slots_T, normed_TD)
+            if on_stored is not None:
+                on_stored(len(kv.layers))
         hidden_LD = pipeline.bring_home(normed_TD.index_select(0, batch.wanted_rows_L))
         if spread is None or not pipeline.is_first:
             return hidden_LD
@@ -236,7 +262,7 @@ class Transformer:
         or none."""
         if not self.ranks.pipeline.is_first or self.ranks.across.rank:
             return hidden_LD[:, :0].float()
-        logits_LV = self._vocabulary.logits(hidden_LD)
+        logits_LV = self.vocabulary.logits(hidden_LD)
         logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
 

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import Config, Features, checkpoint_dtype
-from moiety_engine.model.families.deepseek import deepseek_features, deepseek_v2, deepseek_v3
+from moiety_engine.model.families.deepseek import (
+    deepseek_v2,
+    deepseek_v2_features,
+    deepseek_v3,
+    deepseek_v3_features,
+)
 from moiety_engine.model.families.dots import dots1
 from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
 from moiety_engine.model.families.gemma import gemma3, gemma3_config, gemma3_features
@@ -54,8 +59,8 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
 }
 # What is unusual in the rest of the model, outside its layers.
 WHOLE: dict[str, Callable[[Config], Features]] = {
-    "deepseek_v2": deepseek_features,
-    "deepseek_v3": deepseek_features,
+    "deepseek_v2": deepseek_v2_features,
+    "deepseek_v3": deepseek_v3_features,
     "ernie4_5_moe": ernie_features,
     "gemma3": gemma3_features,
     "gemma3_text": gemma3_features,

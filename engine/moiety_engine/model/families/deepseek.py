@@ -8,9 +8,9 @@ from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
     Features,
-    draft_prefixes,
     first,
     read_activation,
+    read_foretelling,
     read_rope,
     read_routing,
     read_sigmoid_mixture,
@@ -42,9 +42,12 @@ def deepseek_v3(config: Config, index: int) -> LayerSpec:
     return LayerSpec(attention, read_sigmoid_mixture(V3_DEFAULTS | config, index))
 
 
-def deepseek_features(config: Config) -> Features:
-    """The layers after the last, which draft tokens, are left on disk."""
-    return {"ignored_prefixes": draft_prefixes(config)}
+def deepseek_v2_features(config: Config) -> Features:
+    return read_foretelling(config, deepseek_v2)
+
+
+def deepseek_v3_features(config: Config) -> Features:
+    return read_foretelling(config, deepseek_v3)
 
 
 def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
