@@ -21,7 +21,7 @@ from moiety_engine.model.families import read_spec
 from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_products
 from moiety_engine.model.offloading import budget, most_chosen, open_store
 from moiety_engine.model.residence import require_fit, weight_bytes
-from moiety_engine.model.shares import own_spec
+from moiety_engine.model.shares import check_cuts, own_spec
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import ModelWeights, allocate
@@ -133,9 +133,9 @@ def load_share(
     nothing_stored = load_format is LoadFormat.DUMMY and quantization == "auto"
     wanted = None if nothing_stored else _form(quantization, spec)
     own = own_spec(spec, ranks.seat)
-    form = _on_device(wanted, own, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
-    if form is not None and own is not spec:
-        _check_divided(form, spec)
+    form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
+    if form is not None:
+        check_cuts(form, spec, ranks.seat.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where)
     num_bytes = weight_bytes(own, DTYPES[dtype]) if form is None else bytes_in(form, own, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
@@ -176,14 +176,6 @@ def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.d
     one = replace(layer, ffn=replace(layer.ffn, held=(0,)), only_experts=True)
     only = replace(spec, vocab_size=0, layers=(one,))
     return weight_bytes(only, dtype) if form is None else bytes_in(form, only, dtype)
-
-
-def _check_divided(form: WeightFormat, spec: ModelSpec) -> None:
-    if form.is_float8 and form.is_stored_as(spec.weight_format):
-        raise UnsupportedModelError(
-            "products that a checkpoint has in float8 cannot be divided among ranks as they are: --quantization none "
-            "widens them, and int8 rounds them anew"
-        )
 
 
 def _check_moe_kernel(
