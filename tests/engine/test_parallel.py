@@ -331,7 +331,7 @@ def test_parallel_groups_with_sequences_of_their_own_say_what_one_rank_says(
     assert ours["num_cached"] > 0
     assert "pp" in layout or ours["num_recomputed"] > 0
     assert "pp" in layout or ours["weight_bytes"] <= 1.1 * share_of(config)
-    spec = own_spec(read_spec(alone.folders[family]), Seat(layout_of(config)))
+    spec = read_spec(alone.folders[family])
     top_k = sum(layer.ffn.routing.top_k for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
     assert ours["num_picks"] == ours["num_computed"] * top_k > 0
 
@@ -377,6 +377,7 @@ SHUFFLED = [
     ("deepseek_v3", {"tp": 4, "ep": 4, "redundant_experts": 4}),
     ("gpt_oss", {"tp": 4, "ep": 2, "rebalance_every_s": 1e9}),  # pieces of experts, with biases
     ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8, "overlap": "on", "quantization": "none"}),
+    ("qwen3_moe", {"tp": 2, "ep": 2, "pp": 2, "redundant_experts": 2}),
 ]
 
 

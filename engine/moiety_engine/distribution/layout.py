@@ -171,11 +171,6 @@ def layout_of(config: EngineConfig) -> Layout:
             "--redundant-experts and --rebalance-every-s are for experts that are spread over ranks: leave them out, "
             "or spread the experts with --ep"
         )
-    if config.rebalanced_every_s and layout.pp > 1:
-        raise InvalidConfig(
-            "experts are not rebalanced over stages, of which only the first counts what its experts have to do: leave "
-            "out --pp, or --redundant-experts and --rebalance-every-s"
-        )
     return layout
 
 

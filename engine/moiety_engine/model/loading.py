@@ -63,7 +63,7 @@ class Loading(TypedDict, total=False):
 @dataclass(frozen=True, slots=True)
 class Share:
     """What a rank has of a model, read; of a model on one rank all of it. `expert_bytes`: of one expert of a layer,
-    where only other ranks have any. `expert_cache`: whose slots are the weights' experts."""
+    where only other ranks may have any. `expert_cache`: whose slots are the weights' experts."""
 
     spec: ModelSpec
     weights: ModelWeights
@@ -164,7 +164,8 @@ def load_share(
         if offloading is not None:
             weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(spec), offload)
         far = ranks.seat.layout.expert_ranks and ranks.seat.expert_rank is None
-        one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far else None
+        staged = ranks.seat.layout.pp > 1 and spec.moe_layers
+        one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far or staged else None
         undo.pop_all()
     return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache)
 
