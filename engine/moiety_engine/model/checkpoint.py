@@ -90,7 +90,8 @@ def load(
                 name = starting_at.get(start)
                 if name is None or shard_of[start] != path:
                     continue
-                parts = [file.get_tensor(start), *(_tensor(shard_of[other], other) for other in found[name].names[1:])]
+                of_one = ((part, shard_of[part]) for part in found[name].names)
+                parts = [file.get_tensor(part) if where == path else _tensor(where, part) for part, where in of_one]
                 _fill_one(name, wanted[name], found[name], parts, f"{name} in {path}", fewer_bits)
                 done += sum(part.numel() * part.element_size() for part in parts)
                 if progress is not None:
