@@ -378,6 +378,7 @@ SHUFFLED = [
     ("gpt_oss", {"tp": 4, "ep": 2, "rebalance_every_s": 1e9}),  # pieces of experts, with biases
     ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8, "overlap": "on", "quantization": "none"}),
     ("qwen3_moe", {"tp": 2, "ep": 2, "pp": 2, "redundant_experts": 2}),
+    ("mixtral", {"dp_attention": 2, "expert_ranks": 2, "ep": 2, "redundant_experts": 2, "micro_batch_tokens": 2}),
 ]
 
 

@@ -103,7 +103,7 @@ class Transformer:
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self._slots = [_slots(one.ffn, ranks, self.device) for one in own.layers]
         feeds = [
-            FarMixture(one.ffn, w.ffn, self._chosen, arithmetic, ranks)
+            FarMixture(one.ffn, w.ffn, self._chosen, arithmetic, ranks, slots)
             if ranks.crossings and isinstance(one.ffn, MoeSpec) and isinstance(w.ffn, MoeWeights)
             else feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, _dispatch(slots, ranks), cached)
             for one, w, factors, slots in zip(
@@ -193,14 +193,15 @@ class Transformer:
 
     @torch.inference_mode()
     def move_experts(self, layer: int, writes: Sequence[Write]) -> int:
-        """Some slots of a layer are given other experts; all ranks of its stage do that together, between the same two
-        steps. Returns the bytes that this rank has sent and received."""
+        """Some slots of a layer are given other experts; all ranks that use them do that together, between the same
+        two steps. Returns the bytes that this rank has sent and received."""
         slots = self.slots_of(layer)
         if slots is None:
             return 0
-        weights = self._weights.layers[layer - self._first_layer].ffn
+        weights, num_bytes = self._weights.layers[layer - self._first_layer].ffn, 0
         assert isinstance(weights, MoeWeights)
-        num_bytes = SlotWeights(weights, slots.num_held).write(writes, self.ranks.seat)
+        if not self.ranks.crossings:  # or else other ranks have them
+            num_bytes = SlotWeights(weights, slots.num_held).write(writes, self.ranks.seat)
         slots.write(writes)
         return num_bytes
 
@@ -353,8 +354,9 @@ def _slots(spec: DenseSpec | MoeSpec, ranks: Ranks, device: torch.device) -> Exp
     if not isinstance(spec, MoeSpec) or (layout.ep == 1 and ranks.experts is None):
         return None
     num_experts = spec.routing.num_experts
-    slots = layout.slots(num_experts)
-    return ExpertSlots(slots, num_experts, num_parts=layout.ep, own_part=ranks.seat.ep_rank, device=device)
+    slots, counts = layout.slots(num_experts), False if ranks.crossings else None  # these wait for nobody
+    own = {"num_parts": layout.ep, "own_part": ranks.seat.ep_rank}
+    return ExpertSlots(slots, num_experts, **own, device=device, counts=counts)
 
 
 def _dispatch(slots: ExpertSlots | None, ranks: Ranks) -> Dispatch | None:
