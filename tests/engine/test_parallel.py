@@ -394,16 +394,19 @@ def test_parallel_ranks_whose_experts_keep_moving_say_what_one_rank_says(
     assert ours["moves"]["bytes"] > 10 * ours["weight_bytes"]
 
 
-@pytest.mark.parametrize("layout", [{"tp": 4}, {"dp_attention": 4}], ids=str)
+SHARING = [{"tp": 4, "ep": 4}, {"dp_attention": 4, "ep": 4}, {"tp": 2, "ep": 2, "pp": 2}, {"expert_ranks": 2, "ep": 2}]
+
+
+@pytest.mark.parametrize("layout", SHARING, ids=str)
 def test_parallel_ranks_share_the_experts_that_all_tokens_go_to(
     processes: RankProcesses, alone: Alone, layout: dict[str, Any]
 ) -> None:
-    settings = layout | {"ep": 4, "redundant_experts": 4, "rebalance_every_s": 1.0}
+    settings = layout | {"redundant_experts": layout["ep"], "rebalance_every_s": 1.0}
     config = settings_of(alone.folders["deepseek_v3"], **settings)
     ours, *_ = processes.work(*ranks_of(config), waves=requests(), hurries=0.05)
     assert_same(alone.says("deepseek_v3"), ours)
     assert ours["moves"]["rebalances"] >= 1
-    assert ours["moves"]["planned"] == 1.0  # four slots of the two experts, on four ranks
+    assert ours["moves"]["planned"] == 1.0  # each rank has one of the two experts
 
 
 @pytest.mark.parametrize("lacks", ["host", "device", "cache"])
