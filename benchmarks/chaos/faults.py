@@ -101,7 +101,7 @@ async def traces_killed(scene: Scene) -> None:
 async def poisoned(scene: Scene) -> None:
     """Requests that nobody should send: malformed, deep, huge, invalid UTF-8, smuggled, a byte at a time."""
     async with scene.stage.admin() as client:
-        _, key = await make_tenant(client, "poisoner")  # apart, so that no row of it is taken for another's
+        _, key = await make_tenant(client, "poisoner")  # apart: its rows are of requests that the load has not sent
     poison = Poison(scene.stage, key, seed=0)
     await poison.run(POISON_S)
     scene.notes |= {"sent": poison.answers.total(), "harm": poison.harm}
@@ -151,9 +151,10 @@ async def engine_without_memory(scene: Scene) -> None:
 async def _ask_long(scene: Scene) -> dict[str, int]:
     """Prompts of many tokens, for whichever engine of the model; what was answered, by status."""
     stage, begin_s = scene.stage, time.monotonic()
-    tenant = next(one for one in scene.tenants if one.service == "standard")
+    async with stage.admin() as client:
+        _, key = await make_tenant(client, "long-winded")  # apart, for the same reason
     body = {"model": DEMO if stage.demo else SCRIPTED, "max_tokens": 16, "ignore_eos": True}
-    headers = {"Authorization": f"Bearer {tenant.key}"}
+    headers = {"Authorization": f"Bearer {key}"}
     found: Counter[str] = Counter()
     async with httpx.AsyncClient(base_url=stage.url(0), headers=headers, timeout=READY_S) as client:
 

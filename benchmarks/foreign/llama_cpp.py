@@ -1,4 +1,4 @@
-"""llama.cpp's server, built from source in a folder of its own, with the checkpoint in its own file format.
+"""llama.cpp's server and benchmark, built from source in a folder of their own, with the checkpoint in its file format.
 
 PyPI has the source: in the archive of llama-cpp-python, with the server and the converter. cmake and ninja come from
 PyPI too; a C++ compiler must be there.
@@ -38,9 +38,7 @@ def serve(
     work: Path, checkpoint: Path, folder: Path, threads: int, context_tokens: int = CONTEXT_TOKENS
 ) -> Iterator[tuple[Server, str]]:
     """(the server, its version). Built, and the checkpoint converted, where that was not done yet."""
-    home = work / "llama_cpp"
-    binary = _build(home, threads)
-    file = _convert(home, checkpoint)
+    binary, file = prepare(work, checkpoint, "llama-server", threads)
     port = claim_port("127.0.0.1", 0, "--port")
     command = [binary, "--model", file, "--alias", MODEL, "--host", "127.0.0.1", "--port", port, "--metrics"]
     command += ["--parallel", NUM_SLOTS, "--ctx-size", NUM_SLOTS * context_tokens, "--threads", threads]
@@ -51,11 +49,16 @@ def serve(
         yield Server(Kind.LLAMA_CPP, url, running, address), f"{ARCHIVE} ({_version(binary)})"
 
 
-def _build(home: Path, threads: int) -> Path:
-    binary = home / "build" / "bin" / "llama-server"
+def prepare(work: Path, checkpoint: Path, program: str, threads: int) -> tuple[Path, Path]:
+    """One of llama.cpp's programs, and the file that it takes for the checkpoint."""
+    home = work / "llama_cpp"
+    return _build(home, program, threads), _convert(home, checkpoint)
+
+
+def _build(home: Path, program: str, threads: int) -> Path:
+    binary, tools = home / "build" / "bin" / program, home / "tools" / "bin"
+    environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     if not (home / "installed").exists():
-        print(f"building llama.cpp's server from the source in {ARCHIVE}; some minutes", file=sys.stderr)
-        tools = home / "tools" / "bin"
         venv.create(tools.parent, with_pip=True, clear=True)
         pip = [tools / "python", "-m", "pip", "-q"]
         subprocess.run([*pip, "install", *TOOLS], check=True)
@@ -64,12 +67,13 @@ def _build(home: Path, threads: int) -> Path:
         with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
             archive.extractall(home, filter="data")
         options = [f"-D{name}={value}" for name, value in OPTIONS.items()]
-        environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
         configure = ["cmake", "-S", _source(home), "-B", home / "build", "-G", "Ninja", *options]
         subprocess.run(configure, check=True, env=environment, stdout=sys.stderr)
-        build = ["cmake", "--build", home / "build", "--target", "llama-server", "--parallel", str(threads)]
-        subprocess.run(build, check=True, env=environment, stdout=sys.stderr)
         (home / "installed").touch()
+    if not binary.exists():
+        print(f"building {program} from the source in {ARCHIVE}; some minutes the first time", file=sys.stderr)
+        build = ["cmake", "--build", home / "build", "--target", program, "--parallel", str(threads)]
+        subprocess.run(build, check=True, env=environment, stdout=sys.stderr)
     return binary
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cpu_rivals import RIVAL, install_rival
+from cpu_rivals import VLLM, install_vllm
 
 from foreign.processes import CONTEXT_TOKENS, MODEL, Server, process, wait
 from moiety_platform.engine_addresses import Kind
@@ -17,7 +17,7 @@ from moiety_platform.supervisor.ports import claim_port
 @contextmanager
 def serve(work: Path, checkpoint: Path, folder: Path, threads: int) -> Iterator[tuple[Server, str]]:
     """(the server, its version). Installed first where it is not yet."""
-    python = install_rival(work / "vllm")
+    python = install_vllm(work / "vllm")
     port = claim_port("127.0.0.1", 0, "--port")
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
     environment = {
@@ -33,4 +33,4 @@ def serve(work: Path, checkpoint: Path, folder: Path, threads: int) -> Iterator[
     address = f"openai+{url}/v1?model={MODEL}&kind={Kind.VLLM}&tokenizer={checkpoint}&priority=on"
     with process(command, folder / "server.log", environment) as running:
         wait(f"{url}/health", running, folder / "server.log")
-        yield Server(Kind.VLLM, url, running, address), RIVAL
+        yield Server(Kind.VLLM, url, running, address), VLLM

@@ -71,10 +71,10 @@ def compare_roles(workload: Workload, fleet: Fleet, num_prefill: int, num_decode
         raise InvalidConfig("name both --prefill and --decode, each at least 1: how many devices have which role")
     splits = [(count, num_devices - count) for count in range(1, num_devices)]
     asked = f"{num_prefill}:{num_decode}"
-    figures = {CO_LOCATED: _figures(_co_located(workload, fleet, num_devices), workload)}
+    figures = {CO_LOCATED: _figures(answer_together(workload, fleet, num_devices), workload)}
     for prefill, decode in splits:
         fleet.on_progress(f"{prefill}:{decode}")
-        figures[f"{prefill}:{decode}"] = _figures(_disaggregated(workload, fleet, prefill, decode), workload)
+        figures[f"{prefill}:{decode}"] = _figures(answer_apart(workload, fleet, prefill, decode), workload)
     return {
         "devices": num_devices,
         "asked": asked,
@@ -91,7 +91,8 @@ def recommend(figures: Mapping[str, Mapping[str, Any]]) -> str:
     return min(near, key=lambda name: near[name]["tpot_s"]["p99"] or 0.0)
 
 
-def _co_located(workload: Workload, fleet: Fleet, num_devices: int) -> list[Record]:
+def answer_together(workload: Workload, fleet: Fleet, num_devices: int) -> list[Record]:
+    """What comes of the workload on devices that all do both."""
     records: list[Record] = []
     work = fleet.capacity.model.of_request
     max_tokens = max(request.output_tokens for request in workload.requests)
@@ -101,7 +102,8 @@ def _co_located(workload: Workload, fleet: Fleet, num_devices: int) -> list[Reco
     return records
 
 
-def _disaggregated(workload: Workload, fleet: Fleet, num_prefill: int, num_decode: int) -> list[Record]:
+def answer_apart(workload: Workload, fleet: Fleet, num_prefill: int, num_decode: int) -> list[Record]:
+    """What comes of it on devices for prompts and devices for answers."""
     model = fleet.capacity.model
     ended: list[Record] = []
     begun: list[tuple[float, Record, TraceRequest]] = []

@@ -1,0 +1,122 @@
+"""How much load devices with roles carry, against as many that do both, where answers are promised a brisk pace.
+
+    python benchmarks/roles_goodput.py --trace AzureLLMInferenceTrace_code.csv [--devices 4] [--output FILE]
+
+By the real scheduler in virtual time (`moiety simulate`), with DistServe's measure (https://arxiv.org/abs/2401.09670):
+the largest load at which 90 % of requests have their first token in time and their mean time between tokens within
+the promise. Devices that do both are tried under several policies and every split under two; the best of each counts.
+A load is a multiple of what all devices complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from on_checkpoint import HERE, write_report
+
+from moiety_engine.simulator.capacity import measure_capacity
+from moiety_engine.simulator.comparison import Scenario
+from moiety_engine.simulator.devices import find_device
+from moiety_engine.simulator.metrics import tpot_s
+from moiety_engine.simulator.records import Record
+from moiety_engine.simulator.roles import Fleet, answer_apart, answer_together
+from moiety_kernels.environment import describe_environment
+from moiety_wire.classes import ServiceClass
+
+PROMISES = [(3.0, 0.02), (3.0, 0.025), (3.0, 0.03), (3.0, 0.04), (3.0, 0.05)]  # first token, and between tokens
+TOGETHER, APART = ["moiety", "fcfs", "qoserve", "edf"], ["moiety", "fcfs"]
+MOST_LOAD, HALVINGS, ATTAINMENT = 1.28, 6, 0.9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--device", default="a100-llama3-8b")
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--duration-s", type=float, default=60.0)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "roles_goodput.json")
+    options = parser.parse_args()
+    rows = []
+    for promise in PROMISES:
+        rows.append(compare(options, *promise))
+        print(json.dumps(rows[-1]), file=sys.stderr)
+    report = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "environment": describe_environment("numpy"),
+        "settings": {
+            "trace": options.trace.name,
+            "device": options.device,
+            "devices": options.devices,
+            "duration_s": options.duration_s,
+            "attainment": ATTAINMENT,
+            "step_of_load": MOST_LOAD / 2**HALVINGS,
+        },
+        "rows": rows,
+    }
+    write_report(report, options.output)
+
+
+def compare(options: argparse.Namespace, first_s: float, between_s: float) -> dict[str, Any]:
+    """Goodput of devices that do both and of each split, the best policy of each."""
+    device = find_device(options.device)
+    promised = ServiceClass("standard", rank=1, ttft_s=first_s, tpot_s=between_s, on_overload="queue")
+    scenario = Scenario(trace=options.trace, duration_s=options.duration_s, shares={promised.name: 1.0})
+    base = scenario.base(device, seed=0)
+    capacity = measure_capacity(base, device)
+
+    def attainment(num_prefill: int, policy: str, load: float) -> float:
+        workload = Scenario(load=load * options.devices).offered(base, capacity, seed=0)
+        fleet = Fleet(device, policy, {promised.name: promised}, capacity)
+        num_decode = options.devices - num_prefill
+        records = (
+            answer_apart(workload, fleet, num_prefill, num_decode)
+            if num_prefill
+            else answer_together(workload, fleet, options.devices)
+        )
+        return sum(is_kept(record, promised) for record in records) / len(records)
+
+    def best(num_prefill: int, policies: Sequence[str]) -> float:
+        return max(largest_load(functools.partial(attainment, num_prefill, policy)) for policy in policies)
+
+    both = best(0, TOGETHER)
+    splits = {f"{count}:{options.devices - count}": best(count, APART) for count in range(1, options.devices)}
+    most = max(splits.values())
+    return {
+        "ttft_s": first_s,
+        "tpot_s": between_s,
+        "both": both,
+        "splits": splits,
+        "ratio": round(most / both, 3) if both else None,
+    }
+
+
+def is_kept(record: Record, promised: ServiceClass) -> bool:
+    """As DistServe counts: the first token, and the mean time between the others."""
+    assert promised.ttft_s is not None and promised.tpot_s is not None, "both are promised here"
+    between_s = tpot_s(record)
+    return (
+        record.completed
+        and record.first_ns - record.arrival_ns <= promised.ttft_s * 1e9
+        and (between_s is None or between_s <= promised.tpot_s)
+    )
+
+
+def largest_load(attainment: Callable[[float], float]) -> float:
+    """By halving; 0 where even the smallest load is too much."""
+    low, high = 0.0, MOST_LOAD
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if attainment(middle) >= ATTAINMENT else (low, middle)
+    return round(low, 4)
+
+
+if __name__ == "__main__":
+    main()
