@@ -100,7 +100,7 @@ def test_numbers_are_packed_as_others_read_them() -> None:
         assert parts["_packed"].dtype is torch.int32
         lowest = int(parts["_packed"][0, 0]) & ((1 << form.bits) - 1)
         assert lowest == int(q[0, 0]) + (1 << form.bits - 1), "the first is in the lowest bits, plus half the range"
-        read = from_packed(parts["_packed"], parts["_scale"], parts["_shape"], form.bits)
+        read = from_packed(parts["_packed"], parts["_scale"], parts["_shape"], form)
         torch.testing.assert_close(read, dequantize(quantize(weight, form)))
 
 

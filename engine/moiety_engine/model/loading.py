@@ -22,7 +22,7 @@ from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_
 from moiety_engine.model.foretelling import foretelling_spec, require_foretelling
 from moiety_engine.model.offloading import budget, most_chosen, open_store
 from moiety_engine.model.residence import require_fit, weight_bytes
-from moiety_engine.model.shares import own_spec
+from moiety_engine.model.shares import check_cuts, own_spec
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import ModelWeights, allocate
@@ -66,7 +66,7 @@ class Loading(TypedDict, total=False):
 @dataclass(frozen=True, slots=True)
 class Share:
     """What a rank has of a model, read; of a model on one rank all of it. `expert_bytes`: of one expert of a layer,
-    where only other ranks have any. `expert_cache`: whose slots are the weights' experts. `keeps_hidden`: see
+    where only other ranks may have any. `expert_cache`: whose slots are the weights' experts. `keeps_hidden`: see
     Transformer."""
 
     spec: ModelSpec
@@ -130,12 +130,12 @@ def load_share(
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
     means that the weights are kept so; activations are float32. `quantization`: how the weights of products are kept,
     "none" or one of FORMATS; "auto": as the checkpoint has them. `kv_dtype`, of the cache, is "auto", the activations',
-    or "bf16" beside weights in that, or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
-    `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
-    process. Of several `ranks` this one reads its share only. `offload`: which experts need not be on the device.
-    `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that foretells from
-    what the model makes of tokens; `foretelling`: it is what is read, and nothing else. Raises ModelError,
-    InvalidConfig, and OutOfMemory with the figures.
+    or "bf16" beside weights in that, or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto"
+    takes the fastest. With `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads`
+    sets the threads of the process. Of several `ranks` this one reads its share only. `offload`: which experts need not
+    be on the device. `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that
+    foretells from what the model makes of tokens; `foretelling`: it is what is read, and nothing else. Raises
+    ModelError, InvalidConfig, and OutOfMemory with the figures.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -148,9 +148,9 @@ def load_share(
     nothing_stored = load_format is LoadFormat.DUMMY and quantization == "auto"
     wanted = None if nothing_stored else _form(quantization, spec)
     own = own_spec(spec, ranks.seat)
-    form = _on_device(wanted, own, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
-    if form is not None and own is not spec:
-        _check_divided(form, spec)
+    form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
+    if form is not None:
+        check_cuts(form, spec, ranks.seat.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
     num_bytes = weight_bytes(own, DTYPES[dtype]) if form is None else bytes_in(form, own, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
@@ -179,7 +179,8 @@ def load_share(
         if offloading is not None:
             weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(spec), offload)
         far = ranks.seat.layout.expert_ranks and ranks.seat.expert_rank is None
-        one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far else None
+        staged = ranks.seat.layout.pp > 1 and spec.moe_layers
+        one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far or staged else None
         undo.pop_all()
     return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden)
 
@@ -199,14 +200,6 @@ def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.d
     one = replace(layer, ffn=replace(layer.ffn, held=(0,)), only_experts=True)
     only = replace(spec, vocab_size=0, layers=(one,))
     return weight_bytes(only, dtype) if form is None else bytes_in(form, only, dtype)
-
-
-def _check_divided(form: WeightFormat, spec: ModelSpec) -> None:
-    if form.is_float8 and form.is_stored_as(spec.weight_format):
-        raise UnsupportedModelError(
-            "products that a checkpoint has in float8 cannot be divided among ranks as they are: --quantization none "
-            "widens them, and int8 rounds them anew"
-        )
 
 
 def _check_moe_kernel(
