@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
+from moiety_engine.cache.prefix import tenant_mark
 from moiety_engine.config import Batching
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
@@ -355,3 +357,18 @@ def test_of_what_is_wanted_no_more_nothing_is_kept_but_where_it_would_begin() ->
     foresight.take_ended()
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is _Wanted]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_nothing_is_computed_for_who_was_erased(when: str) -> None:
+    driver = Driver(make_scheduler(num_blocks=200))
+    answered(driver, 1, list(range(10)))
+    erase = functools.partial(driver.scheduler.groups.forget_tenants, frozenset([tenant_mark("a")]))
+    if when == "before":
+        erase()
+    driver.add(foresee(2, [9] * 400))
+    if when == "meanwhile":
+        assert driver.step()
+        erase()
+    assert not driver.step()
+    assert driver.ends[2].detail == "no_room"

@@ -26,6 +26,7 @@ from moiety_engine.config import (
     Speculate,
 )
 from moiety_engine.errors import EngineError
+from moiety_engine.logs import configure_logs
 
 
 def bench_engine(
@@ -86,6 +87,7 @@ def bench_engine(
     from moiety_engine.bench.calibration import calibrate as measure_steps  # noqa: PLC0415 - imports torch
     from moiety_engine.bench.engine import measure  # noqa: PLC0415
 
+    configure_logs()
     console = Console(stderr=True)
     try:
         lengths: list[Lengths] = (

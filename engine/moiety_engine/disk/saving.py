@@ -146,6 +146,8 @@ class Saver:
                 gone = self._index.add(stored)
                 self._index.keep(stored, stored.kept, self._clock())
                 self.remove(gone)
+            elif isinstance(problem, FileNotFoundError) and self._folder.path.exists():
+                self.dropped_blocks_total += len(done.hashes)  # who erases a tenant for another model took it away
             elif isinstance(problem, OSError):
                 self.dropped_blocks_total += len(done.hashes)
                 self._failed(problem)

@@ -16,6 +16,7 @@ from moiety_engine.checkpoint import model_name, resolve_checkpoint
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap
 from moiety_engine.errors import EngineError
 from moiety_engine.front import options, rank_options
+from moiety_engine.logs import configure_logs
 from moiety_wire.replica import Replica
 
 OFFLINE_GROUP = "moiety.offline"  # its entry point `run_file` answers a file by a replica that it is given
@@ -58,6 +59,7 @@ def batch_run(
     Lines are as of `moiety batch submit`; one file may ask different endpoints. Each answer is written as it comes.
     Stopped, by whatever, the same command goes on with the lines that have no answer yet.
     """
+    configure_logs()
     run_file = _find_run_file()
     try:
         config = EngineConfig(

@@ -95,9 +95,11 @@ class ExpertFile:
             os.posix_fallocate(self._fd, self._end, num_bytes)  # without room a write to the mapping would be a signal
         except OSError as exc:
             self._partial.unlink(missing_ok=True)
+            others = sorted(one.name for one in self._path.parent.glob("experts-*.bin"))
+            room = f"make room there (if nobody uses them: {', '.join(others)})" if others else "make room there"
             raise InvalidConfig(
-                f"the experts do not fit on the disk of {self._path.parent} ({exc}): make room there, or choose "
-                "another --offload-folder"
+                f"the experts do not fit on the disk of {self._path.parent} ({exc}): {room}, or choose another "
+                "--offload-folder"
             ) from exc
         mapping = mmap.mmap(self._fd, num_bytes, offset=self._end)
         tensor = torch.frombuffer(mapping, dtype=torch.uint8).view(dtype).view(shape)

@@ -91,9 +91,10 @@ class KvLedger:
 
     def _reads_cache(self, sequence: Sequence) -> bool:
         """Not one whose prompt is scored: all of it is computed."""
-        return self._caches(sequence) and sequence.submit.sampling.num_prompt_logprobs is None
+        return self.caches(sequence) and sequence.submit.sampling.num_prompt_logprobs is None
 
-    def _caches(self, sequence: Sequence) -> bool:
+    def caches(self, sequence: Sequence) -> bool:
+        """Whether what is computed of it may be found again."""
         return self._prefix_caching and not (self._forgotten and sequence.mark in self._forgotten)
 
     def next_hash(self, sequence: Sequence, num_hits: int) -> bytes | None:
@@ -192,7 +193,7 @@ class KvLedger:
 
     def completed_hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """The hashes of blocks that become full when the first `num_tokens` tokens are computed."""
-        if not self._caches(sequence):
+        if not self.caches(sequence):
             return []
         full = num_tokens // self.block_size
         return sequence.hashes_between(sequence.num_sealed, full, self.block_size)
@@ -320,7 +321,7 @@ class KvLedger:
     def _leave_behind(self, sequence: Sequence) -> None:
         """What is full of a sequence that gives up its blocks may be wanted again, and is kept if that was said."""
         submit = sequence.submit
-        if not self._caches(sequence):
+        if not self.caches(sequence):
             return
         if submit.keep_s > 0:
             hashes = sequence.hashes_between(0, sequence.num_sealed, self.block_size)
@@ -343,7 +344,7 @@ class KvLedger:
         return None if block is None else Hit(block, on_host=True)
 
     def _sealed_hash(self, sequence: Sequence, index: int) -> bytes | None:
-        is_sealed = index < sequence.num_sealed and self._caches(sequence)
+        is_sealed = index < sequence.num_sealed and self.caches(sequence)
         return sequence.hash_at(index, self.block_size) if is_sealed else None
 
     def _known_on_host(self, host: HostTier, sequence: Sequence) -> list[int | None]:

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from moiety_engine.cache.prefix import block_hash
+from moiety_engine.cache.prefix import MARK_BYTES, block_hash
 from moiety_engine.model.batch import KvCache
 from moiety_engine.transfer.messages import Begin, Piece
 from moiety_engine.transfer.rows import fits, layer_bytes, token_bytes, views, write
@@ -47,7 +47,7 @@ class _Transfer:
 
 def prompt_hash(token_ids: Sequence[int]) -> bytes:
     """Of the tokens whose KV is meant."""
-    return block_hash(blake2b(digest_size=16, person=b"moiety-transfer").digest(), token_ids)
+    return block_hash(blake2b(digest_size=16, person=b"moiety-transfer").digest(), token_ids)[MARK_BYTES:]
 
 
 class LandingZone:

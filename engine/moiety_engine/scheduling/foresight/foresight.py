@@ -42,7 +42,7 @@ class Outcome(StrEnum):
     UNLIKELY = "unlikely"
     CAME = "came"  # before it was computed
     CROWDED = "crowded"  # too much was foreseen at once
-    NO_ROOM = "no_room"  # without evicting what others have in the cache
+    NO_ROOM = "no_room"  # without evicting what others have in the cache; there is none for who was erased
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +90,9 @@ class Foresight:
         sequence.tokens.append(0)  # in place of what will follow, so that no step takes it for a prompt's end
         wanted = _Wanted(sequence, list(hashes), self._stale(submit), now_s)
         watched = self._watch.open(hashes[-1], submit.foresees.habit, now_s) if hashes else None
-        if watched is None or max(kv.num_on_device(wanted.hashes) for kv in self._groups) == len(wanted.hashes):
+        if not self._groups.first.caches(sequence):
+            self._end(wanted, Outcome.NO_ROOM, now_ns)
+        elif watched is None or max(kv.num_on_device(wanted.hashes) for kv in self._groups) == len(wanted.hashes):
             self._end(wanted, Outcome.KNOWN, now_ns)
         elif self.habits.likelihood(submit.foresees.habit, 0.0) < LIKELY:
             self._end(wanted, Outcome.UNLIKELY, now_ns)
@@ -141,7 +143,7 @@ class Foresight:
             if self.habits.likelihood(submit.foresees.habit, now_ns / 1e9 - wanted.asked_s) < LIKELY:
                 self._end(wanted, Outcome.UNLIKELY, now_ns)
                 continue
-            outcome = self._chunk(wanted, planner)
+            outcome = self._chunk(wanted, planner) if self._groups.first.caches(wanted.sequence) else Outcome.NO_ROOM
             if outcome is None:
                 wanted.scheduled_unix_ns = wanted.scheduled_unix_ns or now_ns
                 self._planned = wanted
