@@ -9,10 +9,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -132,12 +133,13 @@ class RankProcesses:
     def _spawn(self) -> None:
         ins, outs = ([os.pipe() for _ in range(self._count)] for _ in range(2))
         theirs = [(read, write) for (read, _), (_, write) in zip(ins, outs, strict=True)]
+        self._said, self._logged = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - until they end
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rank.py")), str(self._silence_s)]
             + [f"{read},{write}" for read, write in theirs],
             pass_fds=[end for pair in theirs for end in pair],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=self._said,  # files, which are never full: a pipe that nobody reads holds up who logs into it
+            stderr=self._logged,
         )
         for end in (end for pair in theirs for end in pair):
             os.close(end)
@@ -167,10 +169,17 @@ class RankProcesses:
         for file in self._lines:
             with contextlib.suppress(BrokenPipeError):
                 file.close()
-        said, logged = self._process.communicate(timeout=60)
+        self._process.wait(timeout=60)
         for file in self._answers:
             file.close()
-        return said.decode(), logged.decode()
+        return read_all(self._said), read_all(self._logged)
+
+
+def read_all(file: IO[bytes]) -> str:
+    """What processes have written that have ended; the file is closed."""
+    with file:
+        file.seek(0)
+        return file.read().decode()
 
 
 @pytest.fixture(scope="module")
