@@ -32,6 +32,7 @@ from moiety_platform.live_settings import LiveSettings
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations import store
 from moiety_platform.simulations.controller import simulation_routes
@@ -227,7 +228,8 @@ def test_what_may_be_asked_for_by_name_is_what_the_simulator_has() -> None:
 
 async def test_the_patience_with_simulations_is_what_the_settings_say(database: Database, clock: Any) -> None:
     live = LiveSettings(GatewaySettings())
-    async with Administration(live.now, database, database, PEPPER, clock, AdapterCache(database, clock)) as made:
+    parts = database, database, PEPPER, clock, AdapterCache(database, clock), Replicas([])
+    async with Administration(live.now, *parts) as made:
         made.followed_by(live)
         assert (made.simulations.limit_s, made.simulations.niceness) == (300, 10)
         await live.change(GatewaySettings(simulation_limit_s=7, simulation_niceness=3))

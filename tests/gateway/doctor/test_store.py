@@ -160,7 +160,7 @@ async def sums_of_a_day_that_differ(world):
     yesterday = day_of(datetime.now(UTC)) - timedelta(days=1)
     await record(world, database, msgspec.structs.replace(ROW, started_at=yesterday + timedelta(hours=12)))
     async with database.write() as session:
-        await session.execute(update(UsageDayMark).values(is_done=True))  # and no sums
+        await session.merge(UsageDayMark(day=yesterday, is_done=True))  # and no sums
     yield world.patient
     async with database.write() as session:
         await unmark(session, [yesterday])  # upkeep sums it up anew
