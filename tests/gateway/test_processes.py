@@ -220,6 +220,7 @@ async def test_threads_that_the_loop_wakes_do_not_cut_in_on_it(deployment):
     standing_back = [threads[thread] for thread, policy in policies.items() if policy == os.SCHED_BATCH]
     assert any("IO" in name for name in standing_back), f"of messages, among {threads}"
     assert any("ZMQ" not in name for name in standing_back), "of the store"
+    assert await deployment.stop_gateway() == 0
 
 
 async def test_disconnects_leave_an_idle_engine_and_a_row_with_every_token(deployment):
