@@ -9,8 +9,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --prefer-bin
 INPUTS := pyproject.toml constraints.txt
 RELEASE := $(VENV)/release
 
+export PYTHONDONTWRITEBYTECODE := # else each of the hundreds of processes that the tests start compiles our modules again
+
 .DEFAULT_GOAL := help
-.PHONY: help serve test bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
+.PHONY: help serve test style types contracts bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -21,13 +23,20 @@ serve: $(VENV)/.serve ## serve the bundled demo model (or ARGS="--model …") to
 	@exec $(BIN)/moiety serve $(ARGS)
 
 test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, tests
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile $(ARGS) || \
+	@$(MAKE) --no-print-directory --jobs=2 types contracts style
+	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile --no-loadscope-reorder $(ARGS) || \
 	{ [ $$? = 1 ] || exit 2; echo 'FAILED BESIDE OTHERS: now alone, and named, since one that passes so is a defect too'; \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none --maxfail=1 --verbose $(ARGS); }
+
+style:
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types:
+	@$(BIN)/mypy
+
+contracts:
+	@$(BIN)/lint-imports
 
 bench: $(VENV)/.serve ## measure the engine's throughput on the demo model (or ARGS="--model … --json")
 	@exec $(BIN)/moiety bench engine $(ARGS)

@@ -1,12 +1,14 @@
-"""Checks, not speed: a mixture of experts over two ranks that have different tokens, ours (`--dp-attention 2 --ep 2`)
-and DeepSpeed's `moe.layer.MoE` with `ep_size` 2, of the same random weights, on processors in float32.
+"""Checks, not speed, over two ranks on processors in float32, ours beside DeepSpeed's of the same random weights: a
+mixture of experts whose ranks have different tokens (`--dp-attention 2 --ep 2`, and `moe.layer.MoE` with `ep_size` 2),
+and the logits of dense models (`--tp 2`, and the tensor parallelism that `init_inference` finds by itself, AutoTP).
 
 DeepSpeed stands in an environment of its own beside ours:
 
     .venv/bin/pip install -c constraints.txt deepspeed
     .venv/bin/python benchmarks/deepspeed_agreement.py
 
-Its gate takes two experts a token and divides their weights by their sum, as Mixtral does; no token is dropped.
+Its gate takes two experts a token and divides their weights by their sum, as Mixtral does; no token is dropped. The
+dense models are small ones of transformers, whose linear layers AutoTP cuts, with a sum over the ranks after some.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import json
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from moiety_engine.distribution.group import Exchange
+from moiety_engine.distribution.group import Exchange, Group, Ranks
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.model.adapted import LayerFactors
 from moiety_engine.model.arithmetic import Arithmetic
+from moiety_engine.model.batch import Batch
 from moiety_engine.model.dispatch import Dispatch
 from moiety_engine.model.layers import MixtureOfExperts
+from moiety_engine.model.loading import load_model
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weights import MoeWeights
 from moiety_engine.moe.slots import ExpertSlots
@@ -37,6 +42,10 @@ from moiety_kernels.route import RoutingSpec
 
 RESULTS = Path(__file__).parent / "results" / "deepspeed_agreement.json"
 NUM_RANKS, NUM_EXPERTS, TOP_K, WIDTH, HIDDEN = 2, 8, 2, 128, 96
+DENSE: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"head_dim": 32}}
+SIZES = {"vocab_size": 384, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.2}
+NUM_TOKENS, BLOCK_SIZE = 96, 16
 CASES = {"even": ((64, 64), 0.0), "uneven": ((201, 7), 0.0), "skewed": ((64, 32), 20.0)}
 
 
@@ -94,8 +103,68 @@ def theirs(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> Tensor:
     return result
 
 
+def write_dense(folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for family, more in DENSE.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **more)).save_pretrained(folder / family)
+
+
+def our_logits(rank: int, folder: Path, ids_T: Tensor) -> Tensor:
+    """Of all tokens, on the first rank."""
+    group = Group(dist.group.WORLD)
+    ranks = Ranks(Seat(Layout(tp=NUM_RANKS), rank), tensor=group, everyone=group)
+    model = load_model(folder, device="cpu", dtype="float32", ranks=ranks)
+    count = len(ids_T)
+    each_T = torch.arange(count)
+    batch = Batch(
+        token_ids_T=ids_T,
+        positions_T=each_T,
+        slots_T=each_T,
+        query_start_S1=torch.tensor([0, count], dtype=torch.int32),
+        context_len_S=torch.tensor([count], dtype=torch.int32),
+        block_table_SB=torch.arange(count // BLOCK_SIZE, dtype=torch.int32).unsqueeze(0),
+        wanted_rows_L=each_T,
+        num_decode=0,
+        max_context=count,
+        max_query=count,
+    )
+    return model.forward(batch, model.allocate_kv(count // BLOCK_SIZE, BLOCK_SIZE))
+
+
+def their_logits(folder: Path, ids_T: Tensor) -> tuple[Tensor, float]:
+    """And which share of the layers' weights a rank has."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    before = sum(one.numel() for one in model.model.layers.parameters())
+    engine = deepspeed.init_inference(
+        model, tensor_parallel={"tp_size": NUM_RANKS}, dtype=torch.float32, replace_with_kernel_inject=False
+    )
+    after = sum(one.numel() for one in engine.module.model.layers.parameters())
+    return engine(ids_T.unsqueeze(0)).logits[0], after / before
+
+
+def compare_dense(rank: int, folder: Path, report: dict[str, Any]) -> None:
+    for family in DENSE:
+        torch.manual_seed(2)
+        ids_T = torch.randint(0, SIZES["vocab_size"], (NUM_TOKENS,))
+        own_TV = our_logits(rank, folder / family, ids_T)
+        their_TV, share = their_logits(folder / family, ids_T)
+        assert share < 1.1 / NUM_RANKS, f"each rank has {share:.0%} of the layers: AutoTP has not divided them"
+        if rank == 0:
+            report[family] = {
+                "tokens": NUM_TOKENS,
+                "share_of_layers_of_a_rank": round(share, 3),
+                "largest_difference": (own_TV - their_TV).abs().max().item(),
+                "largest_value": own_TV.abs().max().item(),
+            }
+
+
 @torch.inference_mode()
-def compare(rank: int, port: int, report: dict[str, Any]) -> None:
+def compare(rank: int, port: int, folder: str, report: dict[str, Any]) -> None:
     """One rank of all cases; the first one fills in the report."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_SIZE": str(NUM_RANKS)}
@@ -118,6 +187,7 @@ def compare(rank: int, port: int, report: dict[str, Any]) -> None:
             "largest_difference": found[0].item(),
             "largest_value": found[1].item(),
         }
+    compare_dense(rank, Path(folder), report)
     dist.destroy_process_group()
 
 
@@ -127,9 +197,10 @@ def main() -> None:
     out = parser.parse_args().out
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with mp.Manager() as manager:
+    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
+        write_dense(Path(folder))
         shared = manager.dict()
-        mp.spawn(compare, (port, shared), nprocs=NUM_RANKS)
+        mp.spawn(compare, (port, folder, shared), nprocs=NUM_RANKS)
         cases = dict(shared)
     environment = describe_environment("torch", "deepspeed")
     out.write_text(json.dumps({"environment": environment, "cases": cases}, indent=1) + "\n")

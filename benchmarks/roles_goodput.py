@@ -4,8 +4,8 @@
 
 By the real scheduler in virtual time (`moiety simulate`), with DistServe's measure (https://arxiv.org/abs/2401.09670):
 the largest load at which 90 % of requests have their first token in time and their mean time between tokens within
-the promise. Devices that do both are tried under several policies and every split under two; the best of each counts.
-A load is a multiple of what all devices complete.
+the promise. Devices that do both are tried under several policies, one of them with several sizes of chunks, and every
+split under two; the best of each counts. A load is a multiple of what all devices complete.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from on_checkpoint import HERE, write_report
 
 from moiety_engine.simulator.capacity import measure_capacity
@@ -31,7 +32,9 @@ from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import ServiceClass
 
 PROMISES = [(3.0, 0.02), (3.0, 0.025), (3.0, 0.03), (3.0, 0.04), (3.0, 0.05)]  # first token, and between tokens
-TOGETHER, APART = ["moiety", "fcfs", "qoserve", "edf"], ["moiety", "fcfs"]
+CHUNKS = [64, 128, 256, 512]  # of a prompt in a step beside answers, for a policy that does not size them by time
+TOGETHER = [("moiety", None), ("qoserve", None), ("edf", None), *(("fcfs", chunk) for chunk in CHUNKS)]
+APART = [("moiety", None), ("fcfs", None)]
 MOST_LOAD, HALVINGS, ATTAINMENT = 1.28, 6, 0.9
 
 
@@ -72,9 +75,10 @@ def compare(options: argparse.Namespace, first_s: float, between_s: float) -> di
     base = scenario.base(device, seed=0)
     capacity = measure_capacity(base, device)
 
-    def attainment(num_prefill: int, policy: str, load: float) -> float:
+    def attainment(num_prefill: int, policy: str, chunk: int | None, load: float) -> float:
         workload = Scenario(load=load * options.devices).offered(base, capacity, seed=0)
-        fleet = Fleet(device, policy, {promised.name: promised}, capacity)
+        cut = device if chunk is None else msgspec.structs.replace(device, chunk_tokens=chunk)
+        fleet = Fleet(cut, policy, {promised.name: promised}, capacity)
         num_decode = options.devices - num_prefill
         records = (
             answer_apart(workload, fleet, num_prefill, num_decode)
@@ -83,16 +87,17 @@ def compare(options: argparse.Namespace, first_s: float, between_s: float) -> di
         )
         return sum(is_kept(record, promised) for record in records) / len(records)
 
-    def best(num_prefill: int, policies: Sequence[str]) -> float:
-        return max(largest_load(functools.partial(attainment, num_prefill, policy)) for policy in policies)
+    def best(num_prefill: int, ways: Sequence[tuple[str, int | None]]) -> tuple[float, str]:
+        return max((largest_load(functools.partial(attainment, num_prefill, *way)), str(way)) for way in ways)
 
-    both = best(0, TOGETHER)
-    splits = {f"{count}:{options.devices - count}": best(count, APART) for count in range(1, options.devices)}
+    both, both_by = best(0, TOGETHER)
+    splits = {f"{count}:{options.devices - count}": best(count, APART)[0] for count in range(1, options.devices)}
     most = max(splits.values())
     return {
         "ttft_s": first_s,
         "tpot_s": between_s,
         "both": both,
+        "both_by": both_by,
         "splits": splits,
         "ratio": round(most / both, 3) if both else None,
     }

@@ -1,12 +1,15 @@
-"""What speculative decoding by look-up, or by a draft model, changes: paired runs with it and without, in one process.
+"""What speculative decoding by look-up, a draft model or a layer of the checkpoint changes: paired runs with it and
+without, in one process.
 
     python benchmarks/speculation.py [--checkpoint FOLDER] [--pairs 6] [--clock wall]
     python benchmarks/speculation.py --checkpoint FOLDER --draft-model FOLDER --output results/draft_model.json
+    python benchmarks/speculation.py --checkpoint FOLDER --mtp --output results/mtp.json
 
 The demo model, and with --checkpoint the random Qwen3-MoE that benchmarks/checkpoint.py makes; with --draft-model that
-checkpoint alone, by this model, as benchmarks/draft_pair.py makes pairs of both. The two of a pair follow
-each other, in an order that changes from pair to pair. One thread; tokens are counted by seconds of processor time,
-which other load on the machine changes least (`--clock wall` counts those of the wall). What is said must be the same.
+checkpoint alone, by this model, as benchmarks/draft_pair.py makes pairs of both; with --mtp likewise, by a layer of
+its own, as benchmarks/foretelling_checkpoint.py makes some. The two of a pair follow each other, in an order that
+changes from pair to pair. One thread; tokens are counted by seconds of processor time, which other load on the machine
+changes least (`--clock wall` counts those of the wall). What is said must be the same.
 """
 
 from __future__ import annotations
@@ -29,10 +32,9 @@ import msgspec
 from moiety_engine.bench.engine import environment
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, Speculate
-from moiety_engine.drafting.loading import load_draft_model
+from moiety_engine.drafting.loading import load_drafter
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.model.transformer import Transformer
 from moiety_engine.offline import run_all
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
@@ -61,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, help="besides the demo model")
     parser.add_argument("--draft-model", type=Path, help="for the checkpoint, which is then the only model")
+    parser.add_argument("--mtp", action="store_true", help="by the checkpoint's own layer; it is then the only model")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--pairs", type=int, default=6, choices=sorted(T_975))
     parser.add_argument("--tokens", type=int, default=256, help="of each answer of the demo model")
@@ -71,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     every = options.workloads
     models = {}
-    if options.draft_model is None:
+    if options.draft_model is None and not options.mtp:
         models["moiety-demo"] = measure(resolve_checkpoint(""), options.tokens, every, options)
     if options.checkpoint is not None:
         some = [name for name in every if WORKLOADS[name][0] <= options.checkpoint_streams]
@@ -102,18 +105,22 @@ def measure(folder: Path, tokens: int, workloads: list[str], options: argparse.N
         model=str(folder), name=folder.name, num_threads=1, kv_memory_bytes=KV_BYTES, prefix_caching=False
     )
     on = msgspec.structs.replace(off, speculate=Speculate.NGRAM)
-    draft_model: Transformer | None = None
     first = load_loop(off)
+    model = first.model
     if options.draft_model is not None:
         on = msgspec.structs.replace(off, speculate=Speculate.DRAFT, draft_model=str(options.draft_model))
-        draft_model = load_draft_model(on, first.model)
-        draft_model.settle(SETTLING_S)
-    first.model.settle(SETTLING_S)  # its thread's time would count
+    if options.mtp:
+        on = msgspec.structs.replace(off, speculate=Speculate.MTP)
+        model = load_loop(on).model  # another one, since that keeps more in its cache
+    draft_model = load_drafter(on, model)
+    for one in (first.model, model, draft_model):
+        if one is not None:
+            one.settle(SETTLING_S)  # its thread's time would count
     found = {}
     for name in workloads:
         loops = {
             "off": EngineLoop(first.model, off, clock_ns=clock),
-            "on": EngineLoop(first.model, on, clock_ns=clock, draft_model=draft_model),
+            "on": EngineLoop(model, on, clock_ns=clock, draft_model=draft_model),
         }
         for loop in loops.values():
             loop.warm_up()

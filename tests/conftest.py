@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +22,37 @@ import hypothesis
 import psutil
 import pytest
 
+gc.disable()  # while tests are collected, of which nothing is garbage
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run beside each other, and threads that wait for more spin
+
 hypothesis.settings.register_profile("moiety", deadline=None)  # how long an example takes hangs on who else computes
 hypothesis.settings.load_profile("moiety")
 
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which reads it once
 
-DEADLINE_S = 90.0  # generous: the machine may be busy
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where workers take a file at a time, those with slow tests come first, then those with many, so that none of them
+    is left to the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        counts = Counter(item.path for item in items)
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (item.path not in slow, -counts[item.path], item.path))
+
+
+def pytest_collection_finish() -> None:
+    """From here on, nothing that was collected is looked through for garbage again."""
+    gc.freeze()
+    gc.enable()
+
+
+DEADLINE_S = 120.0  # generous: the machine may be busy
 POLL_S = 0.02
 KEY = re.compile(r"mty_[A-Za-z0-9]+\.[A-Za-z0-9]+")
+PORTS = range(10_240, 32_768)  # below those that the kernel gives to who asks for any
+_chance = random.SystemRandom()  # the same seeds elsewhere are no reason to meet at a port
 
 
 def wait_for(read: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
@@ -35,6 +62,16 @@ def wait_for(read: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S)
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
         time.sleep(POLL_S)
     return found
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port for something to listen on later; nobody is given it meanwhile who does not ask for just that one."""
+    family, *_ = socket.getaddrinfo(host, 0)[0]
+    while True:
+        port = _chance.choice(PORTS)
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
 
 
 @dataclass

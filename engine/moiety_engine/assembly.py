@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from moiety_engine.checkpoint import fingerprint
+from moiety_engine.config import Speculate
 from moiety_engine.distribution.crew import join
 from moiety_engine.distribution.group import ALONE
 from moiety_engine.distribution.joining import open_store
@@ -168,6 +169,7 @@ def _load(config: EngineConfig, meeting: Meeting, ranks: Ranks, progress: Callab
         ranks=ranks,
         offload=config.offload,
         progress=progress,
+        keeps_hidden=config.speculate is Speculate.MTP,
     )
 
 

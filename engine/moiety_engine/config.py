@@ -53,6 +53,7 @@ class Speculate(StrEnum):
     OFF = "off"
     NGRAM = "ngram"  # what followed the newest words when the text said them before
     DRAFT = "draft"  # a second, small model
+    MTP = "mtp"  # a layer of the checkpoint that predicts further tokens
 
 
 class KvWay(StrEnum):
@@ -81,7 +82,7 @@ class ExpertEviction(StrEnum):
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
-KV_DTYPES = ("auto", "fp8", "int8")
+KV_DTYPES = ("auto", "bf16", "fp8", "int8")
 MAX_TRACED_PER_S = 1000
 REBALANCE_EVERY_S = 60.0  # where experts are redundant, which is of no use if they stay where they are
 
@@ -222,18 +223,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "the padded strategy computes every row as long as the longest, without drafts: choose "
                 "another --batching, or --speculate off"
             )
-        if self.speculate is not Speculate.DRAFT:
-            if self.draft_model:
-                raise InvalidConfig(
-                    "a --draft-model is used with --speculate draft only: say that too, or leave it out"
-                )
-            return
-        if not self.draft_model:
+        if self.draft_model and self.speculate is not Speculate.DRAFT:
+            raise InvalidConfig("a --draft-model is used with --speculate draft only: say that too, or leave it out")
+        if self.speculate is Speculate.DRAFT and not self.draft_model:
             raise InvalidConfig("--speculate draft needs --draft-model, a small checkpoint with the same vocabulary")
-        if self.num_ranks > 1:
+        if self.speculate in (Speculate.DRAFT, Speculate.MTP) and self.num_ranks > 1:
             raise InvalidConfig(
-                "a draft model drafts for a model on one device so far: leave --tp, --dp-attention, --pp and "
-                "--expert-ranks alone, or take --speculate ngram"
+                f"--speculate {self.speculate} drafts for a model on one device so far: leave --tp, --dp-attention, "
+                "--pp and --expert-ranks alone, or take --speculate ngram"
             )
 
     @property

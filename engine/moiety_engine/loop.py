@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
 import msgspec
+import structlog
 import torch
 
 from moiety_engine.adapters.registry import AdapterRegistry
@@ -22,13 +23,14 @@ from moiety_engine.anteroom import Anteroom
 from moiety_engine.assembly import assemble, telling
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
+from moiety_engine.cache.prefix import tenant_mark
 from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
 from moiety_engine.core_load import load_of
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.drafting.draft import Draft
-from moiety_engine.drafting.loading import load_draft_model
+from moiety_engine.drafting.loading import load_drafter
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library, Reading
@@ -56,6 +58,8 @@ from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
 _SETTLING_S = 0.5  # that a start waits for the weights to be gathered, which goes on meanwhile
+
+log = structlog.get_logger()
 
 
 class EngineLoop:
@@ -112,6 +116,7 @@ class EngineLoop:
         self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
+        self._forgotten: set[str] = set()  # tenants
         self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
         self.steps_total = 0
@@ -219,6 +224,17 @@ class EngineLoop:
     def take_expert_balance(self) -> ExpertBalance | None:
         """How evenly experts were used, a few times a minute, if there is anything new to tell."""
         return None if self._experts is None else self._experts.take_balance(self._clock_ns() / 1e9)
+
+    def forget_tenants(self, tenant_ids: Iterable[str]) -> None:
+        """What these have left in the cache, on every tier, is gone, and nothing of theirs is kept from now on. Those
+        that are known to be forgotten cost nothing."""
+        fresh = set(tenant_ids) - self._forgotten
+        if not fresh:
+            return
+        self._forgotten |= fresh
+        num_blocks = self.scheduler.groups.forget_tenants(frozenset(map(tenant_mark, fresh)))
+        num_files = 0 if self.disk is None else self.disk.forget_tenants(fresh)
+        log.info("tenants_forgotten", num_tenants=len(fresh), num_blocks=num_blocks, num_files=num_files)
 
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
@@ -368,7 +384,7 @@ class EngineLoop:
         resident = Resident(*parts, num_mask_words=num_mask_words, exchange=exchange, adapters=slots, cutting=cutting)
         exchange.serve(resident.kv)
         if self._draft is not None:
-            self._draft.move_in()
+            self._draft.move_in(resident.kv)
         return resident
 
     def _move_out(self) -> None:
@@ -420,7 +436,7 @@ def load_loop(
         found = library.result()
         model = assembled.model
         try:
-            draft_model = load_draft_model(config, model, progress) if config.draft_model else None
+            draft_model = load_drafter(config, model, progress)
             return EngineLoop(
                 model,
                 config,

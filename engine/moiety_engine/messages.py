@@ -78,7 +78,13 @@ class CoreAdapter(msgspec.Struct, frozen=True, tag="adapter"):
     folder: str
 
 
-ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest | CoreAdapter | AskExperts
+class CoreForget(msgspec.Struct, frozen=True, tag="forget"):
+    """Nothing that these tenants have left in the cache is kept any more, whether it was or not."""
+
+    tenant_ids: list[str]
+
+
+ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest | CoreAdapter | CoreForget | AskExperts
 
 
 class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ import math
 from enum import IntEnum
 from typing import Any
 
-from moiety_engine.cache.prefix import block_hash, root_hash
+from moiety_engine.cache.prefix import MARK_BYTES, block_hash, root_hash
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreEvent, CoreSubmit
 from moiety_wire.notes import EventKind, Reason
@@ -158,12 +158,17 @@ class Sequence:
         self.num_padded = self.num_reserved = 0
         self.ghost = False
         self._answer_apart = answer_apart
-        self._root = root_hash(submit.cache_salt, submit.adapter)
+        self._root = root_hash(submit.tenant_id, submit.cache_salt, submit.adapter)
         self._hashes: list[bytes] = []
 
     @property
     def key(self) -> int:
         return self.submit.key
+
+    @property
+    def mark(self) -> bytes:
+        """Of its tenant, with which the hashes of its blocks begin."""
+        return self._root[:MARK_BYTES]
 
     @property
     def num_output(self) -> int:

@@ -132,7 +132,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     sampling: Sampling
     stopping: Stopping
     credit_tokens: int
-    cache_salt: bytes  # starts the prefix-cache hash chain; the same bytes share a cache
+    cache_salt: bytes  # starts the prefix-cache hash chain: of a tenant, the same bytes share a cache
     arrival_unix_ns: int
     deadline_unix_ns: int | None = None
     tenant_weight: float = 1.0
@@ -194,7 +194,15 @@ class AdapterPart(msgspec.Struct, frozen=True, tag="adapter_part"):
     is_last: bool = False
 
 
-ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest | AskExperts | AdapterPart
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """These tenants were erased: what their requests have left goes, from memory and from disks, and what still runs
+    leaves nothing. Only to an engine whose card says that it forgets, and to each of them again whenever it is
+    connected; so an engine may hear of those that it has forgotten already, or never had."""
+
+    tenant_ids: list[str]
+
+
+ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest | AskExperts | AdapterPart | Forget
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -226,6 +234,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     takes_adapters: bool = False
     adapters: tuple[str, ...] = ()  # that its operator has given it
     foresees: bool = False  # it takes `Submit.foresees`
+    forgets: bool = False  # it takes `Forget`
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

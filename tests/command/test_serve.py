@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from tests.conftest import wait_for
 
 DEADLINE_S = 60
 StartServe = Callable[..., Any]
@@ -42,12 +43,6 @@ def streaming(serve: Any) -> AbstractContextManager[httpx.Response]:
     body = {"model": "moiety-demo", "stream": True, "messages": [{"role": "user", "content": "x" * 50}]}
     headers = {"Authorization": f"Bearer {serve.tenant_key}"}
     return httpx.stream("POST", f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=DEADLINE_S)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, what
 
 
 def usage_rows(serve: Any) -> list[tuple[str, str | None, int]]:

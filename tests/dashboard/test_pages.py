@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,13 @@ from typing import Any
 import httpx
 import pytest
 from streamlit.testing.v1 import AppTest
+from tests.conftest import free_port, wait_for
 
 from moiety_dashboard import settings as dashboard_settings
 
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-DEADLINE_S = 60
+DEADLINE_S = 180  # a browser, five processes and a simulation share what other tests leave
 PAGES = (
     "Overview",
     "Tenants",
@@ -35,6 +34,7 @@ PAGES = (
 )
 FOR_OPERATORS = {"Engines", "Simulator"}
 
+pytestmark = pytest.mark.timeout(900)
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine; .ci/run installs it where it may"
 )
@@ -74,9 +74,7 @@ def test_whoever_opens_it_signs_in_with_an_administrators_key(serve: Any, monkey
 
 
 def test_a_gateway_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    app = sign_in(open_app(monkeypatch, f"http://127.0.0.1:{port}"), "mty_aaaaaaaaaaaaaaaa." + "b" * 32)
+    app = sign_in(open_app(monkeypatch, f"http://127.0.0.1:{free_port()}"), "mty_aaaaaaaaaaaaaaaa." + "b" * 32)
     assert "does not answer" in app.error[0].value
     assert not app.exception
 
@@ -171,6 +169,7 @@ def look_at_the_trace_of_globex(browser: Browser) -> None:
     browser.see_in_table("first")  # still what was searched for
 
 
+@pytest.mark.slow
 @needs_browser
 def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_again(
     serve: Any, open_browser: Callable[[], Browser]
@@ -261,14 +260,13 @@ def a_kept_trace(http: httpx.Client, serve: Any) -> str:
     """Of a request of the tenant that a serve makes at its start."""
     headers = {"Authorization": f"Bearer {serve.tenant_key}"}
     httpx.post(f"{serve.url}/v1/completions", headers=headers, json={"model": "none", "prompt": "hello"}, timeout=60)
-    for _ in range(200):
-        found = http.get("/traces", params={"reason": "model_not_found"}).json()["data"]
-        if found:
-            return str(found[0]["trace_id"])
-        time.sleep(0.1)
-    raise AssertionError("no trace was kept")
+    asked = {"reason": "model_not_found"}
+    return str(
+        wait_for(lambda: http.get("/traces", params=asked).json()["data"], "a trace that is kept")[0]["trace_id"]
+    )
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_address(
     serve: Any, open_browser: Callable[[], Browser]

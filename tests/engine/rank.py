@@ -32,6 +32,7 @@ from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.model import apart, residence
 from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.offline import run_all
+from moiety_kernels.cpu import tiles
 from moiety_wire.experts import AskExperts, unpack_counts
 
 
@@ -47,6 +48,7 @@ class Work(msgspec.Struct):
     shuffles: bool = False  # experts go to slots drawn at random, and on to others, all the time
     fails: str = ""  # with these words on rank 0, after all
     lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
+    exact: bool = False  # no product rounds rows to bfloat16, as matrix tiles do
     turns: str = ""  # a folder: there each rank with attention notes what it sends, and experts wait for the next of it
 
 
@@ -236,7 +238,11 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
 def answer_by(work: Work) -> Answer:
     turns = Turns(Path(work.turns), layout_of(work.config))
     rank = 0 if work.meeting is None else work.meeting.rank
-    with turns.kept(rank) if work.turns else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if work.turns:
+            stack.enter_context(turns.kept(rank))
+        if work.exact:
+            stack.enter_context(patch.object(tiles, "usable", lambda: False))
         if work.meeting is None or rank == 0:
             return work_through(work)
         with lacking(work.lacks):

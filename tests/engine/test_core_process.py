@@ -163,7 +163,7 @@ def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: o
         pass
     assert finish.reason == FinishReason.ABORT
     front.send(CoreShutdown())
-    assert front.process.wait(30) == 0
+    assert front.process.wait(90) == 0
 
 
 def test_the_core_sleeps_and_wakes_when_told_and_answers_the_same_with_steps_that_overlap(
@@ -190,7 +190,7 @@ def test_the_core_ends_at_once_when_its_front_is_gone(start: object, checkpoint:
     front.hello()
     assert front.process.stdin is not None
     front.process.stdin.close()
-    assert front.process.wait(10) == 3
+    assert front.process.wait(90) == 3
 
 
 def test_a_checkpoint_that_cannot_be_served_is_refused_with_the_reason(start: object, tmp_path: Path) -> None:
@@ -199,4 +199,18 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_with_the_reason(start: ob
     hello = front.hello()
     assert hello.state is CoreState.REFUSED
     assert "qwen3_moe" in hello.message
-    assert front.process.wait(30) == 4
+    assert front.process.wait(90) == 4
+
+
+def test_what_a_checkpoint_says_that_nobody_looks_at_is_logged_before_its_weights_are_missed(
+    start: object, tmp_path: Path
+) -> None:
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "intermediate_size"), 64)
+    config = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "num_attention_heads": 2, "attention_twist": 2}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    front: Front = start(str(tmp_path))  # type: ignore[operator]
+    assert front.hello().state is CoreState.REFUSED
+    front.process.wait(90)
+    assert front.process.stderr is not None
+    logged = [line for line in front.process.stderr.read().splitlines() if b"config_keys_ignored" in line]
+    assert [msgspec.json.decode(line)["keys"] for line in logged] == [["attention_twist"]]

@@ -20,11 +20,13 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.disk.folder import DiskFolder
 from moiety_engine.disk.identity import digest_of_folder
 from moiety_engine.disk.index import DiskIndex
+from moiety_engine.disk.records import owner_tag, read_head
 from moiety_engine.disk.saving import Saver
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
+from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
 
@@ -247,6 +249,87 @@ def test_what_nobody_used_for_its_time_is_deleted(make: Make, tmp_path: Path) ->
     loop = restart(make, disk_cache_ttl_s=3600.0)
     assert num_cached(run(loop, make_submit(1))) == 0
     assert not old.exists()
+
+
+@pytest.mark.parametrize(
+    ("said_s", "stays"),
+    [((0.0,), False), ((3600.0,), True), ((0.0, 3600.0), True), ((3600.0, 60.0), True), ((0.001,), False)],
+)
+def test_what_is_kept_stays_so_over_a_restart(
+    make: Make, tmp_path: Path, said_s: tuple[float, ...], stays: bool
+) -> None:
+    loop = make()
+    for keep_s in said_s:
+        run(loop, make_submit(1, tenant="a", keep_s=keep_s))
+    make.end()
+    (kept,) = files(tmp_path)
+    loop = make(disk_cache_bytes=4 * kept.stat().st_size)
+    for key in range(2, 8):
+        run(loop, make_submit(key))
+    assert kept.exists() is stays
+    assert num_cached(run(loop, make_submit(1, tenant="a"))) == (40 if stays else 0)
+
+
+def test_where_it_cannot_be_told_whether_a_file_is_kept_it_is_whole_and_not_kept(make: Make, tmp_path: Path) -> None:
+    run(make(), make_submit(1, keep_s=3600.0))
+    make.end()
+    (torn,) = files(tmp_path)
+    flip(torn, -1)
+    loop = restart(make)
+    assert loop.disk is not None and loop.disk.index.num_kept == 0
+    assert num_cached(run(loop, make_submit(1))) == 40
+
+
+def owners(tmp_path: Path) -> list[str]:
+    """Whose the files are, of all models."""
+    found = []
+    for path in files(tmp_path):
+        with path.open("rb") as file:
+            tags = {owner_tag(one, bytes.fromhex(path.parent.name)): one for one in ("gone", "stays", "t")}
+            found.append(tags[read_head(file)[0].owner])
+    return sorted(found)
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 14])
+def test_a_tenant_that_is_forgotten_leaves_nothing_on_any_tier_and_others_keep_theirs(
+    make: Make, tmp_path: Path, host_bytes: int
+) -> None:
+    run(make(block_size=8), make_submit(1, tenant="gone"), make_submit(2, tenant="stays"))  # another identity
+    loop = make(host_kv_memory_bytes=host_bytes)
+    ours = make_submit(1, b"its salt", tenant="gone", keep_s=60.0), make_submit(2, b"another salt", tenant="gone")
+    run(loop, *ours, make_submit(3, tenant="stays"))
+    assert owners(tmp_path) == ["gone"] * 3 + ["stays"] * 2
+    loop.forget_tenants(["gone", "never there"])
+    settle(loop)
+    assert owners(tmp_path) == ["stays"] * 2
+    assert [num_cached(run(loop, one)) for one in (*ours, ours[0], make_submit(3, tenant="stays"))] == [0, 0, 0, 40]
+    assert owners(tmp_path) == ["stays"] * 2, "it left something once more"
+    assert loop.scheduler.kv.pins.size == 0
+
+
+def test_what_a_forgotten_tenants_open_request_computes_is_kept_by_nobody(make: Make, tmp_path: Path) -> None:
+    loop = make(host_kv_memory_bytes=1 << 14)
+    loop.submit(make_submit(1, tenant="gone", keep_s=60.0))
+    loop.step()
+    assert loop.scheduler.kv.find_prefix(Sequence(make_submit(1, tenant="gone"), order=0, seed=0))
+    loop.forget_tenants(["gone"])
+    assert not loop.scheduler.kv.find_prefix(Sequence(make_submit(1, tenant="gone"), order=0, seed=0))
+    while not loop.scheduler.idle:
+        loop.step()
+    settle(loop)
+    assert files(tmp_path) == []
+    load = loop.load()
+    assert (load.kv_blocks_used, load.kv_blocks_cached) == (0, 0)
+
+
+def test_an_engine_that_was_away_forgets_what_it_finds_again(make: Make, tmp_path: Path) -> None:
+    run(make(), make_submit(1, tenant="gone"))
+    run(make(), make_submit(1, tenant="stays"))
+    loop = make()
+    assert owners(tmp_path) == ["gone", "stays"]
+    loop.forget_tenants(["gone"])
+    settle(loop)
+    assert owners(tmp_path) == ["stays"]
 
 
 def test_a_disk_that_fails_costs_no_request_and_is_left_alone_for_a_while(make: Make, tmp_path: Path) -> None:

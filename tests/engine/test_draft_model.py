@@ -133,6 +133,8 @@ def test_a_draft_model_with_other_tokens_is_refused_with_what_to_do(checkpoint: 
         ({"speculate": Speculate.DRAFT}, "needs --draft-model"),
         ({"draft_model": "d"}, "with --speculate draft only"),
         ({"speculate": Speculate.DRAFT, "draft_model": "d", "tp": 2}, "one device so far"),
+        ({"speculate": Speculate.MTP, "pp": 2}, "mtp drafts for a model on one device so far"),
+        ({"speculate": Speculate.MTP, "draft_model": "d"}, "with --speculate draft only"),
         ({"speculate": Speculate.DRAFT, "draft_model": "d", "batching": Batching.PADDED}, "--speculate off"),
     ],
 )

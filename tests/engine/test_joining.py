@@ -20,7 +20,7 @@ SETTINGS = {"path": "x" * 200_000}  # more than one read takes, as on a network 
 def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() -> None:
     store, met = HashStore(), []
     first = threading.Thread(
-        target=lambda: met.append(meet(Meeting(0, 2), store, SETTINGS, "same", timeout_s=20)), daemon=True
+        target=lambda: met.append(meet(Meeting(0, 2), store, SETTINGS, "same", timeout_s=60)), daemon=True
     )
     first.start()
     host, port, secret = msgspec.json.decode(PrefixStore("moiety/0", store).get("lifeline"))
@@ -28,12 +28,12 @@ def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() ->
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     guessing = Line(socket.create_connection((host, port)))
     guessing.send(Hello(1, "sécret", SETTINGS, "same"))
-    line = Line(socket.create_connection((host, port), timeout=20))
+    line = Line(socket.create_connection((host, port), timeout=60))
     line.send(Hello(1, secret, SETTINGS, "same"))
     words = line.receive()
     assert words[0] == Welcome()
     line.send(Loaded())
-    first.join(20)
+    first.join(60)
     met[0].wait_loaded()
     line.send(Bye())
     met[0].close()
@@ -44,9 +44,9 @@ def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() ->
 def lines() -> tuple[Line, Line]:
     """The two ends of one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname(), timeout=20)
+        near = socket.create_connection(server.getsockname(), timeout=60)
         far, _ = server.accept()
-        far.settimeout(20)
+        far.settimeout(60)
         return Line(near), Line(far)
 
 

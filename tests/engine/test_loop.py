@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moiety_engine.config import Batching, PolicyName
+from moiety_engine.config import Batching, EngineConfig, PolicyName
 from moiety_engine.errors import InvalidConfig, OutOfMemory
-from moiety_engine.loop import EngineLoop
+from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_kernels.cpu.team import Program, Team
@@ -100,6 +101,15 @@ def test_every_strategy_gives_each_request_the_tokens_it_gets_alone(
     loop = loops.make(batching=batching, static_batch_size=3, max_batch_tokens=64)
     assert tokens(loop, MIXED) == alone
     assert loop.scheduler.kv.pool.num_used == 0
+
+
+def test_with_a_cache_of_bfloat16_too_requests_get_together_and_in_chunks_what_they_get_alone(checkpoint: Path) -> None:
+    config = EngineConfig(model=str(checkpoint), name="t", dtype="bfloat16", kv_dtype="bf16", max_batch_tokens=24)
+    together = load_loop(config)
+    found = tokens(together, MIXED)
+    whole = msgspec.structs.replace(config, max_batch_tokens=512, prefix_caching=False)
+    assert found == {submit.key: tokens(EngineLoop(together.model, whole), [submit])[submit.key] for submit in MIXED}
+    assert together.model.only_kernels, "its steps are replayed"
 
 
 def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any, alone: dict[int, list[int]]) -> None:

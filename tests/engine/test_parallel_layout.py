@@ -34,7 +34,6 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
         ({"tp": 2, "ep": 2, "redundant_experts": 3}, "--redundant-experts 3 cannot be divided by --ep 2: 4 can"),
         ({"tp": 2, "rebalance_every_s": 60}, "spread the experts with --ep"),
         ({"tp": 2, "redundant_experts": 2, "rebalance_every_s": 0}, "spread the experts with --ep"),
-        ({"tp": 2, "ep": 2, "pp": 2, "redundant_experts": 2}, "experts are not rebalanced over stages"),
         ({"redundant_experts": -1}, "redundant_experts must be 0"),
     ],
 )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.pins import Pins
-from moiety_engine.disk.index import DiskIndex, Kept, Stored
+from moiety_engine.disk.index import DiskIndex, Stored
+from moiety_engine.disk.records import Kept
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.sequence import Sequence
@@ -153,7 +154,7 @@ def test_files_that_are_kept_are_passed_over_within_half_of_the_disk() -> None:
     files = [Stored(str(number), 20, (bytes([number]),), b"acme", 0.0) for number in range(9)]
     for stored in files[:4]:
         index.add(stored)
-        index.keep(stored, Kept(300.0, 1.0))
+        index.keep(stored, Kept(300.0, 1.0), 0.0)
     gone = [one.name for stored in files[4:] for one in index.add(stored)]
     assert gone == ["0", "1", "4", "5"], "two of them fit half of the disk, the last two"
     assert index.find(bytes([3])) is files[3]
@@ -163,7 +164,7 @@ def test_what_is_kept_on_disk_goes_all_the_same_once_nobody_used_it_for_its_time
     index = DiskIndex(1000)
     kept = Stored("kept", 100, (b"kept",), b"a", 0.0)
     index.add(kept)
-    index.keep(kept, Kept(86_400.0, 1.0))
+    index.keep(kept, Kept(86_400.0, 1.0), 0.0)
     for second in range(1, 200):  # so full that it is passed over again and again
         index.add(Stored(str(second), 100, (b"%d" % second,), b"b", float(second)))
         index.take_unused_since(second - 60.0)

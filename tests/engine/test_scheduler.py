@@ -207,6 +207,17 @@ def test_credit_is_never_exceeded_and_blocks_are_conserved_under_any_order_of_co
     assert set(driver.finishes) == set(driver.outputs)
 
 
+def test_who_gives_way_may_have_held_the_newcomers_prefix_and_then_others_give_way_too() -> None:
+    driver = Driver(make_scheduler(num_blocks=14, budget=8, max_running=2))
+    for key, (token, length, credit) in enumerate([(1, 22, 4), (1, 17, 1), (2, 5, 1)]):
+        driver.add(make_submit(key, [token] * length, max_tokens=20, credit=credit))
+    while driver.step():
+        pass
+    assert driver.scheduler.num_paused == 3, "all have what they may have, and hold their blocks"
+    driver.add(make_submit(3, [2] * 28, max_tokens=20, credit=1))
+    assert driver.step(), "it needs what the last has, and one block more"
+
+
 def test_a_paused_request_goes_on_where_it_stopped_when_credit_arrives() -> None:
     driver = Driver(make_scheduler())
     driver.add(make_submit(0, [1, 2, 3], max_tokens=6, credit=2))

@@ -3,7 +3,8 @@ run dry of credit, give way and come back, on the real scheduler, block pool and
 
 The stand-in for the model writes down, for every KV slot, the text whose KV it holds, and looks at each step whether
 the blocks that a sequence reads hold what it has computed. So a block that is lost, mixed up or overwritten is seen.
-The same holds for the stand-in of a draft model, which has slots of its own in the same blocks.
+The same holds for the stand-in of a draft model, which has slots of its own in the same blocks, and for that of a layer
+which foretells, where a slot hangs on the next token, too.
 """
 
 from __future__ import annotations
@@ -216,16 +217,20 @@ class Replica:
         sequence, client = chunk.sequence, self.clients[chunk.sequence.key]
         tokens, positions = self._tokens(sequence), range(sequence.num_output, sequence.num_output + len(chunk.draft))
         said = [client.says(position) if position % 5 else -3 for position in positions]
-        first, read = held.num_there(sequence), [*tokens, *said[:-1]]
-        assert first < len(tokens) and len(tokens) + len(said) <= MAX_DRAFTED
-        for i in range(len(read)):
-            slot, text = (self._block(sequence, i), i % BLOCK_SIZE), (sequence.submit.cache_salt, tuple(read[: i + 1]))
+        first, read, end = held.num_there(sequence), [*tokens, *said[:-1]], len(tokens) - held.lag
+        assert first < end and len(tokens) + len(said) <= MAX_DRAFTED
+        for i in range(len(read) - held.lag):
+            slot, text = (self._block(sequence, i), i % BLOCK_SIZE), [sequence.submit.cache_salt, *read[: i + 1]]
+            if i % BLOCK_SIZE < BLOCK_SIZE - 1:  # what hangs on the block's next token may be another one's
+                text += read[i + 1 : i + 1 + held.lag]
+            if held.lag and i >= end:
+                text.append("guessed")
             if i < first:
                 assert self._drafter.get(slot) == text, (
                     f"token {i} of request {sequence.key} is not what was drafted on"
                 )
             self._drafter[slot] = text
-        held.took_in(sequence, first, len(tokens), said[:-1])
+        held.took_in(sequence, first, end, said[:-1])
         return chunk._replace(draft=tuple(said))
 
     def _tokens(self, sequence: Sequence) -> list[int]:
@@ -400,8 +405,9 @@ class Machine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 6, 40]),
         budget=st.integers(8, 24),
         max_running=st.integers(1, 6),
+        lag=st.sampled_from([0, 1]),
     )
-    def start(self, num_blocks: int, host_blocks: int, budget: int, max_running: int) -> None:
+    def start(self, num_blocks: int, host_blocks: int, budget: int, max_running: int, lag: int) -> None:
         scheduler = make_scheduler(
             self.policy,
             num_blocks,
@@ -411,7 +417,7 @@ class Machine(RuleBasedStateMachine):
             batching=self.batching,
             draft_tokens=self.draft_tokens,
             num_groups=self.num_groups,
-            held=(held := DraftedKv(BLOCK_SIZE) if self.by_model else None),
+            held=(held := DraftedKv(BLOCK_SIZE, lag) if self.by_model else None),
         )
         self.replica = Replica(scheduler, overlap=self.overlap, held=held)
 

@@ -39,7 +39,7 @@ from moiety_wire.messages import (
     Unsettled,
 )
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 MODEL = "scripted"
 
 

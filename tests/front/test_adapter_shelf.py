@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -47,4 +48,16 @@ def test_one_that_another_has_sent_first_leaves_nothing_behind() -> None:
     shelf.take(b"h", part("ada_a", 0, last=True))
     shelf.take(b"g", part("ada_a", 1))
     assert "ada_a" in shelf and not shelf._uploads
+    shelf.close()
+
+
+def test_what_a_forgotten_tenant_used_is_gone_from_the_disk_and_nothing_else() -> None:
+    shelf = AdapterShelf(100)
+    for name, tenant_id in (("ada_a", "gone"), ("ada_b", "stays")):
+        shelf.take(b"g", part(name, 0, last=True))
+        shelf.used(name, tenant_id)
+    folders = {command.name: Path(command.folder) for command in shelf.take_commands()}
+    shelf.forget(["gone", "never there"])
+    assert ("ada_a" in shelf, "ada_b" in shelf) == (False, True)
+    assert (folders["ada_a"].exists(), folders["ada_b"].exists()) == (False, True)
     shelf.close()

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from moiety_engine.checkpoint import model_name, resolve_checkpoint
+from moiety_engine.checkpoint import fingerprint, model_name, resolve_checkpoint
 from moiety_engine.errors import CheckpointError
 
 
@@ -25,6 +28,47 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 def test_what_is_neither_folder_nor_hub_id_is_refused(model: str) -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
         resolve_checkpoint(model)
+
+
+UPSIDE_DOWN = (34).to_bytes(8, "little") + b'{"a": {"data_offsets": [-90, -2]}}'
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
+    """Two files, as large checkpoints have several."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[::2]}, folder / "a.safetensors")
+    save_file({name: tensors[name] for name in names[1::2]}, folder / "b.safetensors")
+    return folder
+
+
+def test_copies_have_one_fingerprint_and_other_numbers_in_any_tensor_another(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    tensors = {f"layer.{n}": random.random((64, 64), dtype=np.float32) for n in range(7)}
+    tensors |= {"norm": random.random(3, dtype=np.float32), "empty": np.zeros((0, 4), dtype=np.float32)}
+    first = write_checkpoint(tmp_path / "first", tensors)
+    copy = shutil.copytree(first, tmp_path / "elsewhere", copy_function=shutil.copyfile)  # with times of its own
+    assert fingerprint(copy) == fingerprint(first)
+    found = {fingerprint(first)}
+    for name in sorted(tensors.keys() - {"empty"}):
+        found.add(fingerprint(write_checkpoint(tmp_path / name, tensors | {name: tensors[name] * 1.001})))
+    assert len(found) == len(tensors)
+
+
+def test_what_is_no_checkpoint_has_a_fingerprint_too_and_loading_it_says_why_not(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    found = set()
+    for contents in (
+        b"",
+        b"short",
+        (4).to_bytes(8, "little") + b"[42]",
+        (99).to_bytes(8, "little") + b'{"a": {}}',
+        UPSIDE_DOWN,
+    ):
+        (tmp_path / "model.safetensors").write_bytes(contents)
+        found.add(fingerprint(tmp_path))
+    assert len(found) == 5
 
 
 def test_a_hub_id_without_a_network_says_what_to_do(tmp_path: Path) -> None:

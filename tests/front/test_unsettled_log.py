@@ -205,7 +205,7 @@ def test_a_file_is_one_engines(tmp_path: Path) -> None:
 
 async def written(path: Path, condition: Callable[[dict[Key, Metered]], bool]) -> dict[Key, Metered]:
     """Wait until the file says so."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             if condition(found := left_beside(path)):
                 return found

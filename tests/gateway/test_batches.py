@@ -17,7 +17,7 @@ from moiety_wire.messages import Failed, FailureCode
 
 MODEL = "tiny"
 CHAT = "/v1/chat/completions"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def chat_line(custom_id, text="hello", **body):

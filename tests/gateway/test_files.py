@@ -13,7 +13,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.files.models import FileChunk, StoredFile
 from moiety_platform.files.store import CHUNK_BYTES
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 LINE = {
     "custom_id": "a",
     "method": "POST",

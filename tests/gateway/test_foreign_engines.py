@@ -9,7 +9,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 
 import openai
 import pytest
@@ -33,7 +32,7 @@ WHOLE = " ".join(str(1 + i) for i in range(400))
 PATIENT = Heartbeat(
     interval_s=0.05, timeout_s=30, silence_s=60
 )  # a server in this process may be slow, and is not lost
-HASTY = Heartbeat(interval_s=0.05, timeout_s=0.6, silence_s=0.8)
+HASTY = Heartbeat(interval_s=0.05, timeout_s=2, silence_s=3)
 CHAT = "/v1/chat/completions"
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -164,7 +163,6 @@ class Server:
                 await gone
             self.running -= 1
             self._answering.discard(writer)
-            self.ended_at = time.monotonic()
             self.ended.set()
 
     def _ids(self, prompt_ids: list[int], max_tokens: int) -> tuple[list[int], str]:
@@ -475,9 +473,7 @@ async def test_logprobs_come_with_the_bytes_of_the_tokens(start_server, client_o
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
-async def test_a_client_that_leaves_ends_the_request_at_the_server_within_a_second(
-    start_server, client_of, start_over, kind
-):
+async def test_a_client_that_leaves_ends_the_request_at_the_server_at_once(start_server, client_of, start_over, kind):
     server = await start_server(kind)
     server.token_s = 0.01
     async with start_over(client_of(server)) as gateway:
@@ -485,11 +481,10 @@ async def test_a_client_that_leaves_ends_the_request_at_the_server_within_a_seco
         async for chunk in stream:
             if "5" in (chunk.choices[0].delta.content or ""):
                 break
-        left_at = time.monotonic()
+        server.token_s = 600  # so that it ends only if it is hung up on
         await stream.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await server.ended.wait()
-        assert server.ended_at - left_at < 1
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.http_status) == ("disconnected", 499)
         assert 9 <= row.output_tokens < 400
@@ -530,9 +525,7 @@ async def test_a_limit_that_has_not_so_much_left_shortens_the_answer_or_refuses_
     async with start_over(client_of(server), stores_usage=True) as gateway:
         size = gateway.prompt_tokens("hello")
         quota_id = await limit_of(gateway, size + 20)
-        started = time.monotonic()
-        answer = await gateway.client.chat.completions.create(**ASK)
-        assert time.monotonic() - started < 5  # nothing is waited for: more cannot come
+        answer = await gateway.client.chat.completions.create(**ASK)  # nothing is waited for: more cannot come
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (WHOLE[:20], "length")
         assert server.bodies[0]["max_tokens"] == 20
         assert await used(gateway, quota_id) == size + 20

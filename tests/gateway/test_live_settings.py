@@ -8,7 +8,9 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 
+import openai
 import pytest
 from sqlalchemy import select
 
@@ -38,13 +40,28 @@ def asks(path: str = CHAT, *, headers: dict | None = None, **fields) -> Look:
     return look
 
 
+def endless(submit):
+    """A script without end but the request's."""
+    return ((65, f"{i} ") for i in range(submit.stopping.max_tokens))
+
+
+@asynccontextmanager
+async def streaming(gateway):
+    """A stream that goes on for as long as this does, and is over at the gateway too after that."""
+    stream = await gateway.client.chat.completions.create(**HELLO | {"max_tokens": 10**6}, stream=True)
+    async with stream:
+        first = await anext(aiter(stream))
+        yield stream
+    async with asyncio.timeout(DEADLINE_S):
+        while first.id not in {row.request_id for row in gateway.rows.rows}:  # noqa: ASYNC110 - it is not told for one
+            await asyncio.sleep(0.01)
+
+
 def beside_a_stream(look: Look) -> Look:
     """While another request of the same key streams."""
 
     async def both(gateway):
-        stream = await gateway.client.chat.completions.create(**HELLO | {"max_tokens": 400}, stream=True)
-        async with stream:
-            await anext(aiter(stream))
+        async with streaming(gateway):
             return await look(gateway)
 
     return both
@@ -112,17 +129,29 @@ async def is_tokenized_in_a_thread(gateway):
 
 
 async def survives_its_engine(gateway):
-    stream = await gateway.client.chat.completions.create(**HELLO | {"max_tokens": 300}, stream=True)
-    try:
-        await anext(aiter(stream))
+    """Whether a stream goes on with an engine that comes back later than a gateway waits as these tests have it. Where
+    no more is waited for, none comes before the stream has ended."""
+
+    async def comes_to(num_tokens: int) -> bool:
+        try:
+            for _ in range(num_tokens):
+                await anext(stream)
+        except openai.APIError:
+            return False
+        return True
+
+    def num_emitted() -> int:
+        return gateway.engine.state.load.output_tokens_total
+
+    before = num_emitted()
+    async with streaming(gateway) as answer:
+        stream = aiter(answer)
         gateway.engine.die()
-        back = asyncio.get_running_loop().call_later(0.5, lambda: asyncio.ensure_future(gateway.engine.start()))
-        return sum([1 async for _ in stream]) > 0
-    except Exception:
-        return False
-    finally:
-        back.cancel()
+        reading = asyncio.create_task(comes_to(num_emitted() - before + 1))  # what is on its way, and another
+        is_patient = gateway.live.now.failover_wait_s > DEADLINE_S / 2
+        await asyncio.wait({reading}, timeout=0.5 if is_patient else DEADLINE_S)
         await gateway.engine.start()
+        return await reading
 
 
 def uploads(*sizes: int) -> Look:
@@ -211,7 +240,8 @@ async def with_another_key(gateway):
 
 
 async def days_of_a_response(gateway):
-    status, _, body = await gateway.post("/v1/responses", {"model": "tiny", "input": "x", "store": True})
+    asked = {"model": "tiny", "input": "x", "store": True, "max_output_tokens": 2}
+    status, _, body = await gateway.post("/v1/responses", asked)
     if status != 200 or not json.loads(body)["store"]:
         return status, "not kept"
     async with gateway.database.read() as session:
@@ -280,8 +310,8 @@ async def taken(gateway, name: str, value: object, look: Look) -> object:
         await gateway.live.change(before)
 
 
-async def test_a_change_of_a_setting_takes_effect_on_requests_and_taken_back_has_none(start_gateway, card) -> None:
-    async with start_gateway([FakeEngineClient(card)]) as gateway:
+async def test_a_change_of_a_setting_takes_effect_on_requests_and_taken_back_has_none(start_gateway, new_card) -> None:
+    async with start_gateway([FakeEngineClient(new_card(max_context_tokens=10**7), endless)]) as gateway:
         seen, wanted = {}, {}
         for name, value, look, before, after in ROWS:
             if name not in ALONE:
@@ -297,12 +327,8 @@ async def test_a_change_of_a_setting_takes_effect_on_requests_and_taken_back_has
 async def test_a_change_takes_effect_where_it_needs_an_engine_of_its_own(
     start_gateway, new_card, name, value, look, before, after
 ) -> None:
-    endless = name == "send_timeout_s"
-    engine = FakeEngineClient(
-        new_card(max_context_tokens=10_000_000 if endless else 512), token_s=600.0 if name == "batch_lease_s" else 0.0
-    )
-    if endless:
-        engine.script = lambda submit: ((65, "x" * 50) for _ in range(submit.stopping.max_tokens))
+    token_s = 600.0 if name == "batch_lease_s" else 0.0
+    engine = FakeEngineClient(new_card(max_context_tokens=10**7), endless, token_s=token_s)
     async with start_gateway([engine]) as gateway:
         if before is not None:
             assert await look(gateway) == before

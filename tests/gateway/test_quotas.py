@@ -46,6 +46,16 @@ async def ask(gateway, max_tokens=5, **more):
     return await gateway.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=max_tokens, **more)
 
 
+async def served(gateway):
+    """The answer to a request that is made until it is not refused."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await ask(gateway)
+            except openai.RateLimitError:
+                await asyncio.sleep(0.1)
+
+
 async def used(gateway, quota):
     """When all that was used has been booked."""
     await gateway.rows.flush()
@@ -99,9 +109,10 @@ async def test_a_client_that_leaves_pays_for_what_was_generated_and_frees_the_re
         async for _ in stream:
             break
         await stream.close()
-        await asyncio.sleep(0.5)
-        total = await used(gateway, quota)
-        (row,) = (await admin(gateway, "GET", "/usage/requests"))["data"]
+        async with asyncio.timeout(60):
+            while not (rows := (await admin(gateway, "GET", "/usage/requests"))["data"]):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+        (row,), total = rows, await used(gateway, quota)
         assert row["outcome"] == "disconnected"
         assert total == row["prompt_tokens"] + row["output_tokens"] < 400
 
@@ -141,15 +152,16 @@ async def test_a_limit_that_makes_no_sense_is_refused(limited, body, status):
 async def test_a_rate_lets_its_worth_through_and_refills(limited):
     async with limited() as gateway:
         await limit(gateway, "tenant", 30, "requests_per_minute")
+        began_s = time.monotonic()
         answers = await asyncio.gather(*(ask(gateway) for _ in range(50)), return_exceptions=True)
+        come_back = (time.monotonic() - began_s) / 2
         refused = [answer.response for answer in answers if isinstance(answer, openai.RateLimitError)]
-        assert 18 <= len(refused) <= 20  # one may have come back while they were asked
+        assert 20 - come_back - 1 <= len(refused) <= 20
         assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
         assert int(refused[0].headers["retry-after"]) <= 3
         assert refused[0].headers["x-ratelimit-limit-requests"] == "30"
         assert refused[0].headers["x-ratelimit-remaining-requests"] == "0"
-        await asyncio.sleep(2.5)
-        assert (await ask(gateway)).choices[0].finish_reason == "length"
+        assert (await served(gateway)).choices[0].finish_reason == "length"
 
 
 async def test_a_request_that_never_fits_is_told_so(limited):
@@ -178,28 +190,21 @@ async def test_no_more_requests_are_open_at_once_than_allowed(limited):
             await ask(gateway)
         assert refused.value.code == "concurrency_limit_exceeded"
         await streams[0].close()
-        async with asyncio.timeout(5):
-            while True:
-                try:
-                    await ask(gateway)
-                except openai.RateLimitError:
-                    await asyncio.sleep(0.1)
-                else:
-                    break
+        assert (await served(gateway)).usage.total_tokens
         for stream in streams[1:]:
             await stream.close()
 
 
 async def test_a_stream_waits_where_a_rate_has_nothing_left_and_goes_on(limited):
     async with limited(credit_window_tokens=8) as gateway:
+        began_s = time.monotonic()
         await limit(gateway, "tenant", 480, "tokens_per_minute")  # eight a second
         first = await ask(gateway, max_tokens=410)
-        started = time.monotonic()
         second = await ask(gateway, max_tokens=40)
-        took = time.monotonic() - started
+        took_s = time.monotonic() - began_s
         assert (second.choices[0].finish_reason, second.usage.completion_tokens) == ("length", 40)
         over = first.usage.total_tokens + second.usage.total_tokens - 480
-        assert took >= over / 8 - 1.5
+        assert took_s >= over / 8 - 1.5
 
 
 PRICE = {"model": "tiny", "input": "2", "cached_input": "0.5", "output": "10"}

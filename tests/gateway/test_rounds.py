@@ -10,7 +10,7 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.rounds import Rounds
 
 LONG_S = 3600.0
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Work:

@@ -131,7 +131,7 @@ async def test_the_lines_of_a_batch_may_call(start_gateway, tool_card):
     async with start_gateway([FakeEngineClient(tool_card("hermes"), says(TEXT))]) as gateway:
         file = await gateway.client.files.create(file=("lines.jsonl", line), purpose="batch")
         batch = await gateway.client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while batch.status != "completed":
                 await asyncio.sleep(0.02)
                 batch = await gateway.client.batches.retrieve(batch.id)

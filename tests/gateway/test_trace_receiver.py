@@ -55,7 +55,7 @@ class Store:
 
     async def count(self, table, at_least: int) -> int:
         """How many rows, once there are so many."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 async with self._database.read() as session:
                     found = await session.scalar(select(func.count()).select_from(table))
@@ -103,7 +103,7 @@ async def store(tmp_path):
 def export(endpoint: str, token: str, compression=Compression.NoCompression, spans: int = 1) -> bool:
     """What an application does that is instrumented with OpenTelemetry's SDK; whether it was taken."""
     exporter = OTLPSpanExporter(
-        f"{endpoint}/v1/traces", headers={"Authorization": f"Bearer {token}"}, compression=compression, timeout=5
+        f"{endpoint}/v1/traces", headers={"Authorization": f"Bearer {token}"}, compression=compression, timeout=60
     )
     provider = TracerProvider(resource=Resource.create({"service.name": "shop"}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))

@@ -101,3 +101,24 @@ def _pods(objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str,
 
 def _containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
     return [*pod["containers"], *pod.get("initContainers", ())]
+
+
+@pytest.mark.parametrize("kind", ["keda", "hpa"])
+def test_values_of_an_older_release_scale_by_what_waits_and_the_notes_say_what_that_is_worth(
+    chart: helm_python.Chart, kind: str
+) -> None:
+    def rendered(**scaling: Any) -> tuple[int, str]:
+        """How many figures count, and the notes."""
+        follows = {"enabled": True, "kind": kind, **scaling}
+        pool = {"name": "a", "model": {"name": "ab", "hub": "a/b"}, "autoscaling": follows}
+        made = chart.render({"engines": [pool]}, name="rel")
+        (scaler,) = (text for name, text in made.items() if name.endswith("engines/autoscaling.yaml"))
+        (notes,) = (text for name, text in made.items() if name.endswith("NOTES.txt"))
+        return len(yaml.safe_load(scaler)["spec"]["triggers" if kind == "keda" else "metrics"]), notes
+
+    num_figures, notes = rendered()
+    assert num_figures == 2
+    assert "The pool a is scaled by what waits and what is late alone" in notes
+    num_figures, notes = rendered(tokensPerSecond=900)
+    assert num_figures == 3
+    assert "is scaled by" not in notes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.cpu import tiles
+from moiety_kernels.cpu.team import team
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.kv_store import kv_store
@@ -33,6 +36,7 @@ from moiety_kernels.route.reference import route as route_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WEIGHTS = [torch.float32, torch.bfloat16]
+CACHES = WEIGHTS if DEVICE == "cpu" else [torch.float32]  # beside float32 queries
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -43,6 +47,17 @@ def close(ours: Tensor, theirs: Tensor, ratio: float = 1e-5) -> bool:
     """Whether the largest error is below `ratio` of the largest value, which counts as 0.1 at least, since a sum that
     comes to nearly nothing is as inexact as what it sums; false for NaN."""
     return bool((ours - theirs).abs().max() <= ratio * theirs.abs().max().clamp(min=0.1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_threads() -> Iterator[None]:
+    """Other tests compute with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    team.cache_clear()
+    yield
+    torch.set_num_threads(before)
+    team.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -233,11 +248,13 @@ def paged(
 )
 @pytest.mark.parametrize("places", [16, 5])
 @pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("kept", CACHES)
 def test_paged_attention(
-    heads: int, kv_heads: int, width: int, places: int, window: int | None, with_sinks: bool
+    heads: int, kv_heads: int, width: int, places: int, window: int | None, with_sinks: bool, kept: torch.dtype
 ) -> None:
     queries, contexts = [1, 1, 7, 130, 40], [1, 300, 7, 150, 290]
-    inputs = paged(queries, contexts, heads, kv_heads, width, places)
+    q, k_cache, v_cache, *sequences = paged(queries, contexts, heads, kv_heads, width, places)
+    inputs = q, k_cache.to(kept), v_cache.to(kept), *sequences
     sinks = normal(heads, scale=3) if with_sinks else None
     ours = paged_attention(*inputs, width**-0.5, window, sinks, max_query=130, max_context=300)
     assert close(ours, paged_attention_reference(*inputs, width**-0.5, window, sinks), 2e-5)
@@ -294,6 +311,18 @@ def test_paged_attention_survives_large_scores() -> None:
     assert close(ours, paged_attention_reference(q * 300, *rest, 1.0), 1e-3)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a cache of bfloat16 beside float32 queries is a CPU's")
+def test_a_cache_of_bfloat16_rounds_as_torch_does() -> None:
+    tie, above = 1.0 + 2**-8, 1.0 + 2**-8 + 2**-20
+    values = torch.tensor([tie, -tie, above, 1.0 + 3 * 2**-8, 3.4e38, 1e-40, 0.0, float("inf")]).repeat(4)
+    values[8], values[9:] = float("nan"), values[9:] * torch.rand(23)
+    caches = [torch.zeros(1, 1, 1, 32, dtype=torch.bfloat16) for _ in range(2)]
+    qkv = torch.cat([torch.zeros(32), torch.zeros(32), values])[None]
+    still = torch.ones(1, 16), torch.zeros(1, 16), torch.zeros(1, dtype=torch.int64)
+    attention_input(qkv, AttentionInputPlan(None, None, 1e-6, None), *still, *caches, torch.zeros(1, dtype=torch.int64))
+    assert torch.equal(caches[1].flatten().nan_to_num(7.0), values.bfloat16().nan_to_num(7.0))
+
+
 def test_what_float8_has_no_number_for_is_stored_as_its_greatest() -> None:
     caches = [torch.zeros(2, 1, 4, 8, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
     rows = torch.tensor([3.0, 1e4, -1e9], device=DEVICE)[:, None, None].expand(3, 1, 8)
@@ -304,7 +333,8 @@ def test_what_float8_has_no_number_for_is_stored_as_its_greatest() -> None:
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.parametrize("clip", [None, 0.7])
 @pytest.mark.parametrize(("width", "pairs"), [(32, 16), (64, 20), (20, 10)])
-def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) -> None:
+@pytest.mark.parametrize("kept", CACHES)
+def test_attention_input(norm: str, clip: float | None, width: int, pairs: int, kept: torch.dtype) -> None:
     tokens, heads, kv_heads, places = 37, 6, 2, 8
     qkv = normal(tokens, (heads + 2 * kv_heads) * width)
     angles = normal(500, pairs)
@@ -314,13 +344,14 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) 
     norms = {"none": (None, None), "head": (normal(width), normal(width))}
     q_norm, k_norm = norms.get(norm, (normal(heads * width), normal(kv_heads * width)))
     plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip)
-    caches = [torch.full((10, kv_heads, places, width), 7.0, device=DEVICE) for _ in range(4)]
+    caches = [torch.full((10, kv_heads, places, width), 7.0, device=DEVICE, dtype=kept) for _ in range(4)]
     tables = angles.cos(), angles.sin(), positions
     expected = attention_input_reference(qkv.clone(), plan, *tables, *caches[:2], slots)
     ours = attention_input(qkv, plan, *tables, *caches[2:], slots)
     assert close(ours, expected)
-    assert close(caches[2], caches[0])
-    assert close(caches[3], caches[1])
+    rounding = 0.0 if kept is torch.float32 else 2**-8  # where float32's last bit decides how it is rounded
+    assert close(caches[2].float(), caches[0].float(), 1e-5 + rounding)
+    assert torch.equal(caches[3], caches[1])
     assert int((caches[3] != 7.0).any(dim=3).any(dim=1).sum()) == int((slots >= 0).sum())
 
 

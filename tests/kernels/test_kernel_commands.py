@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import moiety_kernels
 
 MOIETY = [sys.executable, "-m", "moiety_platform.cli"]
@@ -20,6 +22,7 @@ def run(*command: str, path: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=250)
 
 
+@pytest.mark.slow
 def test_the_report_lists_what_every_variant_takes_and_why_one_does_not_compile(tmp_path: Path) -> None:
     """The package that is asked is ours, with the variants broken that add."""
     package = tmp_path / "moiety_kernels"

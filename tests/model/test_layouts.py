@@ -12,14 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.errors import UnsupportedModelError
-from moiety_engine.model.families import read_spec, spec_from_config
+from moiety_engine.model.families import FAMILIES, ignored_keys, read_spec, spec_from_config
 from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in
 from moiety_engine.model.residence import weight_bytes
 from moiety_engine.model.spec import LinearScaling, YarnScaling
 from moiety_kernels.quantization import MXFP4, QuantizedWeight, dequantize
+
+from .conftest import SMALL, VARIANTS
 
 PROMPT = list(range(3, 90))
 
@@ -175,6 +178,11 @@ def test_a_deepseek_as_first_released_means_the_same(make_checkpoint: Any) -> No
         ("gemma3", {"hidden_activation": "relu"}, "'relu'.*gelu_pytorch_tanh"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "'noaux_tc'.*group_limited_greedy"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' .* deepseek_v2; known: softmax"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' .* deepseek_v3; known: sigmoid"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("mistral, sliding window", {"hidden_act": "relu"}, "'relu'.*gelu_pytorch_tanh"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported in gpt_oss"),
         ("deepseek_v2", {"attention_bias": True}, "attention_bias without a q_lora_rank"),
     ],
 )
@@ -183,3 +191,22 @@ def test_what_is_not_known_of_a_family_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         spec_from_config(config_of(make_checkpoint(variant).folder) | change)
+
+
+def test_what_a_configuration_says_beyond_what_is_read_is_named_and_nothing_else(tmp_path: Path) -> None:
+    assert {family for family, _ in VARIANTS.values()} == FAMILIES.keys() - {"gemma3"}, "each is tried"
+    for family, changes in VARIANTS.values():
+        config = CONFIG_MAPPING[family](**(SMALL | changes)).to_dict()
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert ignored_keys(tmp_path) == [], family
+        more = {"attention_twist": 2, "another_twist": False, "router_aux_loss_coef": 0.1}
+        (tmp_path / "config.json").write_text(json.dumps(config | more))
+        assert ignored_keys(tmp_path) == ["attention_twist"], family
+
+
+def test_a_window_that_is_not_used_is_no_matter_and_one_that_a_family_does_not_know_is_named(tmp_path: Path) -> None:
+    for family, use, ignored in (("qwen2", False, []), ("llama", True, ["sliding_window", "use_sliding_window"])):
+        sizes = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "intermediate_size"), 64)
+        layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "sliding_window": 16, "use_sliding_window": use}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **sizes, **layers}))
+        assert ignored_keys(tmp_path) == ignored

@@ -78,6 +78,13 @@ def test_a_cache_in_eight_bits_is_refused_where_there_cannot_be_one(
         load_model(make_checkpoint(variant).folder, device="cpu", dtype="float32", kv_dtype=kept)
 
 
+def test_a_cache_in_bfloat16_goes_with_weights_in_bfloat16(mixture: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="--dtype bfloat16"):
+        load_model(mixture.folder, device="cpu", dtype="float32", kv_dtype="bf16")
+    model = load_model(mixture.folder, device="cpu", dtype="bfloat16", kv_dtype="bf16")
+    assert model.kv_dtype is torch.bfloat16
+
+
 def test_a_folder_without_weights_is_refused(mixture: Any) -> None:
     (mixture.folder / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match="neither"):

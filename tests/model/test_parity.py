@@ -37,10 +37,14 @@ def test_logprobs_of_a_prompt_agree_with_the_oracle_for_every_chunk_size(
 
 @pytest.mark.parametrize(
     ("kept", "share", "most"),
-    [(torch.float8_e4m3fn, 1 / 4, 0.1), (torch.int8, (1 + 4 / 32) / 4, 0.02)],  # heads of 32 have a scale of 4 bytes
-    ids=["fp8", "int8"],
+    [
+        (torch.bfloat16, 1 / 2, 0.005),
+        (torch.float8_e4m3fn, 1 / 4, 0.1),
+        (torch.int8, (1 + 4 / 32) / 4, 0.02),  # heads of 32 have a scale of 4 bytes
+    ],
+    ids=["bf16", "fp8", "int8"],
 )
-def test_a_cache_in_eight_bits_is_a_quarter_of_float32s_and_changes_little(
+def test_a_cache_in_fewer_bits_is_smaller_by_them_and_changes_little(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, kept: torch.dtype, share: float, most: float
 ) -> None:
     checkpoint = make_checkpoint("qwen3, tied")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
@@ -97,7 +100,7 @@ def test_numbers_are_packed_as_others_read_them() -> None:
         assert parts["_packed"].dtype is torch.int32
         lowest = int(parts["_packed"][0, 0]) & ((1 << form.bits) - 1)
         assert lowest == int(q[0, 0]) + (1 << form.bits - 1), "the first is in the lowest bits, plus half the range"
-        read = from_packed(parts["_packed"], parts["_scale"], parts["_shape"], form.bits)
+        read = from_packed(parts["_packed"], parts["_scale"], parts["_shape"], form)
         torch.testing.assert_close(read, dequantize(quantize(weight, form)))
 
 
@@ -116,6 +119,48 @@ def test_what_is_written_says_what_it_is_and_nothing_is_overwritten(tmp_path: Pa
     with pytest.raises(CheckpointError, match="quantized already"):
         write_quantized(tmp_path / "narrow", tmp_path / "again", INT4, silent)
     assert not (tmp_path / "again").exists()
+
+
+def begin(source: Path, target: Path) -> subprocess.Popen[str]:
+    """A run in a process of its own, in the middle of its work."""
+    code = (
+        "import sys, threading; from pathlib import Path; from moiety_engine.quantize.writing import write_quantized\n"
+        "from moiety_kernels.quantization import INT8\n"
+        "def stop(*_): print('at it', flush=True); threading.Event().wait()\n"
+        "write_quantized(Path(sys.argv[1]), Path(sys.argv[2]), INT8, stop)"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", code, str(source), str(target)], stdout=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None and started.stdout.readline() == "at it\n"
+    return started
+
+
+def test_what_a_killed_run_has_left_is_begun_anew_and_said_but_not_what_another_is_at(
+    tmp_path: Path, make_checkpoint: Any
+) -> None:
+    source, target = make_checkpoint("mixtral, sliding window").folder, tmp_path / "to" / "narrow"
+    other = begin(source, target)
+    with pytest.raises(CheckpointError, match=r"narrow\.part is being written by another run"):
+        write_quantized(source, target, INT8, silent)
+    other.kill()
+    other.communicate()
+    (target.with_name("narrow.part") / "model-0.safetensors").write_bytes(b"half of it")
+    with capture_logs() as logged:
+        write_quantized(source, target, INT8, silent)
+    assert [one["event"] for one in logged] == ["draft_begun_anew"]
+    assert [path.name for path in target.parent.iterdir()] == ["narrow"]
+    assert {path.name for path in target.iterdir()} == {path.name for path in source.iterdir() if path.is_file()}
+
+
+def test_a_folder_of_somebody_else_that_is_called_like_a_draft_is_left_alone(
+    tmp_path: Path, make_checkpoint: Any
+) -> None:
+    (tmp_path / "narrow.part").mkdir()
+    (tmp_path / "narrow.part" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"in the way.*move it away"):
+        write_quantized(make_checkpoint("mixtral, sliding window").folder, tmp_path / "narrow", INT8, silent)
+    assert (tmp_path / "narrow.part" / "thesis.txt").read_text() == "mine"
 
 
 def test_what_is_wide_in_a_written_checkpoint_is_not_rounded(make_checkpoint: Any, tmp_path: Path) -> None:

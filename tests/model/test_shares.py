@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from moiety_engine.distribution.group import ALONE
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.families import read_spec
+from moiety_engine.model.loading import load_share
 from moiety_engine.model.residence import named_tensors
+from moiety_engine.model.shares import check_cuts
+from moiety_engine.model.weights import products_of
+from moiety_engine.quantize.writing import write_quantized
+from moiety_kernels.quantization import INT4, MXFP4, WeightFormat, dequantize
+from moiety_kernels.quantization.weight import GPU_PACK
 
 CPU = torch.device("cpu")
 LAYOUTS = [Layout(tp=2), Layout(tp=2, ep=2), Layout(tp=4, ep=2), Layout(dp=2, tp=2, ep=2), Layout(dp=2, ep=2)]
@@ -56,6 +64,51 @@ def test_the_parts_of_all_ranks_are_the_whole(checkpoint: Any, layout: Layout) -
         torch.testing.assert_close(sum(map(total, parts)), copies * total(whole), rtol=1e-9, atol=1e-9, msg=name)
         num_checked += 1
     assert num_checked > 0
+
+
+def test_products_in_few_bits_are_cut_with_their_scales_or_not_at_all(make_checkpoint: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "narrow"
+    write_quantized(make_checkpoint("mixtral").folder, folder, INT4, lambda *_: None)
+
+    def products(seat: Seat, form: WeightFormat | None) -> list[Any]:
+        weights = load(folder, read_spec(folder), device=CPU, dtype=torch.float32, form=form, seat=seat)
+        return list(products_of(weights))
+
+    for layout in (Layout(tp=2), Layout(tp=2, ep=2), Layout(dp=2, tp=2, ep=2)):
+        for rank in range(layout.num_ranks):
+            seat = Seat(layout, rank)
+            for kept, wide in zip(products(seat, INT4), products(seat, None), strict=True):
+                assert torch.equal(dequantize(kept), wide), "the very numbers and scales of the checkpoint"
+    four = replace(ALONE, seat=Seat(Layout(tp=4, ep=4)))
+    with pytest.raises(InvalidConfig, match="--tp 4 cuts the model's 64 columns of all heads into pieces of 16"):
+        load_share(folder, device="cpu", dtype="float32", ranks=four)
+
+
+BLOCKS = WeightFormat("fp8", 8, 128, floating=True, rows=128)
+
+
+@pytest.mark.parametrize(
+    ("form", "width", "layout", "possible"),
+    [
+        (BLOCKS, 768, Layout(tp=4), "1, 2, 3, 6"),
+        (BLOCKS, 1408, Layout(tp=2), "1, 11"),
+        (INT4, 96, Layout(tp=4, ep=2), "1, 3"),
+        (MXFP4, 2880, Layout(dp=4, tp=1), "1, 2, 3, 5, 6"),
+        (replace(MXFP4, pack=GPU_PACK), 2880, Layout(tp=2), "1, 3, 5, 9"),
+    ],
+    ids=str,
+)
+def test_experts_that_would_be_cut_inside_of_a_block_are_refused_with_what_can_be_had(
+    make_checkpoint: Any, form: WeightFormat, width: int, layout: Layout, possible: str
+) -> None:
+    spec = read_spec(make_checkpoint("mixtral").folder)
+    layer = spec.layers[0]
+    attention, ffn = replace(layer.attention, head_dim=256), replace(layer.ffn, width=width)
+    wider = replace(spec, layers=(replace(layer, attention=attention, ffn=ffn),))
+    with pytest.raises(InvalidConfig, match=f"{width} columns of an expert.* can be had: {possible}"):
+        check_cuts(form, wider, layout)
+    check_cuts(form, wider, replace(layout, ep=layout.stage_size))
+    check_cuts(BLOCKS, spec, Layout(tp=2))  # of 64 columns in one block, each half lies inside
 
 
 def test_slots_of_several_experts_and_stacks_of_them_are_read_from_where_they_are(make_checkpoint: Any) -> None:

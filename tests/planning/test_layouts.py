@@ -46,8 +46,16 @@ def test_the_weights_of_deepseek_v3_take_a_byte_each_but_for_the_few_that_stay_w
     served = find_model("deepseek-v3", "fp8")
     wide = 2 * 129280 * 7168 + 61 * 128 * 512 * (128 + 128)  # embedding and head, latent rows to heads: a byte more
     routers = 58 * 256 * 7168 * 3  # float32
-    scales = 58 * 256 * (2 * 2048 + 7168) * 4  # a float32 for each row of an expert
+    scales = (671.03e9 - wide - routers / 3) / 128 * 4  # a float32 for each 128 of a row of what is not wide
     assert served.weight_bytes(served.spec) == pytest.approx(671.03e9 + wide + routers + scales, rel=1e-4)
+
+
+def test_a_layout_that_cuts_between_numbers_that_share_a_scale_will_not_do() -> None:
+    served = find_model("gpt-oss-20b")
+    cut = evaluate(served, Layout(tp=2), 2, H200, NETWORK, DEMAND).problem
+    assert cut is not None and "= 2 cuts the model's 2880 columns of an expert into pieces of 1440" in cut
+    assert evaluate(served, Layout(tp=2, ep=2), 2, H200, NETWORK, DEMAND).problem is None
+    assert evaluate(find_model("gpt-oss-20b", "bf16"), Layout(tp=2), 2, H200, NETWORK, DEMAND).problem is None
 
 
 def test_a_rank_has_its_share_of_weights_and_of_grouped_heads() -> None:

@@ -13,25 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+from tests.conftest import wait_for
 
 DEADLINE_S = 120.0  # generous: the machine may be busy
 POLL_S = 0.05
 READY = "moiety is ready at "
-T = TypeVar("T")
-
-
-def wait_for(read: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """Wait until `read` returns something true, and return that."""
-    end = time.monotonic() + deadline_s
-    while not (found := read()):
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(POLL_S)
-    return found
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import free_port
 
 from moiety_dashboard.frames.experts import is_thin
 
@@ -55,8 +55,7 @@ def test_the_experts_page_draws_them(server: Any, account: Any, until: Callable[
     asked = {"model": server.model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
     assert account.post("/v1/chat/completions", asked).status_code == 200
     until(lambda: tokens_of(server), "its counts")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     log = tmp_path / "dashboard.log"
     command = [str(Path(sys.executable).with_name("moiety")), "dashboard", "--gateway", server.url, "--port", str(port)]
     with log.open("wb") as file:

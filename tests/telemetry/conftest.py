@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from tests.conftest import free_port
 
 MODEL = "moiety-demo"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}
@@ -105,13 +105,6 @@ class Running:
     def chat(self, key: str = "", **headers: str) -> httpx.Response:
         chosen = {"Authorization": f"Bearer {key or self.serve.tenant_key}", **headers}
         return self.client.post("/v1/chat/completions", json=HELLO, headers=chosen)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

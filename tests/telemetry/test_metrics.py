@@ -82,10 +82,10 @@ def test_the_list_of_metrics_is_what_is_told(used: Any, process: str, until_told
 
 @pytest.fixture
 def until_told() -> Callable[..., Any]:
-    """`until_told(read, lacking)`: what is read, once nothing is lacking in it, or after a few seconds."""
+    """`until_told(read, lacking)`: what is read, once nothing is lacking in it, or after a minute."""
 
     def wait(read: Callable[[], Any], lacking: Callable[[Any], Any]) -> Any:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while lacking(found := read()) and time.monotonic() < end:
             time.sleep(0.1)
         return found

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
+import sqlalchemy as sa
 from litestar import Litestar, get
 from litestar.exceptions import HTTPException
 from psycopg import sql
@@ -34,6 +35,8 @@ from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.kinds import Scope, Unit
+from moiety_platform.quota.lease import Hold
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
@@ -128,6 +131,33 @@ def empty_url(dialect: str, tmp_path: Path, request: pytest.FixtureRequest) -> s
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
+
+
+class DatabaseClock:
+    """The database's clock, moved by hand."""
+
+    def __init__(self) -> None:
+        self.ms = 1_800_000_000_000
+
+    def advance(self, seconds: float) -> None:
+        self.ms += round(seconds * 1000)
+
+    def now(self) -> sa.ColumnElement[int]:
+        return sa.literal(self.ms, sa.BigInteger)
+
+
+@pytest.fixture
+def time() -> DatabaseClock:
+    return DatabaseClock()
+
+
+async def hold_without_rounds(keeper: QuotaKeeper, scope: Scope, amounts: dict[Unit, int]) -> Hold:
+    """Of a keeper that was not started: nothing is renewed but what this needs."""
+    waiting = asyncio.create_task(keeper.hold([scope], amounts))
+    while not waiting.done():
+        await asyncio.wait({waiting}, timeout=0.01)
+        await keeper.transact(asked_only=True, renew_all=False)
+    return await waiting
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,7 @@ class Deployment:
         assert [error for part in self.parts for error in part.errors] == []
 
     def client(self, number: int = 0) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.urls[number]}/v1", api_key=self.key, max_retries=5, timeout=30.0)
+        return AsyncOpenAI(base_url=f"{self.urls[number]}/v1", api_key=self.key, max_retries=5, timeout=60.0)
 
     async def num_answered(self, number: int) -> float:
         """How many lines a gateway has answered."""

@@ -220,7 +220,7 @@ async def test_without_a_database_the_last_classes_stay_good_and_without_any_it_
 
 async def until_read(cache: ClassCache, clock: ManualClock) -> None:
     """Ask for the classes until the edit is seen."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await cache.get("standard"))["standard"].service.ttft_s != 0.7:
             clock.advance(1.0)
             await asyncio.sleep(0.01)

@@ -26,9 +26,11 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
+from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.erasure.data import KEPT, doomed
 from moiety_platform.erasure.service import Eraser
+from moiety_platform.erasure.telling import ErasureTeller
 from moiety_platform.errors import PlatformError, Unauthenticated
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
@@ -41,6 +43,7 @@ from moiety_platform.tenants.schemas import TenantChange
 from moiety_platform.tenants.service import change_tenant
 from moiety_platform.usage.models import LedgerEntry, UsageHour, UsageRecord
 from moiety_platform.usage.store import insert_rows
+from moiety_wire.messages import Card
 
 from .conftest import PEPPER, Admin, Demo
 from .test_audit import log
@@ -50,6 +53,7 @@ from .test_trace_store import store as store_traces
 
 MARK = "zebra"  # in everything that the tenant wrote
 OTHER = "giraffe"
+CARD = Card("engine-1", "tiny", "scripted", "{}", "", {}, (0,), 64, 8, 0, 0, "float32", "none")
 
 
 @pytest.fixture
@@ -214,6 +218,23 @@ async def test_erasing_again_changes_nothing_and_finds_what_came_late(
     assert again["counts"]["files"] == done["counts"]["files"] + 1
     assert await places_of(database, MARK) == set()
     verify(await log(admin))
+
+
+async def test_engines_hear_of_it_and_those_that_join_later_do_too(
+    admin: Admin, database: Database, clock: ManualClock
+) -> None:
+    engines = [FakeEngineClient(CARD)]
+    teller = ErasureTeller(database, lambda: engines)
+    await teller.round()
+    assert engines[0].forgotten_ids == []
+    erased = [await make_tenant(admin, database, clock, word) for word in (MARK, OTHER)]
+    await erase(admin, clock, erased[0]["id"])
+    await teller.round()
+    assert engines[0].forgotten_ids == [erased[0]["id"]]
+    assert (await admin.call("DELETE", f"tenants/{erased[1]['id']}/data", 202))["state"] == "erasing"
+    engines.append(FakeEngineClient(CARD))
+    await teller.round()
+    assert [sorted(one.forgotten_ids) for one in engines] == [sorted(one["id"] for one in erased)] * 2
 
 
 async def test_what_was_killed_in_the_middle_goes_on_where_it_stopped(

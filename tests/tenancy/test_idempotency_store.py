@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from sqlalchemy import BigInteger, ColumnElement, func, literal, select
+from sqlalchemy import func, select
 
 from moiety_platform.db.session import Database
 from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused, TooManyKeys
@@ -16,27 +16,11 @@ from moiety_platform.idempotency.keys import Asked
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest
 from moiety_platform.idempotency.store import KeptAnswer, KeyStore
 
+from .conftest import DatabaseClock
+
 LIMITS = KeepingLimits(ttl_s=60, max_answer_bytes=100, max_keys_per_tenant=1000, max_bytes_per_tenant=1000)
 
 NewKeeper = Callable[..., IdempotencyKeeper]
-
-
-class DatabaseClock:
-    """The database's clock, moved by hand."""
-
-    def __init__(self) -> None:
-        self.ms = 1_800_000_000_000
-
-    def advance(self, seconds: float) -> None:
-        self.ms += round(seconds * 1000)
-
-    def now(self) -> ColumnElement[int]:
-        return literal(self.ms, BigInteger)
-
-
-@pytest.fixture
-def time() -> DatabaseClock:
-    return DatabaseClock()
 
 
 @pytest.fixture
@@ -74,7 +58,7 @@ async def answer(keeper: IdempotencyKeeper, key: bytes, data: bytes, what: Asked
     await claim.release()
 
 
-async def check_sums(database: Database) -> None:
+async def assert_sums_are_exact(database: Database) -> None:
     """What is counted for each tenant is what its rows add up to."""
     tenant_id, size = IdempotentRequest.tenant_id, IdempotentRequest.num_bytes
     actual = func.coalesce(func.length(IdempotentRequest.body), 0)
@@ -94,7 +78,7 @@ async def test_of_many_at_once_at_two_gateways_one_holds_the_key(
     found = await asyncio.gather(*(keeper.claim(b"k", asked()) for keeper in keepers), return_exceptions=True)
     assert sum(isinstance(one, Claim) for one in found) == 1
     assert sum(isinstance(one, KeyInUse) for one in found) == len(keepers) - 1
-    await check_sums(database)
+    await assert_sums_are_exact(database)
 
 
 async def test_an_answer_is_kept_until_it_expires(
@@ -109,7 +93,7 @@ async def test_an_answer_is_kept_until_it_expires(
     time.advance(1)
     await (await hold(there, b"k", asked(b"another body"))).release()
     await hold(here, b"k")
-    await check_sums(database)
+    await assert_sums_are_exact(database)
 
 
 async def test_a_claim_is_held_while_it_is_renewed_and_taken_over_when_it_is_not(
@@ -132,14 +116,22 @@ async def test_a_claim_is_held_while_it_is_renewed_and_taken_over_when_it_is_not
     taken.note(b"mine")
     await taken.keep(200, {})
     assert await here.claim(b"k", asked()) == KeptAnswer(200, {}, b"mine")
-    await check_sums(database)
+    await assert_sums_are_exact(database)
 
 
 async def test_a_keeper_that_was_started_renews_its_claims_by_itself(database: Database, second: Database) -> None:
-    here, there = (IdempotencyKeeper(one, KeyStore(), LIMITS, claim_s=0.6) for one in (database, second))
+    here, there = (IdempotencyKeeper(one, KeyStore(), LIMITS, claim_s=3) for one in (database, second))
     await hold(here, b"k")
+
+    async def expires_ms() -> int:  # by the database's own clock, which nobody moves
+        async with database.read() as session:
+            return (await session.scalars(select(IdempotentRequest.expires_ms))).one()
+
+    first_ms = await expires_ms()
     await here.start()
-    await asyncio.sleep(0.8)  # of the database's own clock, which nobody moves
+    async with asyncio.timeout(60):
+        while await expires_ms() <= first_ms:  # noqa: ASYNC110 - the store announces no change
+            await asyncio.sleep(0.05)
     with pytest.raises(KeyInUse):
         await there.claim(b"k", asked())
     await here.stop()
@@ -158,7 +150,7 @@ async def test_too_many_keys_and_too_many_bytes_are_those_of_one_tenant(
     with pytest.raises(TooManyKeys):
         await keeper.claim(b"4", asked())
     await answer(keeper, b"4", b"x" * 100, asked(tenant_id="ten_b"))
-    await check_sums(database)
+    await assert_sums_are_exact(database)
 
 
 async def test_what_has_expired_is_purged_in_batches_and_what_has_not_stays(
@@ -172,7 +164,7 @@ async def test_what_has_expired_is_purged_in_batches_and_what_has_not_stays(
     for limit, num_keys in ((5, 5), (5, 2), (5, 0)):
         async with database.write() as session:
             assert await store.purge(session, limit) == num_keys
-        await check_sums(database)
+        await assert_sums_are_exact(database)
     async with database.read() as session:
         assert await session.scalar(select(func.count()).select_from(IdempotentRequest)) == 1
         assert (await session.scalars(select(IdempotencyTenant.tenant_id))).all() == ["ten_a"]
@@ -191,7 +183,7 @@ async def test_a_tenants_text_is_erased_on_demand_and_what_runs_leaves_none(
     await running.keep(200, {})
     async with database.read() as session:
         assert (await session.scalars(select(IdempotentRequest.tenant_id))).all() == ["ten_b"]
-    await check_sums(database)
+    await assert_sums_are_exact(database)
 
 
 async def test_sums_stay_exact_whatever_happens_at_once(
@@ -219,4 +211,4 @@ async def test_sums_stay_exact_whatever_happens_at_once(
 
     for _ in range(3):
         await asyncio.gather(*map(one_request, range(16)), purge(database), purge(second))
-        await check_sums(database)
+        await assert_sums_are_exact(database)

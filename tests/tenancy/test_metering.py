@@ -320,7 +320,7 @@ async def test_what_a_request_that_runs_here_used_is_left_to_its_own_row(leased:
     await reader.start()
     other = msgspec.structs.replace(make_bill(), row=msgspec.structs.replace(make_bill().row, request_id="chat-2"))
     records = [metered(make_bill()), metered(other)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         reader.take(records, lambda _, request_ids: settled.put_nowait(request_ids))
         assert await settled.get() == ["chat-2-0"]
         held.clear()

@@ -66,7 +66,7 @@ def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProc
         [sys.executable, "-m", "moiety_migrations", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
     )
@@ -192,7 +192,7 @@ def test_processes_that_upgrade_at_the_same_time_all_succeed(empty_url: str) -> 
         )
         for _ in range(3)
     ]
-    outputs = [racer.communicate(timeout=60) for racer in racers]
+    outputs = [racer.communicate(timeout=120) for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0, 0], outputs
     assert {json.loads(output)["revision"] for output, _ in outputs} == {HEAD}
     assert table_names(empty_url) == TABLES
@@ -308,7 +308,7 @@ def test_a_second_migration_waits_while_the_first_holds_the_lock(
             while watcher.execute(waiting).fetchone() == (0,):
                 assert waiter.poll() is None, "it did not wait"
         assert table_names(url) == set()
-    assert waiter.wait(timeout=30) == 0
+    assert waiter.wait(timeout=120) == 0
     assert table_names(url) == TABLES
 
 

@@ -4,6 +4,8 @@ granted, nothing is granted beyond the cap, nothing is booked twice, and nothing
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -63,6 +65,27 @@ class Store(Database):
             raise Unavailable("the database is away")
 
 
+@functools.cache
+def new_store() -> bytes:
+    """The file that each example begins with."""
+
+    async def make(path: Path) -> None:
+        store = Store.open(f"sqlite:///{path}")
+        async with store.engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        async with store.write() as session:
+            for scope, cap in CAPS.items():
+                quota = Quota(id=scope.id, level=scope.level, scope_id=scope.id, kind=Kind.TOKENS_PER_DAY, cap=cap)
+                quota.created_at = START
+                session.add(quota)
+        await store.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "quota.db"
+        asyncio.run(make(path))
+        return path.read_bytes()
+
+
 class Replica:
     """A gateway process: its keeper, its open requests, and charges that it has not booked yet. Its clock may run
     faster or slower than the others'."""
@@ -78,16 +101,13 @@ class Replica:
     async def ask(self, request: Coroutine[Any, Any, Any]) -> Any:
         """Carry out a request's coroutine, and the rounds with the database that it waits for."""
         task = asyncio.ensure_future(request)
-        for _ in range(50):
-            await asyncio.wait({task}, timeout=0.001)
-            if task.done():
-                return await task
-            try:
-                await self.keeper.transact()
-            except Unavailable:
-                continue
-        task.cancel()
-        raise AssertionError("a request waits for ever")
+        async with asyncio.timeout(60):
+            while not task.done():
+                if self.keeper.stats().waiting:
+                    with contextlib.suppress(Unavailable):
+                        await self.keeper.transact()
+                await asyncio.wait({task}, timeout=0.001)
+        return await task
 
 
 class World(RuleBasedStateMachine):
@@ -95,26 +115,18 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.TemporaryDirectory()
-        self.store = Store.open(f"sqlite:///{Path(self.folder.name) / 'quota.db'}")
+        path = Path(self.folder.name) / "quota.db"
+        path.write_bytes(new_store())
+        self.store = Store.open(f"sqlite:///{path}")
         self.now_ms = 1_000_000
         self.replicas: list[Replica] = []
         self.caps = dict(CAPS)
         self.highest_cap = dict(CAPS)
         self.granted: dict[tuple[str, datetime], int] = {}
         self.crashed: set[str] = set()
-        self.run(self._create())
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(work)
-
-    async def _create(self) -> None:
-        async with self.store.engine.begin() as connection:
-            await connection.run_sync(Base.metadata.create_all)
-        async with self.store.write() as session:
-            for scope, cap in CAPS.items():
-                quota = Quota(id=scope.id, level=scope.level, scope_id=scope.id, kind=Kind.TOKENS_PER_DAY, cap=cap)
-                quota.created_at = START
-                session.add(quota)
 
     @initialize(paces=st.lists(st.sampled_from([0.9, 1.0, 1.1]), min_size=1, max_size=3))
     def begin(self, paces: list[float]) -> None:

@@ -70,7 +70,7 @@ async def test_keys_that_cannot_be_checked_are_logged_once_with_the_cause(
 
 async def settled(store: StoreReadiness) -> str:
     """What it says when it has looked."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (reason := await store.why_not_ready()) == "the database does not answer yet":
             pass
     return reason

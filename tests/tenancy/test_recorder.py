@@ -80,7 +80,7 @@ async def recording(database: Database, folder: Path, **options: object) -> Asyn
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what no event tells of, with a deadline."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -29,7 +29,7 @@ async def test_a_store_is_told_to_be_ready_though_nobody_asks_for_anything_but_m
     registry = CollectorRegistry()
     registry.register(StoreCollector(clock, store, usage, quotas, MeterReader(database, usage.holds), requests))
     told = [registry.get_sample_value("moiety_store_ready")]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while told[-1] != 1:
             await asyncio.sleep(0.01)
             told.append(registry.get_sample_value("moiety_store_ready"))

@@ -352,7 +352,7 @@ async def test_a_service_that_runs_does_its_chores_by_itself_and_stops(database:
     chores = chores_of(GatewaySettings(), database)
     upkeep = Upkeep("one", database, chores, UpkeepMetrics(new_registry()), interval_s=0.04, pause_s=0)
     await upkeep.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await left(database, QuotaRate.quota_id) != {"open"}:  # noqa: ASYNC110 - the store announces nothing
             await asyncio.sleep(0.02)
     await upkeep.stop()

@@ -39,7 +39,7 @@ def bench_engine(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
     quantization: Annotated[str, typer.Option(help="auto, none, int8, int4 or fp8")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="auto, fp8 or int8")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8 or int8")] = "auto",
     moe_kernel: Annotated[MoeKernel, typer.Option(help="who computes experts")] = MoeKernel.AUTO,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="the same bits alone and in any batch")

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 
+from moiety_engine.cache.prefix import MARK_BYTES
+
 
 class NoFreeBlocks(Exception):
     """More blocks were asked for than are free; nothing was allocated."""
@@ -111,6 +113,17 @@ class BlockPool:
         self.num_cached -= 1
         self._blank.append(block)
         return True
+
+    def strike(self, marks: Container[bytes]) -> list[bytes]:
+        """Forget all contents whose hashes begin with one of these marks; blocks that are used stay with who uses them,
+        and are blank after that. Their hashes."""
+        struck = [block_hash for block_hash in self._block_of if block_hash[:MARK_BYTES] in marks]
+        for block_hash in struck:
+            if not self.blank(block_hash):
+                block = self._block_of.pop(block_hash)
+                self._hash_of[block] = None
+                self._aside.pop(block, None)
+        return struck
 
     def find(self, block_hash: bytes) -> int | None:
         """The block whose contents have this hash, if it is still there. Takes no reference."""

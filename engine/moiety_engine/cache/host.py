@@ -114,6 +114,10 @@ class HostTier:
         """It is kept no more."""
         self._pool.let_go(block_hash)
 
+    def strike(self, marks: Container[bytes]) -> list[bytes]:
+        """As the pool above it does."""
+        return self._pool.strike(marks)
+
     def forget(self) -> None:
         """All contents are lost; no block is used, and no copy is queued."""
         self._pool.forget()

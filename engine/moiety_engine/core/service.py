@@ -17,6 +17,7 @@ from moiety_engine.messages import (
     CoreAbort,
     CoreAdapter,
     CoreExtend,
+    CoreForget,
     CoreHello,
     CoreRest,
     CoreRested,
@@ -26,6 +27,7 @@ from moiety_engine.messages import (
     CoreSubmit,
     ToCore,
 )
+from moiety_engine.model.families import ignored_keys
 from moiety_wire.experts import AskExperts
 
 COMPANY_WAIT_MS = 2  # a request waits for company (the dynamic strategy) or its guide, and time alone ends that
@@ -35,6 +37,9 @@ PROGRESS_INTERVAL_S = 0.2
 def serve(link: FrontLink, config: EngineConfig, meeting: Meeting | None = None) -> None:
     """Runs until the front says shutdown. `meeting`: what a launcher said of other ranks. Raises EngineError where the
     model cannot be loaded."""
+    if ignored := ignored_keys(Path(config.model)):
+        advice = "see that the model computes the same without them"
+        structlog.get_logger().warning("config_keys_ignored", keys=ignored, advice=advice)
     with load_loop(config, meeting=meeting, progress=_Progress(link)) as loop:
         _serve(link, loop, config)
 
@@ -94,7 +99,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
 
 
 def obey(loop: EngineLoop, command: ToCore) -> None:
-    """What concerns one request or adapter; rest and shutdown are the caller's."""
+    """What concerns requests, adapters or tenants; rest and shutdown are the caller's."""
     match command:
         case CoreSubmit():
             loop.submit(command)
@@ -104,6 +109,8 @@ def obey(loop: EngineLoop, command: ToCore) -> None:
             loop.abort(command.key, command.reason)
         case CoreAdapter():
             loop.adapters.learn(command.name, Path(command.folder))
+        case CoreForget():
+            loop.forget_tenants(command.tenant_ids)
 
 
 def _rest(loop: EngineLoop, link: FrontLink, *, asleep: bool) -> CoreRested:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.batch import KvCache
     from moiety_engine.model.transformer import Transformer
 
-FORM = 1  # raised where files, or the arithmetic of keys and values, change in a way that nothing below says
+FORM = 2  # raised where files, or the arithmetic of keys and values, change in a way that nothing below says
 IDENTITY_BYTES = 32
 _KNOWN = "contents.json"
 
@@ -41,7 +41,7 @@ def identity_of(model: Transformer, config: EngineConfig, kv: KvCache, parent: P
         "weights": [config.load_format, config.quantization, str(model.dtype)],
         "arithmetic": [model.arithmetic.moe_kernel, model.arithmetic.invariant],
         "block_size": kv.block_size,
-        "layers": [[(tuple(part.shape[1:]), str(part.dtype)) for part in layer.parts] for layer in kv.layers],
+        "layers": [[(tuple(part.shape[1:]), str(part.dtype)) for part in layer.parts] for layer in kv.everything],
     }
     return hashlib.blake2b(msgspec.json.encode(said), digest_size=IDENTITY_BYTES).digest()
 

@@ -6,10 +6,11 @@ A file's blocks are of one request, so they are used, and grow old, together. It
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from moiety_engine.cache.pins import Pins
+from moiety_engine.disk.records import Kept
 
 
 @dataclass(eq=False, slots=True)
@@ -21,13 +22,7 @@ class Stored:
     hashes: tuple[bytes, ...]
     owner: bytes
     used_s: float
-
-
-class Kept(NamedTuple):
-    """That a conversation will come back, within so long, and what its tenant weighs."""
-
-    seconds: float
-    weight: float
+    kept: Kept | None = None  # as the file says
 
 
 class DiskIndex:
@@ -39,16 +34,25 @@ class DiskIndex:
         self._files: OrderedDict[str, Stored] = OrderedDict()  # the least recently used first
         self._file_of: dict[bytes, Stored] = {}
         self._pins: Pins[str] = Pins(max_bytes)
+        self._forgotten: set[bytes] = set()  # owners
 
     @property
     def num_blocks(self) -> int:
         return len(self._file_of)
 
+    @property
+    def num_kept(self) -> int:
+        """Files."""
+        return sum(name in self._pins for name in self._files)
+
     def find(self, block_hash: bytes) -> Stored | None:
         return self._file_of.get(block_hash)
 
     def add(self, stored: Stored) -> list[Stored]:
-        """A file was written, and is the newest. Returns those that must go for it, which are forgotten."""
+        """A file was written or found, and is the newest. Returns those that must go for it, which are forgotten, or
+        the file itself if its owner is."""
+        if stored.owner in self._forgotten:
+            return [stored]
         if stored.name in self._files:
             return []
         self._pins.sweep()
@@ -62,10 +66,10 @@ class DiskIndex:
             self.drop(gone[-1])
         return gone
 
-    def keep(self, stored: Stored, kept: Kept | None) -> None:
+    def keep(self, stored: Stored, kept: Kept | None, now_s: float) -> None:
         """It goes after others for a while."""
-        if kept is not None and stored.name in self._files:
-            self._pins.pin(stored.owner, [(stored.name, stored.num_bytes)], kept.seconds, kept.weight)
+        if kept is not None and kept.until_s > now_s and stored.name in self._files:
+            self._pins.pin(stored.owner, [(stored.name, stored.num_bytes)], kept.until_s - now_s, kept.weight)
 
     def use(self, stored: Stored, now_s: float) -> None:
         if stored.name in self._files:
@@ -89,6 +93,14 @@ class DiskIndex:
         for stored in old:
             self.drop(stored)
         return old
+
+    def forget(self, owners: Collection[bytes]) -> list[Stored]:
+        """Nothing of these is kept, now or later; the files that there were."""
+        self._forgotten.update(owners)
+        theirs = [stored for stored in self._files.values() if stored.owner in self._forgotten]
+        for stored in theirs:
+            self.drop(stored)
+        return theirs
 
     def _first_to_go(self) -> Stored:
         """What is kept is passed over, and is as new as others then."""

@@ -2,20 +2,25 @@
 
 The header holds a digest of each block, made with the block's hash and the tier's identity, and ends with its own. So a
 file that is torn, of another model, or of somebody else is told from a good one, and never gives wrong keys and values.
+At the end stands until when the file is kept for a conversation that will come back: the one thing that changes. With a
+digest of its own, since a kill in the middle must cost no more than that.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
 MAGIC = b"MOIETYKV"
 DIGEST_BYTES = 16
 _LENGTH_BYTES = 4
+_KEPT = struct.Struct("<dd")
+KEPT_BYTES = _KEPT.size + DIGEST_BYTES
 _MOST_HEADER_BYTES = 1 << 20
 
 Buffer = memoryview
@@ -23,6 +28,13 @@ Buffer = memoryview
 
 class BadFile(Exception):
     """Not a file of this tier, or not a whole one."""
+
+
+class Kept(NamedTuple):
+    """That a conversation will come back: until when, in unix seconds, and what its tenant weighs."""
+
+    until_s: float
+    weight: float
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +54,9 @@ def digest_of(block: Buffer, block_hash: bytes, identity: bytes) -> bytes:
     return blake2b(block, digest_size=DIGEST_BYTES, key=block_hash + identity).digest()
 
 
-def write_file(file: BinaryIO, identity: bytes, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[Buffer]) -> int:
+def write_file(
+    file: BinaryIO, identity: bytes, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[Buffer], kept: Kept | None
+) -> int:
     """Returns the bytes written."""
     digests = [digest_of(block, one, identity) for one, block in zip(hashes, blocks, strict=True)]
     header = msgspec.msgpack.encode(Header(identity, owner, len(blocks[0]), list(hashes), digests))
@@ -51,11 +65,42 @@ def write_file(file: BinaryIO, identity: bytes, owner: bytes, hashes: Sequence[b
     file.write(head)
     for block in blocks:
         file.write(block)
-    return len(head) + sum(len(block) for block in blocks)
+    file.write(_encode_kept(kept))
+    return len(head) + sum(len(block) for block in blocks) + KEPT_BYTES
+
+
+def write_kept(file: BinaryIO, kept: Kept) -> None:
+    """Of a file that is there, opened to be read and written."""
+    file.seek(-KEPT_BYTES, os.SEEK_END)
+    file.write(_encode_kept(kept))
+
+
+def read_kept(file: BinaryIO) -> Kept | None:
+    """None where it is not kept, or nobody can tell."""
+    file.seek(-KEPT_BYTES, os.SEEK_END)
+    found = file.read(KEPT_BYTES)
+    kept = Kept(*_KEPT.unpack(found[: _KEPT.size]))
+    return kept if kept.until_s > 0 and found == _encode_kept(kept) else None
+
+
+def _encode_kept(kept: Kept | None) -> bytes:
+    packed = _KEPT.pack(*(kept or Kept(0.0, 0.0)))
+    return packed + blake2b(packed, digest_size=DIGEST_BYTES, person=b"moiety-kept").digest()
 
 
 def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[Header, int]:
     """And where the first block begins. The file has all blocks that its header names. Raises BadFile."""
+    header, start = read_head(file)
+    num_blocks = len(header.hashes)
+    if (header.identity, header.block_bytes) != (identity, block_bytes) or len(header.digests) != num_blocks:
+        raise BadFile("it is of another model")
+    if os.fstat(file.fileno()).st_size != start + num_blocks * block_bytes + KEPT_BYTES:
+        raise BadFile("it has not the size that its header says")
+    return header, start
+
+
+def read_head(file: BinaryIO) -> tuple[Header, int]:
+    """Of whichever model, and where it ends. Raises BadFile."""
     begin = len(MAGIC) + _LENGTH_BYTES
     head = file.read(begin)
     length = int.from_bytes(head[len(MAGIC) :], "little")
@@ -68,13 +113,7 @@ def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[Head
         header = msgspec.msgpack.decode(rest[:length], type=Header)
     except msgspec.MsgspecError as exc:
         raise BadFile("its header is not of this form") from exc
-    start = begin + length + DIGEST_BYTES
-    num_blocks = len(header.hashes)
-    if (header.identity, header.block_bytes) != (identity, block_bytes) or len(header.digests) != num_blocks:
-        raise BadFile("it is of another model")
-    if os.fstat(file.fileno()).st_size != start + num_blocks * block_bytes:
-        raise BadFile("it has not the size that its header says")
-    return header, start
+    return header, begin + length + DIGEST_BYTES
 
 
 def read_blocks(file: BinaryIO, identity: bytes, wanted: Sequence[tuple[bytes, Buffer]]) -> None:

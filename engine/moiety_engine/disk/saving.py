@@ -11,11 +11,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -23,7 +23,8 @@ from moiety_engine.disk.records import owner_tag
 
 if TYPE_CHECKING:
     from moiety_engine.disk.folder import DiskFolder
-    from moiety_engine.disk.index import DiskIndex, Kept, Stored
+    from moiety_engine.disk.index import DiskIndex, Stored
+    from moiety_engine.disk.records import Kept
     from moiety_engine.disk.rows import Rows
     from moiety_engine.scheduling.kv import KvLedger
 
@@ -52,7 +53,6 @@ class _Writing:
     rows: Rows | None  # None: the cache has left meanwhile
     taken: list[int]
     hashes: list[bytes]
-    kept: Kept | None
 
 
 class Saver:
@@ -67,14 +67,14 @@ class Saver:
         self._known: set[bytes] = set()  # offered, or being written
         self._writing: deque[_Writing] = deque()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk-writer", initializer=_step_back)
-        self._removing: deque[Future[None]] = deque()
+        self._beside: deque[Future[None]] = deque()  # what the writer does beside writing files
         self._paused_until_s = 0.0
         self.written_blocks_total = self.written_bytes_total = 0
         self.dropped_blocks_total = self.failed_writes_total = 0
 
     @property
     def is_quiet(self) -> bool:
-        return not self._offers and not self._writing and not self._removing
+        return not self._offers and not self._writing and not self._beside
 
     @property
     def is_writing(self) -> bool:
@@ -95,8 +95,11 @@ class Saver:
             elif block_hash not in self._known:
                 fresh.append(block_hash)
         for stored in used:
-            self._index.keep(stored, kept)
-            if now_s - stored.used_s > TOUCH_INTERVAL_S:
+            self._index.keep(stored, kept, now_s)
+            if kept is not None and kept.until_s > _until_s(stored.kept) + TOUCH_INTERVAL_S:
+                stored.kept = kept
+                self._beside.append(self._writer.submit(self._folder.keep, stored.name, kept))
+            elif now_s - stored.used_s > TOUCH_INTERVAL_S:
                 self._writer.submit(self._folder.touch, stored.name)
             self._index.use(stored, now_s)
         if not fresh:
@@ -128,8 +131,8 @@ class Saver:
 
     def take_written(self) -> None:
         """What the writer has done since the last call."""
-        while self._removing and self._removing[0].done():
-            self._removing.popleft()
+        while self._beside and self._beside[0].done():
+            self._beside.popleft()
         while self._writing and self._writing[0].future.done():
             done = self._writing.popleft()
             if done.rows is not None:
@@ -141,7 +144,7 @@ class Saver:
                 self.written_blocks_total += len(stored.hashes)
                 self.written_bytes_total += stored.num_bytes
                 gone = self._index.add(stored)
-                self._index.keep(stored, done.kept)
+                self._index.keep(stored, stored.kept, self._clock())
                 self.remove(gone)
             elif isinstance(problem, OSError):
                 self.dropped_blocks_total += len(done.hashes)
@@ -151,7 +154,27 @@ class Saver:
 
     def remove(self, files: list[Stored]) -> None:
         """Of files that the index has forgotten."""
-        self._removing += [self._writer.submit(self._folder.remove, stored.name) for stored in files]
+        self._beside += [self._writer.submit(self._folder.remove, stored.name) for stored in files]
+
+    def forget_tenants(self, tenant_ids: Collection[str]) -> int:
+        """Nothing of theirs is on the disk before long, nor comes there; how many files there were that are known."""
+        owners = {owner_tag(one, self._folder.identity) for one in tenant_ids}
+        for offer in [offer for offer in self._offers if offer.owner in owners]:
+            self._offers.remove(offer)
+            self._known.difference_update(offer.hashes)
+        gone = self._index.forget(owners)
+        self.remove(gone)
+        self._beside.append(self._writer.submit(self._remove_elsewhere, tenant_ids))
+        return len(gone)
+
+    def _remove_elsewhere(self, tenant_ids: Collection[str]) -> None:
+        try:
+            num_files = self._folder.remove_of(tenant_ids)
+        except OSError as exc:
+            log.warning("disk_cache_not_erased", reason=str(exc), advice="delete what other models have left by hand")
+        else:
+            if num_files:
+                log.info("disk_cache_erased_elsewhere", num_files=num_files)
 
     def forget(self) -> None:
         """The cache's contents are lost: what was not copied out yet is not there any more."""
@@ -165,9 +188,9 @@ class Saver:
 
     def wait(self, timeout_s: float) -> None:
         """For the writer, once."""
-        if self._writing:
-            with suppress(TimeoutError, OSError):
-                self._writing[0].future.result(timeout_s)
+        under_way: list[Future[Any]] = [one.future for one in self._writing] or list(self._beside)
+        if under_way:
+            wait(under_way, timeout_s, return_when=FIRST_COMPLETED)
 
     def close(self) -> None:
         self._writer.shutdown(wait=False, cancel_futures=True)
@@ -180,9 +203,9 @@ class Saver:
 
         def write() -> Stored:
             mark.wait()
-            return self._folder.write(owner, hashes, views)
+            return self._folder.write(owner, hashes, views, offer.kept)
 
-        self._writing.append(_Writing(self._writer.submit(write), rows, taken, hashes, offer.kept))
+        self._writing.append(_Writing(self._writer.submit(write), rows, taken, hashes))
 
     def _drop(self, offer: _Offer) -> None:
         self._known.difference_update(offer.hashes)
@@ -194,6 +217,10 @@ class Saver:
             log.warning("disk_cache_writes_paused", reason=problem.strerror or str(problem), seconds=PAUSE_S)
         self._paused_until_s = self._clock() + PAUSE_S
         self.forget()
+
+
+def _until_s(kept: Kept | None) -> float:
+    return 0.0 if kept is None else kept.until_s
 
 
 def _step_back() -> None:

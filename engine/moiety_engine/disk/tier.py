@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,8 @@ import structlog
 
 from moiety_engine.disk.folder import DiskFolder
 from moiety_engine.disk.identity import digest_of_folder, identity_of
-from moiety_engine.disk.index import DiskIndex, Kept, Stored
+from moiety_engine.disk.index import DiskIndex, Stored
+from moiety_engine.disk.records import Kept
 from moiety_engine.disk.restoring import Restorer
 from moiety_engine.disk.rows import Rows
 from moiety_engine.disk.saving import TURN_BYTES, Saver
@@ -129,6 +130,10 @@ class DiskTier:
         if not self.saver.is_quiet:
             self.saver.save(self._ledger, self._out, most_bytes or TURN_BYTES[self._kind])
 
+    def forget_tenants(self, tenant_ids: Collection[str]) -> int:
+        """Remove what they have left, now and whenever more of it is found; how many files are known of."""
+        return self.saver.forget_tenants(tenant_ids)
+
     def tend(self) -> None:
         """What goes on while the engine sleeps, too: files are found, written to their end, and deleted in time."""
         self._take_found()
@@ -176,7 +181,7 @@ class DiskTier:
     def _released(self, sequence: Sequence) -> None:
         hashes = sequence.hashes_between(0, sequence.num_sealed, self._ledger.block_size)
         submit = sequence.submit
-        kept = Kept(submit.keep_s, submit.tenant_weight) if submit.keep_s > 0 else None
+        kept = Kept(time.time() + submit.keep_s, submit.tenant_weight) if submit.keep_s > 0 else None
         self.saver.offer(submit.tenant_id, hashes, kept)
 
     def _bring(self, hashes: list[bytes], rows: Rows, taken: list[int], copy: Callable[[Copies], None]) -> None:
@@ -200,7 +205,9 @@ class DiskTier:
 
     def _take_found(self) -> None:
         while self._found:
-            self.saver.remove(self.index.add(self._found.popleft()))
+            stored = self._found.popleft()
+            self.saver.remove(self.index.add(stored))
+            self.index.keep(stored, stored.kept, time.time())
 
     def _expire(self) -> None:
         now_s = time.time()

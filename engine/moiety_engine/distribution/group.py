@@ -67,6 +67,7 @@ class Pipeline:
     def __init__(self, ranks: Sequence[int] = (0,), stage: int = 0) -> None:
         """`ranks`: all of it, in order; this is the one at `stage`."""
         self._ranks, self._stage = ranks, stage
+        self.size = len(ranks)
         self.is_first = stage == 0
         self._is_last = stage == len(ranks) - 1
 
@@ -80,6 +81,20 @@ class Pipeline:
         """To the stage after, if there is one."""
         if not self._is_last and x.numel():
             dist.send(x.contiguous(), self._ranks[self._stage + 1])
+
+    def bring_columns_home(self, x_TC: Tensor, num_columns: Sequence[int]) -> Tensor:
+        """All stages' columns side by side, on the first; on the others x itself. `num_columns`: of each stage."""
+        if not self.is_first:
+            if x_TC.numel():
+                dist.send(x_TC.contiguous(), self._ranks[0])
+            return x_TC
+        parts = [x_TC]
+        for rank, count in zip(self._ranks[1:], num_columns[1:], strict=True):
+            part = x_TC.new_empty(len(x_TC), count)
+            if part.numel():
+                dist.recv(part, rank)
+            parts.append(part)
+        return torch.cat(parts, dim=1)
 
     def bring_home(self, x: Tensor) -> Tensor:
         """What the last stage has, on the first; x has its shape everywhere."""

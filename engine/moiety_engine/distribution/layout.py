@@ -142,8 +142,9 @@ class Seat:
         return slots[self.ep_rank * each : (self.ep_rank + 1) * each]
 
     def peer(self, part: int) -> int:
-        """The rank of its stage that has the same piece of another part's experts."""
-        return self.pp_rank * self.layout.stage_size + part * self.expert_cuts + self.cut_rank
+        """The rank that has the same piece of another part's experts, of its stage or of those with experts alone."""
+        first = self.rank - self._among_experts
+        return first + part * self.expert_cuts + self.cut_rank
 
 
 ONLY_SEAT = Seat()
@@ -152,11 +153,6 @@ ONLY_SEAT = Seat()
 def layout_of(config: EngineConfig) -> Layout:
     """What the settings ask for. Raises InvalidConfig."""
     layout = Layout(config.tp, config.dp_attention, config.ep, config.pp, config.redundant_experts, config.expert_ranks)
-    if layout.expert_ranks and (layout.redundant_experts or config.rebalance_every_s):
-        raise InvalidConfig(
-            "experts on ranks of their own stay where they are: leave out --redundant-experts and --rebalance-every-s, "
-            "or --expert-ranks"
-        )
     if config.batch_invariant and layout.num_ranks > 1:
         raise InvalidConfig(
             "--batch-invariant cannot be had over several ranks, whose sums depend on how much is summed: leave it out"
@@ -170,11 +166,6 @@ def layout_of(config: EngineConfig) -> Layout:
         raise InvalidConfig(
             "--redundant-experts and --rebalance-every-s are for experts that are spread over ranks: leave them out, "
             "or spread the experts with --ep"
-        )
-    if config.rebalanced_every_s and layout.pp > 1:
-        raise InvalidConfig(
-            "experts are not rebalanced over stages, of which only the first counts what its experts have to do: leave "
-            "out --pp, or --redundant-experts and --rebalance-every-s"
         )
     return layout
 

@@ -1,8 +1,9 @@
 """How ranks know that the others live: a line from each to rank 0, over which every rank says something all the time.
 
-A line that breaks, or over which nothing comes for a few seconds, means that a rank is lost, and with it the group:
-rank 0 tells the others why, and each ends its process. Also when a rank ends in order, or cannot go on and can say so,
-that is said here. Torch's own collectives would notice a lost rank too, but late, and not why.
+A line that breaks, or over which nothing comes for a few seconds in which this process itself gets to run, means that
+a rank is lost, and with it the group: rank 0 tells the others why, and each ends its process. Also when a rank ends in
+order, or cannot go on and can say so, that is said here. Torch's own collectives would notice a lost rank too, but
+late, and not why.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 import structlog
 
 from moiety_engine.distribution.group import Waited
+from moiety_engine.distribution.silence import Silence
 from moiety_engine.errors import RanksError
 
 if TYPE_CHECKING:
@@ -75,7 +77,6 @@ class Line:
     def __init__(self, end: socket.socket) -> None:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = end
-        self.heard_at_s = time.monotonic()
         self._bytes = bytearray()
         self._sending = threading.Lock()
         self._decoder: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
@@ -93,7 +94,6 @@ class Line:
         if not data:
             raise EOFError
         self._bytes += data
-        self.heard_at_s = time.monotonic()
         words = []
         while len(self._bytes) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
@@ -175,19 +175,21 @@ class Lifeline:
         with selectors.DefaultSelector() as selector:
             for rank, line in self._lines.items():
                 line.socket.settimeout(SILENCE_S)
-                line.heard_at_s = time.monotonic()
                 selector.register(line.socket, selectors.EVENT_READ, rank)
             beat_at_s = 0.0
+            turn_s = BEAT_INTERVAL_S / 2
+            silence = Silence(self._lines, limit_s=SILENCE_S, turn_s=turn_s, now_s=time.monotonic())
             while not self._over:
-                for key, _ in selector.select(BEAT_INTERVAL_S / 2):
+                found = selector.select(turn_s)
+                silence.turn(now_s := time.monotonic())
+                for key, _ in found:
                     self._hear(key.data)
-                now_s = time.monotonic()
+                    silence.heard(key.data)
                 if now_s - beat_at_s >= BEAT_INTERVAL_S:
                     beat_at_s = now_s
                     self.tell(Beat(self._waited.seconds))
-                for rank, line in self._lines.items():
-                    if now_s - line.heard_at_s > SILENCE_S:
-                        self._lose(f"rank {rank} has said nothing for {SILENCE_S:g} s: it hangs, or its host is away")
+                for rank in silence.too_long():
+                    self._lose(f"rank {rank} has said nothing for {SILENCE_S:g} s: it hangs, or its host is away")
 
     def _hear(self, rank: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Loads a draft model, and sees that it speaks the language of the model that it drafts for."""
+"""Loads what drafts, and sees that a second model speaks the language of the model that it drafts for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from moiety_engine.config import Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.loading import load_model
+from moiety_engine.model.loading import load_foretelling, load_model
 from moiety_text.errors import TextError
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
@@ -18,16 +19,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moiety_engine.config import EngineConfig
+    from moiety_engine.model.loading import Loading
     from moiety_engine.model.transformer import Transformer
 
 log = structlog.get_logger()
 
 
-def load_draft_model(
+def load_drafter(
     config: EngineConfig, model: Transformer, progress: Callable[[int, int], None] | None = None
-) -> Transformer:
-    """That which the configuration names, beside the model that it drafts for, in the same form. Raises InvalidConfig
-    where their tokens differ, and what `load_model` raises."""
+) -> Transformer | None:
+    """What the configuration has draft for the model, in the same form: a second model, a layer of the checkpoint that
+    foretells, or neither. Raises InvalidConfig where their tokens differ, and what `load_model` raises."""
+    how: Loading = {
+        "device": str(model.device),
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "moe_kernel": config.moe_kernel,
+        "load_format": config.load_format,
+        "progress": progress,
+    }
+    if config.speculate is Speculate.MTP:
+        return load_foretelling(Path(config.model), model, **how)
+    if config.speculate is not Speculate.DRAFT:
+        return None
     folder = Path(config.draft_model)
     ours, its = model.spec.vocab_size, read_spec(folder).vocab_size
     if ours != its:
@@ -36,16 +50,7 @@ def load_draft_model(
             "the same vocabulary, or --speculate ngram, which needs none"
         )
     _check_tokens(Path(config.model), folder)
-    return load_model(
-        folder,
-        device=str(model.device),
-        dtype=config.dtype,
-        quantization=config.quantization,
-        moe_kernel=config.moe_kernel,
-        num_threads=None,
-        load_format=config.load_format,
-        progress=progress,
-    )
+    return load_model(folder, **how)
 
 
 def _check_tokens(folder: Path, draft_folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""What a draft model's passes read, as the arrays that a batch is made of.
+"""What a draft model's passes read, as the arrays that a batch is made of. What foretells from what the model made of
+each token reads in its place the token after it, `lag` places on.
 
 T tokens of the pass, S sequences of it, B blocks a row, D sequences that get a draft.
 """
@@ -19,7 +20,7 @@ _APART = 4  # tokens of a sequence that attend one by one, as decodes do: so mos
 
 
 class Piece(NamedTuple):
-    """Tokens `first` to `end` - 1 of a sequence, to be taken in; `drafts` so many tokens after them."""
+    """Places `first` to `end` - 1 of a sequence, to be taken in; `drafts` so many tokens after them."""
 
     sequence: Sequence
     first: int
@@ -39,9 +40,9 @@ class DraftRows:
     """The passes of one step's drafts. The longest draft is first, so that each pass has the first so many rows of the
     one before."""
 
-    def __init__(self, pieces: Iterable[Piece], block_size: int, tables: BlockTables) -> None:
+    def __init__(self, pieces: Iterable[Piece], block_size: int, tables: BlockTables, lag: int = 0) -> None:
         self.pieces = sorted(pieces, key=lambda piece: -piece.drafts)
-        self._block_size, self._tables = block_size, tables
+        self._block_size, self._tables, self._lag = block_size, tables, lag
         tables.keep_only([piece.sequence for piece in self.pieces])
         self.drafting = [piece for piece in self.pieces if piece.drafts]
         width = max((len(piece.sequence.blocks) for piece in self.drafting), default=1)
@@ -63,7 +64,8 @@ class DraftRows:
             table_SB[row, : len(piece.sequence.blocks)] = self._tables.of(piece.sequence)
         sequence_T = np.repeat(np.arange(len(parts)), counts)
         positions_T = np.arange(starts[-1]) + (firsts - starts[:-1])[sequence_T]
-        tokens = [token for p, first, count in parts for token in p.sequence.tokens[first : first + count]]
+        lag = self._lag
+        tokens = [token for p, first, count in parts for token in p.sequence.tokens[first + lag : first + lag + count]]
         token_ids_T = np.array(tokens, dtype=np.int64)
         pending_P = np.flatnonzero(token_ids_T == PENDING)
         token_ids_T[pending_P] = 0

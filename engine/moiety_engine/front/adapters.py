@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -41,16 +41,25 @@ class AdapterShelf:
     in_use: Callable[[], set[str]] = set
     _folder: Path | None = None
     _held: OrderedDict[str, int] = field(default_factory=OrderedDict)  # adapter → bytes, the least recently used first
+    _user_of: dict[str, str] = field(default_factory=dict)  # of those held: the tenant that uses it
     _uploads: dict[tuple[bytes, str], _Upload] = field(default_factory=dict)  # by who sends it
     _commands: list[CoreAdapter] = field(default_factory=list)
 
     def __contains__(self, name: object) -> bool:
         return name in self._held or (isinstance(name, str) and name in self.given)
 
-    def used(self, name: str) -> None:
-        """A request came for it."""
+    def used(self, name: str, tenant_id: str) -> None:
+        """That tenant's request came for it."""
         if name in self._held:
             self._held.move_to_end(name)
+            self._user_of[name] = tenant_id
+
+    def forget(self, tenant_ids: Iterable[str]) -> None:
+        """Remove what these tenants have used. What of it the model holds gives way in its turn; nobody else may name
+        it."""
+        erased = set(tenant_ids)
+        for name in [name for name, user in self._user_of.items() if user in erased]:
+            self._remove(name)
 
     def take(self, sender: bytes, part: AdapterPart) -> None:
         """The next part of what the sender sends. One that is held already, comes out of order or cannot be written is
@@ -123,6 +132,12 @@ class AdapterShelf:
                 upload.file.close()
             shutil.rmtree(upload.folder, ignore_errors=True)
 
+    def _remove(self, name: str) -> None:
+        del self._held[name]
+        self._user_of.pop(name, None)
+        assert self._folder is not None
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+
     def _make_room(self, num_bytes: int) -> bool:
         """For so many bytes beside what is held and what has come of others. False where those that are used leave too
         few."""
@@ -131,9 +146,7 @@ class AdapterShelf:
             return True
         used = self.in_use()
         for name in [name for name in self._held if name not in used]:
-            del self._held[name]
-            assert self._folder is not None
-            shutil.rmtree(self._folder / name, ignore_errors=True)
+            self._remove(name)
             if sum(self._held.values()) + num_bytes <= self.max_bytes:
                 return True
         return False

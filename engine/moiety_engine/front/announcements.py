@@ -65,4 +65,5 @@ def make_card(
         takes_adapters=hello.takes_adapters,
         adapters=adapters,
         foresees=hello.foresees,
+        forgets=True,
     )

@@ -31,7 +31,7 @@ from moiety_engine.front.unsettled_log import FLUSH_S, UnsettledLog
 from moiety_engine.front.usage_journal import UsageJournal
 from moiety_engine.front.validation import ModelLimits
 from moiety_engine.front.zmq_reader import ZmqReader
-from moiety_engine.messages import CoreHello, CoreLoad, CoreRested, CoreState, CoreStep, ToCore, ToFront
+from moiety_engine.messages import CoreForget, CoreHello, CoreLoad, CoreRested, CoreState, CoreStep, ToCore, ToFront
 from moiety_text.folder import TextModel
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import decode_to_engine
@@ -45,6 +45,7 @@ from moiety_wire.messages import (
     Card,
     Extend,
     FailureCode,
+    Forget,
     Heartbeat,
     Hello,
     Rest,
@@ -204,7 +205,7 @@ class Front:
     def _take(self, session: GatewaySession, message: ToEngine) -> None:
         match message:
             case Submit():
-                self._shelf.used(message.adapter)
+                self._shelf.used(message.adapter, message.tenant_id)
                 self._desk.submit(session, message)
             case AdapterPart():
                 self._shelf.take(session.identity, message)
@@ -220,6 +221,9 @@ class Front:
                 self._desk.forgo()
             case AskExperts():
                 self._experts.ask(session, message)
+            case Forget():
+                self._shelf.forget(message.tenant_ids)
+                self._core.send([CoreForget(message.tenant_ids)])
             case Settled():
                 self._meter.settle(message.replica_id, message.request_ids)
             case Heartbeat():

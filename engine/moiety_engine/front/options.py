@@ -49,6 +49,7 @@ class Quantization(StrEnum):
 
 class KvDtype(StrEnum):
     auto = "auto"
+    bf16 = "bf16"
     fp8 = "fp8"
     int8 = "int8"
 
@@ -120,7 +121,7 @@ KvDtypeOption = Annotated[
     typer.Option(
         envvar="MOIETY_ENGINE_KV_DTYPE",
         rich_help_panel=MEMORY,
-        help="Type of cached keys and values; fp8 or int8, on a GPU, holds twice the tokens.",
+        help="Type of cached keys and values; bf16 on a CPU, fp8 or int8 on a GPU hold twice the tokens.",
     ),
 ]
 MoeKernelOption = Annotated[
@@ -191,7 +192,7 @@ SpeculateOption = Annotated[
         envvar="MOIETY_ENGINE_SPECULATE",
         rich_help_panel=MEMORY,
         help="Guess tokens and verify them several at once, where that pays; ngram: by what the text said before; "
-        "draft: by --draft-model.",
+        "draft: by --draft-model; mtp: by a layer of the checkpoint that predicts further tokens.",
     ),
 ]
 SpeculateTokensOption = Annotated[

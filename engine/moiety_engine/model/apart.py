@@ -20,6 +20,7 @@ import torch
 from moiety_engine.model.adapted import LayerFactors
 from moiety_engine.model.dispatch import add_given, destinations, pack, share_of, unpack
 from moiety_engine.model.layers import MixtureOfExperts
+from moiety_engine.model.moving import SlotWeights
 from moiety_engine.model.residence import Residence
 from moiety_engine.model.shares import own_spec
 from moiety_engine.model.spec import MoeSpec
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.weights import ModelWeights
+    from moiety_placement.transition import Write
 
 Result = TypeVar("Result")
 
@@ -50,11 +52,14 @@ class FarMixture(MixtureOfExperts):
         chosen: list[Tensor],
         arithmetic: Arithmetic,
         ranks: Ranks,
+        slots: ExpertSlots | None,
     ) -> None:
-        super().__init__(spec, weights, chosen, arithmetic, LayerFactors())
+        """`slots`: None where each of those ranks has a piece of every expert."""
+        super().__init__(spec, weights, chosen, arithmetic, LayerFactors(), slots)
         (self._crossing,) = ranks.crossings
         self._waited = ranks.waited
-        self._seat, self._num_held = ranks.seat, spec.routing.num_experts // ranks.seat.layout.ep
+        self._seat = ranks.seat
+        self._num_held = spec.routing.num_experts if slots is None else slots.num_held
 
     def begin(self, x_TD: Tensor) -> Callable[[], Tensor]:
         """Rows go, and what every token needs is computed here; returns at once. What it returns waits for what the
@@ -62,10 +67,12 @@ class FarMixture(MixtureOfExperts):
         weight_TK, expert_TK = self._route(x_TD)
         self._chosen.append(expert_TK)
         share, crossing = share_of(self._seat, len(x_TD)), self._crossing
-        x_SD, weight_SK, expert_SK = x_TD[share], weight_TK[share], expert_TK[share]
-        goes_RS = destinations(self._seat, self._num_held, expert_SK)
+        x_SD, weight_SK, slot_SK = x_TD[share], weight_TK[share], expert_TK[share]
+        if self._slots is not None:
+            slot_SK = self._slots.of(slot_SK, num_ranks=crossing.num_attention)
+        goes_RS = destinations(self._seat, self._num_held, slot_SK)
         num_sent, row_N = goes_RS.sum(1).tolist(), goes_RS.nonzero()[:, 1]
-        packed_NB = pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, expert_SK)))
+        packed_NB = pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, slot_SK)))
         none = [0] * crossing.there.size
         to_experts = none[: crossing.num_attention] + num_sent
         crossing.there.announce(to_experts)
@@ -92,10 +99,13 @@ class ExpertRank:
         activation_dtype = torch.float32 if self.device.type == "cpu" else dtype
         self._residence = Residence(weights)
         self._layers: list[_Answering] = []
+        self._movable: dict[int, tuple[MoeWeights, ExpertSlots]] = {}
         for index in own.moe_layers:
             ffn, of_layer = own.layers[index].ffn, weights.layers[index].ffn
             assert isinstance(ffn, MoeSpec) and isinstance(of_layer, MoeWeights)
-            mixture = MixtureOfExperts(ffn, of_layer, [], arithmetic, LayerFactors(), self._slots(ffn))
+            slots = self._slots(ffn)
+            self._movable[index] = of_layer, slots
+            mixture = MixtureOfExperts(ffn, of_layer, [], arithmetic, LayerFactors(), slots)
             like_TD = torch.empty(0, spec.hidden_size, dtype=activation_dtype, device=self.device)
             like_TK = torch.empty(0, ffn.routing.top_k, dtype=torch.float32, device=self.device)
             crossing = ranks.crossings[ranks.seat.layout.stage_of(index, len(spec.layers))]
@@ -122,6 +132,13 @@ class ExpertRank:
                 given.popleft().wait()  # has arrived: of the same tokens the next layer's rows have come
         for one in given:
             one.wait()
+
+    @torch.inference_mode()
+    def move_experts(self, layer: int, writes: Sequence[Write]) -> None:
+        """Some slots of a layer are given other experts, on all ranks together, between the same two steps."""
+        weights, slots = self._movable[layer]
+        SlotWeights(weights, slots.num_held).write(writes, self._ranks.seat)
+        slots.write(writes)
 
     @property
     def away(self) -> bool:

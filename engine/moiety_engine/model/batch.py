@@ -80,3 +80,9 @@ class KvCache:
     layers: tuple[LayerCache | LatentCache, ...]
     num_blocks: int
     block_size: int
+    hidden: LatentCache | None = None  # what the model made of each token, after the final norm; None: it is not kept
+
+    @property
+    def everything(self) -> tuple[LayerCache | LatentCache, ...]:
+        """All that goes along with a block, wherever it goes."""
+        return self.layers if self.hidden is None else (*self.layers, self.hidden)

@@ -17,6 +17,7 @@ from moiety_engine.model.as_stored import AsStored
 from moiety_engine.model.errors import WeightsError
 from moiety_engine.model.fewer_bits import FewerBits, products_among
 from moiety_engine.model.names import ignorable, placements
+from moiety_engine.model.names.place import Place
 from moiety_engine.model.narrow import sources
 from moiety_engine.model.offloading import expert_names
 from moiety_engine.model.shares import own_places, own_spec, whole_places
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.model.names.place import Place, Shares
+    from moiety_engine.model.names.place import Chosen, Shares
     from moiety_engine.model.narrow import Source
     from moiety_engine.model.offloading import Offloading
     from moiety_engine.model.spec import ModelSpec
@@ -61,8 +62,8 @@ def load(
     total = sum(path.stat().st_size for path in shards)
     filled_on = device if form is None else torch.device("cpu")
     as_stored = form is not None and form.is_stored_as(spec.weight_format)
-    # bfloat16 holds what mxfp4 does, and float8 that is kept is not filled in here
-    exactly = dtype if form is None or (as_stored and form.floating) else torch.float32
+    # bfloat16 holds what mxfp4 does, and other numbers that are kept are not filled in here
+    exactly = dtype if form is None or as_stored else torch.float32
     own = own_spec(spec, seat)
     filling = offloading if offloading is not None and not offloading.is_whole else None
     experts_in = filling.store.empty if filling is not None and form is None else None
@@ -78,7 +79,9 @@ def load(
     if offloading is not None and offloading.is_whole:
         stored = expert_names(weights, wanted)
         wanted = {name: place for name, place in wanted.items() if name not in stored}
-    fewer_bits = None if form is None else _fewer_bits(spec, weights, wanted, found, form, device, offloading)
+    fewer_bits = None
+    if form is not None:
+        fewer_bits = _fewer_bits((spec, own, seat, form), weights, wanted, found, device, offloading)
     starting_at = {found[name].names[0]: name for name in wanted}
     done = 0
     for path in shards:
@@ -87,7 +90,8 @@ def load(
                 name = starting_at.get(start)
                 if name is None or shard_of[start] != path:
                     continue
-                parts = [file.get_tensor(start), *(_tensor(shard_of[other], other) for other in found[name].names[1:])]
+                of_one = ((part, shard_of[part]) for part in found[name].names)
+                parts = [file.get_tensor(part) if where == path else _tensor(where, part) for part, where in of_one]
                 _fill_one(name, wanted[name], found[name], parts, f"{name} in {path}", fewer_bits)
                 done += sum(part.numel() * part.element_size() for part in parts)
                 if progress is not None:
@@ -105,21 +109,22 @@ def product_names(folder: Path, spec: ModelSpec) -> set[str]:
 
 
 def _fewer_bits(
-    spec: ModelSpec,
+    model: tuple[ModelSpec, ModelSpec, Seat, WeightFormat],
     weights: ModelWeights,
     wanted: dict[str, Place | Shares],
     found: dict[str, Source],
-    form: WeightFormat,
     device: torch.device,
     offloading: Offloading | None,
 ) -> FewerBits:
-    """What puts products in few bits: all, or, where they are so on disk, those that are wholly so there."""
+    """What puts products in few bits: all, or, where they are so on disk, those that are wholly so there. `model`: the
+    whole one, what the rank has of it, which rank, and how it keeps that."""
+    spec, own, seat, form = model
     if not form.is_stored_as(spec.weight_format):
         return FewerBits(weights, wanted, form, device, set(), offloading=offloading)
     wide = {name for name in wanted if not found[name].is_narrow}
-    if not form.is_float8:
+    if form.of_experts_only:  # rounding keeps mxfp4 exactly
         return FewerBits(weights, wanted, form, device, wide, offloading=offloading)
-    kept = AsStored(spec, weights, form, set(found))
+    kept = AsStored(spec, own, seat, weights, form, set(found))
     others = {name for name in wanted if found[name].is_narrow and not kept.takes(name)}
     if names := sorted(others & products_among(weights, wanted)):
         log.info(
@@ -137,6 +142,8 @@ def _fill_one(
     what: str,
     fewer_bits: FewerBits | None,
 ) -> None:
+    if isinstance(place, Place) and place.chosen is not None:
+        parts = [part if part.numel() == 1 else _chosen(place.chosen, part, what) for part in parts]
     both = None if fewer_bits is None else fewer_bits.places(name, place)
     if both is None or source.keep is None:
         _fill(place, _made(source.make, parts, what), what)
@@ -153,6 +160,16 @@ def _made(make: Callable[..., Any], parts: list[Tensor], what: str) -> Any:
     except (RuntimeError, ValueError, IndexError) as exc:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise WeightsError(f"{what} is kept in parts of the shapes {shapes}, which do not fit together: {exc}") from exc
+
+
+def _chosen(chosen: Chosen, stack: Tensor, what: str) -> Tensor:
+    """Those experts of the stack, before anything is made of it."""
+    if stack.shape[:1] != (chosen.among,):
+        raise WeightsError(
+            f"{what} has shape {tuple(stack.shape)}, but config.json asks for {chosen.among} experts; the weights and "
+            "config.json belong to different models"
+        )
+    return stack[chosen.which]
 
 
 def _fill(place: Place | Shares, source: Tensor, what: str) -> None:

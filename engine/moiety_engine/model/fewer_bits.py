@@ -146,4 +146,4 @@ def as_packed_for_a_gpu(form: WeightFormat, spec: ModelSpec) -> WeightFormat | N
 
 def _products(weights: ModelWeights, form: WeightFormat) -> Iterator[Tensor]:
     """Those that are kept in `form`; of mxfp4 only the experts'."""
-    return products_of(weights, experts_only=form.floating and not form.is_float8)
+    return products_of(weights, experts_only=form.of_experts_only)

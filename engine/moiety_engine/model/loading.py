@@ -19,9 +19,10 @@ from moiety_engine.model.dummy import fill_at_random
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_products
+from moiety_engine.model.foretelling import foretelling_spec, require_foretelling
 from moiety_engine.model.offloading import budget, most_chosen, open_store
 from moiety_engine.model.residence import require_fit, weight_bytes
-from moiety_engine.model.shares import own_spec
+from moiety_engine.model.shares import check_cuts, own_spec
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import ModelWeights, allocate
@@ -34,12 +35,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from moiety_engine.model.vocabulary import Vocabulary
     from moiety_engine.offload.cache import ExpertCache
     from moiety_kernels.quantization import WeightFormat
 
 log = structlog.get_logger()
 
-KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _IN_PLACE = OffloadConfig()
 
@@ -58,12 +60,14 @@ class Loading(TypedDict, total=False):
     ranks: Ranks
     offload: OffloadConfig
     progress: Callable[[int, int], None] | None
+    keeps_hidden: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """What a rank has of a model, read; of a model on one rank all of it. `expert_bytes`: of one expert of a layer,
-    where only other ranks have any. `expert_cache`: whose slots are the weights' experts."""
+    where only other ranks may have any. `expert_cache`: whose slots are the weights' experts. `keeps_hidden`: see
+    Transformer."""
 
     spec: ModelSpec
     weights: ModelWeights
@@ -72,9 +76,10 @@ class Share:
     ranks: Ranks
     expert_bytes: int | None
     expert_cache: ExpertCache | None
+    keeps_hidden: bool = False
 
-    def transformer(self) -> Transformer:
-        """Of a rank with layers."""
+    def transformer(self, vocabulary: Vocabulary | None = None) -> Transformer:
+        """Of a rank with layers. `vocabulary`: another model's, where it has none."""
         return Transformer(
             self.spec,
             self.weights,
@@ -83,6 +88,8 @@ class Share:
             ranks=self.ranks,
             expert_bytes=self.expert_bytes,
             expert_cache=self.expert_cache,
+            keeps_hidden=self.keeps_hidden,
+            vocabulary=vocabulary,
         )
 
     def experts(self) -> ExpertRank:
@@ -93,6 +100,11 @@ class Share:
 def load_model(folder: Path, **how: Unpack[Loading]) -> Transformer:
     """The model on a rank with layers, as `load_share` reads it."""
     return load_share(folder, **how).transformer()
+
+
+def load_foretelling(folder: Path, model: Transformer, **how: Unpack[Loading]) -> Transformer:
+    """The layer of the same checkpoint that foretells what the model will say, as `load_share` reads it."""
+    return load_share(folder, foretelling=True, **how).transformer(model.vocabulary)
 
 
 def load_share(
@@ -109,22 +121,25 @@ def load_share(
     ranks: Ranks = ALONE,
     offload: OffloadConfig = _IN_PLACE,
     progress: Callable[[int, int], None] | None = None,
+    keeps_hidden: bool = False,
+    foretelling: bool = False,
 ) -> Share:
     """Read the checkpoint in `folder` for `device` ("cpu", "cuda", "cuda:1"). With dummy weights only its config.json
     is read.
 
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
-    means that the weights are kept so; activations and the cache are float32. `quantization`: how the weights of
-    products are kept, "none" or one of FORMATS; "auto": as the checkpoint has them. `kv_dtype` is "auto", the
-    activations', or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
-    `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
-    process. Of several `ranks` this one reads its share only. `offload`: which experts need not be on the device.
-    `progress` is called with (bytes read, bytes in all). Raises ModelError, InvalidConfig, and OutOfMemory with the
-    figures.
+    means that the weights are kept so; activations are float32. `quantization`: how the weights of products are kept,
+    "none" or one of FORMATS; "auto": as the checkpoint has them. `kv_dtype`, of the cache, is "auto", the activations',
+    or "bf16" beside weights in that, or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto"
+    takes the fastest. With `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads`
+    sets the threads of the process. Of several `ranks` this one reads its share only. `offload`: which experts need not
+    be on the device. `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that
+    foretells from what the model makes of tokens; `foretelling`: it is what is read, and nothing else. Raises
+    ModelError, InvalidConfig, and OutOfMemory with the figures.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    spec = read_spec(folder)
+    spec = foretelling_spec(read_spec(folder)) if foretelling else _spec(folder, load_format, keeps_hidden=keeps_hidden)
     if dtype == "auto":
         dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
     if dtype not in DTYPES:
@@ -133,10 +148,10 @@ def load_share(
     nothing_stored = load_format is LoadFormat.DUMMY and quantization == "auto"
     wanted = None if nothing_stored else _form(quantization, spec)
     own = own_spec(spec, ranks.seat)
-    form = _on_device(wanted, own, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
-    if form is not None and own is not spec:
-        _check_divided(form, spec)
-    cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where)
+    form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
+    if form is not None:
+        check_cuts(form, spec, ranks.seat.layout)
+    cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
     num_bytes = weight_bytes(own, DTYPES[dtype]) if form is None else bytes_in(form, own, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
     if batch_invariant:
@@ -164,9 +179,18 @@ def load_share(
         if offloading is not None:
             weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(spec), offload)
         far = ranks.seat.layout.expert_ranks and ranks.seat.expert_rank is None
-        one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far else None
+        staged = ranks.seat.layout.pp > 1 and spec.moe_layers
+        one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far or staged else None
         undo.pop_all()
-    return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache)
+    return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden)
+
+
+def _spec(folder: Path, load_format: LoadFormat, *, keeps_hidden: bool) -> ModelSpec:
+    """Of the model; a layer that is to foretell is missed before anything is read."""
+    spec = read_spec(folder)
+    if keeps_hidden:
+        require_foretelling(folder, spec, load_format)
+    return spec
 
 
 def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -176,14 +200,6 @@ def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.d
     one = replace(layer, ffn=replace(layer.ffn, held=(0,)), only_experts=True)
     only = replace(spec, vocab_size=0, layers=(one,))
     return weight_bytes(only, dtype) if form is None else bytes_in(form, only, dtype)
-
-
-def _check_divided(form: WeightFormat, spec: ModelSpec) -> None:
-    if form.is_float8 and form.is_stored_as(spec.weight_format):
-        raise UnsupportedModelError(
-            "products that a checkpoint has in float8 cannot be divided among ranks as they are: --quantization none "
-            "widens them, and int8 rounds them anew"
-        )
 
 
 def _check_moe_kernel(
@@ -256,15 +272,19 @@ def _unreadable(
     return None if where.type == "cpu" else unavailable("triton", where, dtype, form)
 
 
-def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The type of a cache in 8 bits. Raises UnsupportedModelError where there cannot be one."""
+def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type of a cache of keys and values that has one of its own. Raises UnsupportedModelError where it cannot."""
     if kv_dtype not in KV_DTYPES:
         raise UnsupportedModelError(f"kv_dtype {kv_dtype!r} is not known; choose one of auto, {', '.join(KV_DTYPES)}")
     if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
         raise UnsupportedModelError(f"latent attention's cache cannot be {kv_dtype}: leave --kv-dtype out")
+    if kv_dtype == "bf16":
+        if dtype is not torch.bfloat16:
+            raise UnsupportedModelError("a cache in bf16 goes with --dtype bfloat16: float32 asks for exact products")
+        return torch.bfloat16
     if device.type != "cuda":
         raise UnsupportedModelError(
-            f"a cache in {kv_dtype} needs a GPU: leave --kv-dtype out, or run with --device cuda"
+            f"a cache in {kv_dtype} needs a GPU: take --kv-dtype bf16, or leave it out, or run with --device cuda"
         )
     if kv_dtype == "fp8" and torch.version.hip is None and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         raise UnsupportedModelError(

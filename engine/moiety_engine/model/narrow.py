@@ -104,7 +104,8 @@ def sources(present: set[str], form: WeightFormat | None = None) -> dict[str, So
             found[name] = Source((name, scale), partial(from_float8, form=form), partial(kept_float8, form=form))
         elif form is not None and not form.floating and name.endswith(PACKED):
             plain = name.removesuffix(PACKED)
-            found[plain] = Source((name, plain + SCALES, plain + SHAPE), partial(from_packed, bits=form.bits))
+            parts = (name, plain + SCALES, plain + SHAPE)
+            found[plain] = Source(parts, partial(from_packed, form=form), partial(kept_packed, form=form))
         elif not _is_scale(name, present, form):
             found[name] = Source((name,), as_it_is)
     return found
@@ -152,12 +153,25 @@ def from_float8(matrix: Tensor, scale: Tensor, form: WeightFormat) -> Tensor:
     return dequantize(QuantizedWeight(values.view(torch.float8_e4m3fn), scales, form))
 
 
-def from_packed(packed: Tensor, scale: Tensor, shape: Tensor, bits: int) -> Tensor:
-    """float32 [N, K] from int32 [N, ⌈K · bits / 32⌉], numbers plus half their range, and scales [N, G]."""
+def kept_packed(packed: Tensor, scale: Tensor, shape: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """(bytes [N, K], numbers plus half their range; float32 [N, G]) from int32 [N, ⌈K · bits / 32⌉] and scales [N, G].
+    Raises ValueError."""
+    if packed.dtype is not torch.int32:
+        raise ValueError(f"the numbers are packed into {packed.dtype}, not int32")
     rows, width = shape.tolist()
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    numbers = (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2)[:, :width] - (1 << bits - 1)
-    return (numbers.view(rows, scale.shape[1], -1).float() * scale.float().unsqueeze(-1)).view(rows, width)
+    if tuple(scale.shape) != (rows, form.num_groups(width)):
+        raise ValueError(f"scales {tuple(scale.shape)} are not those of groups of {form.group or width}")
+    numbers = packed.view(torch.uint8)  # a word's lowest bits are its first byte
+    if form.bits == 4:
+        numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
+    return numbers[:, :width], scale.float()
+
+
+def from_packed(packed: Tensor, scale: Tensor, shape: Tensor, form: WeightFormat) -> Tensor:
+    """Each number times its scale, float32 [N, K]."""
+    numbers, scales = kept_packed(packed, scale, shape, form)
+    groups = (numbers.float() - form.half).reshape(*scales.shape, -1)
+    return (groups * scales.unsqueeze(-1)).flatten(-2)
 
 
 def to_packed(q_NK: Tensor, scales_NG: Tensor, bits: int) -> dict[str, Tensor]:

@@ -10,30 +10,32 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.distribution.layout import divide
+from moiety_engine.distribution.layout import Seat, divide
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.names import placements
-from moiety_engine.model.names.place import Place, Shares
+from moiety_engine.model.names.place import Chosen, Place, Shares
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
-    from moiety_engine.distribution.layout import Seat
+    from moiety_engine.distribution.layout import Layout
     from moiety_engine.model.spec import DenseSpec
+    from moiety_kernels.quantization import WeightFormat
 
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _LAYER = re.compile(r"\blayers\.(-?\d+)\.")
 _OF_EXPERTS = re.compile(r"\bexperts\.|\b(?:input|output)_linear\.")
 _HALVES = re.compile(r"\b(?:experts\.gate_up_proj|input_linear\.weight)$")  # rows of gates, then as many of ups
+_MOST_PIECES = 64  # that are advised
 _ADDED_ONCE = ("o_proj.bias", "down_proj.bias", "down_proj_bias")  # to what all ranks' parts sum up to
 
 
@@ -70,10 +72,83 @@ def own_places(
     return cut
 
 
-def whole_places(spec: ModelSpec, present: set[str]) -> dict[str, Place | Shares]:
-    """All names that a checkpoint of the model has, with the shapes of the whole tensors; nothing can be filled."""
-    nowhere = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16)
+def places_on_rank(
+    spec: ModelSpec,
+    own: ModelSpec,
+    weights: ModelWeights,
+    seat: Seat,
+    present: set[str],
+    groups: Callable[[int], int] | None = None,
+) -> dict[str, Place | Shares]:
+    """As `own_places`, of one rank too; `weights` may have `groups` in place of inputs."""
+    if own is spec:
+        return placements(spec, weights, present)
+    first_layer = seat.layers_of(len(spec.layers)).start
+    return own_places(own, weights, seat, first_layer, whole_places(spec, present, groups))
+
+
+def whole_places(
+    spec: ModelSpec, present: set[str], groups: Callable[[int], int] | None = None
+) -> dict[str, Place | Shares]:
+    """All names that a checkpoint of the model has, with the shapes of the whole tensors; nothing can be filled. With
+    `groups` products have so many of them in place of their inputs."""
+    nowhere = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16, groups=groups)
     return placements(spec, nowhere, present)
+
+
+def check_cuts(form: WeightFormat, spec: ModelSpec, layout: Layout) -> None:
+    """Raise InvalidConfig where products in that form would be cut between numbers that are kept together: those that
+    share a scale, or lie in one pack. The layout must divide the model, as `own_spec` has it."""
+    for cut in _cuts(spec, layout):
+        if (form.of_experts_only and not cut.of_experts) or cut.keeps_whole(form, cut.num_pieces):
+            continue
+        numbers = (n for n in range(1, min(cut.width, _MOST_PIECES) + 1) if cut.width % n == 0)
+        possible = ", ".join(str(n) for n in numbers if cut.keeps_whole(form, n))
+        raise InvalidConfig(
+            f"{cut.option} {cut.num_pieces} cuts the model's {cut.width} {cut.what} into pieces of "
+            f"{cut.width // cut.num_pieces}, and {form.name} keeps each {math.lcm(form.pack, form.group or 1)} of them "
+            f"together: so many pieces can be had: {possible}; or take --quantization none, which widens weights"
+        )
+
+
+# ── where products are cut ──
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Inputs of products, and of experts the outputs of gate and up too, that some option cuts into pieces."""
+
+    what: str
+    width: int
+    option: str
+    num_pieces: int
+    of_experts: bool = False
+
+    def keeps_whole(self, form: WeightFormat, num_pieces: int) -> bool:
+        """Whether of so many pieces none begins inside of what is kept together, unless all of it lies there."""
+        piece = self.width // num_pieces
+        blocks = [form.group or 1, form.rows if self.of_experts else 1]
+        whole = all(piece % block == 0 or (form.is_float8 and block % piece == 0) for block in blocks)
+        return num_pieces == 1 or (whole and piece % form.pack == 0)
+
+
+def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
+    for layer in spec.layers:
+        attention, ffn = layer.attention, layer.ffn
+        head_width = attention.value_width if isinstance(attention, LatentAttentionSpec) else attention.head_dim
+        yield _Cut("columns of all heads", attention.num_heads * head_width, "--tp", layout.tp)
+        if not isinstance(ffn, MoeSpec):
+            yield _Cut("columns of a feed-forward", ffn.width, "--tp", layout.tp)
+            continue
+        yield _Cut(*_cut_experts(ffn, Seat(layout)), of_experts=True)
+        if ffn.shared is not None:
+            yield _Cut("columns of shared experts", ffn.shared.dense.width, "--tp", layout.tp)
+
+
+def _cut_experts(mixture: MoeSpec, seat: Seat) -> tuple[str, int, str, int]:
+    """What of them is cut, how many there are, by which option, and among how many ranks."""
+    option = "expert-ranks ÷ ep =" if seat.layout.expert_ranks else "dp-attention × tp ÷ ep ="
+    return "columns of an expert", mixture.width, option, seat.expert_cuts
 
 
 # ── the rank's own spec ──
@@ -109,10 +184,10 @@ def _own_dense(dense: DenseSpec, seat: Seat) -> DenseSpec:
 def _own_mixture(mixture: MoeSpec, seat: Seat) -> MoeSpec:
     shared = mixture.shared
     held = seat.slots_of(mixture.routing.num_experts)
-    cut_by = "expert-ranks ÷ ep =" if seat.layout.expert_ranks else "dp-attention × tp ÷ ep ="
+    what, width, option, num_pieces = _cut_experts(mixture, seat)
     return replace(
         mixture,
-        width=divide(mixture.width, seat.expert_cuts, "columns of an expert", cut_by),
+        width=divide(width, num_pieces, what, option),
         held=() if seat.layout.expert_ranks and seat.expert_rank is None else held,
         shared=None if shared is None else replace(shared, dense=_own_dense(shared.dense, seat)),
     )
@@ -148,7 +223,8 @@ def _cut(name: str, place: Place | Shares, whole: tuple[int, ...], seat: Seat) -
     parts = seat.expert_cuts if of_experts else seat.layout.tp
     ranges = [_range(full, own, index, parts) for own, full in zip(place.shape, whole, strict=True)]
     if stacked:
-        return _taking(place, whole, _of_stack(name, place.shape, whole, ranges[1:], seat))
+        assert isinstance(place, Place)
+        return _of_stack(name, place, whole, ranges[1:], seat)
     if isinstance(place, Place) and ranges[0].stop > whole[0]:  # the last ranks' parts of a vocabulary are smaller
         num_rows = max(0, whole[0] - ranges[0].start)
         place = replace(place, view=place.view[:num_rows])
@@ -162,29 +238,34 @@ def _range(full: int, own: int, index: int, parts: int) -> slice:
     return slice(start, start + own) if own != full else slice(0, full)
 
 
-def _of_stack(
-    name: str, own: tuple[int, ...], whole: tuple[int, ...], ranges: list[slice], seat: Seat
-) -> Callable[[Tensor], Tensor]:
+def _of_stack(name: str, place: Place, whole: tuple[int, ...], ranges: list[slice], seat: Seat) -> Place:
     """The rank's part of all experts' tensors in one: of those that its slots hold."""
     held = seat.slots_of(whole[0])
     in_order = held == tuple(range(held[0], held[0] + len(held)))
-    experts: slice | list[int] = slice(held[0], held[0] + len(held)) if in_order else list(held)
-    if not _HALVES.search(name) or own[1] == whole[1]:
-        return lambda source: source[experts][(slice(None), *ranges)]
-    width, index = own[1] // 2, seat.cut_rank
+    chosen = Chosen(slice(held[0], held[0] + len(held)) if in_order else list(held), whole[0])
+    width, index = place.shape[1] // 2, seat.cut_rank
     columns = slice(index * width, (index + 1) * width)
 
     def both_halves(source: Tensor) -> Tensor:
-        gate, up = source[experts].chunk(2, dim=1)
+        gate, up = source.chunk(2, dim=1)
         return torch.cat((gate[:, columns], up[:, columns]), dim=1)
 
-    return both_halves
+    def in_ranges(source: Tensor) -> Tensor:
+        return source[(slice(None), *ranges)]
+
+    halves = _HALVES.search(name) is not None and place.shape[1] != whole[1]
+    part = _part(place, (len(held), *whole[1:]), both_halves if halves else in_ranges)
+    return replace(part, chosen=chosen)
 
 
 def _taking(place: Place | Shares, whole: tuple[int, ...], part: Callable[[Tensor], Tensor]) -> Place | Shares:
     """The place, of a tensor of which it wants a part."""
-    if isinstance(place, Shares):
-        share = place.divide
-        return Shares(place.views, whole, lambda source: share(part(source)))
+    if isinstance(place, Place):
+        return _part(place, whole, part)
+    share = place.divide
+    return Shares(place.views, whole, lambda source: share(part(source)))
+
+
+def _part(place: Place, whole: tuple[int, ...], part: Callable[[Tensor], Tensor]) -> Place:
     arrange = place.arrange
     return Place(place.view, whole, part if arrange is None else lambda source: arrange(part(source)))

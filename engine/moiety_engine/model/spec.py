@@ -200,7 +200,9 @@ class ModelSpec:
     """A whole decoder. The multipliers are of the embeddings, of what a layer's halves add to the residual stream, and
     of the logits. `logit_softcap`: logits are bent to stay within it. `weight_format`: of a checkpoint whose weights,
     or of mxfp4 its experts, are in few bits. `ignored_prefixes`: of tensors in the checkpoint that are for something
-    else than decoding."""
+    else than decoding. `foretelling`: the layer after the last, if it has one, which says from what the model made of a
+    token, and from the next one, what follows that (multi-token prediction). `foretells_after`: it is itself such a
+    layer, of a model with so many others, whose vocabulary serves it."""
 
     family: str
     vocab_size: int
@@ -217,6 +219,8 @@ class ModelSpec:
     logit_softcap: float | None = None
     weight_format: WeightFormat | None = None
     ignored_prefixes: tuple[str, ...] = ()
+    foretelling: LayerSpec | None = None
+    foretells_after: int | None = None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ T tokens of the step, D model width, L rows whose results are wanted, V vocabula
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from moiety_engine.model.apart import FarMixture, take_turns
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.dispatch import Dispatch
+from moiety_engine.model.joining import Joining
 from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
 from moiety_engine.model.moving import SlotWeights
 from moiety_engine.model.norms import make_norm
@@ -62,10 +64,13 @@ class Transformer:
         ranks: Ranks = ALONE,
         expert_bytes: int | None = None,
         expert_cache: ExpertCache | None = None,
+        keeps_hidden: bool = False,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         """`kv_dtype`: of the cache; None for the activations' own. `weights`: those of the spec, or what a rank of
-        several has of them. `expert_bytes`: of one expert of a layer, where other ranks have them all. `expert_cache`:
-        whose slots are the weights' experts."""
+        several has of them. `expert_bytes`: of one expert of a layer, where other ranks may have them all.
+        `expert_cache`: whose slots are the weights' experts. `keeps_hidden`: its cache holds what it made of each
+        token, too, for what foretells from that. `vocabulary`: another model's, where it has none."""
         self.spec = spec
         self.ranks = ranks
         self.arithmetic = arithmetic
@@ -74,17 +79,19 @@ class Transformer:
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.kv_dtype = kv_dtype or self.activation_dtype
-        self.experts = _expert_shape(
-            own, weights, ranks.seat, ranks.seat.layers_of(len(spec.layers)).start, expert_bytes
-        )
+        self._first_layer = ranks.seat.layers_of(len(spec.layers)).start
+        self.experts = _expert_shape(spec, weights, ranks.seat, expert_bytes)
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
         self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in own.layers}
         self.adapters = AdapterStacks(own, self.device, self.activation_dtype)
         self._weights = weights
-        self._vocabulary = Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
+        self.keeps_hidden = keeps_hidden
+        self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
+        self._joining = None if weights.joining is None else Joining(spec.norm, weights.joining, arithmetic)
         self._residence = Residence(weights)
-        on_cpu_alone = self.device.type == "cpu" and self.kv_dtype is torch.float32  # no torch in any layer
+        kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
+        on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
         recordable = on_cpu_alone and ranks.everyone.size == 1 and expert_cache is None
         self._programs = _decode_programs(lambda *step: self._layers(*step)[1]) if recordable else None
         self._attentions = [
@@ -103,7 +110,7 @@ class Transformer:
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self._slots = [_slots(one.ffn, ranks, self.device) for one in own.layers]
         feeds = [
-            FarMixture(one.ffn, w.ffn, self._chosen, arithmetic, ranks)
+            FarMixture(one.ffn, w.ffn, self._chosen, arithmetic, ranks, slots)
             if ranks.crossings and isinstance(one.ffn, MoeSpec) and isinstance(w.ffn, MoeWeights)
             else feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, _dispatch(slots, ranks), cached)
             for one, w, factors, slots in zip(
@@ -126,6 +133,8 @@ class Transformer:
         num_bytes = sum(one.cached_values for one in layers) * self.kv_dtype.itemsize
         if self.kv_dtype is torch.int8:
             num_bytes += sum(2 * one.num_kv_heads for one in layers if isinstance(one, AttentionSpec)) * _SCALE_BYTES
+        if self.keeps_hidden:
+            num_bytes += self.spec.hidden_size * self.activation_dtype.itemsize
         return num_bytes * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
@@ -141,7 +150,10 @@ class Transformer:
             return LayerCache(both[0], both[1], scales[0], scales[1])
 
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
-        return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size)
+        hidden: LatentCache | None = None
+        if self.keeps_hidden:
+            hidden = LatentCache(empty(num_blocks, block_size, self.spec.hidden_size, dtype=self.activation_dtype))
+        return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size, hidden)
 
     @property
     def only_kernels(self) -> bool:
@@ -185,19 +197,23 @@ class Transformer:
             self._programs.forget()
         self.adapters.lay_out(keys, num_slots, rank, moves)
 
-    def slots_of(self, layer: int) -> ExpertSlots:
-        """Where the experts of a layer of this rank's stage are. Only where they are on several ranks."""
-        slots = self._slots[layer]
-        assert slots is not None, "this layer's experts are all here, or it has none"
-        return slots
+    def slots_of(self, layer: int) -> ExpertSlots | None:
+        """Where the experts of a layer, counted among those of all stages, are; None of another stage's, of one whose
+        experts are all here, and of one that has none."""
+        place = layer - self._first_layer
+        return self._slots[place] if 0 <= place < len(self._slots) else None
 
     @torch.inference_mode()
     def move_experts(self, layer: int, writes: Sequence[Write]) -> int:
-        """Some slots of a layer are given other experts; all ranks of the stage do that together, between the same two
-        steps. Returns the bytes that this rank has sent and received."""
-        slots, weights = self.slots_of(layer), self._weights.layers[layer].ffn
+        """Some slots of a layer are given other experts; all ranks that use them do that together, between the same
+        two steps. Returns the bytes that this rank has sent and received."""
+        slots = self.slots_of(layer)
+        if slots is None:
+            return 0
+        weights, num_bytes = self._weights.layers[layer - self._first_layer].ffn, 0
         assert isinstance(weights, MoeWeights)
-        num_bytes = SlotWeights(weights, slots.num_held).write(writes, self.ranks.seat)
+        if not self.ranks.crossings:  # or else other ranks have them
+            num_bytes = SlotWeights(weights, slots.num_held).write(writes, self.ranks.seat)
         slots.write(writes)
         return num_bytes
 
@@ -206,14 +222,25 @@ class Transformer:
         return self.logits(self.hidden(batch, kv))
 
     @torch.inference_mode()
-    def hidden(self, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None) -> Tensor:
+    def hidden(
+        self,
+        batch: Batch,
+        kv: KvCache,
+        on_stored: Callable[[int], None] | None = None,
+        *,
+        before_TD: Tensor | None = None,
+    ) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
         wanted, on the first group of ranks of all groups' rows; in another stage than the first and the last something
-        else. `on_stored` is called with each layer that has stored them."""
+        else. `on_stored` is called with each layer that has stored them. `before_TD`: what another model made of the
+        tokens before these, of a layer that foretells."""
         pipeline, spread = self.ranks.pipeline, batch.spread
         if pipeline.is_first:
-            x_TD = self._vocabulary.embed(batch.token_ids_T, self.activation_dtype)
+            x_TD = self.vocabulary.embed(batch.token_ids_T, self.activation_dtype)
             x_TD = _times(self.spec.embedding_multiplier, x_TD)
+            if self._joining is not None:
+                assert before_TD is not None, "it foretells from what a model made of tokens"
+                x_TD = self._joining(x_TD, before_TD)
         else:
             rows = len(batch.token_ids_T), self.spec.hidden_size
             x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
@@ -223,7 +250,13 @@ class Transformer:
         else:
             x_TD, normed_TD = self._layers(x_TD, batch, kv, on_stored)
             pipeline.pass_on(x_TD)
+        if kv.hidden is not None:
+            kv.hidden.rows_NPL.flatten(0, 1).index_copy_(0, batch.slots_T, normed_TD)
+            if on_stored is not None:
+                on_stored(len(kv.layers))
         hidden_LD = pipeline.bring_home(normed_TD.index_select(0, batch.wanted_rows_L))
+        if pipeline.size > 1:
+            self._count_experts(batch)
         if spread is None or not pipeline.is_first:
             return hidden_LD
         hidden_LD = self.ranks.across.bring_first(hidden_LD, spread.num_wanted)
@@ -235,7 +268,7 @@ class Transformer:
         or none."""
         if not self.ranks.pipeline.is_first or self.ranks.across.rank:
             return hidden_LD[:, :0].float()
-        logits_LV = self._vocabulary.logits(hidden_LD)
+        logits_LV = self.vocabulary.logits(hidden_LD)
         logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
 
@@ -253,14 +286,15 @@ class Transformer:
     def _layers(
         self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What all layers, of this rank's stage, make of x, and its final norm; the experts that they chose are
-        counted."""
+        """What all layers, of this rank's stage, make of x, and its final norm. The experts that they chose are
+        counted, if there is no other stage."""
         self._chosen.clear()
         if batch.micro_batches:
             ended = self._in_turns(x_TD, batch.micro_batches, kv)
         else:
             (ended,) = take_turns([self._way(x_TD, batch, kv, on_stored)])
-        self._count_experts(batch)
+        if self.ranks.pipeline.size == 1:
+            self._count_experts(batch)
         return ended
 
     def _in_turns(self, x_TD: Tensor, parts: tuple[Batch, ...], kv: KvCache) -> tuple[Tensor, Tensor]:
@@ -305,18 +339,33 @@ class Transformer:
         return x_TD, normed_TD
 
     def _count_experts(self, batch: Batch) -> None:
-        """Those that all groups' tokens chose, of this rank's stage."""
-        if self.expert_counter is None:
+        """Those that all groups' tokens chose, in all stages. Where ranks have different ones, the first counts."""
+        if self.experts is None or self.expert_counter is None:
             return
-        chosen, spread, seat = self._chosen, batch.spread, self.ranks.seat
-        if spread is not None:
-            if seat.tp_rank or seat.pp_rank:
+        chosen, ranks = self._chosen, self.ranks
+        if batch.spread is not None or ranks.pipeline.size > 1:
+            if ranks.seat.tp_rank:
                 return
-            num_picks = chosen[0].shape[1]
-            all_TC = self.ranks.across.bring_first(torch.cat(chosen, dim=1), spread.num_tokens)
-            chosen = [picks_TK.contiguous() for picks_TK in torch.split(all_TC, num_picks, dim=1)]
+            all_TC = self._bring_choices(batch)
+            if ranks.seat.rank:
+                return
+            chosen = [picks_TK.contiguous() for picks_TK in torch.split(all_TC, self.experts.top_k, dim=1)]
         if batch.owner_T is not None:
             self.expert_counter.count(chosen, batch.owner_T)
+
+    def _bring_choices(self, batch: Batch) -> Tensor:
+        """The experts that all tokens chose, layer by layer, [T, L · K], on the first rank."""
+        ranks, experts = self.ranks, self.experts
+        assert experts is not None
+        none_TC = torch.empty(len(batch.token_ids_T), 0, dtype=torch.int32, device=self.device)
+        all_TC = torch.cat([none_TC, *self._chosen], dim=1)
+        if batch.spread is not None:
+            all_TC = ranks.across.bring_first(all_TC, batch.spread.num_tokens)
+        if ranks.across.rank:
+            return all_TC
+        layout, num_layers = ranks.seat.layout, len(self.spec.layers)
+        layers_of = Counter(layout.stage_of(layer, num_layers) for layer in experts.layers)
+        return ranks.pipeline.bring_columns_home(all_TC, [experts.top_k * layers_of[s] for s in range(layout.pp)])
 
 
 def _times(factor: float, values: Tensor) -> Tensor:
@@ -332,30 +381,32 @@ def _slots(spec: DenseSpec | MoeSpec, ranks: Ranks, device: torch.device) -> Exp
     if not isinstance(spec, MoeSpec) or (layout.ep == 1 and ranks.experts is None):
         return None
     num_experts = spec.routing.num_experts
-    slots = layout.slots(num_experts)
-    return ExpertSlots(slots, num_experts, num_parts=layout.ep, own_part=ranks.seat.ep_rank, device=device)
+    slots, counts = layout.slots(num_experts), False if ranks.crossings else None  # these wait for nobody
+    own = {"num_parts": layout.ep, "own_part": ranks.seat.ep_rank}
+    return ExpertSlots(slots, num_experts, **own, device=device, counts=counts)
 
 
 def _dispatch(slots: ExpertSlots | None, ranks: Ranks) -> Dispatch | None:
     return None if ranks.experts is None or slots is None else Dispatch(ranks.seat, ranks.experts, slots)
 
 
-def _expert_shape(
-    own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int, expert_bytes: int | None
-) -> ExpertShape | None:
-    """What a rank can count: of the layers of its stage all choices, whichever ranks have the experts. None where no
-    layer has any; those that have some have the same. `expert_bytes`: where the rank has none."""
-    if not own.moe_layers:
+def _expert_shape(spec: ModelSpec, weights: ModelWeights, seat: Seat, expert_bytes: int | None) -> ExpertShape | None:
+    """What is counted: of all layers all choices, whichever ranks have the experts. None where no layer has any; those
+    that have some have the same. `expert_bytes`: where the rank may have none."""
+    if not spec.moe_layers:
         return None
-    index = own.moe_layers[0]
-    ffn, tensors = own.layers[index].ffn, weights.layers[index].ffn
-    assert isinstance(ffn, MoeSpec) and isinstance(tensors, MoeWeights)
-    routing, num_held = ffn.routing, tensors.down_EDF.shape[0]  # of offloaded ones those that have a slot
+    index = spec.moe_layers[0]
+    ffn = spec.layers[index].ffn
+    assert isinstance(ffn, MoeSpec)
+    routing = ffn.routing
     if expert_bytes is None:
+        tensors = weights.layers[index].ffn
+        assert isinstance(tensors, MoeWeights)
+        num_held = tensors.down_EDF.shape[0]  # of offloaded ones those that have a slot
         held_bytes = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
         expert_bytes = held_bytes // num_held * seat.expert_cuts
     return ExpertShape(
-        layers=tuple(first_layer + layer for layer in own.moe_layers),
+        layers=spec.moe_layers,
         num_experts=routing.num_experts,
         top_k=routing.top_k,
         expert_bytes=expert_bytes,

@@ -3,7 +3,7 @@
 Related matrices are kept as one (query, key and value; gate and up; all experts of a layer), so that one product serves
 them.
 
-V vocabulary, D model width, C fused query-key-value width, E experts, F feed-forward width.
+V vocabulary, D model width, J twice the model width, C fused query-key-value width, E experts, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -98,12 +98,22 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class JoiningWeights:
+    """Of a token's row of the embedding with what the model made of the token before it."""
+
+    token_norm: NormWeights
+    before_norm: NormWeights
+    projection_DJ: Tensor  # from the token's half and the other's
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding_VD: Tensor
+    embedding_VD: Tensor  # it and the head have no rows where another model's serve
     layers: tuple[LayerWeights, ...]
     final_norm: NormWeights
     head_VD: Tensor  # the embedding itself where they are tied
     head_bias_V: Tensor | None
+    joining: JoiningWeights | None = None
 
 
 def allocate(
@@ -120,13 +130,16 @@ def allocate(
     new = _Allocator(spec, device, dtype, product_dtype or dtype, groups, experts_in)
     if any(one.only_experts for one in spec.layers):
         new = replace(new, rows=0)
-    embedding = new.matrix(spec.vocab_size, spec.hidden_size)
+    foretells = spec.foretells_after is not None
+    rows = 0 if foretells else spec.vocab_size
+    embedding = new.matrix(rows, spec.hidden_size)
     return ModelWeights(
         embedding_VD=embedding,
         layers=tuple(new.layer(one) for one in spec.layers),
         final_norm=new.norm(),
-        head_VD=embedding if spec.tie_word_embeddings else new.matrix(spec.vocab_size, spec.hidden_size),
-        head_bias_V=new.vector(spec.vocab_size) if spec.head_bias else None,
+        head_VD=embedding if spec.tie_word_embeddings else new.matrix(rows, spec.hidden_size),
+        head_bias_V=new.vector(rows) if spec.head_bias else None,
+        joining=new.joining() if foretells else None,
     )
 
 
@@ -184,6 +197,10 @@ class _Allocator:
     def norm(self) -> NormWeights:
         size = self.spec.hidden_size
         return NormWeights(self.vector(size), self.vector(size) if self.spec.norm.kind == "layer" else None)
+
+    def joining(self) -> JoiningWeights:
+        size = self.spec.hidden_size
+        return JoiningWeights(self.norm(), self.norm(), self.matrix(size, 2 * size))
 
     def layer(self, one: LayerSpec) -> LayerWeights:
         ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)

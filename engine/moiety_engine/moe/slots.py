@@ -79,12 +79,12 @@ class ExpertSlots:
         self._slots_EC = torch.from_numpy(placement.logical_to_physical_LEC[0].astype(np.int32)).to(self._device)
         self._copies_E = torch.from_numpy(placement.counts_LE[0].copy()).to(self._device)
 
-    def of(self, expert_TK: Tensor, others: Others | None = None) -> Tensor:
+    def of(self, expert_TK: Tensor, others: Others | None = None, num_ranks: int = 1) -> Tensor:
         """[T, K], int32: the slot that each choice of an expert goes to. `others`: None where all ranks have the same
-        tokens."""
+        tokens, or where so many of them have their own and do not tell each other."""
         if self._has_choice and self._counts:
             return self._dealt(expert_TK, others)
-        rows = expert_TK.numel() * (1 if others is None else others.size) / self.placement.num_experts
+        rows = expert_TK.numel() * (num_ranks if others is None else others.size) / self.placement.num_experts
         if self._has_choice and rows >= self._ridge_rows:
             return self._by_turns(expert_TK)
         return self._home_E.index_select(0, expert_TK.flatten()).view(expert_TK.shape)

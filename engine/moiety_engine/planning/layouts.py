@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.memory import Memory
-from moiety_engine.model.shares import own_spec
+from moiety_engine.model.shares import check_cuts, own_spec
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.planning.steps import NO_TIME, Batch, Shape, Times, has_kernel, step_times
 from moiety_engine.runner.memory import kv_budget_bytes
+from moiety_kernels.quantization.weight import GPU_PACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.planning.machines import Machine, Network
     from moiety_engine.planning.models import Served
+    from moiety_kernels.quantization.weight import WeightFormat
 
 MOST_SEQUENCES = 8192  # of a group: beyond it nothing is gained
 MOST_STAGES = 8
@@ -100,6 +102,8 @@ def evaluate(
     found = Candidate(layout, replicas, in_engine=experts_come_out_even(served.spec, layout.ep))
     try:
         own, of_all_layers = _own(served.spec, layout)
+        if served.form is not None:
+            check_cuts(_as_read(served.form, machine), served.spec, layout)
     except InvalidConfig as exc:
         return replace(found, problem=str(exc))
     if not _has_kernels(served, own, machine):
@@ -185,6 +189,11 @@ def _own(spec: ModelSpec, layout: Layout) -> tuple[ModelSpec, ModelSpec]:
         spec = with_replicated_experts(spec, layout.ep)
     own = own_spec(spec, Seat(layout))
     return own, own if layout.pp == 1 else own_spec(spec, Seat(replace(layout, pp=1)))
+
+
+def _as_read(form: WeightFormat, machine: Machine) -> WeightFormat:
+    """How the machine's kernels want it packed."""
+    return replace(form, pack=GPU_PACK) if machine.tiled and form.bits == 4 else form
 
 
 def experts_come_out_even(spec: ModelSpec, ep: int) -> bool:

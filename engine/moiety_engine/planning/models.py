@@ -138,7 +138,8 @@ def find_model(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Ser
     if weights in ("auto", "bf16"):
         form = spec.weight_format if weights == "auto" else None
     elif weights in FORMATS:
-        form = FORMATS[weights]
+        stored = spec.weight_format
+        form = stored if stored is not None and stored.name == weights else FORMATS[weights]
     else:
         raise InvalidConfig(f"--weights {weights!r} must be auto, bf16, {', '.join(FORMATS)}")
     return Served(name, spec, form, 1 if kv_dtype == "fp8" else 2)

@@ -204,7 +204,7 @@ def _expert_itemsize(served: Served) -> float:
 
 def _dense_itemsize(served: Served) -> float:
     form = served.form
-    only_experts = form is not None and form.floating and not form.is_float8
+    only_experts = form is not None and form.of_experts_only
     return _ITEM_BYTES if only_experts else _expert_itemsize(served)
 
 

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import EngineError
+from moiety_engine.logs import configure_logs
 
 WRONG_USE = 2
 _CONTEXT = 1024  # tokens of a text that are read at once
@@ -36,6 +37,7 @@ def quantize_command(
     """
     from moiety_engine.quantize.report import quantize_and_measure  # noqa: PLC0415 - imports torch
 
+    configure_logs()
     console = Console(stderr=True)
     try:
         source = resolve_checkpoint(model)

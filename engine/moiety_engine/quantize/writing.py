@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -18,15 +21,19 @@ from moiety_engine.model.narrow import COMPRESSED, FLOAT_FORMAT, PACKED_FORMAT, 
 from moiety_kernels.quantization.reference import round_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor
 
     from moiety_kernels.quantization import WeightFormat
 
+DRAFT = ".part"
+_UNFINISHED = ".unfinished"
 _INDEX = "model.safetensors.index.json"
 _WEIGHT = ".weight"
+
+log = structlog.get_logger()
 
 
 def write_quantized(
@@ -47,21 +54,39 @@ def write_quantized(
             f"{stacked[0]} holds all experts of a layer at once, for which the written form has no name; load such a "
             f"checkpoint with --quantization {form.name} instead"
         )
-    draft = target.with_name(target.name + ".part")
-    if draft.exists():
-        raise CheckpointError(f"{draft} is left of an earlier try; remove it first")
+    draft = target.with_name(target.name + DRAFT)
     try:
-        draft.mkdir(parents=True)
-        sizes = _write(source, draft, shards, chosen, form, progress)
-        draft.rename(target)
-    except BaseException as exc:
-        shutil.rmtree(draft, ignore_errors=True)
-        if isinstance(exc, OSError | SafetensorError):
-            raise CheckpointError(
-                f"{target} cannot be written ({exc}); see to room and rights, or name another"
-            ) from exc
-        raise
+        with _begun(draft):
+            try:
+                sizes = _write(source, draft, shards, chosen, form, progress)
+                (draft / _UNFINISHED).unlink()
+                draft.rename(target)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+    except (OSError, SafetensorError) as exc:
+        raise CheckpointError(f"{target} cannot be written ({exc}); see to room and rights, or name another") from exc
     return sizes
+
+
+@contextmanager
+def _begun(draft: Path) -> Iterator[None]:
+    """A folder that is empty but for a file that says what it is, locked as long as this process is at it; what a run
+    that was killed has left there goes first. Raises CheckpointError or OSError."""
+    if draft.exists() and not (draft / _UNFINISHED).is_file():
+        raise CheckpointError(f"{draft} is in the way, and not what an earlier run has left; move it away")
+    draft.mkdir(parents=True, exist_ok=True)
+    with (draft / _UNFINISHED).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise CheckpointError(f"{draft} is being written by another run; wait for it, or end it") from exc
+        left = [path for path in draft.iterdir() if path.name != _UNFINISHED]
+        if left:
+            log.warning("draft_begun_anew", folder=str(draft), reason="an earlier run was killed", num_files=len(left))
+        for path in left:
+            path.unlink()
+        yield
 
 
 def _write(

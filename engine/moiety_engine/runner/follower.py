@@ -153,3 +153,6 @@ class ExpertFollower(Obeying):
     def _step(self, step: Step) -> None:
         self._experts.answer(step.num_micro_batches)
         self._hear_tokens(step)
+
+    def _move_experts(self, order: MoveExperts) -> None:
+        self._experts.move_experts(order.layer, order.writes)

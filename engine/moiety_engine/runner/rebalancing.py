@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import structlog
 
 from moiety_engine.moe.balancing import Balancer
@@ -16,6 +15,8 @@ from moiety_placement.placement import Placement
 from moiety_wire.experts import pack_counts
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moiety_engine.config import EngineConfig
     from moiety_engine.model.transformer import Transformer
     from moiety_engine.moe.shape import ExpertShape
@@ -36,9 +37,12 @@ class Rebalancing:
 
     def __init__(self, model: Transformer, orders: Orders, shape: ExpertShape, every_s: float, now_s: float) -> None:
         self._model, self._orders, self._shape = model, orders, shape
-        one = model.slots_of(shape.layers[0]).placement
-        slots_LR = np.concatenate([model.slots_of(layer).placement.physical_to_logical_LR for layer in shape.layers])
-        placement = Placement.of(slots_LR, num_experts=one.num_experts, num_ranks=one.num_ranks)
+        layout = model.ranks.seat.layout
+        at_start = layout.slots(shape.num_experts)  # as they are in other stages
+        tables = map(model.slots_of, shape.layers)
+        slots_LR = [at_start if one is None else one.placement.physical_to_logical_LR[0].tolist() for one in tables]
+        placement = Placement.of(slots_LR, num_experts=shape.num_experts, num_ranks=layout.ep)
+        self._slots_of_part = len(at_start) // layout.ep
         self._piece_bytes = max(1, shape.expert_bytes // model.ranks.seat.expert_cuts)
         most_writes = max(1, MOVE_BYTES // self._piece_bytes)
         self.balancer = Balancer(placement, every_s=every_s, most_writes=most_writes, now_s=now_s)
@@ -88,7 +92,7 @@ class Rebalancing:
         if own_bytes:  # who takes no part returns at once
             speed = own_bytes / (time.perf_counter() - begin_s)
             self._bytes_per_s += _NEWEST * (speed - self._bytes_per_s)
-        of_part = self._model.slots_of(of_all).num_held
+        of_part = self._slots_of_part
         self.moved_bytes_total += self._shape.expert_bytes * sum(
             one.slot // of_part != one.source // of_part for one in writes
         )

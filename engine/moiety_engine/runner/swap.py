@@ -46,7 +46,7 @@ class HostKv:
         first = kv.layers[0].parts[0]
         self._kv = kv
         # as numbers of one type: an int8 cache has scales of another
-        self._views = [part.flatten(1).view(first.dtype) for layer in kv.layers for part in layer.parts]
+        self._views = [part.flatten(1).view(first.dtype) for layer in kv.everything for part in layer.parts]
         self.block_bytes = self.bytes_of_a_block(kv)
         width = self.block_bytes // first.element_size()
         on_cuda = first.device.type == "cuda"
@@ -66,7 +66,7 @@ class HostKv:
 
     @staticmethod
     def bytes_of_a_block(kv: KvCache) -> int:
-        return sum(part[0].numel() * part.element_size() for layer in kv.layers for part in layer.parts)
+        return sum(part[0].numel() * part.element_size() for layer in kv.everything for part in layer.parts)
 
     def view(self, host_block: int) -> memoryview:
         """The bytes of a host block, to read and to write. Whoever does sees to it that no copy of the block runs."""

@@ -200,16 +200,18 @@ class Filling:
         reason = self._policy.delays(sequence, view, num_new, now_s)
         if reason is not None:
             return reason
-        if not self.take_blocks(sequence, num_tokens, hits) and not (
-            self._make_room(sequence, num_new, planner, now_ns) and self.take_blocks(sequence, num_tokens, None)
-        ):
+        if not self.take_blocks(sequence, num_tokens, hits) and not self._make_room(sequence, num_new, planner, now_ns):
             return Reason.NO_BLOCKS
         view.blocks_of_tenant = None
         self.mark_started(sequence, now_ns)
         return None
 
     def _make_room(self, sequence: Sequence, num_blocks: int, planner: Planner, now_ns: int) -> bool:
-        kv = self._kv.of(sequence)
-        if self._room.reclaim(num_blocks, kv) or self._room.free_for(sequence, num_blocks, planner, now_ns):
+        """Have others give way until the sequence has its blocks. False: it has none."""
+        kv, num_tokens = self._kv.of(sequence), len(sequence.tokens)
+        if (
+            self._room.reclaim(num_blocks, kv) or self._room.free_for(sequence, num_blocks, planner, now_ns)
+        ) and self.take_blocks(sequence, num_tokens, None):
             return True
-        return self._room.reclaim(kv.blocks_for(len(sequence.tokens)), kv)  # its hits may have been taken meanwhile
+        # its hits may have been blocks of those that gave way: what was free with them is then not enough
+        return self._room.reclaim(kv.blocks_for(num_tokens), kv) and self.take_blocks(sequence, num_tokens, None)

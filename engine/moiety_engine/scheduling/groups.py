@@ -103,6 +103,10 @@ class KvGroups:
         """What must land from other engines, once a plan, after the copies; nothing where there are several groups."""
         return self.first.take_landings()
 
+    def forget_tenants(self, marks: frozenset[bytes]) -> int:
+        """Nothing of theirs is cached any more; how many blocks that were."""
+        return sum(kv.forget_tenants(marks) for kv in self._ledgers)
+
     def forget(self) -> None:
         """All caches' contents are lost. No sequence holds any."""
         for kv in self._ledgers:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import Copies, HostTier
 from moiety_engine.cache.pins import Pins
+from moiety_engine.cache.prefix import MARK_BYTES
 from moiety_engine.scheduling.plan import Landing
 from moiety_engine.sequence import Sequence
 
@@ -47,6 +48,7 @@ class KvLedger:
         self.host_hit_blocks_total = 0  # of prefixes, found on the host
         self.on_release: Callable[[Sequence], None] | None = None  # called with a sequence before it gives up blocks
         self._prefix_caching = prefix_caching
+        self._forgotten: frozenset[bytes] = frozenset()  # marks of tenants that leave nothing behind
         self._landings: dict[int, Landing] = {}  # queued, by the sequences' keys
         self.pins: Pins[bytes] = Pins(pool.num_blocks, let_go=self._let_go)
         pool.kept = self.pins
@@ -89,7 +91,10 @@ class KvLedger:
 
     def _reads_cache(self, sequence: Sequence) -> bool:
         """Not one whose prompt is scored: all of it is computed."""
-        return self._prefix_caching and sequence.submit.sampling.num_prompt_logprobs is None
+        return self._caches(sequence) and sequence.submit.sampling.num_prompt_logprobs is None
+
+    def _caches(self, sequence: Sequence) -> bool:
+        return self._prefix_caching and not (self._forgotten and sequence.mark in self._forgotten)
 
     def next_hash(self, sequence: Sequence, num_hits: int) -> bytes | None:
         """The hash of the first block that the sequence must compute, if that block will be full and shareable."""
@@ -142,7 +147,8 @@ class KvLedger:
         """Device blocks for contents with these hashes, but for those that are on the device, and as many as are free,
         the first first. The caller fills them after `take_copies` has run, before anything else is planned, and gives
         them back with `adopted`."""
-        missing = [one for one in dict.fromkeys(hashes) if self.pool.find(one) is None]
+        wanted = [one for one in dict.fromkeys(hashes) if one[:MARK_BYTES] not in self._forgotten]
+        missing = [one for one in wanted if self.pool.find(one) is None]
         blocks = self.pool.allocate(min(len(missing), self.pool.num_free))
         taken = dict(zip(missing, blocks, strict=False))
         for block_hash, block in taken.items():
@@ -186,7 +192,7 @@ class KvLedger:
 
     def completed_hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """The hashes of blocks that become full when the first `num_tokens` tokens are computed."""
-        if not self._prefix_caching:
+        if not self._caches(sequence):
             return []
         full = num_tokens // self.block_size
         return sequence.hashes_between(sequence.num_sealed, full, self.block_size)
@@ -226,6 +232,15 @@ class KvLedger:
         self.pool.put_back(new[num_own:], first=True)
         sequence.blocks = []
         sequence.num_sealed = sequence.num_computed = 0
+
+    def forget_tenants(self, marks: frozenset[bytes]) -> int:
+        """What these tenants have left is found no more, and what they still compute is not cached; how many blocks
+        that were."""
+        self._forgotten |= marks
+        struck = self.pool.strike(marks) + ([] if self.host is None else self.host.strike(marks))
+        for block_hash in struck:
+            self.pins.drop(block_hash)
+        return len(struck)
 
     def forget(self) -> None:
         """The cache's contents are lost, on the device and on the host. No sequence holds any."""
@@ -305,6 +320,8 @@ class KvLedger:
     def _leave_behind(self, sequence: Sequence) -> None:
         """What is full of a sequence that gives up its blocks may be wanted again, and is kept if that was said."""
         submit = sequence.submit
+        if not self._caches(sequence):
+            return
         if submit.keep_s > 0:
             hashes = sequence.hashes_between(0, sequence.num_sealed, self.block_size)
             pinned = [(block_hash, 1) for block_hash in reversed(hashes)]  # a head is worth more than its tail
@@ -326,7 +343,8 @@ class KvLedger:
         return None if block is None else Hit(block, on_host=True)
 
     def _sealed_hash(self, sequence: Sequence, index: int) -> bytes | None:
-        return sequence.hash_at(index, self.block_size) if index < sequence.num_sealed else None
+        is_sealed = index < sequence.num_sealed and self._caches(sequence)
+        return sequence.hash_at(index, self.block_size) if is_sealed else None
 
     def _known_on_host(self, host: HostTier, sequence: Sequence) -> list[int | None]:
         """For each computed device block of the sequence, the host block that has its contents."""

@@ -20,6 +20,7 @@ from moiety_engine.messages import (
     CoreExtend,
     CoreFailure,
     CoreFinish,
+    CoreForget,
     CoreHello,
     CoreLoad,
     CoreOutput,
@@ -91,7 +92,7 @@ class ScriptedEngine:
                 case AskExperts():
                     now_s = self._clock_ns() // 10**9
                     self._answers.append(ExpertLoad(command.ask_id, now_s, now_s))
-                case CoreAdapter():
+                case CoreAdapter() | CoreForget():
                     pass  # it answers without any model
                 case CoreShutdown():
                     pass

@@ -122,7 +122,7 @@ class Leaving:
     def __call__(self, layer: int) -> None:
         for stretch in self._stretches:
             departure, num_tokens = stretch.departure, stretch.end - stretch.first
-            rows = read(self._kv.layers[layer], stretch.blocks_n, stretch.in_block, num_tokens)
+            rows = read(self._kv.everything[layer], stretch.blocks_n, stretch.in_block, num_tokens)
             piece = Piece(departure.hand_over.transfer_id, layer, stretch.first, stretch.end, departure.offset)
             departure.offset += sum(row.nbytes for row in rows)
             self._sender.put(piece, *self._on_host(rows))

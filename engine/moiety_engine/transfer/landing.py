@@ -163,7 +163,7 @@ class LandingZone:
         assert kv is not None, "KV lands where there is no cache"
         device = kv.layers[0].parts[0].device
         blocks_n = torch.tensor(blocks)
-        for cache, form, pieces in zip(kv.layers, transfer.begin.form, transfer.pieces, strict=True):
+        for cache, form, pieces in zip(kv.everything, transfer.begin.form, transfer.pieces, strict=True):
             for piece in pieces:
                 begin = max(first, piece.first)
                 if begin >= piece.end:
@@ -200,7 +200,7 @@ class LandingZone:
         except (ValueError, IndexError) as exc:
             return f"its form is not understood: {exc}"
         if not is_fit:
-            return "it is of a model with other layers, heads or widths"
+            return "it is of a model with other layers, heads or widths, or only one engine has --speculate mtp"
         if begin.num_tokens < 1 or begin.num_bytes != num_bytes:
             return f"{begin.num_tokens} tokens have {num_bytes} bytes, not {begin.num_bytes}"
         if self._held_bytes + begin.num_bytes > self._max_bytes:

@@ -21,7 +21,7 @@ _NUM_SCALED_PARTS = 4  # keys, values, and a scale for each of either
 
 def form_of(kv: KvCache) -> Form:
     """What each layer has for a token."""
-    return tuple(tuple(_form_of(layer, part) for part in layer.parts) for layer in kv.layers)
+    return tuple(tuple(_form_of(layer, part) for part in layer.parts) for layer in kv.everything)
 
 
 def token_bytes(form: Form) -> int:

@@ -85,9 +85,6 @@
 {{- if and .autoscaling.enabled (not $model.name) -}}
 {{- fail (printf "pool %s is scaled by the load of its model: set model.name to the name that its metrics have" .name) -}}
 {{- end -}}
-{{- if and .autoscaling.enabled (not .autoscaling.tokensPerSecond) -}}
-{{- fail (printf "pool %s is scaled, and by what waits alone nobody could tell when a replica may go: set autoscaling.tokensPerSecond to the output tokens a second that one makes when it is well used (docs/install.md)" .name) -}}
-{{- end -}}
 {{- if and .autoscaling.enabled (gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) -}}
 {{- fail (printf "pool %s has more autoscaling.minReplicas than autoscaling.maxReplicas: raise the latter" .name) -}}
 {{- end -}}

@@ -16,14 +16,14 @@ from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i64, store_f32
 from moiety_kernels.cpu.rotation import rotate_heads
 from moiety_kernels.cpu.team import team
-from moiety_kernels.cpu.vectors import copy_row, sum_squares, weigh_row
+from moiety_kernels.cpu.vectors import copy_row, narrow_row, sum_squares, weigh_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.attention_input.plan import AttentionInputPlan
 
-_LAYOUT = struct.Struct("17q2d")
+_LAYOUT = struct.Struct("18q2d")
 _BLOCK = 16  # tokens a task
 
 
@@ -31,7 +31,7 @@ def fits(qkv_TC: Tensor, cos_PR: Tensor, positions_T: Tensor, k_cache_NGPd: Tens
     """Whether `attention_input` takes these tensors."""
     return (
         qkv_TC.dtype is torch.float32
-        and k_cache_NGPd.dtype is torch.float32
+        and k_cache_NGPd.dtype in (torch.float32, torch.bfloat16)
         and cos_PR.dtype is torch.float32
         and positions_T.dtype is torch.int64
         and slots_T.dtype is torch.int64
@@ -76,6 +76,7 @@ def attention_input(
         width,
         places,
         cos_PR.shape[1],
+        k_cache_NGPd.itemsize,
         plan.norm_eps,
         math.inf if plan.clip is None else plan.clip,
     )
@@ -90,13 +91,22 @@ def _normalize(row: int, count: int, weight: int, width: int, eps: float) -> Non
         weigh_row(start, width, factor, weight, start)
 
 
+@jit
+def _keep(row: int, width: int, size: int, target: int) -> None:
+    """Write a row to the cache, whose elements have `size` bytes."""
+    if size == 4:
+        copy_row(row, width, target)
+    else:
+        narrow_row(row, width, target)
+
+
 def _task(args: int, task: int, scratch: int) -> None:
     qkv, k_cache, v_cache = load_i64(args, 0), load_i64(args, 1), load_i64(args, 2)
     positions, slots, cos, sin = load_i64(args, 3), load_i64(args, 4), load_i64(args, 5), load_i64(args, 6)
     q_norm, k_norm = load_i64(args, 7), load_i64(args, 8)
     tokens, heads, kv_heads = load_i64(args, 11), load_i64(args, 12), load_i64(args, 13)
     width, places, pairs = load_i64(args, 14), load_i64(args, 15), load_i64(args, 16)
-    eps, clip = load_f64(args, 17), load_f64(args, 18)
+    size, eps, clip = load_i64(args, 17), load_f64(args, 18), load_f64(args, 19)
     fused = (heads + 2 * kv_heads) * width
     for t in range(task * _BLOCK, min(tokens, (task + 1) * _BLOCK)):
         q = qkv + 4 * fused * t
@@ -114,6 +124,6 @@ def _task(args: int, task: int, scratch: int) -> None:
             continue
         place = (slot // places * kv_heads * places + slot % places) * width
         for head in range(kv_heads):
-            source, target = k + 4 * head * width, 4 * (place + head * places * width)
-            copy_row(source, width, k_cache + target)
-            copy_row(source + 4 * kv_heads * width, width, v_cache + target)
+            source, target = k + 4 * head * width, size * (place + head * places * width)
+            _keep(source, width, size, k_cache + target)
+            _keep(source + 4 * kv_heads * width, width, size, v_cache + target)

@@ -34,6 +34,10 @@ def constant(value: float) -> ir.Constant:
     return ir.Constant(VF, [value] * LANES)
 
 
+def _every(bits: int) -> ir.Constant:
+    return ir.Constant(VI32, [bits] * LANES)
+
+
 class Emitter:
     """Builds one function: int64 and float arguments, straight code and loops over vectors."""
 
@@ -69,13 +73,23 @@ class Emitter:
         """LANES bfloat16 as float32: their bits are the upper half of the float's."""
         raw = self.builder.load(self.pointer(address, offset), typ=VI16, align=2)
         wide = self.builder.zext(raw, VI32)
-        return self.builder.bitcast(self.builder.shl(wide, ir.Constant(VI32, [16] * LANES)), VF)
+        return self.builder.bitcast(self.builder.shl(wide, _every(16)), VF)
 
     def load_scalar(self, address: ir.Value, offset: ir.Value | int = 0) -> ir.Value:
         return self.builder.load(self.pointer(address, offset), typ=F32, align=4)
 
     def store(self, value: ir.Value, address: ir.Value, offset: ir.Value | int = 0) -> None:
         self.builder.store(value, self.pointer(address, offset), align=4)
+
+    def store_narrowed(self, value: ir.Value, address: ir.Value, offset: ir.Value) -> None:
+        """The nearest bfloat16 of LANES floats, ties to even; of what is no number, one that is none."""
+        builder = self.builder
+        bits = builder.bitcast(value, VI32)
+        odd = builder.and_(builder.lshr(bits, _every(16)), _every(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, _every(0x7FFF))), _every(16))
+        no_number = builder.fcmp_unordered("uno", value, value)
+        narrow = builder.trunc(builder.select(no_number, _every(0x7FC0), rounded), VI16)
+        builder.store(narrow, self.pointer(address, offset), align=2)
 
     def prefetch(self, address: ir.Value, offset: ir.Value, locality: int = 3) -> None:
         """Ask for a cache line that will be read soon, into the first level of the cache (3) or the second (2)."""

@@ -117,7 +117,7 @@ def multiply_wide(rows: int, m: int, w: int, w_stride: int, n: int, k: int, out:
 
 
 @jit
-def _multiply_narrow(rows: int, m: int, w: int, n: int, k: int, out: int, out_stride: int) -> None:
+def multiply_narrow(rows: int, m: int, w: int, n: int, k: int, out: int, out_stride: int) -> None:
     """out[:m, :n] for bfloat16 w, each weight row read once."""
     w_stride, j = 2 * k, 0
     while j < n:
@@ -254,7 +254,7 @@ def multiply(rows: int, m: int, w: int, kind: int, n: int, k: int, out: int, out
         return
     narrow = kind == BFLOAT16
     if narrow and m < WIDEN_ROWS:
-        _multiply_narrow(rows, m, w, n, k, out, out_stride)
+        multiply_narrow(rows, m, w, n, k, out, out_stride)
         return
     wide, wide_stride = scratch + WIDE_AT, 4 * k + PANEL_PAD
     panel = max(TILE_COLS, PANEL_BYTES // wide_stride // TILE_COLS * TILE_COLS)

@@ -51,9 +51,10 @@ def _dot(e: Emitter, rows: int, cols: int, widen: bool) -> None:
             e.store(part, out, builder.mul(out_stride, I64(first + m)))
 
 
-def _axpy(e: Emitter, rows: int, vectors: int) -> None:
+def _axpy(e: Emitter, rows: int, vectors: int, widen: bool) -> None:
     """out[m, :] += Σ_j p[m, j] · v[j, :], :] being `vectors` vectors; arguments: p, p stride, v, v stride, count of j,
     out, out stride."""
+    load, size = (e.load_widened, 2) if widen else (e.load, 4)
     p, p_stride, v, v_stride, count, out, out_stride = e.function.args
     builder = e.builder
     p_rows = [builder.add(p, builder.mul(p_stride, I64(m))) for m in range(rows)]
@@ -62,7 +63,7 @@ def _axpy(e: Emitter, rows: int, vectors: int) -> None:
 
     def body(j: ir.Value, *sums: ir.Value) -> list[ir.Value]:
         value_row = builder.add(v, builder.mul(j, v_stride))
-        values = [e.load(value_row, 4 * LANES * n) for n in range(vectors)]
+        values = [load(value_row, I64(size * LANES * n)) for n in range(vectors)]
         results = []
         for m in range(rows):
             factor = e.splat(e.load_scalar(p_rows[m], builder.mul(j, I64(4))))
@@ -83,6 +84,17 @@ def _widen(e: Emitter) -> None:
         offset = e.builder.mul(i, I64(2))
         e.store(e.load_widened(w, offset), out, e.builder.mul(i, I64(4)))
         e.prefetch(w, e.builder.add(offset, e.builder.mul(count, I64(2))))
+        return []
+
+    e.loop(count, LANES, [], body)
+
+
+def _narrow(e: Emitter) -> None:
+    """out[i] = bfloat16(row[i]); arguments: row, count, out."""
+    row, count, out = e.function.args
+
+    def body(i: ir.Value) -> list[ir.Value]:
+        e.store_narrowed(e.load(row, e.builder.mul(i, I64(4))), out, e.builder.mul(i, I64(2)))
         return []
 
     e.loop(count, LANES, [], body)
@@ -278,12 +290,14 @@ def dot_tiles(cols: int, *, widen: bool) -> Any:
     return function(f"moiety_dots_{cols}_{widen}", [I64, *kinds], choose)
 
 
-def axpy_tile(rows: int, vectors: int) -> Any:
-    """(p, p stride, v, v stride, count, out, out stride): out[m, :] += Σ_j p[m, j] · v[j, :]."""
-    return function(f"moiety_axpy_{rows}_{vectors}", [I64] * 7, partial(_axpy, rows=rows, vectors=vectors))
+def axpy_tile(rows: int, vectors: int, *, widen: bool) -> Any:
+    """(p, p stride, v, v stride, count, out, out stride): out[m, :] += Σ_j p[m, j] · v[j, :]; `widen` as above."""
+    emit = partial(_axpy, rows=rows, vectors=vectors, widen=widen)
+    return function(f"moiety_axpy_{rows}_{vectors}_{widen}", [I64] * 7, emit)
 
 
 widen_row = function("moiety_widen", [I64] * 3, _widen)
+narrow_row = function("moiety_narrow", [I64] * 3, _narrow)
 swiglu_row = function("moiety_swiglu", [I64] * 4, partial(_gated, combine=_swiglu))
 geglu_row = function("moiety_geglu", [I64] * 4, partial(_gated, combine=_geglu))
 clipped_row = function("moiety_clipped", [*[I64] * 4, F32, F32], partial(_gated, combine=_clipped))

@@ -1,6 +1,7 @@
 """The table of what every kernel takes on every target: registers, spills, shared memory.
 
-`python -m moiety_kernels.gpu.report sm_90 rms_norm` prints it as JSON, one row a variant; without operations, of all.
+`python -m moiety_kernels.gpu.report sm_90,sm_80 rms_norm` prints it as JSON, one row a variant on a target; without
+operations, of all.
 """
 
 from __future__ import annotations
@@ -62,4 +63,4 @@ def _has_kernel(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(table([sys.argv[1]], sys.argv[2:] or operations())) + "\n")
+    sys.stdout.write(json.dumps(table(sys.argv[1].split(","), sys.argv[2:] or operations())) + "\n")

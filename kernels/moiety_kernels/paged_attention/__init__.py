@@ -43,7 +43,8 @@ def paged_attention(
     each; `max_query` and `max_context` bound the queries and the context of any sequence, so nothing has to ask the
     device. `window`: a query sees so many positions, itself included. `sinks_H`, float32: a score for each query head
     that takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. A cache of 8
-    bits (float8_e4m3fn, int8) is to be multiplied by `k_scale` and `v_scale`, float32, both or none.
+    bits (float8_e4m3fn, int8) is to be multiplied by `k_scale` and `v_scale`, float32, both or none; one of bfloat16
+    goes with float32 queries on a CPU.
     """
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
     require(scale > 0, "scale must be positive")
@@ -85,7 +86,8 @@ def _require_agreement(
     require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
     require(v_cache_NGPd.dtype is dtype, "the key and the value cache must have one dtype")
     require(
-        dtype is q_THd.dtype or dtype in EIGHT_BITS, "the cache must have the queries' dtype, float8_e4m3fn or int8"
+        dtype is q_THd.dtype or dtype in EIGHT_BITS or (q_THd.is_cpu and dtype is torch.bfloat16),
+        "the cache must have the queries' dtype, float8_e4m3fn or int8, or bfloat16 on a CPU",
     )
     require((k_scale_NGP is None) == (v_scale_NGP is None), "give scales of keys and of values, or neither")
     require(dtype is not torch.int8 or k_scale_NGP is not None, "an int8 cache needs the scales of keys and values")

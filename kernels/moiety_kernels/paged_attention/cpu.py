@@ -1,4 +1,5 @@
 """Attention over the paged cache on a CPU, reading keys and values where they lie, in the manner of FlashAttention.
+They are float32, or bfloat16 and widened in registers.
 
 A task is one sequence, one key-value head and up to ROWS_AT_ONCE query rows (tokens × the heads that share that head).
 It goes through the keys in chunks at fixed positions and keeps a running softmax for each row, so that a row's result
@@ -17,7 +18,7 @@ import torch
 
 from moiety_kernels.cpu.compiling import jit, task_address
 from moiety_kernels.cpu.emitter import LANES
-from moiety_kernels.cpu.gemm import ROWS_AT, TEMP_AT, multiply_wide
+from moiety_kernels.cpu.gemm import ROWS_AT, TEMP_AT, multiply_narrow, multiply_wide
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
 from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, fetch, scale_row, softmax_step
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 48
 CHUNK = 128  # positions
-_LAYOUT = struct.Struct("21qd")
+_LAYOUT = struct.Struct("22qd")
 _AXPY_VECTORS = 4
 _FETCH_AHEAD = 2  # blocks: each lies by itself, so the processor does not foresee the next
 _MAX_SHARING = 256  # query heads a key-value head
@@ -35,10 +36,13 @@ _MAX_SHARING = 256  # query heads a key-value head
 # arguments
 Q, K_CACHE, V_CACHE, OUT, QUERY_START, CONTEXT_LEN, TABLE = 0, 1, 2, 3, 4, 5, 6
 SEQUENCES, TABLE_WIDTH, HEADS, KV_HEADS, WIDTH, PLACES, Q_STRIDE, WINDOW = 7, 8, 9, 10, 11, 12, 13, 14
-ITEMS, TOKENS_AT_ONCE, TASK, SINKS, VALUE_WIDTH, VALUE_STRIDE, SCALE = 15, 16, 17, 18, 19, 20, 21
+ITEMS, TOKENS_AT_ONCE, TASK, SINKS, VALUE_WIDTH, VALUE_STRIDE, SIZE, SCALE = 15, 16, 17, 18, 19, 20, 21, 22
 
-_axpy_many_wide, _axpy_many_one = axpy_tile(AXPY_ROWS, _AXPY_VECTORS), axpy_tile(AXPY_ROWS, 1)
-_axpy_one_wide, _axpy_one_one = axpy_tile(1, _AXPY_VECTORS), axpy_tile(1, 1)
+# some rows or one, several vectors or one, of float32 values or of bfloat16 ones
+_some_several_f32, _some_one_f32 = (axpy_tile(AXPY_ROWS, vectors, widen=False) for vectors in (_AXPY_VECTORS, 1))
+_one_several_f32, _one_one_f32 = (axpy_tile(1, vectors, widen=False) for vectors in (_AXPY_VECTORS, 1))
+_some_several_bf16, _some_one_bf16 = (axpy_tile(AXPY_ROWS, vectors, widen=True) for vectors in (_AXPY_VECTORS, 1))
+_one_several_bf16, _one_one_bf16 = (axpy_tile(1, vectors, widen=True) for vectors in (_AXPY_VECTORS, 1))
 
 
 def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, block_table_SB: Tensor) -> bool:
@@ -48,7 +52,7 @@ def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, block_table_
     rows = max(ROWS_AT_ONCE, sharing)
     return (
         q_THd.dtype is torch.float32
-        and k_cache_NGPd.dtype is torch.float32
+        and k_cache_NGPd.dtype in (torch.float32, torch.bfloat16)
         and block_table_SB.dtype is torch.int32
         and width % LANES == 0
         and v_cache_NGPd.shape[3] % LANES == 0
@@ -115,7 +119,8 @@ def paged_attention(
         task_address(_task),
         0 if sinks_H is None else sinks_H.data_ptr(),
         value_width,
-        4 * v_cache_NGPd.stride(2),
+        v_cache_NGPd.itemsize * v_cache_NGPd.stride(2),
+        v_cache_NGPd.itemsize,
         scale,
     )
     return out_THd
@@ -142,7 +147,8 @@ def _scores(args: int, table: int, head: int, start: int, count: int, num_rows: 
     """scores[row, j] = q_row · k[start + j] for j < count. Their values, wanted next, are asked for meanwhile."""
     places, width, kv_heads = load_i64(args, PLACES), load_i64(args, WIDTH), load_i64(args, KV_HEADS)
     cache, values = load_i64(args, K_CACHE), load_i64(args, V_CACHE)
-    stride, value_stride = 4 * width, load_i64(args, VALUE_STRIDE)
+    size, value_stride = load_i64(args, SIZE), load_i64(args, VALUE_STRIDE)
+    stride = size * width
     j = 0
     while j < count:
         block, place = (start + j) // places, (start + j) % places
@@ -153,8 +159,37 @@ def _scores(args: int, table: int, head: int, start: int, count: int, num_rows: 
             ahead = (load_i32(table, block + _FETCH_AHEAD) * kv_heads + head) * places * stride
             fetch(cache + ahead, places * stride)
         fetch(values + slot * value_stride, run * value_stride)
-        multiply_wide(rows, num_rows, key, stride, run, width, scores + 4 * j, 4 * CHUNK)
+        if size == 4:
+            multiply_wide(rows, num_rows, key, stride, run, width, scores + 4 * j, 4 * CHUNK)
+        else:
+            multiply_narrow(rows, num_rows, key, run, width, scores + 4 * j, 4 * CHUNK)
         j += run
+
+
+@jit
+def _add(
+    size: int, rows: int, vectors: int, weight: int, value: int, stride: int, run: int, out: int, out_stride: int
+) -> None:
+    """Add `run` weighted values to `rows` rows, `vectors` vectors wide."""
+    if size == 4 and rows > 1:
+        if vectors > 1:
+            _some_several_f32(weight, 4 * CHUNK, value, stride, run, out, out_stride)
+        else:
+            _some_one_f32(weight, 4 * CHUNK, value, stride, run, out, out_stride)
+    elif size == 4:
+        if vectors > 1:
+            _one_several_f32(weight, 4 * CHUNK, value, stride, run, out, out_stride)
+        else:
+            _one_one_f32(weight, 4 * CHUNK, value, stride, run, out, out_stride)
+    elif rows > 1:
+        if vectors > 1:
+            _some_several_bf16(weight, 4 * CHUNK, value, stride, run, out, out_stride)
+        else:
+            _some_one_bf16(weight, 4 * CHUNK, value, stride, run, out, out_stride)
+    elif vectors > 1:
+        _one_several_bf16(weight, 4 * CHUNK, value, stride, run, out, out_stride)
+    else:
+        _one_one_bf16(weight, 4 * CHUNK, value, stride, run, out, out_stride)
 
 
 @jit
@@ -163,7 +198,12 @@ def _accumulate(
 ) -> None:
     """sums[row] += Σ_j weight[row, j] · v[start + j] for j < count."""
     places, width, kv_heads = load_i64(args, PLACES), load_i64(args, VALUE_WIDTH), load_i64(args, KV_HEADS)
-    cache, stride, row_bytes = load_i64(args, V_CACHE), load_i64(args, VALUE_STRIDE), 4 * width
+    cache, stride, size, row_bytes = (
+        load_i64(args, V_CACHE),
+        load_i64(args, VALUE_STRIDE),
+        load_i64(args, SIZE),
+        4 * width,
+    )
     vectors = width // LANES
     j = 0
     while j < count:
@@ -172,24 +212,14 @@ def _accumulate(
         value = cache + ((load_i32(table, block) * kv_heads + head) * places + place) * stride
         i = 0
         while i < num_rows:
-            many = num_rows - i >= AXPY_ROWS
-            weight, target = scores + 4 * (i * CHUNK + j), sums + i * row_bytes
-            n = 0
+            step = AXPY_ROWS if num_rows - i >= AXPY_ROWS else 1
+            weight, target, n = scores + 4 * (i * CHUNK + j), sums + i * row_bytes, 0
             while n < vectors:
-                at = 4 * LANES * n
-                if vectors - n >= _AXPY_VECTORS:
-                    if many:
-                        _axpy_many_wide(weight, 4 * CHUNK, value + at, stride, run, target + at, row_bytes)
-                    else:
-                        _axpy_one_wide(weight, 4 * CHUNK, value + at, stride, run, target + at, row_bytes)
-                    n += _AXPY_VECTORS
-                else:
-                    if many:
-                        _axpy_many_one(weight, 4 * CHUNK, value + at, stride, run, target + at, row_bytes)
-                    else:
-                        _axpy_one_one(weight, 4 * CHUNK, value + at, stride, run, target + at, row_bytes)
-                    n += 1
-            i += AXPY_ROWS if many else 1
+                several = _AXPY_VECTORS if vectors - n >= _AXPY_VECTORS else 1
+                first, out = value + size * LANES * n, target + 4 * LANES * n
+                _add(size, step, several, weight, first, stride, run, out, row_bytes)
+                n += several
+            i += step
         j += run
 
 

@@ -35,6 +35,11 @@ class WeightFormat:
     def is_float8(self) -> bool:
         return self.floating and self.bits == 8
 
+    @property
+    def of_experts_only(self) -> bool:
+        """Whether no other products are kept so: mxfp4."""
+        return self.floating and not self.is_float8
+
     def num_groups(self, width: int) -> int:
         return 1 if self.group is None else -(-width // self.group)
 

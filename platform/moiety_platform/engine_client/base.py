@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -100,6 +100,11 @@ class EngineClient(Protocol):
     def rest(self, *, asleep: bool) -> None:
         """Tell the engine to sleep once its open requests have ended, or to wake. How far it is its loads will say.
         Raises Unavailable when it is not there, Conflict where this kind of engine cannot sleep."""
+        ...
+
+    def forget(self, tenant_ids: Collection[str]) -> None:
+        """These tenants are erased, all that ever were: tell the engine, now or whenever it is there, unless it has
+        been told since it was connected. Never raises; an engine that takes no such message is not told."""
         ...
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -108,6 +108,7 @@ class FakeEngineClient:
         self.submits: list[Submit] = []
         self._foreseen: list[list[int]] = []  # prompts, of which no request has come yet
         self.settled_ids: list[str] = []
+        self.forgotten_ids: list[str] = []
         self._clock = clock or SystemClock()
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,6 +143,9 @@ class FakeEngineClient:
 
     def settled(self, request_id: str) -> None:
         self.settled_ids.append(request_id)
+
+    def forget(self, tenant_ids: Collection[str]) -> None:
+        self.forgotten_ids = list(tenant_ids)
 
     def rest(self, *, asleep: bool) -> None:
         """At once: what runs goes on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 import zmq
@@ -22,10 +22,11 @@ from moiety_platform.engine_client.session import Session
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
 from moiety_platform.errors import FORM_NOT_SUPPORTED, NO_FORMS, BadRequest, EngineFailed, Unavailable
 from moiety_wire.experts import ExpertLoad
-from moiety_wire.messages import Card, Metered, Rest, Settled, Submit, Unsettled
+from moiety_wire.messages import Card, Forget, Metered, Rest, Settled, Submit, Unsettled
 
 RECONNECT_PAUSE_S = 0.05
 SETTLED_AT_ONCE = 256  # requests in one message
+FORGOTTEN_AT_ONCE = 1000  # tenants
 MAX_SETTLED = 200_000  # that are remembered for an engine that is away
 
 OnUnsettled = Callable[[Sequence[Metered], Callable[[str, list[str]], None]], None]
@@ -52,6 +53,8 @@ class ZmqEngineClient:
         self._adapters = adapters
         self._replica_id = replica_id
         self._on_unsettled = on_unsettled
+        self._forgotten: Collection[str] = ()  # tenants
+        self._told: set[str] = set()  # of them, those that the engine knows of since it was connected
         self._settled: defaultdict[str, list[str]] = defaultdict(list)  # to be told, by gateway process
         self._address = address
         self._context = context
@@ -91,6 +94,10 @@ class ZmqEngineClient:
 
     def settled(self, request_id: str) -> None:
         self._note_settled(self._replica_id, [request_id])
+
+    def forget(self, tenant_ids: Collection[str]) -> None:
+        self._forgotten = tenant_ids
+        self._tell_forgotten()
 
     def rest(self, *, asleep: bool) -> None:
         session = self._session
@@ -141,6 +148,16 @@ class ZmqEngineClient:
         for replica_id, request_ids in settled.items():
             session.send(Settled(replica_id, request_ids))
 
+    def _tell_forgotten(self) -> None:
+        """What it has not been told since it was connected."""
+        session = self._session
+        if session is None or session.card is None or session.refusal or not session.card.forgets:
+            return
+        fresh = [one for one in self._forgotten if one not in self._told]
+        self._told.update(fresh)
+        for begin in range(0, len(fresh), FORGOTTEN_AT_ONCE):
+            session.send(Forget(fresh[begin : begin + FORGOTTEN_AT_ONCE]))
+
     def _take_unsettled(self, message: Unsettled) -> None:
         if self._on_unsettled is not None:
             self._on_unsettled(message.records, self._note_settled)
@@ -171,6 +188,8 @@ class ZmqEngineClient:
     def _notice(self, card: Card) -> None:
         self._last_card = card
         log.info("engine_connected", engine=self._address, engine_id=card.engine_id, model=card.model)
+        self._told = set()
+        self._tell_forgotten()
         self._on_change()
 
 

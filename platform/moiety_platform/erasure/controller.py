@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from litestar import Response, delete
 from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
@@ -20,9 +22,11 @@ BUDGET_S = 10.0
 _ANSWERS = describes(Described(answers={200: {JSON: ErasureView}, 202: {JSON: ErasureView}}))
 
 
-def erasure_routes(budget_s: float = BUDGET_S, traces: Database | None = None) -> list[HTTPRouteHandler]:
-    """The handlers, for the admin router to take in. `traces` is the store of traces, where that is another
-    database."""
+def erasure_routes(
+    budget_s: float = BUDGET_S, traces: Database | None = None, on_begun: Callable[[], None] = lambda: None
+) -> list[HTTPRouteHandler]:
+    """The handlers, for the admin router to take in. `traces` is the store of traces, where that is another database;
+    `on_begun` is called once it is known that a tenant is to be erased."""
 
     @delete(
         "/tenants/{tenant_id:str}/data",
@@ -39,6 +43,7 @@ def erasure_routes(budget_s: float = BUDGET_S, traces: Database | None = None) -
         eraser = Eraser(store, tenant_id, traces)
         for key_id in await eraser.begin():
             authenticator.forget(key_id)
+        on_begun()
         view = ErasureView.of(await eraser.work(budget_s))
         return Response(view, status_code=202 if view.ended_at is None else 200)
 

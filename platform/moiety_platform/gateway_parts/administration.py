@@ -14,6 +14,7 @@ from moiety_platform.adapters.controller import AdapterRoom, adapter_routes
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.erasure.controller import erasure_routes
+from moiety_platform.erasure.telling import ErasureTeller
 from moiety_platform.experts.controller import expert_routes
 from moiety_platform.experts.service import ExpertService
 from moiety_platform.live_settings import LiveSettings
@@ -32,7 +33,7 @@ from moiety_platform.webhooks.sender import AlertSender
 
 
 class Administration:
-    """Entered by the entry point: alerts are sent, and simulations run, until it is left."""
+    """Entered by the entry point: until it is left alerts are sent, engines hear who is erased, simulations run."""
 
     def __init__(
         self,
@@ -42,12 +43,15 @@ class Administration:
         pepper: bytes,
         clock: Clock,
         adapters: AdapterCache,
+        replicas: Replicas,
     ) -> None:
         """`looked_at` is the same store for those who look."""
         self._database = database
         self._pepper = pepper
         self._clock = clock
         self._adapters = adapters
+        self._replicas = replicas
+        self._teller = ErasureTeller(database, replicas.clients)
         self._reach = Reach(networks_of(settings))
         self._room = AdapterRoom(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         self.simulations = Simulations(
@@ -61,6 +65,8 @@ class Administration:
         await alerts.start()
         self._stack.push_async_callback(alerts.stop)
         self._stack.push_async_callback(self.simulations.stop)
+        self._teller.start()
+        self._stack.push_async_callback(self._teller.stop)
         return self
 
     async def __aexit__(
@@ -70,7 +76,6 @@ class Administration:
 
     def routes(
         self,
-        replicas: Replicas,
         traces: Database | None,
         source: SettingsSource[GatewaySettings],
         live: LiveSettings[GatewaySettings],
@@ -78,11 +83,11 @@ class Administration:
     ) -> list[HTTPRouteHandler]:
         """For the admin router to take in."""
         return [
-            *engine_routes(replicas),
-            *expert_routes(ExpertService(replicas, self._clock)),
-            *simulation_routes(self.simulations, replicas.states),
+            *engine_routes(self._replicas),
+            *expert_routes(ExpertService(self._replicas, self._clock)),
+            *simulation_routes(self.simulations, self._replicas.states),
             *webhook_routes(self._reach, self._pepper),
-            *erasure_routes(traces=traces),
+            *erasure_routes(traces=traces, on_begun=self._teller.wake),
             *adapter_routes(self._adapters, self._room),
             *settings_routes(source, live, reloader),
         ]

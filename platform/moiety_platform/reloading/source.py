@@ -51,9 +51,8 @@ class SettingsSource(Generic[S]):
         """`load` reads the file and what beats it. Raises what it raises."""
         mark = mark_of([path] if path is not None else [])
         first = load()
-        set_here = frozenset(name for name in type(first).model_fields if _is_in_environment(type(first), name))
         had_table = path is not None and section in read_config_section(path, None)
-        return cls(path, section, load, first, frozenset(options), set_here, mark, had_table)
+        return cls(path, section, load, first, frozenset(options), _in_environment(type(first)), mark, had_table)
 
     def read(self) -> S:
         """The settings as the file says them now. Raises BadSettings; for an empty file too, which is one that somebody
@@ -88,11 +87,16 @@ class SettingsSource(Generic[S]):
         return origin_of
 
 
-def _is_in_environment(model: type[BaseSettings], name: str) -> bool:
+def _in_environment(model: type[BaseSettings]) -> frozenset[str]:
+    """The settings that the environment names."""
     found: dict[str, Any] = EnvSettingsSource(model)()
-    alias = model.model_fields[name].validation_alias
-    names = alias.choices if isinstance(alias, AliasChoices) else [name]
-    return any(one in found for one in (name, *map(str, names)))
+
+    def is_found(name: str) -> bool:
+        alias = model.model_fields[name].validation_alias
+        names = alias.choices if isinstance(alias, AliasChoices) else [name]
+        return any(one in found for one in (name, *map(str, names)))
+
+    return frozenset(filter(is_found, model.model_fields))
 
 
 def complaints(error: ValidationError) -> str:

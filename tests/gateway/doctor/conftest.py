@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
-import socket
 import subprocess
 import sys
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -32,12 +31,6 @@ from moiety_platform.trace_receiver.settings import TraceSettings
 COMMAND_S = 60
 MOIETY = f'moiety() {{ {sys.executable} -m moiety_platform.cli "$@"; }}; '
 TOKEN = "a token of gateways"
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class World:
@@ -114,18 +107,18 @@ async def world(tmp_path, migrated, start_gateway, card):
 
 @pytest.fixture
 def heals(world):
-    """Plant a fault, which says what is looked at, have it found by its code and nothing else, follow the advice, which
-    says again what is looked at, and have nothing found."""
+    """Plant a fault, which says what is looked at; look; follow the advice, which says so again; look once more. The
+    codes found before and after."""
 
-    async def heal(fault, area, code):
+    async def heal(fault, area):
         steps = fault(world)
         async with aclosing(steps):
             patient = await anext(steps)
             found = await complaints(world, patient, area)
-            assert [one.code for one in found] == [code]
-            assert found[0].advice
+            assert found and found[0].advice
             patient = await steps.asend(found[0])
-            assert await complaints(world, patient, area) == []
+            left = await complaints(world, patient, area)
+        return [one.code for one in found], [one.code for one in left]
 
     return heal
 

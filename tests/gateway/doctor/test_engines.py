@@ -9,13 +9,12 @@ import msgspec
 import pytest
 import zmq
 from pydantic import SecretStr
+from tests.conftest import free_port
 
 from moiety_platform.cli.doctor.command import Patient
 from moiety_wire.codec import encode
 from moiety_wire.messages import PROTOCOL_VERSION
 from moiety_wire.roles import EngineRole
-
-from .conftest import free_port
 
 
 async def engine_that_is_not_there(world):
@@ -155,4 +154,4 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "code"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 async def test_a_planted_fault_is_found_and_its_advice_mends_it(heals, fault, code) -> None:
-    await heals(fault, "engines", code)
+    assert await heals(fault, "engines") == ([code], [])

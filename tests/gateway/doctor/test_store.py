@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 import pytest
 from sqlalchemy import insert, text, update
+from tests.conftest import free_port
 
 from moiety_migrations import HEAD, downgrade
 from moiety_platform.cli.gateway import ensure_first_keys
@@ -25,8 +26,6 @@ from moiety_platform.usage.journal import create_segment, to_line, write_all
 from moiety_platform.usage.models import UsageDayMark, UsageHour
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
-
-from .conftest import free_port
 
 ROW = UsageRow(
     request_id="r-left", tenant_id="ten_a", project_id="prj_a", key_id="key_a", endpoint="/v1/chat/completions",
@@ -234,4 +233,4 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "code"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 async def test_a_planted_fault_is_found_and_its_advice_mends_it(heals, fault, code) -> None:
-    await heals(fault, "store", code)
+    assert await heals(fault, "store") == ([code], [])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,12 +27,30 @@ def device() -> str:
 
 
 @pytest.fixture(autouse=True)
-def fresh_numbers_on_poisoned_memory() -> None:
-    """Numbers are the same every time; freed memory that the next allocations are likely to get holds NaN."""
+def fresh_numbers_on_poisoned_memory() -> Iterator[None]:
+    """Numbers are the same every time, and what is allocated holds NaN: what a kernel leaves out is never right by
+    chance. On a GPU, where torch would then refuse some products, it is memory that is likely to be allocated next."""
     torch.manual_seed(0)
-    for size in (1 << 8, 1 << 12, 1 << 16, 1 << 18):
+    for size in (1 << 8, 1 << 12, 1 << 16, 1 << 18) if DEVICE == "cuda" else ():
         held = [torch.full((size,), float("nan"), device=DEVICE) for _ in range(4)]
         del held
+    torch.use_deterministic_algorithms(DEVICE == "cpu")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def untouched() -> Callable[[int, torch.dtype], torch.Tensor]:
+    """`untouched(size, dtype)`: memory that is reserved, and used only where it is written to."""
+
+    def reserve(size: int, dtype: torch.dtype) -> torch.Tensor:
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
+            return torch.empty(size, dtype=dtype, device=DEVICE)
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = True
+
+    return reserve
 
 
 @pytest.fixture(autouse=True)

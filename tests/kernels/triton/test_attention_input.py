@@ -14,7 +14,7 @@ from moiety_kernels.rope.reference import rope
 POSITIONS, BLOCKS, PLACES = 30, 6, 4
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Equal but for rounding; what was poison must still be."""
     tolerance = 4e-3 if theirs.dtype is torch.float16 else 1e-5
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -38,7 +38,7 @@ def some_slots(tokens: int, device: str) -> torch.Tensor:
     return slots.to(device)
 
 
-def check(
+def assert_agrees(
     kernels: Any,
     tokens: int,
     heads: tuple[int, int],
@@ -58,11 +58,11 @@ def check(
     positions, slots = torch.randint(0, POSITIONS, (tokens,), device=device), some_slots(tokens, device)
     ours, theirs = (poisoned_caches(heads[1], width, dtype, device) for _ in range(2))
     q_ours = kernels.attention_input(qkv, plan, cos, sin, positions, *ours[:, 1:-1], slots)
-    close(q_ours, reference.attention_input(qkv, plan, cos, sin, positions, *theirs[:, 1:-1], slots))
-    close(ours, theirs)
+    assert_close(q_ours, reference.attention_input(qkv, plan, cos, sin, positions, *theirs[:, 1:-1], slots))
+    assert_close(ours, theirs)
 
 
-def check_whole(kernels: Any, device: str) -> None:
+def assert_whole_numbers_agree(kernels: Any, device: str) -> None:
     """Keys and values in int8, each by its scale: the numbers are the same but for what lies halfway between two."""
     heads, width = (6, 3), 20
     qkv = torch.randn(7, (heads[0] + 2 * heads[1]) * width, device=device)
@@ -79,14 +79,14 @@ def check_whole(kernels: Any, device: str) -> None:
         some.attention_input(qkv, plan, cos, sin, positions, *caches)
         made.append((numbers.int(), scales))
     (ours, our_scales), (theirs, their_scales) = made
-    close(our_scales, their_scales)
+    assert_close(our_scales, their_scales)
     assert int((ours - theirs).abs().max()) <= 1
     assert (ours != theirs).float().mean() < 0.01
     assert int(theirs[theirs > -128].abs().max()) == 127
 
 
 def test_keys_and_values_are_kept_as_whole_numbers_by_scales_of_their_own(device: str) -> None:
-    check_whole(kernel, device)
+    assert_whole_numbers_agree(kernel, device)
     k, v = torch.randn(2, 5, 3, 20, device=device)
     slots, made = torch.tensor([3, 7, -1, 11, 0], device=device), []
     for store in (kernel.kv_store, kv_store):
@@ -94,7 +94,7 @@ def test_keys_and_values_are_kept_as_whole_numbers_by_scales_of_their_own(device
         scales = torch.zeros(2, BLOCKS, 3, PLACES, device=device)
         store(k, v, *numbers, slots, *scales)
         made.append(numbers * scales[..., None])
-    close(*made)
+    assert_close(*made)
     kept = made[0][0][[0, 1], :, 3]  # of the first two tokens
     assert ((kept - k[:2]).abs() <= k[:2].abs().amax(-1, keepdim=True) / 127 / 2 + 1e-6).all()
 
@@ -121,7 +121,7 @@ def test_a_token_is_made_ready(
     dtype: torch.dtype,
     device: str,
 ) -> None:
-    check(kernel, tokens, heads, width, pairs, norm, clip, dtype, device)
+    assert_agrees(kernel, tokens, heads, width, pairs, norm, clip, dtype, device)
 
 
 def test_no_tokens_are_no_work(device: str) -> None:
@@ -136,7 +136,7 @@ def test_no_tokens_are_no_work(device: str) -> None:
 def test_heads_are_rotated_where_they_lie(device: str) -> None:
     cos, sin = tables(6, device)
     x, positions = torch.randn(5, 3, 20, device=device)[:, :, 4:], torch.randint(0, POSITIONS, (5,), device=device)
-    close(kernel.rope(x, cos, sin, positions), rope(x, cos, sin, positions))
+    assert_close(kernel.rope(x, cos, sin, positions), rope(x, cos, sin, positions))
 
 
 def test_keys_and_values_are_stored_as_they_are(device: str) -> None:
@@ -145,7 +145,7 @@ def test_keys_and_values_are_stored_as_they_are(device: str) -> None:
     slots = some_slots(5, device)
     kernel.kv_store(k, v, *ours[:, 1:-1], slots)
     kv_store(k, v, *theirs[:, 1:-1], slots)
-    close(ours, theirs)
+    assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_mutant_that_keeps_whole_numbers_otherwise_is_found(
 ) -> None:
     mutant = mutated(kernel, old, new)
     with pytest.raises(noticed):
-        check_whole(mutant, device)
+        assert_whole_numbers_agree(mutant, device)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +181,4 @@ def test_a_mutant_that_keeps_whole_numbers_otherwise_is_found(
 def test_a_mutant_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
     mutant = mutated(kernel, old, new)
     with pytest.raises(noticed):
-        check(mutant, 7, (6, 2), 16, 3, "head", 0.5, torch.float32, device)
+        assert_agrees(mutant, 7, (6, 2), 16, 3, "head", 0.5, torch.float32, device)

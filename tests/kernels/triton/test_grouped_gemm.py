@@ -88,19 +88,19 @@ class Case:
         return {"rtol": value, "atol": value}
 
 
-def check_up(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
+def assert_up_agrees(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
     groups = group(case.expert, len(case.counts), config.BM)
     inputs = case.x, groups, 1, case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation
     torch.testing.assert_close(kernels.up(*inputs, config), reference.up(*inputs), **case.tolerance)
 
 
-def check_down(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
+def assert_down_agrees(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
     groups = group(case.expert, len(case.counts), config.BM)
     inputs = case.inner, groups, case.weight, case.down, case.down_scale, case.down_bias
     torch.testing.assert_close(kernels.down(*inputs, config), reference.down(*inputs), **case.tolerance)
 
 
-def check_rounded(kernels: Any, case: Case) -> tuple[Tensor, Tensor]:
+def assert_rounded_alike(kernels: Any, case: Case) -> tuple[Tensor, Tensor]:
     """Rows and scales agree with the definition to the last bit."""
     values, scale = kernels.round_rows(case.x)
     for ours, theirs in zip((values.float(), scale), reference.rounded(case.x, 128), strict=True):
@@ -108,7 +108,7 @@ def check_rounded(kernels: Any, case: Case) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
-def check_eight(ups: Any, downs: Any, config: tiles.TileConfig, case: Case) -> None:
+def assert_eight_bits_agree(ups: Any, downs: Any, config: tiles.TileConfig, case: Case) -> None:
     """Both products of rounded rows are those of what they stand for; the first one's result is rounded once more,
     which a last bit of its sums may turn by a step of float8."""
     groups = group(case.expert, len(case.counts), config.BM)
@@ -127,7 +127,7 @@ def check_eight(ups: Any, downs: Any, config: tiles.TileConfig, case: Case) -> N
     torch.testing.assert_close(ours, reference.down(back, groups, *second), rtol=1e-4, atol=1e-4)
 
 
-def check_rows(kernels: Any, case: Case) -> None:
+def assert_rows_agree(kernels: Any, case: Case) -> None:
     groups, block = group(case.expert, len(case.counts), 1), tiles.ROWS.up
     inner = kernels.up_rows(
         case.x, case.expert, case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation, block
@@ -145,7 +145,7 @@ def check_rows(kernels: Any, case: Case) -> None:
     torch.testing.assert_close(ours, theirs, **case.tolerance)
 
 
-def check_combine(kernels: Any, device: str) -> None:
+def assert_sums_agree(kernels: Any, device: str) -> None:
     weighted = torch.randn(15, 1100, device=device)
     expert = torch.zeros(len(weighted) // 5, 5, dtype=torch.int32, device=device)
     torch.testing.assert_close(kernels.combine(weighted, expert), reference.combine(weighted, 5), rtol=1e-6, atol=1e-6)
@@ -159,50 +159,50 @@ def check_combine(kernels: Any, device: str) -> None:
 )
 def test_products_agree_however_rows_fall_to_experts(config: Any, counts: Any, device: str) -> None:
     case = Case(counts, device=device)
-    check_up(up, config, case)
-    check_down(down, config, case)
+    assert_up_agrees(up, config, case)
+    assert_down_agrees(down, config, case)
 
 
 @pytest.mark.parametrize("config", [tiles.HOPPER[1], tiles.HOPPER[-1], tiles.PORTABLE[2]], ids=lambda c: c.name)
 @pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLIPPED], ids=lambda a: a.kind)
 def test_biases_and_activations_in_sixteen_bits(config: Any, activation: Activation, device: str) -> None:
     case = Case((3, 0, 18), 136, 72, torch.float16, activation, biases=True, device=device)
-    check_up(up, config, case)
-    check_down(down, config, case)
+    assert_up_agrees(up, config, case)
+    assert_down_agrees(down, config, case)
 
 
 @pytest.mark.parametrize("config", [tiles.HOPPER[1], tiles.HOPPER[-2]], ids=lambda config: config.name)
 def test_weights_that_the_copy_engine_cannot_fetch_are_read_by_address(config: Any, device: str) -> None:
     case = Case((3, 0, 18), 37, 33, biases=True, device=device)
-    check_up(up, config, case)
-    check_down(down, config, case)
+    assert_up_agrees(up, config, case)
+    assert_down_agrees(down, config, case)
 
 
 @pytest.mark.parametrize("narrow", ["int8", "fp8"])
 @pytest.mark.parametrize("config", tiles.NARROW[1:3], ids=lambda config: config.name)
 def test_weights_of_eight_bits_are_widened_and_scaled(config: Any, narrow: str, device: str) -> None:
     case = Case((3, 0, 18), 208, 144, torch.float16, biases=True, narrow=narrow, device=device)
-    check_up(up, config, case)
-    check_down(down, config, case)
+    assert_up_agrees(up, config, case)
+    assert_down_agrees(down, config, case)
     if narrow == "int8":
-        check_rows(rows, Case((0, 2, 1), 72, 40, narrow=narrow, device=device))
+        assert_rows_agree(rows, Case((0, 2, 1), 72, 40, narrow=narrow, device=device))
 
 
 def test_rows_are_rounded_to_eight_bits_by_scales_of_their_own(device: str) -> None:
     case = Case((3, 0, 4), 1168, device=device)
     case.x[2] *= 1e6
     case.x[3] = 0.0
-    check_rounded(rounding, case)
+    assert_rounded_alike(rounding, case)
 
 
 @pytest.mark.parametrize("narrow", ["fp8 rows", "fp8"])
 @pytest.mark.parametrize("config", tiles.EIGHT, ids=lambda config: config.name)
 def test_rounded_rows_are_multiplied_with_float8_weights(config: Any, narrow: str, device: str) -> None:
-    check_eight(up, down, config, Case((3, 0, 18, 65), 208, 144, biases=True, narrow=narrow, device=device))
+    assert_eight_bits_agree(up, down, config, Case((3, 0, 18, 65), 208, 144, biases=True, narrow=narrow, device=device))
 
 
 def test_float8_weights_and_rows_that_the_copy_engine_cannot_fetch(device: str) -> None:
-    check_eight(up, down, tiles.EIGHT[-1], Case((3, 0, 18), 141, 77, narrow="fp8", device=device))
+    assert_eight_bits_agree(up, down, tiles.EIGHT[-1], Case((3, 0, 18), 141, 77, narrow="fp8", device=device))
 
 
 def test_a_layer_in_float8_errs_at_most_as_much_again_as_its_weights_do(device: str) -> None:
@@ -235,25 +235,25 @@ def reference_layer(case: Case) -> Tensor:
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(("width", "hidden"), [(72, 40), (37, 33)])
 def test_few_rows_agree(width: int, hidden: int, biases: bool, device: str) -> None:
-    check_rows(
+    assert_rows_agree(
         rows, Case((0, 2, 1), width, hidden, activation=CLIPPED if biases else SILU, biases=biases, device=device)
     )
 
 
-def test_addresses_go_beyond_32_bits(device: str) -> None:
+def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
     apart = 1 << 30
-    far = torch.empty(3 * apart, dtype=torch.float16, device=device)  # never touched but where the experts' weights are
+    far = untouched(3 * apart, torch.float16)  # but for the experts' weights
     case = Case((1, 0, 2), dtype=torch.float16, device=device)
     for name in ("gate_up", "down"):
         near = getattr(case, name)
         setattr(case, name, far.as_strided(near.shape, (apart, near.stride(1), 1), len(name)).copy_(near))
-        check_up(up, tiles.HOPPER[1], case)
-        check_down(down, tiles.HOPPER[1], case)
-        check_rows(rows, case)
+        assert_up_agrees(up, tiles.HOPPER[1], case)
+        assert_down_agrees(down, tiles.HOPPER[1], case)
+        assert_rows_agree(rows, case)
 
 
 def test_tokens_parts_are_summed_in_their_order(device: str) -> None:
-    check_combine(down, device)
+    assert_sums_agree(down, device)
 
 
 @pytest.mark.parametrize("config", [tiles.ROWS, tiles.HOPPER[1]], ids=lambda config: config.name)
@@ -306,7 +306,7 @@ def test_weights_kept_in_eight_bits_are_read_by_triton_and_those_packed_for_a_cp
 FOUR_BITS = {"int4": replace(INT4, pack=GPU_PACK), "mxfp4": replace(MXFP4, pack=GPU_PACK)}
 
 
-def check_four(ups: Any, downs: Any, name: str, config: tiles.TileConfig, case: Case) -> None:
+def assert_four_bits_agree(ups: Any, downs: Any, name: str, config: tiles.TileConfig, case: Case) -> None:
     """The products are those of the weights that the four bits stand for."""
     config = replace(config, four=name)
     gate_up, lower = quantize(case.gate_up, FOUR_BITS[name]), quantize(case.down, FOUR_BITS[name])
@@ -322,7 +322,7 @@ def check_four(ups: Any, downs: Any, name: str, config: tiles.TileConfig, case: 
 @pytest.mark.parametrize("name", FOUR_BITS)
 @pytest.mark.parametrize("config", tiles.FOUR, ids=lambda config: config.name)
 def test_weights_of_four_bits_are_widened_and_scaled(config: Any, name: str, device: str) -> None:
-    check_four(up, down, name, config, Case((3, 0, 18), 192, 64, torch.float16, biases=True, device=device))
+    assert_four_bits_agree(up, down, name, config, Case((3, 0, 18), 192, 64, torch.float16, biases=True, device=device))
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)
@@ -354,7 +354,7 @@ def test_a_mutant_of_the_products_with_four_bits_is_found(
     monkeypatch.setattr(up, "up_sums", mutant.up_sums)
     monkeypatch.setattr(down, "down_sums", mutant.down_sums)
     with pytest.raises(noticed):
-        check_four(up, down, "int4", tiles.FOUR[0], Case((3, 0, 18), 192, 64, torch.float16, device=device))
+        assert_four_bits_agree(up, down, "int4", tiles.FOUR[0], Case((3, 0, 18), 192, 64, torch.float16, device=device))
 
 
 INVARIANT = tiles.candidates(tiles.Problem(3, 2, 136, 72, 1, invariant=True), H200)
@@ -403,7 +403,9 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_whatever_tiles_are_chose
 def test_a_mutant_that_scales_otherwise_is_found(mutated: Any, narrow: str, old: str, new: str, device: str) -> None:
     mutant = mutated(up, old, new)
     with pytest.raises(AssertionError):
-        check_up(mutant, tiles.NARROW[1], Case((3, 0, 18), 208, 144, torch.float16, narrow=narrow, device=device))
+        assert_up_agrees(
+            mutant, tiles.NARROW[1], Case((3, 0, 18), 208, 144, torch.float16, narrow=narrow, device=device)
+        )
 
 
 @pytest.mark.parametrize(
@@ -422,7 +424,7 @@ def test_a_mutant_that_scales_rounded_rows_otherwise_is_found(
 ) -> None:
     kernels = {up: up, down: down} | {module: mutated(module, old, new)}
     with pytest.raises(noticed):
-        check_eight(
+        assert_eight_bits_agree(
             kernels[up], kernels[down], tiles.EIGHT[-1], Case((3, 0, 18), 208, 144, narrow="fp8", device=device)
         )
 
@@ -437,7 +439,7 @@ def test_a_mutant_that_scales_rounded_rows_otherwise_is_found(
 def test_a_mutant_of_the_rounding_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
     mutant = mutated(rounding, old, new)
     with pytest.raises(noticed):
-        check_rounded(mutant, Case((3, 0, 4), 1168, device=device))
+        assert_rounded_alike(mutant, Case((3, 0, 4), 1168, device=device))
 
 
 # What a mutant writes where it should not stays within the tensor, or within what the allocator adds to an odd length:
@@ -461,7 +463,7 @@ def test_a_mutant_of_the_first_product_is_found(mutated: Any, noticed: Any, old:
     mutant = mutated(up, old, new)
     with pytest.raises(noticed):
         for config in (tiles.HOPPER[1], tiles.HOPPER[-2]):
-            check_up(mutant, config, Case(MUTANT_COUNTS, 72, 67, biases=True, device=device))
+            assert_up_agrees(mutant, config, Case(MUTANT_COUNTS, 72, 67, biases=True, device=device))
 
 
 @pytest.mark.parametrize(
@@ -478,7 +480,7 @@ def test_a_mutant_of_the_first_product_is_found(mutated: Any, noticed: Any, old:
 def test_a_mutant_of_the_second_product_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
     mutant = mutated(down, old, new)
     with pytest.raises(noticed):
-        check_down(mutant, tiles.HOPPER[1], Case(MUTANT_COUNTS, 133, 40, device=device))
+        assert_down_agrees(mutant, tiles.HOPPER[1], Case(MUTANT_COUNTS, 133, 40, device=device))
 
 
 @pytest.mark.parametrize(
@@ -493,10 +495,10 @@ def test_a_mutant_of_the_second_product_is_found(mutated: Any, noticed: Any, old
 def test_a_mutant_of_the_row_products_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
     mutant = mutated(rows, old, new)
     with pytest.raises(noticed):
-        check_rows(mutant, Case((0, 2, 1), 72, 40, biases=True, device=device))
+        assert_rows_agree(mutant, Case((0, 2, 1), 72, 40, biases=True, device=device))
 
 
 def test_a_mutant_of_the_sum_is_found(mutated: Any, noticed: Any, device: str) -> None:
     mutant = mutated(down, "p_rows + token * TOP_K * width", "p_rows + token * width")
     with pytest.raises(noticed):
-        check_combine(mutant, device)
+        assert_sums_agree(mutant, device)

@@ -29,7 +29,7 @@ def apart(rows: int, width: int, dtype: torch.dtype, device: str, gap: int = 5) 
     return x[:, :width]
 
 
-def check(
+def assert_agrees(
     kernels: Any, tile: tiles.Tile, rows: int, columns: int, inner: int, dtype: torch.dtype, device: str, gap: int = 5
 ) -> None:
     """With a bias and without."""
@@ -50,7 +50,7 @@ def narrow(columns: int, inner: int, form: Any, device: str) -> QuantizedWeight:
     return QuantizedWeight((weight * 100).to(torch.float8_e4m3fn), rows, form)
 
 
-def check_narrow(
+def assert_narrow_agrees(
     kernels: Any, tile: tiles.Tile, rows: int, columns: int, inner: int, form: Any, device: str, gap: int = 8
 ) -> None:
     """A product is that with the weight it stands for. Of four bits inputs have sixteen."""
@@ -63,7 +63,7 @@ def check_narrow(
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def check_heads(kernels: Any, tile: tiles.Tile, device: str) -> None:
+def assert_heads_agree(kernels: Any, tile: tiles.Tile, device: str) -> None:
     x = apart(19 * 3, 40, torch.float32, device, 8).unflatten(0, (19, 3))
     weight = torch.randn(3, 70, 40, device=device)
     expected = head_reference.head_linear(x, weight)
@@ -72,12 +72,12 @@ def check_heads(kernels: Any, tile: tiles.Tile, device: str) -> None:
 
 @pytest.mark.parametrize("tile", ALL_TILES, ids=lambda tile: tile.name)
 def test_products_agree_with_copies_by_the_engine_and_by_addresses(tile: tiles.Tile, device: str) -> None:
-    check(kernel, tile, 70, 133, 72, torch.float32, device, 4)
-    check(kernel, tile, 3, 67, 37, torch.float32, device)
+    assert_agrees(kernel, tile, 70, 133, 72, torch.float32, device, 4)
+    assert_agrees(kernel, tile, 3, 67, 37, torch.float32, device)
 
 
 def test_products_of_sixteen_bits_and_of_a_weight_that_is_narrower_agree(device: str) -> None:
-    check(kernel, tiles.HOPPER[0], 18, 96, 136, torch.float16, device, 8)
+    assert_agrees(kernel, tiles.HOPPER[0], 18, 96, 136, torch.float16, device, 8)
     x, weight = torch.randn(5, 40, device=device), torch.randn(9, 40, device=device).half()
     torch.testing.assert_close(kernel.linear(x, weight), reference.linear(x, weight), rtol=2e-5, atol=2e-5)
 
@@ -85,20 +85,20 @@ def test_products_of_sixteen_bits_and_of_a_weight_that_is_narrower_agree(device:
 @pytest.mark.parametrize("kind", EIGHT_BITS)
 @pytest.mark.parametrize("tile", tiles.NARROW, ids=lambda tile: tile.name)
 def test_weights_of_eight_bits_are_widened_and_scaled(tile: tiles.Tile, kind: str, device: str) -> None:
-    check_narrow(kernel, tile, 70, 133, 288, EIGHT_BITS[kind], device)
+    assert_narrow_agrees(kernel, tile, 70, 133, 288, EIGHT_BITS[kind], device)
 
 
 @pytest.mark.parametrize("tile", [tiles.NARROW[0], tiles.PORTABLE[1], tiles.SINGLE[1]], ids=lambda tile: tile.name)
 def test_rows_that_the_copy_engine_cannot_fetch_meet_narrow_weights(tile: tiles.Tile, device: str) -> None:
-    check_narrow(kernel, tile, 3, 67, 96, INT8, device, gap=5)
-    check_narrow(kernel, tile, 5, 131, 160, BLOCKS, device, gap=5)
+    assert_narrow_agrees(kernel, tile, 3, 67, 96, INT8, device, gap=5)
+    assert_narrow_agrees(kernel, tile, 5, 131, 160, BLOCKS, device, gap=5)
 
 
 @pytest.mark.parametrize("kind", FOUR_BITS)
 @pytest.mark.parametrize("tile", [*tiles.FOUR, tiles.PORTABLE[0]], ids=lambda tile: tile.name)
 def test_weights_of_four_bits_are_widened_and_scaled(tile: tiles.Tile, kind: str, device: str) -> None:
-    check_narrow(kernel, tile, 20, 133, 192, FOUR_BITS[kind], device)
-    check_narrow(kernel, tile, 3, 67, 128, FOUR_BITS[kind], device, gap=5)
+    assert_narrow_agrees(kernel, tile, 20, 133, 192, FOUR_BITS[kind], device)
+    assert_narrow_agrees(kernel, tile, 3, 67, 128, FOUR_BITS[kind], device, gap=5)
 
 
 def test_a_narrow_weight_that_no_kernel_reads_is_said_why(device: str) -> None:
@@ -115,7 +115,7 @@ def test_a_narrow_weight_that_no_kernel_reads_is_said_why(device: str) -> None:
 
 @pytest.mark.parametrize("tile", [tiles.HOPPER[0], tiles.PORTABLE[1]], ids=lambda tile: tile.name)
 def test_heads_have_weights_of_their_own(tile: tiles.Tile, device: str) -> None:
-    check_heads(kernel, tile, device)
+    assert_heads_agree(kernel, tile, device)
 
 
 def test_no_rows_are_no_work_and_what_is_not_taken_is_said(device: str) -> None:
@@ -126,9 +126,9 @@ def test_no_rows_are_no_work_and_what_is_not_taken_is_said(device: str) -> None:
     assert "float64" in str(kernel.unfit(torch.randn(2, 1, 8).double(), weight[None]))
 
 
-def test_addresses_go_beyond_32_bits(device: str) -> None:
+def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
     apart_by = 1 << 30
-    far = torch.empty(3 * apart_by, dtype=torch.float16, device=device)  # never touched but where the rows are
+    far = untouched(3 * apart_by, torch.float16)  # but for the rows
     x = far.as_strided((3, 40), (apart_by, 1)).copy_(torch.randn(3, 40))
     weight = torch.randn(20, 40, device=device).half()
     ours = kernel.linear(x, weight, tile=tiles.PORTABLE[0])
@@ -142,7 +142,7 @@ def telling(*shape: int) -> Tensor:
     return torch.randint(-8, 9, shape) * 2.0 ** (-8.0 - 17.0 * (step > 0) - step)
 
 
-def check_bits(kernels: Any, device: str) -> None:
+def assert_same_bits(kernels: Any, device: str) -> None:
     """Row 25 among those from `first` to `last`, whatever tile they take."""
     x, weight = telling(140, 200).to(device), torch.randint(-8, 9, (70, 200), device=device).float()
     bias = torch.randn(70, device=device)
@@ -154,7 +154,7 @@ def check_bits(kernels: Any, device: str) -> None:
 
 
 def test_a_row_has_the_same_bits_alone_and_in_any_batch_whatever_tile_is_taken(device: str) -> None:
-    check_bits(kernel, device)
+    assert_same_bits(kernel, device)
     x, weight = telling(140, 200).to(device), torch.randint(-8, 9, (70, 200), device=device).float()
     ours, shorter = (kernel.linear(x, weight, tile=tile) for tile in (tiles.HOPPER[0], tiles.SINGLE[0]))
     assert not torch.equal(ours, shorter), "shorter steps went unnoticed"
@@ -195,9 +195,9 @@ def test_who_asks_for_invariant_results_gets_them_or_is_told_why_not() -> None:
 def test_a_mutant_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
     mutant = mutated(kernel, old, new)
     with pytest.raises(noticed):
-        check(mutant, tiles.HOPPER[0], 20, 133, 72, torch.float32, device, 4)
-        check(mutant, tiles.HOPPER[0], 3, 67, 37, torch.float32, device)
-        check_heads(mutant, tiles.HOPPER[0], device)
+        assert_agrees(mutant, tiles.HOPPER[0], 20, 133, 72, torch.float32, device, 4)
+        assert_agrees(mutant, tiles.HOPPER[0], 3, 67, 37, torch.float32, device)
+        assert_heads_agree(mutant, tiles.HOPPER[0], device)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_mutant_that_reads_narrow_weights_otherwise_is_found(
     mutant, four = mutated(kernel, old, new), kind in FOUR_BITS
     with pytest.raises(noticed):
         form, tile = (FOUR_BITS | EIGHT_BITS)[kind], (tiles.FOUR if four else tiles.NARROW)[0]
-        check_narrow(mutant, tile, 20, 133, 192 if four else 288, form, device)
+        assert_narrow_agrees(mutant, tile, 20, 133, 192 if four else 288, form, device)
 
 
 def test_a_mutant_that_sums_tall_tiles_backwards_is_found(mutated: Any, device: str) -> None:
@@ -225,6 +225,6 @@ def test_a_mutant_that_sums_tall_tiles_backwards_is_found(mutated: Any, device: 
         "for j in range(0, inner, BK):\n                k = j if BM == 16 else (tl.cdiv(inner, BK) - 1) * BK - j"
     )
     mutant = mutated(kernel, "for k in range(0, inner, BK):", backwards)
-    check(mutant, tiles.HOPPER[1], 70, 133, 72, torch.float32, device, 4)
+    assert_agrees(mutant, tiles.HOPPER[1], 70, 133, 72, torch.float32, device, 4)
     with pytest.raises(AssertionError):
-        check_bits(mutant, device)
+        assert_same_bits(mutant, device)

@@ -34,7 +34,7 @@ def arguments(heads: int, latent: int, rotated: int, dtype: torch.dtype, device:
     return q, cache.to(device, dtype), latent, starts, contexts, table.to(device), width**-0.5
 
 
-def check(heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str) -> None:
+def assert_agrees(heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str) -> None:
     args = arguments(heads, latent, rotated, dtype, device)
     ours = kernel.mla_attention(*args, num_decode=3, max_context=max(CONTEXTS))
     tolerance = {"rtol": 4e-3, "atol": 4e-3} if dtype is torch.float16 else {"rtol": 2e-5, "atol": 2e-5}
@@ -46,7 +46,7 @@ def check(heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str
     [(3, 32, 16, torch.float32), (16, 512, 64, torch.float16), (128, 64, 32, torch.float16)],
 )
 def test_chunks_and_decoding_agree(heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str) -> None:
-    check(heads, latent, rotated, dtype, device)
+    assert_agrees(heads, latent, rotated, dtype, device)
 
 
 def test_only_values_that_are_the_first_part_of_a_row_fit(device: str) -> None:
@@ -90,4 +90,4 @@ def test_a_mutant_is_found(
             if hasattr(mutant, name) and hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(mutant, name))
     with pytest.raises(noticed):
-        check(3, 32, 16, torch.float32, device)
+        assert_agrees(3, 32, 16, torch.float32, device)

@@ -77,7 +77,7 @@ def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
     }
 
 
-def check(case: Case, device: str) -> None:
+def assert_agrees(case: Case, device: str) -> None:
     args, bounds = arguments(case, device)
     ours = kernel.paged_attention(*args, **bounds)
     tolerance = {"rtol": 4e-3, "atol": 4e-3} if case.dtype is torch.float16 else {"rtol": 2e-5, "atol": 2e-5}
@@ -101,13 +101,15 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_ragged_batch_agrees(case: Case, device: str) -> None:
-    check(case, device)
+    assert_agrees(case, device)
 
 
 @pytest.mark.parametrize("widths", [(20, 12), (64, 64), (80, 80), (112, 112), (192, 128), (256, 256)])
 def test_any_width_of_a_head_agrees(widths: tuple[int, int], device: str) -> None:
     width, value_width = widths
-    check(Case(((1, 1), (1, 140), (9, 70)), 2, width=width, value_width=value_width, dtype=torch.float16), device)
+    assert_agrees(
+        Case(((1, 1), (1, 140), (9, 70)), 2, width=width, value_width=value_width, dtype=torch.float16), device
+    )
 
 
 def test_a_sequence_of_nothing_gets_zeros(device: str) -> None:
@@ -143,14 +145,14 @@ def test_a_row_has_the_same_bits_however_its_prompt_was_cut(device: str) -> None
         assert torch.equal(part, whole[begin:end])
 
 
-def test_caches_whose_blocks_lie_far_apart(device: str) -> None:
-    """Offsets beyond 32 bits, in memory that is reserved and, but for a few pages, never touched."""
+def test_caches_whose_blocks_lie_far_apart(untouched: Any, device: str) -> None:
+    """Offsets beyond 32 bits."""
     case = Case(((1, 5), (2, 4)), 1, kv_heads=1, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
     args, bounds = arguments(case, device)
     last = int(args[5][:, 0].max())
     stride = (1 << 31) // last + 16
     for at in (1, 2):
-        held = torch.empty(stride * (last + 1), dtype=torch.float8_e4m3fn, device=device)
+        held = untouched(stride * (last + 1), torch.float8_e4m3fn)
         near = args[at][: last + 1]
         args[at] = held.as_strided(near.shape, (stride, *near.stride()[1:])).copy_(near)
     ours = kernel.paged_attention(*args, **bounds)
@@ -209,4 +211,4 @@ def test_a_mutant_is_found(
             if hasattr(mutant, name) and hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(mutant, name))
     with pytest.raises(noticed):
-        check(case, device)
+        assert_agrees(case, device)

@@ -12,7 +12,7 @@ from moiety_kernels.rms_norm import kernel, reference
 SHAPES = [(1, 1), (3, 7), (5, 64), (2, 1000), (7, 2880)]
 
 
-def check(kernels: Any, rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+def assert_agrees(kernels: Any, rows: int, width: int, dtype: torch.dtype, device: str) -> None:
     """Both forms on rows that lie apart, so that what overruns a row shows."""
     x = torch.randn(rows, width + 3, device=device).to(dtype)[:, :width]
     delta = torch.randn(rows, width, device=device).to(dtype)
@@ -28,7 +28,7 @@ def check(kernels: Any, rows: int, width: int, dtype: torch.dtype, device: str) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_rows_are_normalised(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
-    check(kernel, rows, width, dtype, device)
+    assert_agrees(kernel, rows, width, dtype, device)
 
 
 def test_no_rows_are_no_work(device: str) -> None:
@@ -46,4 +46,4 @@ def test_no_rows_are_no_work(device: str) -> None:
 def test_a_mutant_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
     mutant = mutated(kernel, old, new)
     with pytest.raises(noticed):
-        check(mutant, 3, 7, torch.float32, device)
+        assert_agrees(mutant, 3, 7, torch.float32, device)

@@ -25,14 +25,14 @@ def some_experts(routing: str, tokens: int, num_experts: int, top_k: int, device
     return chosen.view(tokens, top_k).int().to(device)
 
 
-def check_group(kernels: Any, routing: str, tokens: int, num_experts: int, device: str, **sizes: int) -> None:
+def assert_grouped_alike(kernels: Any, routing: str, tokens: int, num_experts: int, device: str, **sizes: int) -> None:
     expert = some_experts(routing, tokens, num_experts, 3, device)
-    check_groups(kernels.group(expert, num_experts, 4, **sizes), expert, num_experts)
+    assert_same_groups(kernels.group(expert, num_experts, 4, **sizes), expert, num_experts)
     here = torch.where(expert == num_experts - 1, -1, expert)  # the last expert is elsewhere
-    check_groups(kernels.group(here, num_experts, 4, **sizes), here, num_experts)
+    assert_same_groups(kernels.group(here, num_experts, 4, **sizes), here, num_experts)
 
 
-def check_groups(ours: Groups, expert: torch.Tensor, num_experts: int) -> None:
+def assert_same_groups(ours: Groups, expert: torch.Tensor, num_experts: int) -> None:
     theirs = reference.group(expert, num_experts, 4)
     for name in ("starts_E1", "num_tiles_1", "tiles_N2"):
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=0, atol=0, msg=name)
@@ -43,13 +43,13 @@ def check_groups(ours: Groups, expert: torch.Tensor, num_experts: int) -> None:
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("tokens", "num_experts"), [(0, 3), (1, 1), (1, 8), (65, 20), (1400, 3)])
 def test_few_pairs_are_grouped(routing: str, tokens: int, num_experts: int, device: str) -> None:
-    check_group(grouping, routing, tokens, num_experts, device)
+    assert_grouped_alike(grouping, routing, tokens, num_experts, device)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("tokens", "num_experts"), [(1, 8), (65, 3), (100, 20)])
 def test_many_pairs_are_grouped_block_by_block(routing: str, tokens: int, num_experts: int, device: str) -> None:
-    check_group(grouping, routing, tokens, num_experts, device, few_pairs=0, block=64)
+    assert_grouped_alike(grouping, routing, tokens, num_experts, device, few_pairs=0, block=64)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_many_pairs_are_grouped_block_by_block(routing: str, tokens: int, num_ex
 def test_a_mutant_that_groups_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
     mutant = mutated(grouping, old, new)
     with pytest.raises(noticed):
-        check_group(mutant, "skewed", 65, 3, device)
-        check_group(mutant, "skewed", 65, 3, device, few_pairs=0, block=64)
+        assert_grouped_alike(mutant, "skewed", 65, 3, device)
+        assert_grouped_alike(mutant, "skewed", 65, 3, device, few_pairs=0, block=64)
 
 
 SPECS = {
@@ -84,7 +84,7 @@ SPECS = {
 }
 
 
-def check_route(kernels: Any, name: str, tokens: int, dtype: torch.dtype, biased: bool, device: str) -> None:
+def assert_routed_alike(kernels: Any, name: str, tokens: int, dtype: torch.dtype, biased: bool, device: str) -> None:
     """On rows that lie apart, whose logits all differ: which of equals comes first is not defined."""
     spec = SPECS[name]
     values = torch.rand(tokens, spec.num_experts + 3, device=device).argsort(dim=1) / 16 - spec.num_experts / 32
@@ -102,7 +102,7 @@ def check_route(kernels: Any, name: str, tokens: int, dtype: torch.dtype, biased
 )
 @pytest.mark.parametrize("name", SPECS)
 def test_tokens_are_routed(name: str, tokens: int, dtype: torch.dtype, biased: bool, device: str) -> None:
-    check_route(kernel, name, tokens, dtype, biased, device)
+    assert_routed_alike(kernel, name, tokens, dtype, biased, device)
 
 
 def test_of_equal_experts_the_lower_comes_first(device: str) -> None:
@@ -142,4 +142,4 @@ def test_what_is_not_a_number_still_goes_to_experts_that_exist_each_once(name: s
 def test_a_mutant_that_routes_is_found(mutated: Any, noticed: Any, name: str, old: str, new: str, device: str) -> None:
     mutant = mutated(kernel, old, new)
     with pytest.raises(noticed):
-        check_route(mutant, name, 17, torch.float32, True, device)
+        assert_routed_alike(mutant, name, 17, torch.float32, True, device)

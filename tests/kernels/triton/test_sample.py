@@ -46,7 +46,7 @@ def some_logits(kind: str, rows: int, size: int, device: str) -> torch.Tensor:
     return logits * 0 if kind == "equal" else logits
 
 
-def check(kernels: Any, kind: str, size: int, device: str) -> None:
+def assert_drawn_alike(kernels: Any, kind: str, size: int, device: str) -> None:
     """Of tied tokens those at the very end of what is kept, which the smallest mistake in keeping moves."""
     asked = draws(FILTERS, device)
     if kind == "tied":
@@ -56,7 +56,7 @@ def check(kernels: Any, kind: str, size: int, device: str) -> None:
     assert kernels.sample(logits, asked, block=64).tolist() == expected.tolist()
 
 
-def check_penalties(kernels: Any, device: str) -> None:
+def assert_penalised_alike(kernels: Any, device: str) -> None:
     size, asked = 70, draws([GREEDY, PLAIN, FILTERS[3], FILTERS[5]] * 2, device)
     rows = len(asked.uniform_L)
     place = torch.tensor([4, -1, 1, 0, 2, -1, 5, 3], dtype=torch.int32, device=device)
@@ -73,11 +73,11 @@ def check_penalties(kernels: Any, device: str) -> None:
 
 @pytest.mark.parametrize(("kind", "size"), [("random", 1), ("random", 3), *((kind, 100) for kind in KINDS)])
 def test_tokens_are_drawn(kind: str, size: int, device: str) -> None:
-    check(kernel, kind, size, device)
+    assert_drawn_alike(kernel, kind, size, device)
 
 
 def test_tokens_seen_before_are_penalised(device: str) -> None:
-    check_penalties(kernel, device)
+    assert_penalised_alike(kernel, device)
 
 
 def test_the_whole_distribution_is_reached_in_its_proportions(device: str) -> None:
@@ -109,7 +109,7 @@ def test_the_whole_distribution_is_reached_in_its_proportions(device: str) -> No
 def test_a_mutant_is_found(mutated: Any, noticed: Any, kind: str, old: str, new: str, device: str) -> None:
     mutant = mutated(kernel, old, new)
     with pytest.raises(noticed):
-        check(mutant, kind, 100, device)
+        assert_drawn_alike(mutant, kind, 100, device)
 
 
 @pytest.mark.parametrize(
@@ -124,4 +124,4 @@ def test_a_mutant_is_found(mutated: Any, noticed: Any, kind: str, old: str, new:
 def test_a_mutant_that_penalises_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
     mutant = mutated(kernel, old, new)
     with pytest.raises(noticed):
-        check_penalties(mutant, device)
+        assert_penalised_alike(mutant, device)

@@ -11,13 +11,19 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import Config, Features, checkpoint_dtype
-from moiety_engine.model.families.deepseek import deepseek_features, deepseek_v2, deepseek_v3
+from moiety_engine.model.families.deepseek import (
+    deepseek_v2,
+    deepseek_v2_features,
+    deepseek_v3,
+    deepseek_v3_features,
+)
 from moiety_engine.model.families.dots import dots1
 from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
 from moiety_engine.model.families.gemma import gemma3, gemma3_config, gemma3_features
 from moiety_engine.model.families.glm import glm4_moe, glm_features
 from moiety_engine.model.families.gpt_oss import gpt_oss
 from moiety_engine.model.families.granite import granite_features, granitemoe
+from moiety_engine.model.families.ignored import Noting, ignored_of
 from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
@@ -53,8 +59,8 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
 }
 # What is unusual in the rest of the model, outside its layers.
 WHOLE: dict[str, Callable[[Config], Features]] = {
-    "deepseek_v2": deepseek_features,
-    "deepseek_v3": deepseek_features,
+    "deepseek_v2": deepseek_v2_features,
+    "deepseek_v3": deepseek_v3_features,
     "ernie4_5_moe": ernie_features,
     "gemma3": gemma3_features,
     "gemma3_text": gemma3_features,
@@ -68,6 +74,17 @@ COMPLETE: dict[str, Callable[[Config], Config]] = {"gemma3": gemma3_config, "gem
 
 def read_spec(folder: Path) -> ModelSpec:
     """The spec of the checkpoint in `folder`; raises ConfigError or UnsupportedModelError."""
+    return spec_from_config(_read(folder))
+
+
+def ignored_keys(folder: Path) -> list[str]:
+    """What config.json says that reading its spec ignores, and that may matter. Raises as `read_spec` does."""
+    config = Noting(_completed(_read(folder)))
+    _spec_of(config)
+    return ignored_of(config)
+
+
+def _read(folder: Path) -> Config:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -77,18 +94,25 @@ def read_spec(folder: Path) -> ModelSpec:
         raise ConfigError(f"{path} cannot be read as JSON: {exc}") from exc
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold one JSON object")
-    return spec_from_config(config)
+    return config
 
 
 def spec_from_config(config: Config) -> ModelSpec:
     """The spec that a parsed config.json describes; raises ConfigError or UnsupportedModelError."""
+    return _spec_of(_completed(config))
+
+
+def _completed(config: Config) -> Config:
     family = config.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model family {family!r} is not supported; the known families are: {known}")
+    return {**COMPLETE[family](config), "model_type": family} if family in COMPLETE else config
+
+
+def _spec_of(config: Config) -> ModelSpec:
+    family = config["model_type"]
     read_layer = FAMILIES[family]
-    if family in COMPLETE:
-        config = COMPLETE[family](config)
     try:
         usual: Features = {
             "norm": NormSpec(config.get("rms_norm_eps", 1e-6)),

@@ -23,7 +23,9 @@ from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
 from moiety_kernels.route.spec import RoutingSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from moiety_engine.model.spec import LayerSpec
 
 Config = dict[str, Any]
 Features = dict[str, Any]  # fields of a ModelSpec that a family does not have from the usual keys
@@ -125,10 +127,22 @@ def checkpoint_dtype(config: Config) -> str:
     return str(first(config, "dtype", "torch_dtype", default=unsaid)).removeprefix("torch.")
 
 
-def draft_prefixes(config: Config) -> tuple[str, ...]:
-    """Of the tensors of layers after the last, which draft tokens."""
+def read_foretelling(config: Config, read_layer: Callable[[Config, int], LayerSpec]) -> Features:
+    """The first of the layers after the last, which draft tokens, if there are any; without drafts all are left on
+    disk."""
     last, drafting = config["num_hidden_layers"], first(config, "num_nextn_predict_layers", "num_mtp_layers", default=0)
-    return tuple(f"model.layers.{last + index}." for index in range(drafting))
+    return {
+        "ignored_prefixes": tuple(f"model.layers.{last + index}." for index in range(drafting)),
+        "foretelling": read_layer(config, last) if drafting else None,
+    }
+
+
+def require(config: Config, family: str, **only: Any) -> None:
+    """What a model of the family would have to have computed otherwise is refused by name."""
+    for key, value in only.items():
+        said = first(config, key, default=value)
+        if said != value:
+            raise UnsupportedModelError(f"{key} {said!r} is not supported in {family}; known: {value}")
 
 
 def read_activation(config: Config) -> Activation:

@@ -8,12 +8,13 @@ from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
     Features,
-    draft_prefixes,
     first,
     read_activation,
+    read_foretelling,
     read_rope,
     read_routing,
     read_sigmoid_mixture,
+    require,
     rope_parameters,
     yarn_magnitude,
 )
@@ -31,17 +32,22 @@ V3_DEFAULTS: Config = {
 
 
 def deepseek_v2(config: Config, index: int) -> LayerSpec:
+    require(config, "deepseek_v2", scoring_func="softmax", moe_layer_freq=1)
     return LayerSpec(_attention(config, interleaved=True), _softmax_mixture(config, index))
 
 
 def deepseek_v3(config: Config, index: int) -> LayerSpec:
+    require(config, "deepseek_v3", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     attention = _attention(config, interleaved=bool(config.get("rope_interleave", True)))
     return LayerSpec(attention, read_sigmoid_mixture(V3_DEFAULTS | config, index))
 
 
-def deepseek_features(config: Config) -> Features:
-    """The layers after the last, which draft tokens, are left on disk."""
-    return {"ignored_prefixes": draft_prefixes(config)}
+def deepseek_v2_features(config: Config) -> Features:
+    return read_foretelling(config, deepseek_v2)
+
+
+def deepseek_v3_features(config: Config) -> Features:
+    return read_foretelling(config, deepseek_v3)
 
 
 def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:

@@ -19,7 +19,7 @@ _THETA = 500_000.0  # where the configuration has none
 
 def ernie4_5_moe(config: Config, index: int) -> LayerSpec:
     bias, activation = bool(config.get("use_bias", False)), read_activation(config)
-    attention = read_attention({"rope_theta": _THETA, **config}, qkv_bias=bias, output_bias=bias)
+    attention = read_attention({"rope_theta": _THETA} | config, qkv_bias=bias, output_bias=bias)
     if attention.rope.rotary_width != attention.head_dim:
         raise UnsupportedModelError("partial_rotary_factor is not supported in ernie4_5_moe, where no model has it")
     attention = replace(attention, rope=replace(attention.rope, interleaved=True))

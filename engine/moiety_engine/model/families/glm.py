@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from moiety_engine.model.families.config import Config, Features, draft_prefixes, read_attention, read_sigmoid_mixture
+from moiety_engine.model.families.config import (
+    Config,
+    Features,
+    read_attention,
+    read_foretelling,
+    read_sigmoid_mixture,
+)
 from moiety_engine.model.spec import LayerSpec
 
 
 def glm4_moe(config: Config, index: int) -> LayerSpec:
     attention = read_attention(
-        {"partial_rotary_factor": 0.5, **config},
+        {"partial_rotary_factor": 0.5} | config,
         qkv_bias=bool(config.get("attention_bias", False)),
         qk_norm="head" if config.get("use_qk_norm") else "none",
     )
@@ -17,5 +23,4 @@ def glm4_moe(config: Config, index: int) -> LayerSpec:
 
 
 def glm_features(config: Config) -> Features:
-    """The layers after the last, which draft tokens, are left on disk."""
-    return {"ignored_prefixes": draft_prefixes(config)}
+    return read_foretelling(config, glm4_moe)

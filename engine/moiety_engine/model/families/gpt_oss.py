@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moiety_engine.model.families.config import Config, read_attention, read_routing
+from moiety_engine.model.families.config import Config, read_attention, read_routing, require
 from moiety_engine.model.spec import LayerSpec, MoeSpec
 from moiety_kernels.moe.activation import Activation
 
@@ -14,6 +14,7 @@ def gpt_oss(config: Config, index: int) -> LayerSpec:
     attention = read_attention(
         config, qkv_bias=bias, output_bias=bias, sinks=True, window=config["sliding_window"] if local else None
     )
+    require(config, "gpt_oss", hidden_act="silu")  # which its activation is made of
     limit, alpha = float(config.get("swiglu_limit", 7.0)), float(config.get("swiglu_alpha", 1.702))
     mixture = MoeSpec(
         config["intermediate_size"],

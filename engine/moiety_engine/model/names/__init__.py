@@ -28,14 +28,9 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # tables that some old checkpoints
 def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dict[str, Place | Shares]:
     """Name on disk → where it goes. Of several ways to name a thing the one that is `present` is taken."""
     root = next((root for root in _ROOTS if f"{root}embed_tokens.weight" in present), "model.")
-    around = "language_model." if root == "language_model.model." else ""
-    found: dict[str, Place | Shares] = {f"{root}embed_tokens.weight": whole(weights.embedding_VD)}
-    found.update(_norm(f"{root}norm", weights.final_norm))
-    if not spec.tie_word_embeddings:
-        found[f"{around}lm_head.weight"] = whole(weights.head_VD)
-    if weights.head_bias_V is not None:
-        found[f"{around}lm_head.bias"] = whole(weights.head_bias_V)
-    for index, (layer_spec, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+    found: dict[str, Place | Shares] = dict(_around(spec, weights, root))
+    layers = zip(spec.layers, weights.layers, strict=True)
+    for index, (layer_spec, layer) in enumerate(layers, spec.foretells_after or 0):
         prefix = f"{root}layers.{index}."
         local = {name.removeprefix(prefix) for name in present if name.startswith(prefix)}
         found.update((prefix + name, place) for name, place in _layer(layer_spec, layer, local))
@@ -47,6 +42,25 @@ def ignorable(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor that has no place may be in the checkpoint all the same."""
     copied_head = spec.tie_word_embeddings and name in ("lm_head.weight", "language_model.lm_head.weight")
     return copied_head or name.endswith(_IGNORED_SUFFIXES) or name.startswith(spec.ignored_prefixes)
+
+
+def _around(spec: ModelSpec, weights: ModelWeights, root: str) -> Iterator[Named]:
+    """What comes before the layers and after them."""
+    joining = weights.joining
+    if joining is not None:
+        prefix = f"{root}layers.{spec.foretells_after}."
+        yield from _norm(f"{prefix}enorm", joining.token_norm)
+        yield from _norm(f"{prefix}hnorm", joining.before_norm)
+        yield f"{prefix}eh_proj.weight", whole(joining.projection_DJ)
+        yield from _norm(f"{prefix}shared_head.norm", weights.final_norm)
+        return
+    outside = "language_model." if root == "language_model.model." else ""
+    yield f"{root}embed_tokens.weight", whole(weights.embedding_VD)
+    yield from _norm(f"{root}norm", weights.final_norm)
+    if not spec.tie_word_embeddings:
+        yield f"{outside}lm_head.weight", whole(weights.head_VD)
+    if weights.head_bias_V is not None:
+        yield f"{outside}lm_head.bias", whole(weights.head_bias_V)
 
 
 def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[Named]:

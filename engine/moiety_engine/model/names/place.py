@@ -14,12 +14,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """Of a tensor that stacks so many experts, those in `which`."""
+
+    which: slice | list[int]
+    among: int
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
-    """`view` takes what `arrange` makes of a tensor that has `shape` on disk; without `arrange`, the tensor itself."""
+    """`view` takes what `arrange` makes of a tensor that has `shape` on disk; without `arrange`, the tensor itself. Of
+    one that stacks experts those that are `chosen`; the shape is then theirs."""
 
     view: Tensor
     shape: tuple[int, ...]
     arrange: Callable[[Tensor], Tensor] | None = None
+    chosen: Chosen | None = None
 
     def fill(self, source: Tensor) -> None:
         """Copy what was read from disk to where it belongs."""

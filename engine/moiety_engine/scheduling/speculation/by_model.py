@@ -53,7 +53,7 @@ class ModelGuesser:
         if count <= 0:
             return Guess([])
         chance = (own.num_seen * own.value + _FEW * self._of_all.value) / (own.num_seen + _FEW)
-        num_behind = num_tokens - self._kv.num_there(sequence)
+        num_behind = self._kv.num_behind(sequence)
         num_left = sequence.submit.max_tokens - sequence.num_output
         return Guess([PENDING] * count, chance, chance, num_behind, max(1, num_left))
 

@@ -25,29 +25,35 @@ class _Held:
 
 
 class DraftedKv:
-    """Of one engine. Used by the step loop's thread only."""
+    """Of one engine. Used by the step loop's thread only. What reads each token beside the one after it (`lag` 1) has
+    one less to take in; the last place of a block hangs on the next block, and is written by whoever shares it. What it
+    says after its own guesses, it says otherwise than once they came true."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, lag: int = 0) -> None:
+        self._block_size, self.lag = block_size, lag
         self._hash_of: dict[int, bytes] = {}  # of blocks that are full of it
         self._held: dict[Sequence, _Held] = {}
         self._pruned_from = _PRUNED_FROM
 
     def num_there(self, sequence: Sequence) -> int:
-        """How many of the sequence's tokens need not be taken in again; never its newest one."""
+        """How many of the sequence's tokens need not be taken in again; never its newest one that it reads."""
         held = self._held.get(sequence)
         if held is None or held.blocks is not sequence.blocks:
             held = self._found(sequence)
         else:
             self._come_true(sequence, held)
         self._mark(sequence, held)
-        return min(held.num_there, len(sequence.tokens) - 1)
+        return min(held.num_there, len(sequence.tokens) - self.lag - 1)
+
+    def num_behind(self, sequence: Sequence) -> int:
+        """How many are to be taken in before a token after the newest one can be said; at least one."""
+        return len(sequence.tokens) - self.lag - self.num_there(sequence)
 
     def took_in(self, sequence: Sequence, first: int, end: int, guessed: list[int]) -> None:
         """Its tokens `first` to `end` - 1 have been taken in, after `num_there`, and guesses after them."""
         held = self._held[sequence]
         assert held.blocks is sequence.blocks and first <= held.num_there, "taken in after something that is not there"
-        held.num_there, held.guessed = end, guessed
+        held.num_there, held.guessed = end, [] if self.lag else guessed
         first_block, size = first // self._block_size, self._block_size
         for block in sequence.blocks[first_block : -(-(end + len(guessed)) // size)]:
             self._hash_of.pop(block, None)
@@ -66,7 +72,8 @@ class DraftedKv:
             if hash_of.get(block) != sequence.hash_at(count, size):
                 break
             count += 1
-        held = self._held[sequence] = _Held(sequence.blocks, count, count * size)
+        num_there = max(0, count * size - self.lag)
+        held = self._held[sequence] = _Held(sequence.blocks, count, num_there)
         return held
 
     def _come_true(self, sequence: Sequence, held: _Held) -> None:

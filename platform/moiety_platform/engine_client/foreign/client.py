@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -121,6 +121,10 @@ class ForeignEngineClient:
 
     def settled(self, request_id: str) -> None:
         """Such a server remembers nothing."""
+
+    def forget(self, tenant_ids: Collection[str]) -> None:
+        """Such a server cannot be told: what its cache has under the tenant's salt, which nobody sends any more, gives
+        way in its turn."""
 
     def rest(self, *, asleep: bool) -> None:
         raise Conflict(

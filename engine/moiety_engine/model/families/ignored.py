@@ -1,0 +1,68 @@
+"""Which keys of a config.json nobody looks at: a checkpoint may say something there that its model hangs on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moiety_engine.model.families.config import Config
+
+# What any configuration of transformers may say, and what concerns training or the drawing of tokens.
+_GENERIC = frozenset({
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
+    "dtype", "eos_token_id", "id2label", "initializer_range", "label2id", "model_type", "pad_token_id",
+    "return_dict", "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version", "use_cache"
+})  # fmt: skip
+_TRAINING = frozenset({
+    "attention_dropout", "aux_loss_alpha", "ep_size", "input_jitter_noise", "output_router_logits",
+    "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "seq_aux"
+})  # fmt: skip
+_DRAWING = frozenset({
+    "diversity_penalty", "encoder_no_repeat_ngram_size", "length_penalty", "max_length", "min_length",
+    "num_beam_groups", "num_beams", "num_return_sequences", "repetition_penalty", "temperature", "top_k", "top_p",
+    "typical_p"
+})  # fmt: skip
+# Sizes that a model may have no use for; what is wrong with those that it has, the tensors' shapes show.
+_SIZES = frozenset({
+    "experts_per_token", "head_dim", "initial_context_length", "intermediate_size", "num_key_value_heads",
+    "qk_head_dim"
+})  # fmt: skip
+_HARMLESS = _GENERIC | _TRAINING | _DRAWING | _SIZES
+_OF_WINDOWS = frozenset({"sliding_window", "max_window_layers", "layer_types"})
+_OF_LAYERS = frozenset({"max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"})
+_OFF: tuple[object, ...] = (None, False, 0, "", [], {})  # as if it were not there
+
+
+class Noting(dict[str, Any]):
+    """A configuration that notes which keys are looked at; so does what is made of it by `|`."""
+
+    def __init__(self, config: Config, seen: set[str] | None = None) -> None:
+        super().__init__(config)
+        self.seen: set[str] = set() if seen is None else seen
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.seen.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def __or__(self, other: Config) -> Noting:  # type: ignore[override]
+        return Noting(super().__or__(other), self.seen)
+
+    def __ror__(self, other: Config) -> Noting:  # type: ignore[override]
+        return Noting(super().__ror__(other), self.seen)
+
+
+def ignored_of(config: Noting) -> list[str]:
+    """The keys that were not looked at, but for those that say nothing, or nothing of how the model computes."""
+    said, harmless = dict(config), _HARMLESS
+    if said.get("use_sliding_window") is False:
+        harmless |= _OF_WINDOWS
+    if said.get("layer_types") and "layer_types" in config.seen:
+        harmless |= _OF_LAYERS
+    return sorted(key for key, value in said.items() if key not in config.seen | harmless and value not in _OFF)

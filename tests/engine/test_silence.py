@@ -1,0 +1,42 @@
+"""A rank that hangs is noticed in time, and one that is late with the whole machine is not taken for lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from moiety_engine.distribution.lifeline import BEAT_INTERVAL_S, SILENCE_S
+from moiety_engine.distribution.silence import Silence
+
+TURN_S = BEAT_INTERVAL_S / 2
+
+
+def noticed_after_s(wakes_after_s: float, *, most_s: float = 60.0) -> float:
+    """When a rank that says nothing any more is, where each turn takes so long."""
+    silence, now_s = Silence([1, 2], limit_s=SILENCE_S, turn_s=TURN_S, now_s=100.0), 100.0
+    while now_s < 100.0 + most_s:
+        now_s += wakes_after_s
+        silence.turn(now_s)
+        silence.heard(2)
+        if silence.too_long():
+            assert silence.too_long() == [1]
+            break
+    return now_s - 100.0
+
+
+@pytest.mark.parametrize("wakes_after_s", [0.001, 0.1, TURN_S, TURN_S + 0.01])
+def test_a_rank_that_hangs_is_noticed_within_five_seconds_however_often_others_are_heard(wakes_after_s: float) -> None:
+    assert SILENCE_S < noticed_after_s(wakes_after_s) < 5.0
+
+
+def test_while_this_process_is_kept_from_running_nobody_is_taken_for_lost() -> None:
+    silence = Silence([1], limit_s=SILENCE_S, turn_s=TURN_S, now_s=0.0)
+    for now_s in (3.0, 33.0, 63.0):  # it stood still between, and so may the other have
+        silence.turn(now_s)
+        assert silence.too_long() == []
+    silence.heard(1)
+    silence.turn(93.0)
+    assert silence.too_long() == []
+
+
+def test_a_rank_that_hangs_on_an_overloaded_machine_is_noticed_by_the_time_that_there_was_to_run() -> None:
+    assert noticed_after_s(4 * TURN_S) == pytest.approx(4 * (SILENCE_S + TURN_S))

@@ -1,0 +1,63 @@
+"""Engines are told which tenants were erased: each once a connection, and again when it comes back. Real clients and
+fronts, with scripted cores behind them."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import zmq
+
+from moiety_engine.front.front import Front
+from moiety_engine.front.settings import FrontSettings
+from moiety_engine.messages import CoreForget
+from moiety_engine.scripted.link import ScriptedCore
+from moiety_engine.scripted.script import Script
+from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_platform.clock import SystemClock
+from moiety_platform.engine_client.transport import ZmqEngineClient
+
+
+class Core(ScriptedCore):
+    """The scripted core, and what it was told to forget."""
+
+    def __init__(self) -> None:
+        super().__init__(Script(tokens=tuple(b"abc")))
+        self.told: list[list[str]] = []
+
+    def send(self, commands) -> None:
+        self.told += [command.tenant_ids for command in commands if isinstance(command, CoreForget)]
+        super().send(commands)
+
+
+@asynccontextmanager
+async def engine(context, listen, engine_id):
+    core = Core()
+    settings = FrontSettings(model="scripted", listen=listen, heartbeat_interval_s=0.05)
+    front = Front(settings, engine_id, scripted_text_model(), core, context)
+    await front.start()
+    try:
+        assert await front.wait_ready()
+        yield core
+    finally:
+        await front.close()
+
+
+async def test_an_engine_is_told_once_and_one_that_was_away_when_it_comes(until, tmp_path):
+    context, listen = zmq.Context(), f"ipc://{tmp_path}/engine"
+    client = ZmqEngineClient(listen, context, SystemClock())
+    try:
+        client.forget(["ten_a"])  # nobody is there yet
+        await client.start()
+        async with engine(context, listen, "engine-1") as core:
+            await until(lambda: core.told == [["ten_a"]])
+            assert client.state.card.forgets
+            client.forget(["ten_a"])
+            client.forget(["ten_a", "ten_b"])
+            await until(lambda: core.told == [["ten_a"], ["ten_b"]])
+        await until(lambda: not client.state.healthy)
+        client.forget(["ten_a", "ten_b", "ten_c"])
+        async with engine(context, listen, "engine-2") as core:
+            await until(lambda: core.told == [["ten_a", "ten_b", "ten_c"]])
+    finally:
+        await client.close()
+        context.destroy(linger=0)
