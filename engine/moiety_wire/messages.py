@@ -192,6 +192,7 @@ class AdapterPart(msgspec.Struct, frozen=True, tag="adapter_part"):
     data: bytes
     config: str = ""  # JSON
     is_last: bool = False
+    tenant_id: str = ""  # whose it is
 
 
 class Forget(msgspec.Struct, frozen=True, tag="forget"):

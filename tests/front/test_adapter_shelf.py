@@ -11,8 +11,8 @@ from moiety_engine.front.adapters import AdapterShelf
 from moiety_wire.messages import AdapterPart
 
 
-def part(name: str, index: int, *, last: bool = False) -> AdapterPart:
-    return AdapterPart(name, index, b"x" * 10, "" if index else "{}", last)
+def part(name: str, index: int, *, last: bool = False, tenant_id: str = "") -> AdapterPart:
+    return AdapterPart(name, index, b"x" * 10, "" if index else "{}", last, tenant_id)
 
 
 def test_a_full_disk_costs_the_adapter_and_no_other_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,4 +60,29 @@ def test_what_a_forgotten_tenant_used_is_gone_from_the_disk_and_nothing_else() -
     shelf.forget(["gone", "never there"])
     assert ("ada_a" in shelf, "ada_b" in shelf) == (False, True)
     assert (folders["ada_a"].exists(), folders["ada_b"].exists()) == (False, True)
+    shelf.close()
+
+
+def test_what_a_forgotten_tenant_still_uses_stays_to_the_end_of_its_requests() -> None:
+    open_requests = {"ada_a"}
+    shelf = AdapterShelf(100, in_use=lambda: open_requests)
+    shelf.take(b"g", part("ada_a", 0, last=True, tenant_id="gone"))
+    (command,) = shelf.take_commands()
+    shelf.forget(["gone"])
+    assert Path(command.folder).exists()
+    open_requests.clear()
+    shelf.take_commands()
+    assert not Path(command.folder).exists()
+    shelf.close()
+
+
+def test_nothing_of_a_forgotten_tenant_is_taken_that_was_on_its_way_or_that_no_request_has_named() -> None:
+    shelf = AdapterShelf(100)
+    shelf.take(b"g", part("ada_a", 0, last=True, tenant_id="gone"))
+    shelf.take(b"g", part("ada_b", 0, tenant_id="gone"))
+    shelf.take(b"h", part("ada_c", 0, tenant_id="stays"))
+    shelf.forget(["gone"])
+    for sender, name, tenant_id in ((b"g", "ada_b", "gone"), (b"h", "ada_c", "stays"), (b"g", "ada_d", "gone")):
+        shelf.take(sender, part(name, 1 if name != "ada_d" else 0, last=True, tenant_id=tenant_id))
+    assert [name in shelf for name in ("ada_a", "ada_b", "ada_c", "ada_d")] == [False, False, True, False]
     shelf.close()

@@ -25,6 +25,7 @@ _ID = re.compile(r"[A-Za-z0-9_]{1,64}")  # a folder is called so
 
 @dataclass(slots=True)
 class _Upload:
+    tenant_id: str
     folder: Path
     file: BinaryIO
     num_parts: int = 0
@@ -42,6 +43,7 @@ class AdapterShelf:
     _folder: Path | None = None
     _held: OrderedDict[str, int] = field(default_factory=OrderedDict)  # adapter → bytes, the least recently used first
     _user_of: dict[str, str] = field(default_factory=dict)  # of those held: the tenant that uses it
+    _erased: set[str] = field(default_factory=set)  # tenants
     _uploads: dict[tuple[bytes, str], _Upload] = field(default_factory=dict)  # by who sends it
     _commands: list[CoreAdapter] = field(default_factory=list)
 
@@ -55,17 +57,25 @@ class AdapterShelf:
             self._user_of[name] = tenant_id
 
     def forget(self, tenant_ids: Iterable[str]) -> None:
-        """Remove what these tenants have used. What of it the model holds gives way in its turn; nobody else may name
-        it."""
-        erased = set(tenant_ids)
-        for name in [name for name, user in self._user_of.items() if user in erased]:
-            self._remove(name)
+        """Remove what these tenants have used, now or when no open request uses it any more, and take nothing of theirs
+        that is still on its way. What of it the model holds gives way in its turn; nobody else may name it."""
+        self._erased.update(tenant_ids)
+        for key in [key for key, upload in self._uploads.items() if upload.tenant_id in self._erased]:
+            self._drop(key)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        erased = [name for name, user in self._user_of.items() if user in self._erased]
+        used = self.in_use() if erased else set()
+        for name in erased:
+            if name not in used:
+                self._remove(name)
 
     def take(self, sender: bytes, part: AdapterPart) -> None:
         """The next part of what the sender sends. One that is held already, comes out of order or cannot be written is
         dropped; its request is then told that the adapter is missing."""
         key = sender, part.adapter_id
-        if not _ID.fullmatch(part.adapter_id):
+        if not _ID.fullmatch(part.adapter_id) or part.tenant_id in self._erased:
             return
         if part.adapter_id in self._held:
             self._drop(key)  # another was quicker
@@ -90,6 +100,8 @@ class AdapterShelf:
 
     def take_commands(self) -> list[CoreAdapter]:
         """What the core has to be told since the last call."""
+        if self._erased:
+            self._sweep()
         commands, self._commands = self._commands, []
         return commands
 
@@ -110,7 +122,7 @@ class AdapterShelf:
             self._folder = Path(tempfile.mkdtemp(prefix="moiety-adapters-"))
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         (folder / CONFIG).write_text(part.config, encoding="utf-8")
-        upload = self._uploads[key] = _Upload(folder, (folder / TENSORS).open("wb"))
+        upload = self._uploads[key] = _Upload(part.tenant_id, folder, (folder / TENSORS).open("wb"))
         return upload
 
     def _finish(self, key: tuple[bytes, str]) -> None:
@@ -122,6 +134,7 @@ class AdapterShelf:
         upload.folder.rename(place)
         del self._uploads[key]
         self._held[key[1]] = upload.num_bytes
+        self._user_of[key[1]] = upload.tenant_id
         self._commands.append(CoreAdapter(key[1], str(place)))
         log.info("adapter_received", adapter=key[1], num_bytes=upload.num_bytes)
 

@@ -172,9 +172,12 @@ class ModelText:
         left -= MESSAGE_COST * (len(prompt.messages) - 1 + len(tools))
         if left < 0:
             return left
-        texts = list(texts_of((prompt.messages, tools, prompt.prefill)))
-        if sum(map(len, texts)) > left:
-            return -1
+        texts, room = [], left
+        for text in texts_of((prompt.messages, tools, prompt.prefill)):
+            room -= len(text)
+            if room < 0:  # there may be megabytes more
+                return room
+            texts.append(text)
         left -= _num_bytes("".join(texts), left)
         encoder = self._conversations
         return -1 if encoder is not None and encoder.is_control_token_in(texts) else left

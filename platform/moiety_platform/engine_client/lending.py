@@ -29,7 +29,7 @@ class Lending:
         if not self._has(submit.adapter):
             self._submits[submit.request_id] = submit, stream, read
             try:
-                await self._bring(submit.adapter, read)
+                await self._bring(submit, read)
             except BaseException as error:
                 self._submits.pop(submit.request_id, None)
                 if stream.ended and isinstance(error, Unavailable):
@@ -60,7 +60,7 @@ class Lending:
         if known is not None and known.done():
             del self._sent[submit.adapter]
         try:
-            await self._bring(submit.adapter, read)
+            await self._bring(submit, read)
         except PlatformError as error:
             stream.fail(error)
             return
@@ -71,10 +71,11 @@ class Lending:
         else:
             stream.deliver(failed)
 
-    async def _bring(self, adapter_id: str, read: ReadAdapter) -> None:
+    async def _bring(self, submit: Submit, read: ReadAdapter) -> None:
+        adapter_id = submit.adapter
         sending = self._sent.get(adapter_id)
         if sending is None:
-            sending = asyncio.create_task(self._send_all(adapter_id, read), name="adapter sent")
+            sending = asyncio.create_task(self._send_all(adapter_id, submit.tenant_id, read), name="adapter sent")
             self._sent[adapter_id] = sending
         await asyncio.wait({sending})  # which goes on where who waits for it leaves
         if sending.cancelled():
@@ -85,6 +86,6 @@ class Lending:
                 del self._sent[adapter_id]
             raise error
 
-    async def _send_all(self, adapter_id: str, read: ReadAdapter) -> None:
+    async def _send_all(self, adapter_id: str, tenant_id: str, read: ReadAdapter) -> None:
         async for part in read(adapter_id):
-            self._send(part)
+            self._send(msgspec.structs.replace(part, tenant_id=tenant_id))

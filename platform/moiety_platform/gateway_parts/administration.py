@@ -51,7 +51,7 @@ class Administration:
         self._clock = clock
         self._adapters = adapters
         self._replicas = replicas
-        self._teller = ErasureTeller(database, replicas.clients)
+        self._teller = ErasureTeller(database, replicas.connected)
         self._reach = Reach(networks_of(settings))
         self._room = AdapterRoom(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         self.simulations = Simulations(

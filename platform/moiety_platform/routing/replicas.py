@@ -91,6 +91,10 @@ class Replicas:
     def clients(self) -> list[EngineClient]:
         return list(self._clients.values())
 
+    def connected(self) -> list[EngineClient]:
+        """Those that get no more requests, and still have some of ours, too."""
+        return [*self._clients.values(), *self._retired.values(), *self._replaced]
+
     def states(self) -> list[EngineState]:
         return [client.state for client in self._clients.values()]
 
