@@ -3,9 +3,7 @@ file serves on until another one of its model is there."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
@@ -24,7 +22,6 @@ from moiety_platform.rounds import Rounds
 from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.standing_back import stand_back
 from moiety_platform.usage.metering import MeterReader
 from moiety_text.errors import TextError
 
@@ -56,7 +53,7 @@ class Engines:
         self._meter = meter
         self._adapters = adapters
         self._curve = curve_of(settings)
-        self._context = _messaging_context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self.replicas = Replicas([self._client_of(one, settings) for one in settings.engines if not is_name(one)])
         except BaseException:
@@ -202,12 +199,3 @@ def key_files(settings: GatewaySettings) -> list[Path]:
     """Which hold the API keys of servers of others."""
     found = [ForeignAddress.parse(address).key_file for address in foreign_of(settings.engines)]
     return [path for path in found if path is not None]
-
-
-def _messaging_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """For sockets whose messages are carried by a thread that does not cut in, where the system lets it."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with ThreadPoolExecutor(max_workers=1) as another:  # the library would end the process where it may not
-        if another.submit(stand_back).result():
-            context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
-    return context
