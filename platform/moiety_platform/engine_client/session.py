@@ -7,9 +7,11 @@ the address. Knows nothing of routing or of what the tokens mean.
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 from collections.abc import Callable
 
+import msgspec
 import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -228,7 +230,8 @@ class Session:
         if card.protocol_version != PROTOCOL_VERSION:
             self.refusal = f"speaks protocol {card.protocol_version}, not {PROTOCOL_VERSION}; run one release of both"
         is_news = self.card is None
-        self.card = card
+        tokenizer_json = sys.intern(card.tokenizer_json)  # megabytes, which every request would compare with an equal's
+        self.card = card = msgspec.structs.replace(card, tokenizer_json=tokenizer_json)
         if is_news:
             self.since_s = self._clock.monotonic()
             self._on_card(card)
