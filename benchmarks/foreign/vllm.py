@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,9 +13,18 @@ from foreign.processes import CONTEXT_TOKENS, MODEL, Server, process, wait
 from moiety_platform.engine_addresses import Kind
 from moiety_platform.supervisor.ports import claim_port
 
+FLAGS = ["--enforce-eager", "--enable-prompt-tokens-details", "--scheduling-policy", "priority"]
+
 
 @contextmanager
-def serve(work: Path, checkpoint: Path, folder: Path, threads: int) -> Iterator[tuple[Server, str]]:
+def serve(
+    work: Path,
+    checkpoint: Path,
+    folder: Path,
+    threads: int,
+    context_tokens: int = CONTEXT_TOKENS,
+    flags: Sequence[str] = FLAGS,
+) -> Iterator[tuple[Server, str]]:
     """(the server, its version). Installed first where it is not yet."""
     python = install_vllm(work / "vllm")
     port = claim_port("127.0.0.1", 0, "--port")
@@ -27,8 +36,8 @@ def serve(work: Path, checkpoint: Path, folder: Path, threads: int) -> Iterator[
         "HF_HUB_OFFLINE": "1",
     }
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--served-model-name", MODEL]
-    command += ["--port", port, "--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", CONTEXT_TOKENS]
-    command += ["--enforce-eager", "--enable-prompt-tokens-details", "--scheduling-policy", "priority"]
+    command += ["--port", port, "--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", context_tokens]
+    command += flags
     url = f"http://127.0.0.1:{port}"
     address = f"openai+{url}/v1?model={MODEL}&kind={Kind.VLLM}&tokenizer={checkpoint}&priority=on"
     with process(command, folder / "server.log", environment) as running:

@@ -119,9 +119,13 @@ async def test_verdicts_of_the_core_cross_the_wire(context, connected, until):
 
 
 async def test_engines_of_one_model_share_its_tokenizer_so_that_nothing_compares_megabytes(context, connected):
-    async with running_front(context) as one, running_front(context, engine_id="engine-2") as other:
-        async with connected(one.address) as first, connected(other.address) as second:
-            assert first.state.card.tokenizer_json is second.state.card.tokenizer_json
+    async with (
+        running_front(context) as one,
+        running_front(context, engine_id="engine-2") as other,
+        connected(one.address) as first,
+        connected(other.address) as second,
+    ):
+        assert first.state.card.tokenizer_json is second.state.card.tokenizer_json
 
 
 async def test_a_request_is_answered_to_its_end(context, connected, until):
