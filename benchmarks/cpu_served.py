@@ -13,12 +13,10 @@ meanwhile.
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +24,7 @@ from typing import Any
 from cpu_rivals import VLLM
 from foreign import vllm
 from foreign.processes import MODEL, MOIETY, process, wait
-from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
+from on_checkpoint import find_or_make_checkpoint, make_parser, ratios_report, write_report
 
 from moiety_platform.supervisor.ports import claim_port
 
@@ -68,24 +66,17 @@ def main() -> None:
         rounds.append({"moiety": figures_of(ours), "vllm_cpu": figures_of(theirs)})
         print(f"round {number + 1}: {json.dumps(ratios_of(rounds[-1]))}", file=sys.stderr)
     assert saturation is not None, "there is a round"
-    ratios = [ratios_of(one) for one in rounds]
-    report = {
-        "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "settings": {
-            "threads": options.threads,
-            "dtype": "bfloat16",
-            "trace": options.trace.name,
-            "scale": options.scale,
-            "num_requests": options.num_requests,
-            "requests_per_s": LOAD * saturation["requests_per_s"],
-            "rival": VLLM,
-        },
-        "environment": environment,
-        "rival_at_most": figures_of(saturation),
-        "ratio_median": {name: statistics.median(one[name] for one in ratios) for name in ratios[0]},
-        "rounds": rounds,
+    settings = {
+        "threads": options.threads,
+        "dtype": "bfloat16",
+        "trace": options.trace.name,
+        "scale": options.scale,
+        "num_requests": options.num_requests,
+        "requests_per_s": LOAD * saturation["requests_per_s"],
+        "rival": VLLM,
     }
+    report = ratios_report(settings, environment, [ratios_of(one) for one in rounds], rounds)
+    report["rival_at_most"] = figures_of(saturation)
     write_report(report, options.output)
     print(json.dumps(report["ratio_median"]))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,20 @@ def find_or_make_checkpoint(work: Path) -> Path:
     if not (checkpoint / "config.json").exists():
         subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
     return checkpoint
+
+
+def ratios_report(
+    settings: dict[str, Any], environment: dict[str, Any] | None, ratios: list[dict[str, float]], rounds: list[dict]
+) -> dict[str, Any]:
+    """Of rounds in turn with rivals: when and how they ran, and of each ratio the median."""
+    return {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "settings": settings,
+        "environment": environment,
+        "ratio_median": {name: statistics.median(one[name] for one in ratios) for name in ratios[0]},
+        "rounds": rounds,
+    }
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

@@ -17,10 +17,11 @@ import msgspec
 import pytest
 
 from moiety_engine.config import EngineConfig
+from moiety_engine.disk import folder as folder_module
 from moiety_engine.disk.folder import DiskFolder
 from moiety_engine.disk.identity import digest_of_folder
 from moiety_engine.disk.index import DiskIndex
-from moiety_engine.disk.records import owner_tag, read_head
+from moiety_engine.disk.records import owner_tag, read_head, write_file
 from moiety_engine.disk.saving import Saver
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop import EngineLoop, load_loop
@@ -471,3 +472,23 @@ def test_an_index_of_a_hundred_thousand_blocks_is_read_from_headers_alone(tmp_pa
     folder.close()
     assert index.num_blocks == 100_000
     assert index.num_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.kv"))
+
+
+def test_a_file_that_an_erasure_takes_away_while_it_is_written_stops_no_other(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, taken = make(), []
+
+    def take(file: Any, *rest: Any) -> int:
+        num_bytes = write_file(file, *rest)
+        if not taken:
+            taken.append(Path(file.name))
+            taken[0].unlink()
+        return num_bytes
+
+    monkeypatch.setattr(folder_module, "write_file", take)
+    assert run(loop, make_submit(1)).token_ids
+    run(loop, make_submit(2))
+    load = loop.load()
+    assert (load.disk_failed_writes_total, load.disk_dropped_blocks_total) == (0, 11)
+    assert load.disk_written_blocks_total == 11, "the next one's are kept"

@@ -322,3 +322,9 @@ def test_what_nobody_answers_to_is_given_up_also_while_other_kv_goes_out(monkeyp
         sending.end("busy")
         time.sleep(0.001)
     sending.close()
+
+
+def test_what_names_the_tokens_of_a_transfer_is_as_in_the_releases_before() -> None:
+    assert prompt_hash([1, 2, 3]).hex() == "87f42c9936c7fef8aa8d303ab7be7780", (
+        "engines of two releases drop each other's"
+    )

@@ -149,3 +149,12 @@ async def test_a_real_name_leads_to_a_real_engine(until):
     finally:
         await front.close()
         context.destroy(linger=0)
+
+
+async def test_who_gets_no_more_requests_is_still_told_what_concerns_all_until_it_is_left(zone):
+    async with Replicas([zone.connect("fake://a"), zone.connect("fake://b")]) as replicas:
+        replicas.retire("fake://a")
+        assert [client.address for client in replicas.clients()] == ["fake://b"]
+        assert {client.address for client in replicas.connected()} == {"fake://a", "fake://b"}
+        await replicas.close_retired()
+        assert [client.address for client in replicas.connected()] == ["fake://b"]

@@ -10,9 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from moiety_platform.completions import body as body_module
+from moiety_platform.completions import text as text_module
 from moiety_platform.completions.body import INLINE_BYTES
 from moiety_platform.completions.schemas import ChatBody, CompletionBody
-from moiety_platform.completions.text import ModelText
+from moiety_platform.completions.text import ModelText, texts_of
 from moiety_platform.models_api import DetokenizeBody, TokenizeBody
 from moiety_text.tokenizer import Tokenizer
 
@@ -150,3 +151,19 @@ async def test_many_prompts_that_are_short_one_by_one_are_tokenized_in_a_thread(
     encoded = await ModelText(card, inline_bytes=8192).encode(["ab" * 200] * 100)
     assert [len(token_ids) for token_ids in encoded] == [400] * 100
     assert len(threads) == 100 and threading.main_thread() not in threads
+
+
+async def test_of_a_prompt_of_many_texts_no_more_is_looked_at_in_the_loop_than_fits(card, monkeypatch):
+    looked_at = []
+
+    def counted(value):
+        for text in texts_of(value):
+            looked_at.append(threading.current_thread())
+            yield text
+
+    monkeypatch.setattr(text_module, "texts_of", counted)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["a"] * 15_000}}}
+    body = {"messages": [{"role": "user", "content": "hello"}], "tools": [tool]}
+    prompt = TokenizeBody.model_validate_json(json.dumps(body)).as_prompt()
+    assert not ModelText(card, inline_bytes=8192)._is_short([prompt])
+    assert len(looked_at) <= 8192 + 1

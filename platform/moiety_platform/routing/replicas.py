@@ -38,8 +38,7 @@ class Replicas:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        everyone = (*self._clients.values(), *self._retired.values(), *self._replaced)
-        await asyncio.gather(*(client.close() for client in everyone))
+        await asyncio.gather(*(client.close() for client in self.connected()))
 
     async def join(self, address: str, connect: Callable[[str], EngineClient]) -> bool:
         """Take an engine in. False: it is there already."""
