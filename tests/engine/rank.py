@@ -32,7 +32,7 @@ from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.model import apart, residence
 from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.offline import run_all
-from moiety_kernels.cpu import tiles
+from moiety_kernels.cpu import dots, tiles
 from moiety_wire.experts import AskExperts, unpack_counts
 
 
@@ -48,7 +48,7 @@ class Work(msgspec.Struct):
     shuffles: bool = False  # experts go to slots drawn at random, and on to others, all the time
     fails: str = ""  # with these words on rank 0, after all
     lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
-    exact: bool = False  # no product rounds rows to bfloat16, as matrix tiles do
+    exact: bool = False  # no product rounds rows to bfloat16
     turns: str = ""  # a folder: there each rank with attention notes what it sends, and experts wait for the next of it
 
 
@@ -243,6 +243,7 @@ def answer_by(work: Work) -> Answer:
             stack.enter_context(turns.kept(rank))
         if work.exact:
             stack.enter_context(patch.object(tiles, "usable", lambda: False))
+            stack.enter_context(patch.object(dots, "usable", lambda _: False))
         if work.meeting is None or rank == 0:
             return work_through(work)
         with lacking(work.lacks):

@@ -11,7 +11,6 @@ from torch import Tensor
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
-from moiety_kernels.cpu import tiles
 from moiety_kernels.cpu.team import team
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
@@ -73,16 +72,6 @@ def poisoned_memory() -> None:
         del held
 
 
-@pytest.fixture(params=["tiles", "vectors"])
-def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How a CPU multiplies bfloat16 weights: as this machine would, and as one without matrix tiles would."""
-    if request.param == "vectors":
-        monkeypatch.setattr(tiles, "usable", lambda: False)
-    elif not tiles.usable():
-        pytest.skip("this processor has no matrix tiles")
-    return str(request.param)
-
-
 @pytest.mark.parametrize("dtype", WEIGHTS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 11, 12, 13, 16, 17, 47, 97, 200])
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (7, 64), (33, 48), (130, 320), (515, 1024), (40, 2080), (20, 50)])
@@ -93,9 +82,9 @@ def test_linear(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     assert close(linear(x, weight, bias), linear_reference(x, weight, bias))
 
 
-def test_rows_are_rounded_to_the_nearest_bfloat16_where_tiles_multiply_them(arithmetic: str) -> None:
+def test_rows_are_rounded_to_the_nearest_bfloat16_where_that_is_what_is_multiplied(arithmetic: str) -> None:
     x, weight = normal(40, 64, scale=3), torch.eye(64, dtype=torch.bfloat16, device=DEVICE)
-    assert torch.equal(linear(x, weight), x.bfloat16().float() if arithmetic == "tiles" else x)
+    assert torch.equal(linear(x, weight), x if arithmetic == "vectors" else x.bfloat16().float())
 
 
 @pytest.mark.parametrize(("n", "k"), [(40, 64), (5, 96), (515, 1024), (270, 3104)])
@@ -188,13 +177,14 @@ def test_tiles_cover_the_rows_of_each_expert(tokens: int, num_experts: int, tile
         (90, 3, 2, 1056, 1088),
     ],
 )
-@pytest.mark.usefixtures("arithmetic")
-def test_experts(tokens: int, num_experts: int, top_k: int, width: int, hidden: int, dtype: torch.dtype) -> None:
+def test_experts(
+    arithmetic: str, tokens: int, num_experts: int, top_k: int, width: int, hidden: int, dtype: torch.dtype
+) -> None:
     x = normal(tokens, width).bfloat16().float()
     gate_up = normal(num_experts, 2 * hidden, width, scale=width**-0.5).to(dtype)
     down = normal(num_experts, width, hidden, scale=hidden**-0.5).to(dtype)
     weight, expert = route_reference(normal(tokens, num_experts), RoutingSpec(num_experts, top_k, renormalize=True))
-    inner_is_rounded = tiles.usable() and dtype is torch.bfloat16
+    inner_is_rounded = arithmetic != "vectors" and dtype is torch.bfloat16
     expected = experts_reference(x, weight, expert, gate_up, down)
     assert close(experts(x, weight, expert, gate_up, down), expected, 2**-8 if inner_is_rounded else 1e-5)
 

@@ -23,6 +23,7 @@ from moiety_engine.model.loading import load_model
 from moiety_engine.model.narrow import from_packed, to_packed
 from moiety_engine.quantize.report import quantize_and_measure
 from moiety_engine.quantize.writing import write_quantized
+from moiety_kernels.cpu import dots
 from moiety_kernels.quantization import INT4, INT8, QuantizedWeight, dequantize, quantize
 from moiety_kernels.quantization.reference import round_to
 
@@ -52,8 +53,15 @@ def widen(plain: Any, narrow: Any) -> None:
             widen(getattr(plain, field.name), getattr(narrow, field.name))
 
 
+@pytest.fixture
+def as_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in few bits are unpacked, as on matrix tiles, not multiplied as they lie."""
+    monkeypatch.setattr(dots, "usable", lambda _: False)
+
+
 @pytest.mark.parametrize("variant", FAMILIES)
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+@pytest.mark.usefixtures("as_bfloat16")
 def test_a_family_in_few_bits_is_the_model_of_the_weights_they_stand_for(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str, name: str
 ) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import types
+from numba.core.registry import cpu_target
 
 from moiety_kernels.cpu.compiling import emitted
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
+# What numba compiles for; its settings may say less than the processor has.
+FEATURES = frozenset(
+    one[1:] for one in cpu_target.target_context.codegen().magic_tuple()[2].split(",") if one.startswith("+")
+)
 LANES = 16 if WIDE else 8
 
 F32, VOID = ir.FloatType(), ir.VoidType()
@@ -100,6 +105,26 @@ class Emitter:
     def splat(self, scalar: ir.Value) -> ir.Value:
         one = self.builder.insert_element(ir.Constant(VF, ir.Undefined), scalar, I32(0))
         return self.builder.shuffle_vector(one, one, ir.Constant(VI32, [0] * LANES))
+
+    def loop_if_any(
+        self, count: ir.Value, step: int, starts: Sequence[ir.Value], body: Callable[..., Sequence[ir.Value]]
+    ) -> list[ir.Value]:
+        """`loop`, or `starts` as they are where the count is 0."""
+        builder, before = self.builder, self.builder.block
+        inside, after = self.function.append_basic_block(), self.function.append_basic_block()
+        builder.cbranch(builder.icmp_signed(">", count, I64(0)), inside, after)
+        builder.position_at_end(inside)
+        results = self.loop(count, step, starts, body)
+        end = builder.block
+        builder.branch(after)
+        builder.position_at_end(after)
+        merged = []
+        for start, result in zip(starts, results, strict=True):
+            phi = builder.phi(start.type)
+            phi.add_incoming(start, before)
+            phi.add_incoming(result, end)
+            merged.append(phi)
+        return merged
 
     def loop(
         self, count: ir.Value, step: int, starts: Sequence[ir.Value], body: Callable[..., Sequence[ir.Value]]

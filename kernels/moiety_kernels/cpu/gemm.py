@@ -1,9 +1,10 @@
 """Products of rows with a weight, the core of linear maps and experts. M rows, N weight rows, K width.
 
-A weight is bfloat16 or float32, row-major as checkpoints hold it. A bfloat16 weight is multiplied on the processor's
-matrix tiles where there are any (`tiles.py`). Elsewhere, few rows multiply it straight from memory, widened in
-registers; for more, a panel of it is widened into cache first. Whichever way it is, a row's result is the same bits
-however many rows are beside it.
+A weight is bfloat16 or float32, row-major as checkpoints hold it, or in few bits. A bfloat16 weight is multiplied on
+the processor's matrix tiles where there are any (`tiles.py`), else in pairs where the processor does that
+(`packed.py`). Elsewhere, few rows multiply it straight from memory, widened in registers; for more, a panel of it is
+widened into cache first. A weight in few bits is multiplied as it is where there are no tiles (`packed.py`), or
+unpacked to bfloat16. Whichever way it is, a row's result is the same bits however many rows are beside it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_kernels.cpu import tiles
+from moiety_kernels.cpu import dots, tiles
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.packed import (
+    DESCRIPTION_BYTES,
+    NUMBERS,
+    PACKED_BYTES,
+    describe,
+    multiply_packed,
+    pack,
+    packed_stride,
+)
 from moiety_kernels.cpu.team import SCRATCH_BYTES, team
 from moiety_kernels.cpu.tiles import (
     ROWS,
@@ -33,7 +43,7 @@ from moiety_kernels.cpu.tiles import (
     sums_2_2_fetching_rest,
     unpack,
 )
-from moiety_kernels.cpu.unpacking import PLAIN, UNPACKED_BYTES, is_unpackable, unpack_rows
+from moiety_kernels.cpu.unpacking import E4M3, PLAIN, UNPACKED_BYTES, is_unpackable, unpack_rows
 from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, dot_tiles, widen_row
 from moiety_kernels.quantization.weight import QuantizedWeight
 
@@ -52,7 +62,7 @@ TILES_CHUNK_BYTES = 512 << 10  # likewise on tiles, for which each task packs th
 MANY_ROWS_CHUNK_BYTES = 1 << 20  # and when rows are many: they, too, have to come from somewhere
 
 # how a weight is multiplied
-FLOAT32, BFLOAT16, BFLOAT16_TILES = 0, 1, 2
+FLOAT32, BFLOAT16, BFLOAT16_TILES, PACKED = range(4)  # the last: as it lies, with rows that are packed for it
 
 # of a product on tiles
 TILES_ROWS = 512  # at most so many rows at once
@@ -63,6 +73,7 @@ TILES_MOST_COLUMNS = 256  # of the weight a task takes, where there are several 
 ROWS_AT = 0  # addresses of the rows, up to 1,024
 PADDED_AT = 8 << 10  # those of one panel's rows
 CONFIG_AT = 9 << 10  # the tiles' configuration
+DESCRIBED_AT = 10 << 10  # two weights that are multiplied as they lie
 WIDE_AT = 16 << 10  # a panel of widened weight rows, at least TILE_COLS of them, or rows packed for tiles
 AREA_AT = WIDE_AT + TILE_COLS * (4 * MAX_WIDTH + PANEL_PAD)  # the tiles' sums of two products
 AREA_BYTES = 2 * 4 * TILES_ROWS * TILES_MOST_COLUMNS
@@ -75,11 +86,24 @@ _narrow_single = dot_tile(1, 1, widen=True)
 
 
 def product_kind(weight: Tensor | QuantizedWeight) -> int:
-    """How a weight of K columns, its last dimension, is multiplied on this machine; one in few bits, once it is
-    unpacked."""
+    """How a weight of K columns, its last dimension, is multiplied on this machine."""
     if not isinstance(weight, QuantizedWeight) and weight.dtype is torch.float32:
         return FLOAT32
-    return BFLOAT16_TILES if weight.shape[-1] % tiles.DEPTH == 0 and tiles.usable() else BFLOAT16
+    if weight.shape[-1] % tiles.DEPTH:
+        return BFLOAT16
+    if tiles.usable():
+        return BFLOAT16_TILES
+    lies_in_bits = 16
+    if isinstance(weight, QuantizedWeight) and not weight.format.is_float8:
+        lies_in_bits = weight.format.bits
+    return PACKED if dots.usable(lies_in_bits) else BFLOAT16
+
+
+def row_bytes(weight: Tensor | QuantizedWeight) -> int:
+    """Of memory that a row of the weight takes as it is read."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.shape[-1] * weight.format.bits // 8
+    return weight.shape[-1] * weight.element_size()
 
 
 def is_multipliable(*weights: Tensor | QuantizedWeight) -> bool:
@@ -247,10 +271,27 @@ def _multiply_tiles(
 
 
 @jit
+def _multiply_packed(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int, out: int, other_out: int, out_stride: int, scratch: int
+) -> None:
+    """out[:m, :n] of rows that are packed first, and for a second weight if there is one (else 0)."""
+    panel, at_once = scratch + WIDE_AT, max(1, PACKED_BYTES // packed_stride(k))
+    for first in range(0, m, at_once):
+        count, below = min(at_once, m - first), first * out_stride
+        pack(rows + 8 * first, count, k, load_i64(w, NUMBERS), panel)
+        multiply_packed(panel, count, w, n, k, out + below, out_stride)
+        if other_w:
+            multiply_packed(panel, count, other_w, n, k, other_out + below, out_stride)
+
+
+@jit
 def multiply(rows: int, m: int, w: int, kind: int, n: int, k: int, out: int, out_stride: int, scratch: int) -> None:
     """out[:m, :n] = rows · wᵀ; `rows` is the address of m row addresses, `kind` that of the product."""
     if kind == BFLOAT16_TILES:
         _multiply_tiles(rows, m, w, 0, n, k, out, 0, out_stride, scratch)
+        return
+    if kind == PACKED:
+        _multiply_packed(rows, m, w, 0, n, k, out, 0, out_stride, scratch)
         return
     narrow = kind == BFLOAT16
     if narrow and m < WIDEN_ROWS:
@@ -286,20 +327,28 @@ def multiply_both(
     if kind == BFLOAT16_TILES:
         _multiply_tiles(rows, m, w, other_w, n, k, out, other_out, stride, scratch)
         return
+    if kind == PACKED:
+        _multiply_packed(rows, m, w, other_w, n, k, out, other_out, stride, scratch)
+        return
     multiply(rows, m, w, kind, n, k, out, stride, scratch)
     multiply(rows, m, other_w, kind, n, k, other_out, stride, scratch)
 
 
 @jit
 def weight_rows(
-    values: int, scales: int, bits: int, shift: int, kind: int, first: int, num_rows: int, k: int, unpacked: int
-) -> int:
-    """The address of `num_rows` rows of a weight from row `first` on, in the form that `multiply` takes: where they
-    lie, or unpacked first."""
-    if bits == PLAIN:
-        return values + first * k * (4 if kind == FLOAT32 else 2)
-    unpack_rows(values, scales, bits, shift, first, num_rows, k, unpacked)
-    return unpacked
+    values: int, scales: int, numbers: int, shift: int, kind: int, first: int, num_rows: int, k: int, scratch: int,
+    after: int,
+) -> int:  # fmt: skip
+    """`num_rows` rows of a weight from row `first` on, in the form that `multiply` takes: the address where they lie,
+    or of their description, or unpacked first. Those of a second weight go `after` so many rows of another."""
+    if numbers != PLAIN and (kind != PACKED or numbers == E4M3):
+        unpacked = scratch + UNPACKED_AT + 2 * after * k
+        unpack_rows(values, scales, numbers, shift, first, num_rows, k, unpacked)
+        values, scales, numbers, shift, first = unpacked, 0, PLAIN, 0, 0
+    if kind == PACKED:
+        at = scratch + DESCRIBED_AT + (DESCRIPTION_BYTES if after else 0)
+        return describe(at, values, scales, numbers, shift, first, k)
+    return values + first * k * (4 if kind == FLOAT32 else 2)
 
 
 @jit
@@ -324,9 +373,9 @@ def chunk_rows(kind: int, width: int, row_bytes: int, num_rows: int, rows_at_onc
     else:
         most = TILES_CHUNK_BYTES if kind == BFLOAT16_TILES else CHUNK_BYTES
     chunk = max(16, most // row_bytes // 16 * 16)
-    if kind == BFLOAT16_TILES:
-        if width > TILES_DEPTH:
-            chunk = TILES_MOST_COLUMNS
+    if kind == BFLOAT16_TILES and width > TILES_DEPTH:
+        chunk = TILES_MOST_COLUMNS
+    if kind in (BFLOAT16_TILES, PACKED):
         while chunk > 2 * ROWS and num_items * -(-num_rows // chunk) < TASKS_PER_THREAD * team().num_threads:
             chunk = chunk // 2 // 16 * 16
     return min(chunk, -(-num_rows // 16) * 16)

@@ -12,12 +12,11 @@ import functools
 from functools import partial
 from typing import TYPE_CHECKING
 
-import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
-from numba.core.registry import cpu_target
 
-from moiety_kernels.cpu.emitter import I8, I64, LANES, PTR, VF, VI32, VOID, WIDE, Emitter, function
+from moiety_kernels.cpu.dots import narrowed
+from moiety_kernels.cpu.emitter import FEATURES, I8, I64, LANES, PTR, VI32, VOID, WIDE, Emitter, function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,11 +27,7 @@ DEPTH = 32  # columns that one instruction multiplies
 CONFIG_BYTES = 64
 SUMS_BYTES = 4 * ROWS * ROWS  # of one tile
 
-_NEEDED = {"+amx-tile", "+amx-bf16", "+avx512f", "+avx512bf16"}
-_COMPILED_FOR = cpu_target.target_context.codegen().magic_tuple()[2].split(",")  # numba's settings may say less than
-IN_HARDWARE = WIDE and {*_COMPILED_FOR} >= _NEEDED  # the processor has
-if IN_HARDWARE:
-    llvm.initialize_native_asmparser()  # for the one instruction that has no portable intrinsic
+IN_HARDWARE = WIDE and {"amx-tile", "amx-bf16", "avx512bf16"} <= FEATURES
 _SUMS, _PANELS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
 
 
@@ -60,12 +55,6 @@ def _transpose(e: Emitter, rows: Sequence[ir.Value]) -> list[ir.Value]:
             following[row + half] = e.builder.shuffle_vector(upper, lower, _lanes(swap))
         current, size = following, half
     return current
-
-
-def narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
-    """The nearest bfloat16 of 32 floats, ties to even, as 16 pairs (by AVX512-BF16, which comes with tiles)."""
-    kind = ir.FunctionType(VI32, [VF, VF])
-    return e.builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], side_effect=False)
 
 
 def _pack(e: Emitter, rows: int) -> None:

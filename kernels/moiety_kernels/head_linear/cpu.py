@@ -10,7 +10,6 @@ import torch
 from moiety_kernels.cpu.compiling import task_address
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
-    FLOAT32,
     MAX_WIDTH,
     ROWS_AT,
     chunk_rows,
@@ -18,9 +17,12 @@ from moiety_kernels.cpu.gemm import (
     point_rows,
     product_kind,
     row_block,
+    row_bytes,
+    weight_rows,
 )
 from moiety_kernels.cpu.memory import load_i64
 from moiety_kernels.cpu.team import MAX_TASKS, team
+from moiety_kernels.cpu.unpacking import PLAIN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +58,7 @@ def multiply_heads(x_MHK: Tensor, weight_HNK: Tensor, out_MHN: Tensor) -> None:
     kind = product_kind(weight_HNK)
     block = row_block(kind, k)
     blocks = -(-m // block)
-    chunk = chunk_rows(kind, k, k * weight_HNK.element_size(), n, m, heads * blocks)
+    chunk = chunk_rows(kind, k, row_bytes(weight_HNK), n, m, heads * blocks)
     chunks = -(-n // chunk)
     team().run(
         task_address(_task),
@@ -88,6 +90,6 @@ def _task(args: int, task: int, scratch: int) -> None:
     num_rows, num_columns = min(block, m - row), min(chunk, n - column)
     rows = scratch + ROWS_AT
     point_rows(rows, load_i64(args, 0) + row * x_stride + head * head_stride, x_stride, num_rows)
-    w = load_i64(args, 1) + (head * n + column) * k * (4 if kind == FLOAT32 else 2)
+    w = weight_rows(load_i64(args, 1), 0, PLAIN, 0, kind, head * n + column, num_columns, k, scratch, 0)
     out = load_i64(args, 2) + (row * heads + head) * out_bytes + 4 * column
     multiply(rows, num_rows, w, kind, num_columns, k, out, heads * out_bytes, scratch)

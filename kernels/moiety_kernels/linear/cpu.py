@@ -10,16 +10,15 @@ import torch
 from moiety_kernels.cpu.compiling import task_address
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
-    FLOAT32,
     MAX_WIDTH,
     ROWS_AT,
-    UNPACKED_AT,
     chunk_rows,
     is_multipliable,
     multiply,
     point_rows,
     product_kind,
     row_block,
+    row_bytes,
     weight_rows,
 )
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32
@@ -56,7 +55,7 @@ def linear(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | N
         return out_MN
     kind = product_kind(weight_NK)
     block = row_block(kind, k)
-    chunk = chunk_rows(kind, k, k * (4 if kind == FLOAT32 else 2), n, m, -(-m // block))
+    chunk = chunk_rows(kind, k, row_bytes(weight_NK), n, m, -(-m // block))
     tasks = -(-m // block) * -(-n // chunk)
     bias = 0 if bias_N is None else bias_N.data_ptr()
     values, scales, bits, shift = format_of(weight_NK)
@@ -93,7 +92,7 @@ def _task(args: int, task: int, scratch: int) -> None:
     point_rows(rows, load_i64(args, 0) + row * x_stride, x_stride, num_rows)
     w = weight_rows(
         load_i64(args, 1), load_i64(args, 12), load_i64(args, 13), load_i64(args, 14), kind, column, num_columns, k,
-        scratch + UNPACKED_AT,
+        scratch, 0,
     )  # fmt: skip
     out = load_i64(args, 3) + 4 * (row * n + column)
     multiply(rows, num_rows, w, kind, num_columns, k, out, 4 * n, scratch)

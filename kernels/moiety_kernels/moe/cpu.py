@@ -14,7 +14,6 @@ import torch
 from moiety_kernels.cpu.compiling import jit, task_address
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
-    FLOAT32,
     MAX_WIDTH,
     ROW_BLOCK,
     TEMP_AT,
@@ -24,6 +23,7 @@ from moiety_kernels.cpu.gemm import (
     multiply,
     multiply_both,
     product_kind,
+    row_bytes,
     weight_rows,
 )
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
@@ -162,10 +162,10 @@ def _kinds_and_chunks(
     """How both products are multiplied, and how many weight rows a task of each takes."""
     num_experts, width, hidden = w_down_EDF.shape
     up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
-    size = 4 if down_kind == FLOAT32 else 2
     items = min(num_experts, rows)
-    up_chunk = chunk_rows(up_kind, width, 2 * width * size, hidden, rows // num_experts, items)
-    down_chunk = chunk_rows(down_kind, hidden, hidden * size, width, rows // num_experts, items)
+    up_bytes, down_bytes = 2 * row_bytes(w_gate_up_E2FD), row_bytes(w_down_EDF)
+    up_chunk = chunk_rows(up_kind, width, up_bytes, hidden, rows // num_experts, items)
+    down_chunk = chunk_rows(down_kind, hidden, down_bytes, width, rows // num_experts, items)
     return up_kind, down_kind, min(up_chunk, _MAX_CHUNK), down_chunk
 
 
@@ -260,10 +260,10 @@ def _up_task(args: int, task: int, scratch: int) -> None:
 def _weight(
     args: int, at: int, scales_at: int, kind: int, first: int, num_rows: int, k: int, scratch: int, after: int
 ) -> int:
-    """The address of rows that `multiply` takes; those that are unpacked go `after` so many others."""
+    """Rows in the form that `multiply` takes, `after` so many others."""
     return weight_rows(
         load_i64(args, at), load_i64(args, scales_at), load_i64(args, scales_at + 1), load_i64(args, scales_at + 2),
-        kind, first, num_rows, k, scratch + UNPACKED_AT + 2 * after * k,
+        kind, first, num_rows, k, scratch, after,
     )  # fmt: skip
 
 

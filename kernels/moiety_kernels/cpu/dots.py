@@ -1,0 +1,418 @@
+"""Dot products of packed rows with the rows of a weight, two inputs a lane, where there are no matrix tiles.
+
+Rows are packed once for all of the weight's rows. For a weight of bfloat16, or in four bits, whose numbers are exact in
+bfloat16, they become bfloat16 and are multiplied in pairs (AVX512-BF16). For a weight in eight bits they become whole
+numbers of 16 bits, of which each GROUP share a scale (AVX512-BW; one instruction with VNNI): that takes fewer
+operations than widening it, and keeps more of the rows. Sums run over the inputs in one order, so a row's result is the
+same bits whatever rows are beside it.
+
+FEW rows multiply one weight row after the other: memory is then read in one line, which the processor foresees. More
+rows multiply COLS weight rows at a time, so that they themselves are read less often, and ask for those that come next.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from moiety_kernels.cpu.emitter import (
+    FEATURES,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VF,
+    VI32,
+    VOID,
+    WIDE,
+    Emitter,
+    constant,
+    emit_once,
+    function,
+)
+from moiety_kernels.quantization.reference import MAGNITUDES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+FEW = 8
+COLS = 4
+PAIRS_ROWS = 6  # that multiply COLS weight rows at once: their sums fill the registers
+NARROW_ROWS = 3  # likewise, of a weight in few bits, where a group's sums are beside those of all
+GROUP = 128  # inputs of a row of whole numbers that share a scale
+BLOCKS = 64  # inputs of four bits that are read at once: two blocks
+LINE = 64
+
+PAIRS_IN_HARDWARE = WIDE and "avx512bf16" in FEATURES
+WHOLE_IN_HARDWARE = WIDE and "avx512bw" in FEATURES
+FOURS_IN_HARDWARE = PAIRS_IN_HARDWARE and WHOLE_IN_HARDWARE
+if PAIRS_IN_HARDWARE:
+    llvm.initialize_native_asmparser()  # for the instructions that have no portable intrinsic
+
+_PAIR_LANES = 2 * LANES
+_BYTES, _WORDS = ir.VectorType(I8, _PAIR_LANES), ir.VectorType(I16, _PAIR_LANES)
+_HALF_BYTES, _HALF_WORDS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
+_GREATEST = 32_767.0  # a row's whole numbers: a group's products with eight bits stay far below 2³¹
+_LEAST = 1e-30  # a group whose numbers are all below it counts as zeros
+_INT4 = [float(number) for number in range(-8, 8)]
+_E2M1 = [*MAGNITUDES, *(-one for one in MAGNITUDES)]
+
+
+def usable(bits: int) -> bool:
+    """Whether the processor multiplies a weight as it lies, of bfloat16 or in so many bits."""
+    return {16: PAIRS_IN_HARDWARE, 8: WHOLE_IN_HARDWARE, 4: FOURS_IN_HARDWARE}[bits]
+
+
+def narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
+    """The nearest bfloat16 of 32 floats, ties to even, as 16 pairs (by AVX512-BF16)."""
+    kind = ir.FunctionType(VI32, [VF, VF])
+    return e.builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], side_effect=False)
+
+
+def _pack_pairs(e: Emitter) -> None:
+    """out[i] = bfloat16(row[i]); arguments: row, count, out."""
+    row, count, out = e.function.args
+
+    def body(i: ir.Value) -> list[ir.Value]:
+        at = e.builder.mul(i, I64(4))
+        pairs = narrowed(e, e.load(row, at), e.load(row, e.builder.add(at, I64(4 * LANES))))
+        e.store(pairs, out, e.builder.mul(i, I64(2)))
+        return []
+
+    e.loop(count, _PAIR_LANES, [], body)
+
+
+def _pack_fours(e: Emitter) -> None:
+    """out = bfloat16(row), in the order in which `_Fours` comes to the inputs of a weight in four bits: its bytes hold
+    two that are 16 apart, and two blocks are read at once. Arguments: row, count, out."""
+    row, count, out = e.function.args
+    builder = e.builder
+
+    def write(i: ir.Value, quarters: Sequence[int], to: int) -> None:
+        low, high = (e.load(row, builder.mul(builder.add(i, I64(LANES * one)), I64(4))) for one in quarters)
+        e.store(narrowed(e, low, high), out, builder.mul(builder.add(i, I64(to)), I64(2)))
+
+    def both(i: ir.Value) -> list[ir.Value]:
+        write(i, (0, 2), 0)
+        write(i, (1, 3), _PAIR_LANES)
+        return []
+
+    def last(i: ir.Value) -> list[ir.Value]:
+        write(builder.add(i, whole), (0, 1), 0)
+        return []
+
+    whole = builder.and_(count, I64(-BLOCKS))
+    e.loop_if_any(whole, BLOCKS, [], both)
+    e.loop_if_any(builder.sub(count, whole), _PAIR_LANES, [], last)
+
+
+def _pack_whole(e: Emitter) -> None:
+    """A group of a row as whole numbers, and its scale: row[i] ≈ out[i] · scale. What is no number, or infinite, makes
+    the scale so. Arguments: row, count, out, scale."""
+    row, count, out, scale_at = e.function.args
+    builder = e.builder
+    magnitude = ir.Constant(VI32, [0x7FFFFFFF] * LANES)
+
+    def larger(a: ir.Value, b: ir.Value) -> ir.Value:
+        return builder.select(builder.icmp_signed(">", a, b), a, b)  # of a float's bits: above all is what is no number
+
+    def body(i: ir.Value, top: ir.Value) -> list[ir.Value]:
+        return [larger(builder.and_(builder.bitcast(e.load(row, builder.mul(i, I64(4))), VI32), magnitude), top)]
+
+    (top,) = e.loop(count, LANES, [ir.Constant(VI32, [0] * LANES)], body)
+    top = builder.bitcast(e.reduce(top, larger), VF)
+    is_zero = builder.fcmp_ordered("<", top, constant(_LEAST))
+    scale = builder.select(is_zero, constant(0.0), builder.fmul(top, constant(1.0 / _GREATEST)))
+    inverse = builder.select(is_zero, constant(0.0), builder.fdiv(constant(_GREATEST), top))
+    e.store(builder.extract_element(scale, I32(0)), scale_at)
+
+    def write(i: ir.Value) -> list[ir.Value]:
+        value = builder.fmul(e.load(row, builder.mul(i, I64(4))), inverse)
+        whole = builder.fptosi(e.intrinsic(f"llvm.rint.v{LANES}f32", VF, [VF], value), VI32)
+        e.store(builder.trunc(whole, _HALF_WORDS), out, builder.mul(i, I64(2)))
+        return []
+
+    e.loop(count, LANES, [], write)
+
+
+class _Dots:
+    """Emits out[m, n] = Σ_k row_m[k] · w[n, k] for `rows` packed rows. One column: over N weight rows, one after the
+    other. Several: over these alone, asking for others. Arguments: packed rows, their stride, k, where in one its
+    scales begin, w, bytes between its rows, N or what to ask for, the weight's scales, bytes between its rows of them,
+    the shift from an input to its scale, which table of numbers it has, out, out stride."""
+
+    num_arguments = 13
+
+    def __init__(self, e: Emitter, rows: int, cols: int) -> None:
+        self.e, self.rows, self.cols = e, rows, cols
+        (packed, stride, self.count, x_scales, self.w, self.w_stride, self.ahead, self.scales, self.scales_stride,
+         self.shift, self.table, self.out, self.out_stride) = e.function.args  # fmt: skip
+        self.starts = self.spaced(packed, stride, rows)
+        self.x_scales = self.spaced(e.builder.add(packed, x_scales), stride, rows)
+
+    def emit(self) -> None:
+        self.prepare()
+        if self.cols > 1:
+            self.columns(self.w, self.scales, self.out)
+            return
+        mul, add = self.e.builder.mul, self.e.builder.add
+
+        def column(n: ir.Value) -> list[ir.Value]:
+            w, scales = add(self.w, mul(self.w_stride, n)), add(self.scales, mul(self.scales_stride, n))
+            self.columns(w, scales, add(self.out, mul(I64(4), n)))
+            return []
+
+        self.e.loop(self.ahead, 1, [], column)
+
+    def columns(self, w: ir.Value, scales: ir.Value, out: ir.Value) -> None:
+        """`cols` weight rows."""
+        e, builder = self.e, self.e.builder
+        w_N = self.spaced(w, self.w_stride, self.cols)
+        scales_N = self.spaced(scales, self.scales_stride, self.cols)
+        sums = self.sums(w_N, scales_N, [constant(0.0)] * (self.rows * self.cols))
+        together = LANES // self.cols  # rows whose sums fill one vector
+        for first in range(0, self.rows, together):
+            some = min(together, self.rows - first)
+            totals = self.finished(e.lane_sums(sums[first * self.cols : (first + some) * self.cols]), scales_N)
+            for m in range(some):
+                lanes = ir.Constant(ir.VectorType(I32, self.cols), [m * self.cols + n for n in range(self.cols)])
+                part = builder.shuffle_vector(totals, totals, lanes)
+                e.store(part, out, builder.mul(self.out_stride, I64(first + m)))
+
+    def prepare(self) -> None:
+        """What is there before all columns."""
+
+    def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
+        """Sums a lane, of each row and weight row."""
+        raise NotImplementedError
+
+    def finished(self, totals: ir.Value, scales_N: list[ir.Value]) -> ir.Value:
+        return totals
+
+    def spaced(self, base: ir.Value, stride: ir.Value, count: int) -> list[ir.Value]:
+        return [self.e.builder.add(base, self.e.builder.mul(stride, I64(index))) for index in range(count)]
+
+    def load(self, start: ir.Value, at: ir.Value, kind: ir.Type) -> ir.Value:
+        return self.e.builder.load(self.e.pointer(start, at), typ=kind, align=1)
+
+    def ask(self, done: ir.Value, num_bytes: int) -> None:
+        """For what comes next, where several weight rows are read at once: `done` bytes of each were read before, and
+        as many of all were asked for; `num_bytes` of each are read now."""
+        if self.cols > 1:
+            start = self.e.builder.mul(done, I64(self.cols))
+            for line in range(0, self.cols * num_bytes, LINE):
+                self.e.prefetch(self.ahead, self.e.builder.add(start, I64(line)))
+
+    def add_pairs(self, sums: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value:
+        kind = ir.FunctionType(VF, [VF, VI32, VI32])
+        return self.e.builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, x, w], side_effect=False)
+
+
+class _Pairs(_Dots):
+    """A weight of bfloat16."""
+
+    def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
+        def body(i: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+            at, results = self.e.builder.mul(i, I64(2)), []
+            loaded = [self.load(w, at, VI32) for w in w_N]
+            self.ask(at, 2 * _PAIR_LANES)
+            for m, start in enumerate(self.starts):
+                x = self.load(start, at, VI32)
+                results += [self.add_pairs(sums[m * self.cols + n], x, w) for n, w in enumerate(loaded)]
+            return results
+
+        return self.e.loop(self.count, _PAIR_LANES, starts, body)
+
+
+class _Fours(_Dots):
+    """A weight in four bits, of groups of one or more blocks. Its numbers are read from a table."""
+
+    def prepare(self) -> None:
+        tables = [ir.Constant(_WORDS, [_bfloat16_bits(number) for number in (*one, *one)]) for one in (_INT4, _E2M1)]
+        self.numbers = self.e.builder.select(self.e.builder.icmp_signed("==", self.table, I64(0)), *tables)
+
+    def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
+        builder = self.e.builder
+        whole = builder.and_(self.count, I64(-BLOCKS))
+        sums = self.e.loop_if_any(whole, BLOCKS, starts, lambda i, *sums: self._two_blocks(i, w_N, scales_N, sums))
+        return self.e.loop_if_any(
+            builder.sub(self.count, whole), _PAIR_LANES, sums,
+            lambda i, *sums: self._block(builder.add(whole, i), w_N, scales_N, sums),
+        )  # fmt: skip
+
+    def _two_blocks(
+        self, i: ir.Value, w_N: list[ir.Value], scales_N: list[ir.Value], sums: tuple[ir.Value, ...]
+    ) -> list[ir.Value]:
+        """Whose sums are in a half of the lanes each."""
+        builder, at = self.e.builder, self.e.builder.lshr(i, I64(1))
+        self.ask(at, BLOCKS // 2)
+        wide = [builder.zext(self.load(w, at, _BYTES), _WORDS) for w in w_N]
+        four = ir.Constant(_WORDS, [4] * _PAIR_LANES)
+        parts = [(self._numbers(one), self._numbers(builder.lshr(one, four))) for one in wide]
+        is_first = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [n < LANES // 2 for n in range(LANES)])
+        later = builder.add(i, I64(BLOCKS // 2))
+        scales = [builder.select(is_first, self._scale(one, i), self._scale(one, later)) for one in scales_N]
+        return self._added(i, parts, scales, sums)
+
+    def _block(
+        self, i: ir.Value, w_N: list[ir.Value], scales_N: list[ir.Value], sums: tuple[ir.Value, ...]
+    ) -> list[ir.Value]:
+        builder, parts = self.e.builder, []
+        for w in w_N:
+            low = builder.zext(self.load(w, builder.lshr(i, I64(1)), _HALF_BYTES), _HALF_WORDS)
+            high = builder.lshr(low, ir.Constant(_HALF_WORDS, [4] * LANES))
+            lanes = ir.Constant(ir.VectorType(I32, _PAIR_LANES), list(range(_PAIR_LANES)))
+            parts.append((self._numbers(builder.shuffle_vector(low, high, lanes)),))
+        return self._added(i, parts, [self._scale(one, i) for one in scales_N], sums)
+
+    def _added(
+        self, i: ir.Value, parts: Sequence[Sequence[ir.Value]], scales: list[ir.Value], sums: tuple[ir.Value, ...]
+    ) -> list[ir.Value]:
+        results = []
+        for m, start in enumerate(self.starts):
+            loads = [
+                self.load(start, self.e.builder.mul(self.e.builder.add(i, I64(_PAIR_LANES * part)), I64(2)), VI32)
+                for part in range(len(parts[0]))
+            ]
+            for n, (numbers, scale) in enumerate(zip(parts, scales, strict=True)):
+                products = constant(0.0)
+                for x, w in zip(loads, numbers, strict=True):
+                    products = self.add_pairs(products, x, w)
+                results.append(self.e.fma(products, scale, sums[m * self.cols + n]))
+        return results
+
+    def _numbers(self, index: ir.Value) -> ir.Value:
+        """Of the lowest five bits of words, the fifth of which does not matter."""
+        name = "llvm.x86.avx512.permvar.hi.512"
+        return self.e.builder.bitcast(self.e.intrinsic(name, _WORDS, [_WORDS] * 2, self.numbers, index), VI32)
+
+    def _scale(self, scales: ir.Value, i: ir.Value) -> ir.Value:
+        return self.e.splat(self.e.load_scalar(scales, self.e.builder.mul(self.e.builder.lshr(i, self.shift), I64(4))))
+
+
+class _Eights(_Dots):
+    """A weight in eight bits, with a scale a row."""
+
+    def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
+        builder = self.e.builder
+        whole = builder.and_(self.count, I64(-GROUP))
+        sums = self.e.loop_if_any(whole, GROUP, starts, lambda i, *sums: self._part(i, GROUP, w_N, scales_N, sums))
+        return self.e.loop_if_any(
+            builder.sub(self.count, whole), _PAIR_LANES, sums,
+            lambda i, *sums: self._part(builder.add(whole, i), _PAIR_LANES, w_N, scales_N, sums),
+        )  # fmt: skip
+
+    def finished(self, totals: ir.Value, scales_N: list[ir.Value]) -> ir.Value:
+        scales: ir.Value = ir.Constant(VF, ir.Undefined)
+        each = [self.e.load_scalar(one) for one in scales_N]
+        for lane in range(LANES):
+            scales = self.e.builder.insert_element(scales, each[lane % self.cols], I32(lane))
+        return self.e.builder.fmul(totals, scales)
+
+    def _part(
+        self, i: ir.Value, width: int, w_N: list[ir.Value], scales_N: list[ir.Value], sums: tuple[ir.Value, ...]
+    ) -> list[ir.Value]:
+        """`width` inputs of one group."""
+        e, builder = self.e, self.e.builder
+        if width == GROUP:
+            self.ask(i, GROUP)
+        products: list[ir.Value] = [ir.Constant(VI32, [0] * LANES)] * len(sums)
+        for first in range(0, width, _PAIR_LANES):
+            at = builder.add(i, I64(first))
+            loaded = [builder.sext(self.load(w, at, _BYTES), _WORDS) for w in w_N]
+            for m, start in enumerate(self.starts):
+                x = self.load(start, builder.mul(at, I64(2)), _WORDS)
+                for n, w in enumerate(loaded):
+                    pairs = e.intrinsic("llvm.x86.avx512.pmaddw.d.512", VI32, [_WORDS] * 2, x, w)
+                    products[m * self.cols + n] = builder.add(products[m * self.cols + n], pairs)
+        group = builder.mul(builder.lshr(i, I64(GROUP.bit_length() - 1)), I64(4))
+        scales = [e.splat(e.load_scalar(one, group)) for one in self.x_scales]
+        values = [builder.sitofp(one, VF) for one in products]
+        weights = [self.weight_scale(one, i) for one in scales_N]
+        results = []
+        for m, scale in enumerate(scales):
+            for n, weight in enumerate(weights):
+                value, total = values[m * self.cols + n], sums[m * self.cols + n]
+                results.append(e.fma(value if weight is None else builder.fmul(value, weight), scale, total))
+        return results
+
+    def weight_scale(self, scales: ir.Value, i: ir.Value) -> ir.Value | None:
+        return None
+
+
+class _GroupedEights(_Eights):
+    """A weight in eight bits, with scales of groups of one or more blocks."""
+
+    def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
+        return self.e.loop(
+            self.count, _PAIR_LANES, starts, lambda i, *sums: self._part(i, _PAIR_LANES, w_N, scales_N, sums)
+        )
+
+    def finished(self, totals: ir.Value, scales_N: list[ir.Value]) -> ir.Value:
+        return totals
+
+    def weight_scale(self, scales: ir.Value, i: ir.Value) -> ir.Value | None:
+        return self.e.splat(self.e.load_scalar(scales, self.e.builder.mul(self.e.builder.lshr(i, self.shift), I64(4))))
+
+
+def _bfloat16_bits(value: float) -> int:
+    """Of a number that is exact in bfloat16."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0]) >> 16
+
+
+def _family(name: str, is_there: bool, most: int, cols: int, kind: type[_Dots]) -> Any:
+    """The function for a number of rows, up to `most`, that is known only when it runs: its first argument. Code of
+    nothing where the processor lacks the instructions: it is never called there."""
+    kinds = [I64] * _Dots.num_arguments
+
+    def choose(e: Emitter) -> None:
+        rows, *args = e.function.args
+        builder = e.builder
+        others = builder.append_basic_block()
+        choice = builder.switch(rows, others)
+        for m in range(1, most + 1):
+
+            def emit(inner: Emitter, m: int = m) -> None:
+                kind(inner, m, cols).emit()
+
+            one = emit_once(e.module, f"moiety_{name}_{m}_{cols}", kinds, emit, VOID)
+            block = builder.append_basic_block()
+            choice.add_case(m, block)
+            builder.position_at_end(block)
+            builder.call(one, args)
+            builder.ret_void()
+        builder.position_at_end(others)
+
+    return function(f"moiety_{name}s_{cols}", [I64, *kinds], choose if is_there else lambda _: None)
+
+
+def _packing(name: str, num_arguments: int, emit: Callable[[Emitter], None], is_there: bool) -> Any:
+    return function(f"moiety_pack_{name}", [I64] * num_arguments, emit if is_there else lambda _: None)
+
+
+pack_pairs_row = _packing("pairs", 3, _pack_pairs, PAIRS_IN_HARDWARE)
+pack_fours_row = _packing("fours", 3, _pack_fours, FOURS_IN_HARDWARE)
+pack_whole_group = _packing("whole", 4, _pack_whole, WHOLE_IN_HARDWARE)
+pairs_few, fours_few, eights_few, grouped_eights_few = (
+    _family(name, is_there, FEW, 1, kind)
+    for name, is_there, kind in (
+        ("pair", PAIRS_IN_HARDWARE, _Pairs),
+        ("four", FOURS_IN_HARDWARE, _Fours),
+        ("eight", WHOLE_IN_HARDWARE, _Eights),
+        ("grouped_eight", WHOLE_IN_HARDWARE, _GroupedEights),
+    )
+)
+pairs_many = _family("pair", PAIRS_IN_HARDWARE, PAIRS_ROWS, COLS, _Pairs)
+fours_many, eights_many, grouped_eights_many = (
+    _family(name, is_there, NARROW_ROWS, COLS, kind)
+    for name, is_there, kind in (
+        ("four", FOURS_IN_HARDWARE, _Fours),
+        ("eight", WHOLE_IN_HARDWARE, _Eights),
+        ("grouped_eight", WHOLE_IN_HARDWARE, _GroupedEights),
+    )
+)
