@@ -58,7 +58,7 @@ PANEL_BYTES = 128 << 10  # of widened weight, to stay in the L2 cache
 PANEL_PAD = 64  # bytes between widened rows, so that they do not all fall on the same cache sets
 MAX_WIDTH = 65_536
 CHUNK_BYTES = 128 << 10  # of weight that a task reads when there are few rows
-TILES_CHUNK_BYTES = 512 << 10  # likewise on tiles, for which each task packs the rows anew
+PACKED_CHUNK_BYTES = 512 << 10  # likewise where each task packs the rows anew
 MANY_ROWS_CHUNK_BYTES = 1 << 20  # and when rows are many: they, too, have to come from somewhere
 
 # how a weight is multiplied
@@ -371,7 +371,7 @@ def chunk_rows(kind: int, width: int, row_bytes: int, num_rows: int, rows_at_onc
     if rows_at_once >= WIDEN_ROWS:
         most = MANY_ROWS_CHUNK_BYTES
     else:
-        most = TILES_CHUNK_BYTES if kind == BFLOAT16_TILES else CHUNK_BYTES
+        most = PACKED_CHUNK_BYTES if kind in (BFLOAT16_TILES, PACKED) else CHUNK_BYTES
     chunk = max(16, most // row_bytes // 16 * 16)
     if kind == BFLOAT16_TILES and width > TILES_DEPTH:
         chunk = TILES_MOST_COLUMNS
