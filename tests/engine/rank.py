@@ -69,6 +69,7 @@ class Answer(msgspec.Struct):
     num_waited: int = 0  # layers of micro-batches that experts gave back only once others had been sent
     waited_s: list[float] = []  # of attention and of experts, each for the other
     moves: dict[str, float] = {}  # of experts between ranks, what the engine tells of them
+    num_masked: int = 0  # ranks
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -224,6 +225,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
         raise EngineError(work.fails)
     load = loop.load()
     answer.num_swapped = load.swapped_in_blocks_total
+    answer.num_masked = load.masked_ranks
     answer.moves = {
         "rebalances": load.rebalances_total,
         "bytes": load.moved_expert_bytes_total,
