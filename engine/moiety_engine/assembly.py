@@ -115,10 +115,11 @@ def telling(crew: Crew | None) -> Iterator[None]:
     except EngineError as exc:
         if crew is None:
             raise
-        if not crew.masked:
+        if not crew.masked or isinstance(exc, RanksError):
             crew.abandon(str(exc))
             raise
-        reason = f"{exc} (the group does without {_named(crew.masked)}, and has their parts of the model)"
+        parts = "its part" if len(crew.masked) == 1 else "their parts"
+        reason = f"{exc} (the group does without {_named(crew.masked)}, and has {parts} of the model)"
         crew.abandon(reason)
         raise RanksError(reason) from exc
 

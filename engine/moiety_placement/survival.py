@@ -50,5 +50,5 @@ def start_without(ranks: Collection[int], *, num_ranks: int, num_experts: int, s
     whole = Placement.of(slots_GS.reshape(1, -1), num_experts=num_experts, num_ranks=num_ranks)
     left = without(whole, ranks).placement
     done = rebalance(left, np.ones((1, num_experts)), move_cost=0.0).placement
-    slots_R: Ints = done.physical_to_logical_LR[0]
-    return slots_R[slots_R != EMPTY]
+    slots_R = done.physical_to_logical_LR[0]
+    return np.asarray(slots_R[slots_R != EMPTY])

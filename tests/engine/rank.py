@@ -20,6 +20,7 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
+from moiety_engine import memory
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution import lifeline
@@ -47,7 +48,9 @@ class Work(msgspec.Struct):
     hurries: float = 0.0  # seconds that pass whenever the loop asks what time it is
     shuffles: bool = False  # experts go to slots drawn at random, and on to others, all the time
     fails: str = ""  # with these words on rank 0, after all
-    lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
+    lacks: str = (
+        ""  # room on rank 1 for `weights`, for what a nap moves: `host`, `device`; on all ranks for the `cache`
+    )
     exact: bool = False  # no product rounds rows to bfloat16, as matrix tiles do
     turns: str = ""  # a folder: there each rank with attention notes what it sends, and experts wait for the next of it
 
@@ -112,6 +115,8 @@ def lacking(what: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if what == "host":
             stack.enter_context(patch.object(residence, "available_bytes", lambda: 0))
+        if what == "weights":
+            stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
         if what == "device":
             stack.enter_context(patch.object(Residence, "come_back", come_back))
         yield

@@ -495,6 +495,16 @@ def test_parallel_ranks_without_those_that_do_not_come_say_what_one_rank_says(
     assert all("another rank that it shares heads with did not come" in error for error in dismissed)
 
 
+def test_parallel_ranks_that_have_no_room_for_the_parts_of_one_that_is_gone_say_without_whom(
+    processes: RankProcesses, folders: dict[str, Path]
+) -> None:
+    config = settings_of(folders["qwen3_moe"], expert_ranks=2, ep=2, mask_after_s=6)
+    first, second, _ = ranks_of(config)
+    for answer in processes.work(first, second, lacks="weights"):
+        assert "there are 0.00 GiB free" in answer["error"]
+        assert answer["error"].count("(the group does without rank 2, and has its part of the model)") == 1
+
+
 @pytest.mark.parametrize(
     ("layout", "words"),
     [

@@ -147,7 +147,7 @@ class Lifeline:
         self._waited = waited
 
     def note_losses(self, note: Callable[[int], None]) -> None:
-        """From now on this is told which rank at the other end was lost."""
+        """From now on this is told which rank at the other end was lost, if it did not say why."""
         self._note = note
 
     def wait_loaded(self) -> None:
@@ -212,16 +212,17 @@ class Lifeline:
                     self._loaded.add(rank)
                     self._changed.notify_all()
             elif isinstance(word, Failed):
-                self._lose(rank, word.reason if rank == 0 else f"rank {rank}: {word.reason}")
+                self._lose(None, word.reason if rank == 0 else f"rank {rank}: {word.reason}")
             elif isinstance(word, Bye):
                 self._over = True
 
-    def _lose(self, rank: int, reason: str) -> None:
+    def _lose(self, rank: int | None, reason: str) -> None:
         if self._over:
             return
         self._over = True
         self.tell(Failed(reason))  # rank 0 to those that are left; the others to a rank 0 that may hear it
-        self._note(rank)
+        if rank is not None:
+            self._note(rank)
         with self._changed:
             self._reason = reason
             guards = self._guards
