@@ -48,9 +48,7 @@ class Work(msgspec.Struct):
     hurries: float = 0.0  # seconds that pass whenever the loop asks what time it is
     shuffles: bool = False  # experts go to slots drawn at random, and on to others, all the time
     fails: str = ""  # with these words on rank 0, after all
-    lacks: str = (
-        ""  # room on rank 1 for `weights`, for what a nap moves: `host`, `device`; on all ranks for the `cache`
-    )
+    lacks: str = ""  # room on rank 1 for `weights`, or what a nap moves: `host`, `device`; or on all for the `cache`
     exact: bool = False  # no product rounds rows to bfloat16, as matrix tiles do
     turns: str = ""  # a folder: there each rank with attention notes what it sends, and experts wait for the next of it
 

@@ -31,7 +31,7 @@ class Layout:
     pp: int = 1
     redundant_experts: int = 0  # slots of a layer beyond its experts
     expert_ranks: int = 0
-    masked: tuple[int, ...] = ()  # of those that had experts, by their numbers among all: the others have theirs
+    masked: tuple[int, ...] = ()  # by their numbers among all that had experts: the others have theirs
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.ep, self.pp) < 1:
