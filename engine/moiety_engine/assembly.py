@@ -26,7 +26,7 @@ from moiety_engine.distribution.joining import open_store
 from moiety_engine.distribution.layout import Layout, layout_of, leaving
 from moiety_engine.distribution.lifeline import Loaded
 from moiety_engine.distribution.losses import WITHIN_S, Losses
-from moiety_engine.distribution.meeting import Meeting, require_ranks
+from moiety_engine.distribution.meeting import Meeting, require_hosts_apart, require_ranks
 from moiety_engine.distribution.spawning import Children
 from moiety_engine.errors import EngineError, InvalidConfig, RanksError
 from moiety_engine.model.loading import Share, load_share
@@ -179,6 +179,7 @@ def _join(
 ) -> Crew:
     layout = layout_of(config)
     require_ranks(layout, meeting)
+    require_hosts_apart(config.mask_after_s, meeting)
     named = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in _OF_ONE_RANK}
     device = torch.device(_device(config, meeting))
     if device.type == "cuda":

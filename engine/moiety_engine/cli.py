@@ -27,7 +27,7 @@ from moiety_engine.config import (
     TransferConfig,
 )
 from moiety_engine.distribution.layout import layout_of
-from moiety_engine.distribution.meeting import meeting_from, require_ranks
+from moiety_engine.distribution.meeting import meeting_from, require_hosts_apart, require_ranks
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import offload_options, options, rank_options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
@@ -296,6 +296,7 @@ def _follow_if_launched_so(config: EngineConfig) -> None:
     if meeting is None:
         return
     require_ranks(layout, meeting)
+    require_hosts_apart(config.mask_after_s, meeting)
     if meeting.rank:
         from moiety_engine.core.following import follow_until_end  # noqa: PLC0415 - imports torch
 

@@ -9,7 +9,7 @@ import pytest
 
 from moiety_engine.config import Batching, EngineConfig
 from moiety_engine.distribution.layout import Layout, Seat, layout_of, leaving, without
-from moiety_engine.distribution.meeting import meeting_from
+from moiety_engine.distribution.meeting import meeting_from, require_hosts_apart
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.shares import own_spec
@@ -125,5 +125,11 @@ def test_what_a_launcher_says_of_parallel_ranks_is_understood_or_refused() -> No
     assert found is not None
     assert (found.rank, found.num_ranks, found.local_rank, found.host, found.port) == (2, 4, 1, "10.0.0.1", 29500)
     assert meeting_from({}) is meeting_from({"WORLD_SIZE": "1", "RANK": "0"}) is None
+    require_hosts_apart(5, found)
+    by_torchrun = meeting_from(LAUNCHED | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert by_torchrun is not None
+    require_hosts_apart(None, by_torchrun)
+    with pytest.raises(InvalidConfig, match="cannot be had under torchrun"):
+        require_hosts_apart(5, by_torchrun)
     with pytest.raises(InvalidConfig, match="start with torchrun or deepspeed, or unset WORLD_SIZE"):
         meeting_from({"WORLD_SIZE": "2"})
