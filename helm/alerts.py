@@ -119,6 +119,12 @@ ENGINES = (
         "Engine {{ $labels.engine }} is out of KV memory",
         "{{ $value | humanizePercentage }} of its blocks are held, and requests wait.",
     ),
+    Alert(
+        "MoietyRanksMasked", TICKET,
+        "max by (engine) (moiety_engine_masked_ranks) > 0", "5m",
+        "Engine {{ $labels.engine }} serves without some of its ranks",
+        "{{ $value }} did not come when it started; the others have their parts of the model.",
+    ),
 )  # fmt: skip
 STORE = (
     Alert(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import psutil
+import structlog
 import torch
 
 from moiety_engine.checkpoint import fingerprint
@@ -22,17 +23,18 @@ from moiety_engine.config import Speculate
 from moiety_engine.distribution.crew import join
 from moiety_engine.distribution.group import ALONE
 from moiety_engine.distribution.joining import open_store
-from moiety_engine.distribution.layout import layout_of
+from moiety_engine.distribution.layout import Layout, layout_of, leaving
 from moiety_engine.distribution.lifeline import Loaded
-from moiety_engine.distribution.meeting import Meeting, require_ranks
+from moiety_engine.distribution.losses import WITHIN_S, Losses
+from moiety_engine.distribution.meeting import Meeting, require_hosts_apart, require_ranks
 from moiety_engine.distribution.spawning import Children
-from moiety_engine.errors import EngineError, InvalidConfig
+from moiety_engine.errors import EngineError, InvalidConfig, RanksError
 from moiety_engine.model.loading import Share, load_share
 from moiety_engine.runner.follower import ExpertFollower, Follower, Obeying
 from moiety_engine.runner.overlap import steps_overlap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch._C._distributed_c10d import TCPStore
 
@@ -41,7 +43,10 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.group import Ranks
     from moiety_engine.model.transformer import Transformer
 
-_OF_ONE_RANK = ("model", "name", "num_threads", "join_timeout_s")  # settings in which ranks may differ
+# settings in which ranks may differ
+_OF_ONE_RANK = ("model", "name", "num_threads", "join_timeout_s", "mask_after_s", "rank_losses", "mask_after_losses")
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ def assemble(
     layout = layout_of(config)
     if meeting is None and layout.num_ranks == 1:
         return Assembled(_load(config, Meeting(0, 1), ALONE, progress).transformer(), None, 1)
-    crew, meeting = _spawn(config) if meeting is None else (_join(config, meeting), meeting)
+    crew, meeting = _spawn(config) if meeting is None else (_lead(config, meeting), meeting)
     lifeline = crew.lifeline
 
     def watched(done: int, total: int) -> None:
@@ -73,7 +78,9 @@ def assemble(
         model = _load(config, meeting, crew.ranks, watched).transformer()
         lifeline.wait_loaded()
     lifeline.guard()
-    return Assembled(model, crew, min(meeting.local_num_ranks, layout.attention_ranks))
+    if crew.masked:
+        _tell_of_masked(crew, layout, model)
+    return Assembled(model, crew, min(meeting.local_num_ranks, crew.ranks.seat.layout.attention_ranks))
 
 
 def follow(config: EngineConfig, meeting: Meeting) -> None:
@@ -106,21 +113,50 @@ def telling(crew: Crew | None) -> Iterator[None]:
     try:
         yield
     except EngineError as exc:
-        if crew is not None:
+        if crew is None:
+            raise
+        if not crew.masked or isinstance(exc, RanksError):
             crew.abandon(str(exc))
-        raise
+            raise
+        parts = "its part" if len(crew.masked) == 1 else "their parts"
+        reason = f"{exc} (the group does without {_named(crew.masked)}, and has {parts} of the model)"
+        crew.abandon(reason)
+        raise RanksError(reason) from exc
+
+
+def _tell_of_masked(crew: Crew, before: Layout, model: Transformer) -> None:
+    """What it costs to do without them."""
+    now, costs = crew.ranks.seat.layout, {}
+    if model.experts is not None and now.masked:
+        num_experts = model.experts.num_experts
+        costs = {"experts_a_rank": now.slots_each(num_experts), "experts_a_rank_before": before.slots_each(num_experts)}
+    log.warning(
+        "ranks_masked",
+        masked=crew.masked,
+        groups=now.dp,
+        groups_before=before.dp,
+        **costs,
+        advice="start them again, and then the group, which takes them in",
+    )
+
+
+def _named(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _spawn(config: EngineConfig) -> tuple[Crew, Meeting]:
     """Start the other ranks on this host, and meet them."""
-    num_ranks = layout_of(config).num_ranks
-    own = Meeting(0, num_ranks, local_num_ranks=num_ranks)
+    layout = layout_of(config)
+    own = Meeting(0, layout.num_ranks, local_num_ranks=layout.num_ranks)
     _device(config, own)
+    losses, given_up = _losses(config, layout)
     store = open_store(own, config.join_timeout_s)
-    places = [replace(own, rank=rank, local_rank=rank, port=store.port) for rank in range(1, num_ranks)]
-    children = Children([msgspec.json.encode((config, place)) for place in places])
+    places = [replace(own, rank=rank, local_rank=rank, port=store.port) for rank in range(1, layout.num_ranks)]
+    children = Children(
+        {place.rank: msgspec.json.encode((config, place)) for place in places if place.rank not in given_up}
+    )
     try:
-        crew = _join(config, own, store=store, check=children.check)
+        crew = _join(config, own, store=store, losses=losses, gone=lambda: given_up | children.ended())
     except BaseException:
         children.kill()
         raise
@@ -128,19 +164,27 @@ def _spawn(config: EngineConfig) -> tuple[Crew, Meeting]:
     return crew, own
 
 
+def _lead(config: EngineConfig, meeting: Meeting) -> Crew:
+    """Meet those that a launcher has started."""
+    losses, given_up = _losses(config, layout_of(config))
+    return _join(config, meeting, losses=losses, gone=lambda: given_up)
+
+
 def _join(
     config: EngineConfig,
     meeting: Meeting,
     store: TCPStore | None = None,
-    check: Callable[[], None] = lambda: None,
+    losses: Losses | None = None,
+    gone: Callable[[], Mapping[int, str]] = lambda: {},
 ) -> Crew:
     layout = layout_of(config)
     require_ranks(layout, meeting)
+    require_hosts_apart(config.mask_after_s, meeting)
     named = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in _OF_ONE_RANK}
     device = torch.device(_device(config, meeting))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return join(
+    crew = join(
         layout,
         meeting,
         settings=named | {"torch": str(torch.__version__), "numpy": np.__version__},
@@ -148,8 +192,30 @@ def _join(
         device_type=device.type,
         timeout_s=config.join_timeout_s,
         store=store,
-        check=check,
+        mask_after_s=config.mask_after_s,
+        gone=gone,
     )
+    if losses is not None:
+        crew.lifeline.note_losses(losses.note)
+    return crew
+
+
+def _losses(config: EngineConfig, layout: Layout) -> tuple[Losses | None, dict[int, str]]:
+    """Rank 0's file of them, and the ranks that are not to take part, by it, with the reason."""
+    if not config.rank_losses:
+        return None, {}
+    losses = Losses(Path(config.rank_losses))
+    often = {rank: n for rank, n in losses.lost_often(config.mask_after_losses).items() if 0 < rank < layout.num_ranks}
+    try:
+        leaving(layout, often)
+    except InvalidConfig as exc:
+        log.warning("ranks_not_masked", lost_often=sorted(often), reason=str(exc))
+        return losses, {}
+    return losses, {
+        rank: f"rank {rank} was lost {times} times in {WITHIN_S / 60:g} minutes, by {config.rank_losses}: the group "
+        "does without it; once it is mended, empty that file, or let the time pass, and start the group again"
+        for rank, times in often.items()
+    }
 
 
 def _load(config: EngineConfig, meeting: Meeting, ranks: Ranks, progress: Callable[[int, int], None] | None) -> Share:

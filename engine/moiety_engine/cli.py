@@ -27,7 +27,7 @@ from moiety_engine.config import (
     TransferConfig,
 )
 from moiety_engine.distribution.layout import layout_of
-from moiety_engine.distribution.meeting import meeting_from, require_ranks
+from moiety_engine.distribution.meeting import meeting_from, require_hosts_apart, require_ranks
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import offload_options, options, rank_options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
@@ -130,6 +130,9 @@ def engine(
     redundant_experts: rank_options.RedundantExpertsOption = 0,
     rebalance_every_s: rank_options.RebalanceEveryOption = None,
     join_timeout_s: rank_options.JoinTimeoutOption = 60.0,
+    mask_after_s: rank_options.MaskAfterOption = None,
+    rank_losses: rank_options.RankLossesOption = None,
+    mask_after_losses: rank_options.MaskAfterLossesOption = 3,
     adapter: options.AdapterOption = None,
     adapter_memory_bytes: options.AdapterMemoryBytesOption = "",
     adapter_disk_bytes: options.AdapterDiskBytesOption = "4GiB",
@@ -215,6 +218,9 @@ def engine(
                 redundant_experts=redundant_experts,
                 rebalance_every_s=rebalance_every_s,
                 join_timeout_s=join_timeout_s,
+                mask_after_s=mask_after_s,
+                rank_losses=str(rank_losses.resolve()) if rank_losses else "",
+                mask_after_losses=mask_after_losses,
                 offload=OffloadConfig(
                     what=offload,
                     memory_bytes=parse_size(expert_memory_bytes) if expert_memory_bytes else None,
@@ -290,6 +296,7 @@ def _follow_if_launched_so(config: EngineConfig) -> None:
     if meeting is None:
         return
     require_ranks(layout, meeting)
+    require_hosts_apart(config.mask_after_s, meeting)
     if meeting.rank:
         from moiety_engine.core.following import follow_until_end  # noqa: PLC0415 - imports torch
 

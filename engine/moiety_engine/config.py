@@ -159,6 +159,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     redundant_experts: int = 0  # slots of a layer beyond its experts, for second replicas of hot ones
     rebalance_every_s: float | None = None  # 0: experts stay where they are; None: so, unless some are redundant
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
+    mask_after_s: float | None = None  # and for those that can be done without; None: for all of them alike
+    rank_losses: str = ""  # rank 0's file of which ranks were lost; "": none
+    mask_after_losses: int = 3  # a rank that is in it so often, of late, is done without
     transfer: TransferConfig = TransferConfig()
     offload: OffloadConfig = OffloadConfig()
     adapters: dict[str, str] = {}  # of the operator: name → folder
@@ -205,6 +208,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
         self._check_transfer()
         self._check_offload()
+        self._check_masking()
         if self.redundant_experts < 0 or not (self.rebalance_every_s or 0) >= 0:
             raise InvalidConfig(
                 "redundant_experts must be 0 (none) or more, and rebalance_every_s 0 (never) or more: "
@@ -252,6 +256,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if transfer.landing_bytes is not None and transfer.landing_bytes < 1:
             raise InvalidConfig("kv_landing_bytes must be at least 1; leave it out to have it chosen")
+
+    def _check_masking(self) -> None:
+        if self.mask_after_s is None:
+            if self.rank_losses:
+                raise InvalidConfig(
+                    "--rank-losses says which ranks to do without, which a group does with --mask-after-s only: give "
+                    "that too, or leave it out"
+                )
+            return
+        if self.num_ranks == 1:
+            raise InvalidConfig("--mask-after-s is for several ranks, and there is one: leave it out")
+        if not 0 <= self.mask_after_s <= self.join_timeout_s:
+            raise InvalidConfig(
+                f"--mask-after-s {self.mask_after_s:g} must lie between 0 and --join-timeout-s, which is "
+                f"{self.join_timeout_s:g}: the ranks that have come wait no longer than that"
+            )
+        if self.mask_after_losses < 1:
+            raise InvalidConfig(f"--mask-after-losses must be at least 1, not {self.mask_after_losses}")
 
     def _check_disk_cache(self) -> None:
         if not self.disk_cache:

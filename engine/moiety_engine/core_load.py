@@ -25,10 +25,13 @@ def load_of(
     steps_total: int,
     requests_total: int,
     waited_s: tuple[float, float],
+    masked_ranks: int,
 ) -> CoreLoad:
     """The totals are since its start. `experts`: the cache of offloaded ones. `waited_s`: of attention and of experts,
-    each for the other."""
+    each for the other. `masked_ranks`: that it does without."""
     load = _load_of(scheduler, exchange, steps_total, requests_total, waited_s)
+    if masked_ranks:
+        load = msgspec.structs.replace(load, masked_ranks=masked_ranks)
     if disk is not None:
         load = _with_disk(load, disk)
     if rebalancing is not None:

@@ -339,7 +339,9 @@ class EngineLoop:
     def load(self) -> CoreLoad:
         totals = self.steps_total, self._requests_total
         parts = self.disk, self.model.expert_cache, self.rebalancing
-        return load_of(self.scheduler, self.exchange, *parts, *totals, self._orders.waited_s())
+        return load_of(
+            self.scheduler, self.exchange, *parts, *totals, self._orders.waited_s(), self._orders.masked_ranks
+        )
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""

@@ -1,4 +1,4 @@
-"""What is left of a placement when ranks die."""
+"""What is left of a placement when ranks die, and where experts are put at a start without them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moiety_placement.errors import BadNumbers
-from moiety_placement.placement import EMPTY, Placement
+from moiety_placement.placement import EMPTY, Ints, Placement
+from moiety_placement.rebalancing import rebalance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,3 +38,17 @@ def without(placement: Placement, ranks: Collection[int]) -> Survivors:
         num_nodes=placement.num_nodes,
     )
     return Survivors(left, (placement.counts_LE > 0) & (left.counts_LE == 0))
+
+
+def start_without(ranks: Collection[int], *, num_ranks: int, num_experts: int, slots_each: int) -> Ints:
+    """[R]: the expert of each slot of a layer on the ranks that live, one rank's slots after the other's. Before ranks
+    died each had its share of the experts, in order, and in the slots beyond these the first ones of the next share;
+    what is lost then comes back by `rebalance`, as if all experts had as much to do. Raises BadNumbers as `without`, or
+    NoRoom if the slots are too few."""
+    first_G = np.arange(num_ranks) * num_experts // num_ranks
+    slots_GS = (first_G[:, None] + np.arange(slots_each)) % num_experts
+    whole = Placement.of(slots_GS.reshape(1, -1), num_experts=num_experts, num_ranks=num_ranks)
+    left = without(whole, ranks).placement
+    done = rebalance(left, np.ones((1, num_experts)), move_cost=0.0).placement
+    slots_R = done.physical_to_logical_LR[0]
+    return np.asarray(slots_R[slots_R != EMPTY])

@@ -103,6 +103,7 @@ class Figures(msgspec.Struct, frozen=True):
     moved_expert_bytes_total: int = 0  # from rank to rank
     rank_balancedness: float = 1.0  # of what experts had to do when that was last judged, and …
     rank_balancedness_planned: float = 1.0  # … by where they were moved then
+    masked_ranks: int = 0  # that did not come, and whose parts of the model the others have
 
 
 class Load(Figures, frozen=True, kw_only=True, tag="load"):
@@ -133,6 +134,7 @@ GAUGES = (
     ("expert_slots", "Slots on the device for offloaded experts, of all layers."),
     ("rank_balancedness", "Mean load of ranks by experts, over the largest, when last judged; 1 where nothing is."),
     ("rank_balancedness_planned", "The same load, by where experts were moved then."),
+    ("masked_ranks", "Ranks that it does without since it started; others have their parts of the model."),
 )
 COUNTERS = (
     ("steps", "Steps of the engine."),

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
+from moiety_engine import memory
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution import lifeline
@@ -47,7 +48,7 @@ class Work(msgspec.Struct):
     hurries: float = 0.0  # seconds that pass whenever the loop asks what time it is
     shuffles: bool = False  # experts go to slots drawn at random, and on to others, all the time
     fails: str = ""  # with these words on rank 0, after all
-    lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
+    lacks: str = ""  # room on rank 1 for `weights`, or what a nap moves: `host`, `device`; or on all for the `cache`
     exact: bool = False  # no product rounds rows to bfloat16
     turns: str = ""  # a folder: there each rank with attention notes what it sends, and experts wait for the next of it
 
@@ -69,6 +70,7 @@ class Answer(msgspec.Struct):
     num_waited: int = 0  # layers of micro-batches that experts gave back only once others had been sent
     waited_s: list[float] = []  # of attention and of experts, each for the other
     moves: dict[str, float] = {}  # of experts between ranks, what the engine tells of them
+    num_masked: int = 0  # ranks
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -111,6 +113,8 @@ def lacking(what: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if what == "host":
             stack.enter_context(patch.object(residence, "available_bytes", lambda: 0))
+        if what == "weights":
+            stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
         if what == "device":
             stack.enter_context(patch.object(Residence, "come_back", come_back))
         yield
@@ -224,6 +228,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
         raise EngineError(work.fails)
     load = loop.load()
     answer.num_swapped = load.swapped_in_blocks_total
+    answer.num_masked = load.masked_ranks
     answer.moves = {
         "rebalances": load.rebalances_total,
         "bytes": load.moved_expert_bytes_total,

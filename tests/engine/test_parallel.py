@@ -462,6 +462,67 @@ def test_a_parallel_rank_that_does_not_come_is_named(processes: RankProcesses, f
         assert "of 4 ranks these did not come in time: 3" in answer["error"]
 
 
+MASKED: list[tuple[str, dict[str, Any], set[int], int]] = [  # who stays away, and how many are done without
+    ("qwen3_moe", {"dp_attention": 2, "expert_ranks": 2, "ep": 2, "micro_batch_tokens": 2}, {3}, 1),
+    ("gpt_oss", {"expert_ranks": 2}, {2}, 1),  # the last rank with experts
+    ("gpt_oss", {"dp_attention": 4, "ep": 2}, {3}, 1),  # pieces of experts become whole ones
+    ("mixtral", {"tp": 2, "expert_ranks": 2, "ep": 2, "redundant_experts": 2}, {2}, 1),
+    ("deepseek_v3", {"dp_attention": 4, "ep": 4}, {2}, 1),
+    ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8}, {1, 3}, 2),  # experts keep moving
+    ("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4}, {3}, 2),  # rank 2 has half of the heads of nobody's requests
+    ("mixtral", {"dp_attention": 2, "ep": 2}, {1}, 1),  # one is left
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "away", "num_masked"), MASKED, ids=str)
+def test_parallel_ranks_without_those_that_do_not_come_say_what_one_rank_says(
+    processes: RankProcesses,
+    alone: Alone,
+    family: str,
+    layout: dict[str, Any],
+    away: set[int],
+    num_masked: int,
+) -> None:
+    config = settings_of(alone.folders[family], **layout, mask_after_s=6)
+    coming = [one for rank, one in enumerate(ranks_of(config)) if rank not in away]
+    moves = layout.get("redundant_experts") == 8
+    ours, *others = processes.work(*coming, waves=requests(), shuffles=moves)
+    assert_same(alone.says(family), ours)
+    assert ours["num_masked"] == num_masked
+    assert not moves or ours["moves"]["rebalances"] >= 10
+    dismissed = [other["error"] for other in others if other["error"]]
+    assert len(dismissed) == num_masked - len(away)
+    assert all("another rank that it shares heads with did not come" in error for error in dismissed)
+
+
+def test_parallel_ranks_that_have_no_room_for_the_parts_of_one_that_is_gone_say_without_whom(
+    processes: RankProcesses, folders: dict[str, Path]
+) -> None:
+    config = settings_of(folders["qwen3_moe"], expert_ranks=2, ep=2, mask_after_s=6)
+    first, second, _ = ranks_of(config)
+    for answer in processes.work(first, second, lacks="weights"):
+        assert "there are 0.00 GiB free" in answer["error"]
+        assert answer["error"].count("(the group does without rank 2, and has its part of the model)") == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"tp": 4}, "rank 0 needs rank 3, which has other heads"),
+        ({"pp": 2, "tp": 2}, "only rank 3 has its part of its layers"),
+        ({"tp": 3, "expert_ranks": 1}, "no rank with experts is left"),
+    ],
+    ids=str,
+)
+def test_a_parallel_rank_that_cannot_be_done_without_is_waited_for_and_then_named(
+    processes: RankProcesses, folders: dict[str, Path], layout: dict[str, int], words: str
+) -> None:
+    config = msgspec.structs.replace(settings_of(folders["qwen3_moe"]), **layout, join_timeout_s=3, mask_after_s=1)
+    for answer in processes.work(*ranks_of(config)[:3]):
+        assert "of 4 ranks these did not come in time: 3" in answer["error"]
+        assert f"The others cannot start without: {words}" in answer["error"]
+
+
 def test_a_parallel_launch_of_another_number_of_ranks_is_refused(
     processes: RankProcesses, folders: dict[str, Path]
 ) -> None:
@@ -482,6 +543,35 @@ def test_where_the_first_parallel_rank_cannot_go_on_the_other_says_why(folders: 
 
 def has_ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+def test_a_parallel_group_that_has_lost_a_rank_for_good_says_the_same_without_it(alone: Alone, tmp_path: Path) -> None:
+    layout = {"dp_attention": 2, "expert_ranks": 2, "ep": 2, "mask_after_s": 10, "micro_batch_tokens": 2}
+    losses = tmp_path / "losses"
+    config = settings_of(alone.folders["qwen3_moe"], **layout, rank_losses=str(losses), mask_after_losses=2)
+    whole = RankProcesses(4, silence_s=120)
+    whole.start(*ranks_of(config), waves=requests()[:1], again=True, served=str(tmp_path / "served"))
+    wait_for((tmp_path / "served").exists, "steps that run")
+    *living, dead = whole.pids()
+    os.kill(dead, signal.SIGKILL)
+    wait_for(lambda: all(map(has_ended, living)), "the end of the other ranks")
+    assert "rank 3 is lost" in whole.end()[1]
+    assert [line.split()[1] for line in losses.read_text().splitlines()] == ["3"]
+    left = RankProcesses(4, silence_s=120)
+    first, second, third, _ = ranks_of(config)
+    ours, *others = left.work(first, second, third, waves=requests())
+    assert_same(alone.says("qwen3_moe"), ours)
+    assert ours["num_masked"] == 1 and not any(other["error"] for other in others)
+    back = left.work(*ranks_of(config), waves=requests())  # it takes part again, since it has come in time
+    assert_same(alone.says("qwen3_moe"), back[0])
+    assert back[0]["num_masked"] == 0 and not any(other["error"] for other in back)
+    losses.write_text(losses.read_text() * 2)
+    again, *_, refused = left.work(*ranks_of(config), waves=requests())  # it comes, but was lost too often
+    assert_same(alone.says("qwen3_moe"), again)
+    assert again["num_masked"] == 1
+    assert "rank 3 was lost 2 times in 10 minutes" in refused["error"]
+    assert '"event": "ranks_masked"' in left.end()[1]
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from moiety_engine.config import Batching, EngineConfig
-from moiety_engine.distribution.layout import Layout, Seat, layout_of
-from moiety_engine.distribution.meeting import meeting_from
+from moiety_engine.distribution.layout import Layout, Seat, layout_of, leaving, without
+from moiety_engine.distribution.meeting import meeting_from, require_hosts_apart
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.shares import own_spec
@@ -35,6 +35,10 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
         ({"tp": 2, "rebalance_every_s": 60}, "spread the experts with --ep"),
         ({"tp": 2, "redundant_experts": 2, "rebalance_every_s": 0}, "spread the experts with --ep"),
         ({"redundant_experts": -1}, "redundant_experts must be 0"),
+        ({"mask_after_s": 5}, "--mask-after-s is for several ranks"),
+        ({"tp": 2, "mask_after_s": 61}, "between 0 and --join-timeout-s, which is 60"),
+        ({"tp": 2, "mask_after_s": 5, "mask_after_losses": 0}, "--mask-after-losses must be at least 1"),
+        ({"tp": 2, "rank_losses": "losses"}, "which a group does with --mask-after-s only"),
     ],
 )
 def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -87,10 +91,45 @@ def test_redundant_slots_hold_experts_of_other_parts_until_they_are_rebalanced()
     assert [Seat(pieces, rank).peer(1) for rank in range(4)] == [2, 3, 2, 3]
 
 
+GROUPS = Layout(dp=3, tp=2, ep=3)
+APART = Layout(dp=2, ep=2, expert_ranks=4, redundant_experts=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "away", "left"),
+    [
+        (GROUPS, {5}, Layout(dp=2, tp=2, ep=4, masked=(4, 5))),
+        (GROUPS, {2, 5}, Layout(dp=1, tp=2, ep=2, masked=(2, 3, 4, 5))),
+        (APART, {3, 4}, Layout(dp=2, ep=2, expert_ranks=2, redundant_experts=2, masked=(1, 2))),
+        (APART, {1}, Layout(dp=1, ep=2, expert_ranks=4, redundant_experts=2)),
+        (Layout(tp=2, pp=2, ep=3, expert_ranks=3), {4}, Layout(tp=2, pp=2, ep=2, expert_ranks=2, masked=(0,))),
+    ],
+    ids=str,
+)
+def test_parallel_ranks_that_are_done_without_take_those_along_that_share_heads_with_them(
+    layout: Layout, away: set[int], left: Layout
+) -> None:
+    found = without(layout, leaving(layout, away))
+    assert found == left
+    num_experts = 12
+    held = [Seat(found, rank).slots_of(num_experts) for rank in range(found.num_ranks)]
+    held = held[found.attention_ranks :] or held
+    assert {expert for slots in held for expert in slots} == set(range(num_experts))
+    if found.masked:
+        assert {len(slots) for slots in held} == {found.slots_each(num_experts)}
+        assert all(len(set(slots)) == len(slots) for slots in held)
+
+
 def test_what_a_launcher_says_of_parallel_ranks_is_understood_or_refused() -> None:
     found = meeting_from(LAUNCHED)
     assert found is not None
     assert (found.rank, found.num_ranks, found.local_rank, found.host, found.port) == (2, 4, 1, "10.0.0.1", 29500)
     assert meeting_from({}) is meeting_from({"WORLD_SIZE": "1", "RANK": "0"}) is None
+    require_hosts_apart(5, found)
+    by_torchrun = meeting_from(LAUNCHED | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert by_torchrun is not None
+    require_hosts_apart(None, by_torchrun)
+    with pytest.raises(InvalidConfig, match="cannot be had under torchrun"):
+        require_hosts_apart(5, by_torchrun)
     with pytest.raises(InvalidConfig, match="start with torchrun or deepspeed, or unset WORLD_SIZE"):
         meeting_from({"WORLD_SIZE": "2"})

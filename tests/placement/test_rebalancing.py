@@ -12,7 +12,7 @@ from moiety_placement.matching import keep_in_place, moves
 from moiety_placement.placement import Floats, Placement, rank_loads
 from moiety_placement.planning import plan
 from moiety_placement.rebalancing import rebalance
-from moiety_placement.survival import without
+from moiety_placement.survival import start_without, without
 
 EXPERTS, GROUPS, NODES, RANKS, REPLICAS = 24, 4, 2, 6, 36
 HIERARCHICAL = {"num_replicas": REPLICAS, "num_groups": GROUPS, "num_nodes": NODES, "num_ranks": RANKS}
@@ -118,6 +118,21 @@ def test_rebalancing_brings_the_lost_experts_back_on_the_ranks_that_live(
     assert rank_loads(done.placement, load_LE).sum() == pytest.approx(load_LE.sum())
     assert rank_loads(done.placement, load_LE)[:, dead].tolist() == [0, 0, 0]
     assert (done.moves_L >= left.lost_LE.sum(axis=1)).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(2, 12), st.integers(1, 40))
+def test_a_start_without_dead_ranks_has_every_expert_spread_evenly_over_the_living(
+    data: st.DataObject, num_ranks: int, num_experts: int
+) -> None:
+    dead = data.draw(st.sets(st.integers(0, num_ranks - 1), max_size=num_ranks - 1))
+    living = [rank for rank in range(num_ranks) if rank not in dead]
+    each = min(num_experts, -(-num_experts // len(living)) + data.draw(st.integers(0, 2)))
+    slots_R = start_without(dead, num_ranks=num_ranks, num_experts=num_experts, slots_each=each)
+    placement = Placement.of([slots_R], num_experts=num_experts, num_ranks=len(living))
+    assert placement.counts_LE.min() >= 1
+    alike = rank_loads(placement, np.ones((1, num_experts)))
+    assert alike.max() <= alike.mean() + 1
 
 
 def test_what_has_no_room_or_is_no_rank_is_refused_with_numbers() -> None:

@@ -15,12 +15,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from moiety_engine.distribution.channel import Channel
 from moiety_engine.distribution.group import Across, Crossing, Exchange, Group, Pipeline, Ranks
-from moiety_engine.distribution.joining import LONGEST_WAIT, meet, open_store
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.joining import LONGEST_WAIT, Sparing, meet, open_store
+from moiety_engine.distribution.layout import Layout, Seat, without
 from moiety_engine.distribution.lifeline import SILENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from moiety_engine.distribution.lifeline import Lifeline
     from moiety_engine.distribution.meeting import Meeting
@@ -37,6 +37,7 @@ class Crew:
     channel: Channel
     lifeline: Lifeline
     store: Store  # rank 0's is the one that the others use
+    masked: tuple[int, ...] = ()  # the ranks that the group does without, as they were started
     children: Children | None = field(default=None)
 
     def close(self) -> None:
@@ -62,9 +63,8 @@ class Crew:
     def waited_s(self) -> tuple[float, float]:
         """How long the first rank, which this is, has waited for experts on ranks of their own, and those, on average,
         for attention; they told it half a second ago."""
-        layout, told = self.ranks.seat.layout, self.lifeline.waited_s
-        of_experts = [told.get(rank, 0.0) for rank in range(layout.attention_ranks, layout.num_ranks)]
-        return self.ranks.waited.seconds, sum(of_experts) / max(1, len(of_experts))
+        of_experts = sum(self.lifeline.waited_s.values())  # the others say 0
+        return self.ranks.waited.seconds, of_experts / max(1, self.ranks.seat.layout.expert_ranks)
 
     def abandon(self, reason: str) -> None:
         """This rank cannot go on: the others are told why."""
@@ -83,17 +83,22 @@ def join(
     device_type: str,
     timeout_s: float,
     store: Store | None = None,
-    check: Callable[[], None] = lambda: None,
+    mask_after_s: float | None = None,
+    gone: Callable[[], Mapping[int, str]] = lambda: {},
 ) -> Crew:
-    """Meet the others and make the groups. `store`: the one that rank 0 has already opened. Raises
-    RanksError."""
+    """Meet the others and make the groups. `store`: the one that rank 0 has already opened. After `mask_after_s` the
+    group does without those that have not come, if it can; then the others have new numbers. `gone`: as `meet` has it.
+    Raises RanksError."""
     store = store or open_store(meeting, timeout_s)
-    lifeline = meet(meeting, store, settings, checkpoint, timeout_s=timeout_s, check=check)
+    sparing = None if mask_after_s is None else Sparing(layout, mask_after_s)
+    met = meet(meeting, store, settings, checkpoint, timeout_s=timeout_s, sparing=sparing, gone=gone)
+    lifeline, masked = met.lifeline, met.masked
+    layout, rank = without(layout, masked), meeting.rank - sum(one < meeting.rank for one in masked)
     dist.init_process_group(
         BACKENDS[device_type],
         store=PrefixStore(f"torch/{meeting.attempt}", store),
-        rank=meeting.rank,
-        world_size=meeting.num_ranks,
+        rank=rank,
+        world_size=layout.num_ranks,
         timeout=LONGEST_WAIT,
     )
     mesh = DeviceMesh(
@@ -103,18 +108,18 @@ def join(
     )
     everyone = dist.group.WORLD
     assert everyone is not None
-    seat = Seat(layout, meeting.rank)
+    seat = Seat(layout, rank)
     crossings = _crossings(seat)
     if seat.expert_rank is not None:
         ranks = Ranks(seat, everyone=Group(everyone), crossings=crossings)
         lifeline.tell_of(ranks.waited)
-        return Crew(ranks, Channel(everyone), lifeline, store)
+        return Crew(ranks, Channel(everyone), lifeline, store, masked)
     tensor = Group(mesh.get_group("tp")) if layout.tp > 1 else Group()
-    column = range(meeting.rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
+    column = range(rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
     pipeline = Pipeline(column, seat.pp_rank)
     exchange = _exchange(layout, device_type)
     ranks = Ranks(seat, tensor, pipeline, Group(everyone), _across(seat), exchange, crossings)
-    return Crew(ranks, Channel(everyone), lifeline, store)
+    return Crew(ranks, Channel(everyone), lifeline, store, masked)
 
 
 def _across(seat: Seat) -> Across:

@@ -9,13 +9,15 @@ else; then it is they who make up the parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moiety_engine.config import Batching
 from moiety_engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from moiety_engine.config import EngineConfig
 
 
@@ -29,6 +31,7 @@ class Layout:
     pp: int = 1
     redundant_experts: int = 0  # slots of a layer beyond its experts
     expert_ranks: int = 0
+    masked: tuple[int, ...] = ()  # by their numbers among all that had experts: the others have theirs
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.ep, self.pp) < 1:
@@ -45,7 +48,7 @@ class Layout:
                 f"--ep {self.ep} does not divide the {self.stage_size} ranks that --dp-attention {self.dp} × --tp "
                 f"{self.tp} make: the experts lie on those same ranks, so choose an --ep that divides their number"
             )
-        if self.redundant_experts % self.ep:
+        if self.redundant_experts % self.ep and not self.masked:
             most = -(-self.redundant_experts // self.ep) * self.ep
             raise InvalidConfig(
                 f"--redundant-experts {self.redundant_experts} cannot be divided by --ep {self.ep}: {most} can"
@@ -71,7 +74,10 @@ class Layout:
 
     def slots(self, num_experts: int) -> tuple[int, ...]:
         """Which expert each slot of a layer holds at the start, one part's slots after the other's: its share of all,
-        in order, then the first ones of the next part. Raises InvalidConfig where they cannot be divided so."""
+        in order, then the first ones of the next part. Without masked ranks what `start_without` says. Raises
+        InvalidConfig where they cannot be divided so."""
+        if self.masked:
+            return self._slots_without(num_experts)
         each, spare = divide(num_experts, self.ep, "experts", "--ep"), self.redundant_experts // self.ep
         if spare > num_experts - each:
             raise InvalidConfig(
@@ -79,6 +85,21 @@ class Layout:
                 f"that there are: {(num_experts - each) * self.ep} is the most for --ep {self.ep}"
             )
         return tuple((part * each + place) % num_experts for part in range(self.ep) for place in range(each + spare))
+
+    def slots_each(self, num_experts: int) -> int:
+        """Whole experts for which a rank has room in each layer, as it is shared among those that have any."""
+        num_before = len(self.masked) + (self.expert_ranks or self.stage_size)
+        before = -(-(num_experts + self.redundant_experts) // num_before)
+        return max(before, -(-num_experts // (num_before - len(self.masked))))
+
+    def _slots_without(self, num_experts: int) -> tuple[int, ...]:
+        if self.ep == 1:
+            return tuple(range(num_experts))
+        from moiety_placement.survival import start_without  # noqa: PLC0415 - numpy, which a front does without
+
+        num_before, each = self.ep + len(self.masked), self.slots_each(num_experts)
+        slots_R = start_without(self.masked, num_ranks=num_before, num_experts=num_experts, slots_each=each)
+        return tuple(slots_R.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +189,33 @@ def layout_of(config: EngineConfig) -> Layout:
             "or spread the experts with --ep"
         )
     return layout
+
+
+def leaving(layout: Layout, away: Collection[int]) -> tuple[int, ...]:
+    """Who has no part of the model without the ranks that are away: these, and those with the other heads of the same
+    requests. Raises InvalidConfig where nobody has one."""
+    with_attention = [rank for rank in sorted(away) if rank < layout.attention_ranks]
+    if with_attention and layout.pp > 1:
+        raise InvalidConfig(f"only rank {with_attention[0]} has its part of its layers (--pp {layout.pp})")
+    if with_attention and with_attention[0] < layout.tp:
+        raise InvalidConfig(f"rank 0 needs rank {with_attention[0]}, which has other heads (--tp {layout.tp})")
+    groups = {rank // layout.tp for rank in with_attention}
+    further = {rank for rank in range(layout.attention_ranks) if rank // layout.tp in groups}
+    left = tuple(sorted(further | set(away)))
+    if layout.expert_ranks and left[-layout.expert_ranks :] == tuple(range(layout.attention_ranks, layout.num_ranks)):
+        raise InvalidConfig("no rank with experts is left")
+    return left
+
+
+def without(layout: Layout, ranks: Collection[int]) -> Layout:
+    """The layout of the other ranks, numbered anew in their order; `ranks` as `leaving` gives them. If one of these had
+    experts, all are on the others, each of them whole."""
+    with_attention = [rank for rank in sorted(ranks) if rank < layout.attention_ranks]
+    with_experts = [rank - layout.attention_ranks for rank in sorted(ranks) if rank >= layout.attention_ranks]
+    dp, expert_ranks = layout.dp - len(with_attention) // layout.tp, layout.expert_ranks - len(with_experts)
+    masked = tuple(with_experts if layout.expert_ranks else with_attention)
+    ep = (expert_ranks or dp * layout.tp) if masked else layout.ep
+    return replace(layout, dp=dp, ep=ep, expert_ranks=expert_ranks, masked=masked)
 
 
 def divide(number: int, parts: int, what: str, option: str) -> int:

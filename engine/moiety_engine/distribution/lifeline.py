@@ -25,7 +25,7 @@ from moiety_engine.distribution.silence import Silence
 from moiety_engine.errors import RanksError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 LOST_RANK = 5  # exit code
 BEAT_INTERVAL_S = 0.5
@@ -45,7 +45,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """All ranks are there."""
+    """All ranks are there but those that are masked: the group does without them."""
+
+    masked: tuple[int, ...] = ()
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -123,6 +125,7 @@ class Lifeline:
         self._waited = Waited()
         self._loaded: set[int] = set()
         self._reason: str | None = None
+        self._note: Callable[[int], None] = lambda rank: None
         self._changed = threading.Condition()
         self._guards = self._over = False
         self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
@@ -142,6 +145,10 @@ class Lifeline:
     def tell_of(self, waited: Waited) -> None:
         """From now on the others hear how long this rank has waited."""
         self._waited = waited
+
+    def note_losses(self, note: Callable[[int], None]) -> None:
+        """From now on this is told which rank at the other end was lost, if it did not say why."""
+        self._note = note
 
     def wait_loaded(self) -> None:
         """Until all others have their shares. Raises RanksError."""
@@ -189,13 +196,13 @@ class Lifeline:
                     beat_at_s = now_s
                     self.tell(Beat(self._waited.seconds))
                 for rank in silence.too_long():
-                    self._lose(f"rank {rank} has said nothing for {SILENCE_S:g} s: it hangs, or its host is away")
+                    self._lose(rank, f"rank {rank} has said nothing for {SILENCE_S:g} s: it hangs, or its host is away")
 
     def _hear(self, rank: int) -> None:
         try:
             words: Iterable[Word] = self._lines[rank].receive()
         except (OSError, EOFError, msgspec.DecodeError):
-            self._lose(f"rank {rank} is lost: its process has ended, or the connection to its host")
+            self._lose(rank, f"rank {rank} is lost: its process has ended, or the connection to its host")
             return
         for word in words:
             if isinstance(word, Beat):
@@ -205,15 +212,17 @@ class Lifeline:
                     self._loaded.add(rank)
                     self._changed.notify_all()
             elif isinstance(word, Failed):
-                self._lose(word.reason if rank == 0 else f"rank {rank}: {word.reason}")
+                self._lose(None, word.reason if rank == 0 else f"rank {rank}: {word.reason}")
             elif isinstance(word, Bye):
                 self._over = True
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, rank: int | None, reason: str) -> None:
         if self._over:
             return
         self._over = True
         self.tell(Failed(reason))  # rank 0 to those that are left; the others to a rank 0 that may hear it
+        if rank is not None:
+            self._note(rank)
         with self._changed:
             self._reason = reason
             guards = self._guards

@@ -58,3 +58,13 @@ def require_ranks(layout: Layout, meeting: Meeting) -> None:
             f"--pp {layout.pp} × --dp-attention {layout.dp} × --tp {layout.tp}{further} make {layout.num_ranks} ranks, "
             f"and {meeting.num_ranks} were started: change the options or the launcher's number of processes"
         )
+
+
+def require_hosts_apart(mask_after_s: float | None, meeting: Meeting) -> None:
+    """Raises InvalidConfig where ranks may be masked, and the launcher lets none start without the others."""
+    if mask_after_s is not None and meeting.store_runs:
+        raise InvalidConfig(
+            "--mask-after-s cannot be had under torchrun, which starts no rank before all hosts have come: start the "
+            "ranks of each host by themselves, by deepspeed with --no_ssh or with RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT set, or leave it out"
+        )

@@ -11,10 +11,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from moiety_engine.errors import RanksError
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
 MODULE = "moiety_engine.core.following"
 END_GRACE_S = 5.0
@@ -24,26 +22,28 @@ STANDARD_ERROR = 2
 class Children:
     """The other ranks' processes. Used by one thread."""
 
-    def __init__(self, first_lines: Sequence[bytes]) -> None:
-        """One process for each line; the first one is rank 1."""
-        self._processes = [self._start(line) for line in first_lines]
+    def __init__(self, first_lines: Mapping[int, bytes]) -> None:
+        """One process for each rank."""
+        self._processes = {rank: self._start(line) for rank, line in first_lines.items()}
 
-    def check(self) -> None:
-        """Raises RanksError where one has ended."""
-        for rank, process in enumerate(self._processes, start=1):
-            code = process.poll()
-            if code is not None:
-                raise RanksError(f"rank {rank} ended with exit code {code} before it could join: its log says why")
+    def ended(self) -> dict[int, str]:
+        """The ranks whose processes have ended, and what is to be said of it."""
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {
+            rank: f"rank {rank} ended with exit code {code} before it could join: its log says why"
+            for rank, code in codes.items()
+            if code is not None
+        }
 
     def wait(self) -> None:
         """Until all have ended; they have been told to."""
-        for process in self._processes:
+        for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_GRACE_S)
         self.kill()
 
     def kill(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
             process.wait()

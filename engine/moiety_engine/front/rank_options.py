@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -94,5 +95,33 @@ JoinTimeoutOption = Annotated[
         min=1,
         rich_help_panel=RANKS,
         help="Seconds that ranks wait for each other at the start.",
+    ),
+]
+MaskAfterOption = Annotated[
+    float | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_MASK_AFTER_S",
+        min=0,
+        rich_help_panel=RANKS,
+        help="Seconds after which ranks start without those that have not come, if they can have their experts. "
+        "Left out: they wait for all.",
+    ),
+]
+RankLossesOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_RANK_LOSSES",
+        dir_okay=False,
+        rich_help_panel=RANKS,
+        help="With --mask-after-s: where the first rank notes which others were lost, for its next start.",
+    ),
+]
+MaskAfterLossesOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_MASK_AFTER_LOSSES",
+        min=1,
+        rich_help_panel=RANKS,
+        help="A rank that was lost so often in ten minutes, by --rank-losses, is done without.",
     ),
 ]

@@ -46,7 +46,7 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
     tp = seat.layout.tp
     if tp * tp > spec.vocab_size:
         raise InvalidConfig(f"a vocabulary of {spec.vocab_size} is too small for --tp {tp}")
-    if max(seat.layout.ep - 1, seat.layout.expert_ranks) and not spec.moe_layers:
+    if max(seat.layout.ep - 1, seat.layout.expert_ranks) and not (spec.moe_layers or seat.layout.masked):
         option = "--expert-ranks could have" if seat.layout.expert_ranks else "--ep could divide"
         raise InvalidConfig(f"a {spec.family} model has no experts that {option}: leave it out")
     if seat.layout.pp > len(spec.layers):

@@ -168,6 +168,11 @@ class Orders:
         if self._tells_tokens and self._crew is not None and token_L.numel():
             self._crew.ranks.everyone.copy_first(token_L)
 
+    @property
+    def masked_ranks(self) -> int:
+        """How many the group does without."""
+        return 0 if self._crew is None else len(self._crew.masked)
+
     def waited_s(self) -> tuple[float, float]:
         """Of attention and of experts, each for the other: see Crew."""
         return (0.0, 0.0) if self._crew is None else self._crew.waited_s()

@@ -111,4 +111,6 @@ class Rebalancing:
 def rebalancing_of(model: Transformer, config: EngineConfig, orders: Orders, now_s: float) -> Rebalancing | None:
     """None where experts stay where they are."""
     every_s, shape = config.rebalanced_every_s, model.experts
-    return Rebalancing(model, orders, shape, every_s, now_s) if every_s and shape is not None else None
+    if not every_s or shape is None or model.ranks.seat.layout.ep == 1:  # one rank may be all that is left
+        return None
+    return Rebalancing(model, orders, shape, every_s, now_s)

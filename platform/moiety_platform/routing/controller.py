@@ -116,6 +116,7 @@ class LoadView(msgspec.Struct, frozen=True):
     moved_expert_bytes_total: int
     rank_balancedness: float
     rank_balancedness_planned: float
+    masked_ranks: int
     classes: list[ClassLoadView]
 
     @classmethod
