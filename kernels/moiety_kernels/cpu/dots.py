@@ -6,8 +6,9 @@ numbers of 16 bits, of which each GROUP share a scale (AVX512-BW; one instructio
 operations than widening it, and keeps more of the rows. Sums run over the inputs in one order, so a row's result is the
 same bits whatever rows are beside it.
 
-FEW rows multiply one weight row after the other: memory is then read in one line, which the processor foresees. More
-rows multiply COLS weight rows at a time, so that they themselves are read less often, and ask for those that come next.
+Few rows multiply one weight row after the other: memory is then read in one line, which the processor foresees. More
+rows multiply COLS weight rows at a time, so that they themselves are read less often, and ask for those that come next,
+each part of the rows for its share, so that memory is read while there is computing to do.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-FEW = 8
+PAIRS_FEW, NARROW_FEW = 2, 8  # rows, of a weight of bfloat16 and in few bits
 COLS = 4
 PAIRS_ROWS = 6  # that multiply COLS weight rows at once: their sums fill the registers
 NARROW_ROWS = 3  # likewise, of a weight in few bits, where a group's sums are beside those of all
 GROUP = 128  # inputs of a row of whole numbers that share a scale
 BLOCKS = 64  # inputs of four bits that are read at once: two blocks
 LINE = 64
+SHARE_BITS = 8
 
 PAIRS_IN_HARDWARE = WIDE and "avx512bf16" in FEATURES
 WHOLE_IN_HARDWARE = WIDE and "avx512bw" in FEATURES
@@ -143,15 +145,16 @@ def _pack_whole(e: Emitter) -> None:
 class _Dots:
     """Emits out[m, n] = Σ_k row_m[k] · w[n, k] for `rows` packed rows. One column: over N weight rows, one after the
     other. Several: over these alone, asking for others. Arguments: packed rows, their stride, k, where in one its
-    scales begin, w, bytes between its rows, N or what to ask for, the weight's scales, bytes between its rows of them,
-    the shift from an input to its scale, which table of numbers it has, out, out stride."""
+    scales begin, w, bytes between its rows, N or from where on to ask, how many bytes for each of a weight row's
+    (times 2^SHARE_BITS), the weight's scales, bytes between its rows of them, the shift from an input to its scale,
+    which table of numbers it has, out, out stride."""
 
-    num_arguments = 13
+    num_arguments = 14
 
     def __init__(self, e: Emitter, rows: int, cols: int) -> None:
         self.e, self.rows, self.cols = e, rows, cols
-        (packed, stride, self.count, x_scales, self.w, self.w_stride, self.ahead, self.scales, self.scales_stride,
-         self.shift, self.table, self.out, self.out_stride) = e.function.args  # fmt: skip
+        (packed, stride, self.count, x_scales, self.w, self.w_stride, self.ahead, self.share, self.scales,
+         self.scales_stride, self.shift, self.table, self.out, self.out_stride) = e.function.args  # fmt: skip
         self.starts = self.spaced(packed, stride, rows)
         self.x_scales = self.spaced(e.builder.add(packed, x_scales), stride, rows)
 
@@ -201,12 +204,12 @@ class _Dots:
         return self.e.builder.load(self.e.pointer(start, at), typ=kind, align=1)
 
     def ask(self, done: ir.Value, num_bytes: int) -> None:
-        """For what comes next, where several weight rows are read at once: `done` bytes of each were read before, and
-        as many of all were asked for; `num_bytes` of each are read now."""
+        """For a part of what comes next, where several weight rows are read at once; `done` bytes of each were read
+        before, `num_bytes` of each are read now."""
         if self.cols > 1:
-            start = self.e.builder.mul(done, I64(self.cols))
+            start = self.e.builder.lshr(self.e.builder.mul(done, self.share), I64(SHARE_BITS))
             for line in range(0, self.cols * num_bytes, LINE):
-                self.e.prefetch(self.ahead, self.e.builder.add(start, I64(line)))
+                self.e.prefetch(self.ahead, self.e.builder.add(start, I64(line)), locality=2)
 
     def add_pairs(self, sums: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value:
         kind = ir.FunctionType(VF, [VF, VI32, VI32])
@@ -398,18 +401,11 @@ def _packing(name: str, num_arguments: int, emit: Callable[[Emitter], None], is_
 pack_pairs_row = _packing("pairs", 3, _pack_pairs, PAIRS_IN_HARDWARE)
 pack_fours_row = _packing("fours", 3, _pack_fours, FOURS_IN_HARDWARE)
 pack_whole_group = _packing("whole", 4, _pack_whole, WHOLE_IN_HARDWARE)
-pairs_few, fours_few, eights_few, grouped_eights_few = (
-    _family(name, is_there, FEW, 1, kind)
-    for name, is_there, kind in (
-        ("pair", PAIRS_IN_HARDWARE, _Pairs),
-        ("four", FOURS_IN_HARDWARE, _Fours),
-        ("eight", WHOLE_IN_HARDWARE, _Eights),
-        ("grouped_eight", WHOLE_IN_HARDWARE, _GroupedEights),
-    )
+pairs_few, pairs_many = (
+    _family("pair", PAIRS_IN_HARDWARE, most, cols, _Pairs) for most, cols in ((PAIRS_FEW, 1), (PAIRS_ROWS, COLS))
 )
-pairs_many = _family("pair", PAIRS_IN_HARDWARE, PAIRS_ROWS, COLS, _Pairs)
-fours_many, eights_many, grouped_eights_many = (
-    _family(name, is_there, NARROW_ROWS, COLS, kind)
+(fours_few, fours_many), (eights_few, eights_many), (grouped_eights_few, grouped_eights_many) = (
+    [_family(name, is_there, most, cols, kind) for most, cols in ((NARROW_FEW, 1), (NARROW_ROWS, COLS))]
     for name, is_there, kind in (
         ("four", FOURS_IN_HARDWARE, _Fours),
         ("eight", WHOLE_IN_HARDWARE, _Eights),

@@ -6,10 +6,12 @@ from __future__ import annotations
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.dots import (
     COLS,
-    FEW,
     GROUP,
+    NARROW_FEW,
     NARROW_ROWS,
+    PAIRS_FEW,
     PAIRS_ROWS,
+    SHARE_BITS,
     eights_few,
     eights_many,
     fours_few,
@@ -73,22 +75,24 @@ def pack(rows: int, m: int, k: int, numbers: int, packed: int) -> None:
 @jit
 def multiply_packed(packed: int, m: int, weight: int, n: int, k: int, out: int, out_stride: int) -> None:
     """out[:m, :n] of packed rows with the weight that is described at `weight`."""
-    numbers, row_bytes = load_i64(weight, NUMBERS), load_i64(weight, ROW_BYTES)
-    stride, tiles = packed_stride(k), 0 if m <= FEW else n // COLS
+    is_plain, stride = load_i64(weight, NUMBERS) == PLAIN, packed_stride(k)
+    few, most = (PAIRS_FEW, PAIRS_ROWS) if is_plain else (NARROW_FEW, NARROW_ROWS)
+    tiles, parts = 0 if m <= few else n // COLS, (m + most - 1) // most
+    tile_bytes, share = COLS * load_i64(weight, ROW_BYTES), (COLS << SHARE_BITS) // parts
     for tile in range(tiles):
-        first, i = COLS * tile, 0
-        ahead = load_i64(weight, VALUES) + (first + TILES_AHEAD * COLS) * row_bytes
+        first, i, part = COLS * tile, 0, 0
+        following = load_i64(weight, VALUES) + (tile + TILES_AHEAD) * tile_bytes
         while i < m:
-            step = _even_part(m - i, PAIRS_ROWS if numbers == PLAIN else NARROW_ROWS)
-            target = out + i * out_stride + 4 * first
-            _dots(step, packed + i * stride, stride, k, weight, first, True, ahead, target, out_stride)
-            ahead = load_i64(weight, VALUES) + first * row_bytes  # asked for once
+            step = _even_part(m - i, most)
+            ahead, target = following + tile_bytes * part // parts, out + i * out_stride + 4 * first
+            _dots(step, packed + i * stride, stride, k, weight, first, True, ahead, share, target, out_stride)
             i += step
+            part += 1
     first, i = COLS * tiles, 0
     while i < m and first < n:
-        step = _even_part(m - i, FEW)
+        step = _even_part(m - i, few)
         target = out + i * out_stride + 4 * first
-        _dots(step, packed + i * stride, stride, k, weight, first, False, n - first, target, out_stride)
+        _dots(step, packed + i * stride, stride, k, weight, first, False, n - first, 0, target, out_stride)
         i += step
 
 
@@ -101,29 +105,30 @@ def _even_part(left: int, most: int) -> int:
 
 @jit
 def _dots(
-    m: int, rows: int, stride: int, k: int, weight: int, first: int, many: bool, ahead: int, out: int, out_stride: int
-) -> None:
+    m: int, rows: int, stride: int, k: int, weight: int, first: int, many: bool, ahead: int, share: int, out: int,
+    out_stride: int,
+) -> None:  # fmt: skip
+    """Of m packed rows and weight rows from `first` on: COLS of them, or `ahead`."""
     numbers, shift = load_i64(weight, NUMBERS), load_i64(weight, SHIFT)
-    w_stride, s_stride = load_i64(weight, ROW_BYTES), load_i64(weight, SCALES_BYTES)
-    w, s, x_s = load_i64(weight, VALUES) + first * w_stride, load_i64(weight, SCALES) + first * s_stride, 2 * k
+    w_bytes, s_bytes = load_i64(weight, ROW_BYTES), load_i64(weight, SCALES_BYTES)
+    w, s, x_s = load_i64(weight, VALUES) + first * w_bytes, load_i64(weight, SCALES) + first * s_bytes, 2 * k
+    table, to = int(numbers == E2M1), out_stride
     if numbers == PLAIN:
         if many:
-            pairs_many(m, rows, stride, k, x_s, w, w_stride, ahead, s, s_stride, shift, 0, out, out_stride)
+            pairs_many(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
         else:
-            pairs_few(m, rows, stride, k, x_s, w, w_stride, ahead, s, s_stride, shift, 0, out, out_stride)
-    elif numbers == INT8 and shift == WHOLE_ROW:
+            pairs_few(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
+    elif numbers != INT8:
         if many:
-            eights_many(m, rows, stride, k, x_s, w, w_stride, ahead, s, s_stride, shift, 0, out, out_stride)
+            fours_many(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
         else:
-            eights_few(m, rows, stride, k, x_s, w, w_stride, ahead, s, s_stride, shift, 0, out, out_stride)
-    elif numbers == INT8:
+            fours_few(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
+    elif shift == WHOLE_ROW:
         if many:
-            grouped_eights_many(m, rows, stride, k, x_s, w, w_stride, ahead, s, s_stride, shift, 0, out, out_stride)
+            eights_many(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
         else:
-            grouped_eights_few(m, rows, stride, k, x_s, w, w_stride, ahead, s, s_stride, shift, 0, out, out_stride)
+            eights_few(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
+    elif many:
+        grouped_eights_many(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
     else:
-        table = int(numbers == E2M1)
-        if many:
-            fours_many(m, rows, stride, k, x_s, w, w_stride, ahead, s, s_stride, shift, table, out, out_stride)
-        else:
-            fours_few(m, rows, stride, k, x_s, w, w_stride, ahead, s, s_stride, shift, table, out, out_stride)
+        grouped_eights_few(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
