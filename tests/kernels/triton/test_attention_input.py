@@ -99,6 +99,30 @@ def test_keys_and_values_are_kept_as_whole_numbers_by_scales_of_their_own(device
     assert ((kept - k[:2]).abs() <= k[:2].abs().amax(-1, keepdim=True) / 127 / 2 + 1e-6).all()
 
 
+def assert_float8_agrees(kernels: Any, device: str) -> None:
+    """Keys and values in float8, with some that it has no number for."""
+    qkv = torch.randn(7, 12 * 20, device=device) * 200
+    (cos, sin), slots = tables(8, device), some_slots(7, device)
+    positions, made = torch.randint(0, POSITIONS, (7,), device=device), []
+    for some in (kernels, reference):
+        caches = poisoned_caches(3, 20, torch.float8_e4m3fn, device)
+        some.attention_input(qkv, AttentionInputPlan(), cos, sin, positions, *caches[:, 1:-1], slots)
+        made.append(caches.float())
+    ours, theirs = made
+    torch.testing.assert_close(ours, theirs, rtol=0.07, atol=1e-2, equal_nan=True)
+    assert (ours.nan_to_num(9.0) != theirs.nan_to_num(9.0)).float().mean() < 0.01
+    assert float(theirs[~theirs.isnan()].max()) == torch.finfo(torch.float8_e4m3fn).max
+
+
+def test_keys_and_values_are_kept_in_float8(device: str) -> None:
+    assert_float8_agrees(kernel, device)
+
+
+def test_a_mutant_that_keeps_float8_otherwise_is_found(mutated: Any, noticed: Any, device: str) -> None:
+    with pytest.raises(noticed):
+        assert_float8_agrees(mutated(kernel, "-448.0, 448.0", "-300.0, 300.0"), device)
+
+
 CASES: list[tuple[tuple[int, int], int, int, str, float | None]] = [
     ((4, 1), 8, 4, "none", None),
     ((4, 2), 20, 10, "head", None),
