@@ -70,11 +70,11 @@ def test_a_configuration_with_a_value_that_cannot_be_is_refused(mixture: Any, wr
 
 
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
-@pytest.mark.parametrize(("variant", "said"), [("qwen3, tied", "needs a GPU"), ("deepseek_v2", "latent attention")])
+@pytest.mark.parametrize("variant", ["qwen3, tied", "deepseek_v2"])
 def test_a_cache_in_eight_bits_is_refused_where_there_cannot_be_one(
-    make_checkpoint: Any, variant: str, said: str, kept: str
+    make_checkpoint: Any, variant: str, kept: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=said):
+    with pytest.raises(UnsupportedModelError, match="needs a GPU"):
         load_model(make_checkpoint(variant).folder, device="cpu", dtype="float32", kv_dtype=kept)
 
 
@@ -250,9 +250,6 @@ def test_what_cannot_compute_experts_here_is_refused_with_the_reason(mixture: An
 def test_cache_bytes_are_what_the_cache_takes(make_checkpoint: Any, variant: str) -> None:
     model = load_model(make_checkpoint(variant).folder, device="cpu", dtype="bfloat16")
     assert model.dtype is torch.bfloat16
-    models = [model]
-    if variant != "deepseek_v3":
-        models.append(Transformer(model.spec, model._weights, kv_dtype=torch.int8))
-    for one in models:
+    for one in (model, Transformer(model.spec, model._weights, kv_dtype=torch.int8)):
         taken = sum(t.numel() * t.element_size() for layer in one.allocate_kv(7, 16).layers for t in layer.parts)
         assert taken == 7 * one.kv_bytes_per_block(16)

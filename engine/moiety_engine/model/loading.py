@@ -26,6 +26,7 @@ from moiety_engine.model.shares import check_cuts, own_spec
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import ModelWeights, allocate
+from moiety_kernels.mla_attention import reads_whole_numbers
 from moiety_kernels.moe import MOE_KERNELS, unavailable
 from moiety_kernels.quantization import FORMATS
 from moiety_kernels.quantization.on_gpu import FLOAT8_CAPABILITY
@@ -276,8 +277,6 @@ def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device, dtype: torc
     """The type of a cache of keys and values that has one of its own. Raises UnsupportedModelError where it cannot."""
     if kv_dtype not in KV_DTYPES:
         raise UnsupportedModelError(f"kv_dtype {kv_dtype!r} is not known; choose one of auto, {', '.join(KV_DTYPES)}")
-    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
-        raise UnsupportedModelError(f"latent attention's cache cannot be {kv_dtype}: leave --kv-dtype out")
     if kv_dtype == "bf16":
         if dtype is not torch.bfloat16:
             raise UnsupportedModelError("a cache in bf16 goes with --dtype bfloat16: float32 asks for exact products")
@@ -290,4 +289,12 @@ def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device, dtype: torc
         raise UnsupportedModelError(
             "this GPU has no fp8, which came with compute capability 8.9: take --kv-dtype int8, or leave it out"
         )
+    for attention in {layer.attention for layer in spec.layers}:
+        if kv_dtype == "int8" and isinstance(attention, LatentAttentionSpec):
+            widths = attention.cached_values, attention.latent_width
+            if not reads_whole_numbers(*widths):
+                raise UnsupportedModelError(
+                    f"no kernel on this GPU reads latent rows of {widths[0]} int8, {widths[1]} of them not rotated: "
+                    "take --kv-dtype fp8, or leave it out"
+                )
     return KV_DTYPES[kv_dtype]

@@ -40,7 +40,7 @@ def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPv: Tensor) -> bool:
     key_width, value_width = k_cache_NGPd.shape[3], v_cache_NGPv.shape[3]
     return (
         q_THd.dtype in (torch.float16, torch.bfloat16)
-        and (k_cache_NGPd.dtype is q_THd.dtype or (k_cache_NGPd.itemsize == 1 and _converts(k_cache_NGPd)))
+        and (k_cache_NGPd.dtype is q_THd.dtype or (k_cache_NGPd.itemsize == 1 and converts(k_cache_NGPd)))
         and max(key_width, value_width) <= MAX_WIDTH
         and q_THd.stride(2) == k_cache_NGPd.stride(3) == v_cache_NGPv.stride(3) == 1
     )
@@ -163,7 +163,7 @@ def _decode(layer: _Layer, sequences: tuple[Tensor, Tensor, Tensor], num_decode:
         )
 
 
-def _converts(cache: Tensor) -> bool:
+def converts(cache: Tensor) -> bool:
     """Whether the GPU knows the type."""
     return (
         cache.dtype is torch.int8
