@@ -13,6 +13,8 @@ from moiety_kernels.moe.activation import SILU, Activation
 from moiety_kernels.quantization.weight import WeightFormat
 from moiety_kernels.route.spec import RoutingSpec
 
+KV_SCALE_BYTES = 4  # of each of `cached_rows`
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:

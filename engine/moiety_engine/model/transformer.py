@@ -26,7 +26,7 @@ from moiety_engine.model.norms import make_norm
 from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.model.rotary import RotaryTable
 from moiety_engine.model.shares import own_spec
-from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
+from moiety_engine.model.spec import KV_SCALE_BYTES, AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.vocabulary import Vocabulary
 from moiety_engine.model.weights import ModelWeights, MoeWeights
 from moiety_engine.moe.load import ExpertCounter
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from moiety_placement.transition import Write
 
 _PLAIN = Arithmetic()
-_SCALE_BYTES = 4  # of what has a scale in int8
 
 
 class Transformer:
@@ -132,7 +131,7 @@ class Transformer:
         layers = [layer.attention for layer in self._own.layers]
         num_bytes = sum(one.cached_values for one in layers) * self.kv_dtype.itemsize
         if self.kv_dtype is torch.int8:
-            num_bytes += sum(one.cached_rows for one in layers) * _SCALE_BYTES
+            num_bytes += sum(one.cached_rows for one in layers) * KV_SCALE_BYTES
         if self.keeps_hidden:
             num_bytes += self.spec.hidden_size * self.activation_dtype.itemsize
         return num_bytes * block_size

@@ -43,10 +43,6 @@ class Inputs:
     logits_TE: Tensor
     active: int  # experts that get a row
 
-    @property
-    def num_tokens(self) -> int:
-        return self.x_TD.shape[0]
-
 
 def weight_bytes(shape: LayerShape) -> int:
     return 2 * 3 * shape.num_experts * shape.width * shape.hidden

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.bench import moe_layer, work
-from moiety_kernels.bench.clocks import CallFailed, Clock, Timing, clock_of, measure
+from moiety_kernels.bench.clocks import Call, CallFailed, Clock, Timing, clock_of, measure
 from moiety_kernels.bench.others import OPERATIONS, Point
 from moiety_kernels.bench.shapes import LayerShape
 from moiety_kernels.bench.speeds import measure_speeds, roofline_speeds
@@ -154,32 +154,21 @@ def _moe_row(
 ) -> Row:
     weights, narrow = held
     inputs = moe_layer.make_inputs(shape, weights, tokens, routing, state.settings.seed)
-    kernel, point = MOE_LAYER, _wide_point(state, inputs)
+    kernel, dtype = (MOE_LAYER, shape.dtype) if narrow is None else (IN_FLOAT8, moe_layer.FLOAT8)
+    ours = moe_layer.ours(inputs) if narrow is None else moe_layer.ours_in_float8(inputs, narrow)
+    least = work.moe_layer(shape, tokens, inputs.active, dtype=dtype)
+    distance = checked_difference(ours(), moe_layer.grouped_mm(inputs)(), LARGEST_DIFFERENCE[kernel])
+    rivals: dict[str, Call] = {}
     if narrow is not None:
-        kernel, point = IN_FLOAT8, _narrow_point(inputs, narrow)
-    distance = checked_difference(point.ours(), moe_layer.grouped_mm(inputs)(), LARGEST_DIFFERENCE[kernel])
-    row = _row(state, kernel, shape, tokens, point)
+        rivals = {OURS_IN_BF16: moe_layer.ours(inputs)}  # what float8 gains
+    elif state.settings.rivals:
+        rivals = moe_layer.rivals(inputs, is_bound_by_memory=work.is_bound_by_memory(least, state.report.speeds))
+    row = _row(state, kernel, shape, tokens, Point(ours, rivals, least, dtype))
     row["routing"] = routing
     row["active_experts"] = inputs.active
     row["rows_per_expert"] = round(tokens * shape.top_k / shape.num_experts, 2)
     row["difference"] = distance
     return row
-
-
-def _wide_point(state: _Run, inputs: moe_layer.Inputs) -> Point:
-    shape = inputs.shape
-    least = work.moe_layer(shape, inputs.num_tokens, inputs.active)
-    rivals = {}
-    if state.settings.rivals:
-        rivals = moe_layer.rivals(inputs, is_bound_by_memory=work.is_bound_by_memory(least, state.report.speeds))
-    return Point(moe_layer.ours(inputs), rivals, least, shape.dtype)
-
-
-def _narrow_point(inputs: moe_layer.Inputs, narrow: moe_layer.NarrowWeights) -> Point:
-    """Its rival is our own layer in bfloat16: what float8 gains."""
-    least = work.moe_layer(inputs.shape, inputs.num_tokens, inputs.active, dtype=moe_layer.FLOAT8)
-    ours, wide = moe_layer.ours_in_float8(inputs, narrow), moe_layer.ours(inputs)
-    return Point(ours, {OURS_IN_BF16: wide}, least, moe_layer.FLOAT8)
 
 
 def _run_operation(state: _Run, kernel: str, shape: LayerShape) -> None:
