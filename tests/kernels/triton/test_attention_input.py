@@ -148,6 +148,24 @@ def test_a_token_is_made_ready(
     assert_agrees(kernel, tokens, heads, width, pairs, norm, clip, dtype, device)
 
 
+def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
+    """Of a token's row, and of blocks of the caches."""
+    heads, width, apart = (4, 2), 8, 1 << 31
+    fused, positions = (heads[0] + 2 * heads[1]) * width, torch.tensor([3, 7], device=device)
+    near = torch.randn(2, fused, device=device).half()
+    qkv = untouched(apart + fused, torch.float16).as_strided((2, fused), (apart, 1)).copy_(near)
+    (cos, sin), slots = tables(4, device), torch.tensor([1, PLACES + 2], device=device)
+    shape, strides = (2, heads[1], PLACES, width), (apart, PLACES * width, width, 1)
+    size = apart + heads[1] * PLACES * width
+    ours = [untouched(size, torch.float16).as_strided(shape, strides) for _ in range(2)]
+    theirs = [torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)]
+    q_ours = kernel.attention_input(qkv, AttentionInputPlan(), cos, sin, positions, *ours, slots)
+    assert_close(q_ours, reference.attention_input(near, AttentionInputPlan(), cos, sin, positions, *theirs, slots))
+    for far, close in zip(ours, theirs, strict=True):
+        for block, place in ((0, 1), (1, 2)):
+            assert_close(far[block, :, place], close[block, :, place])
+
+
 def test_no_tokens_are_no_work(device: str) -> None:
     caches, (cos, sin) = poisoned_caches(1, 8, torch.float32, device), tables(4, device)
     none = torch.empty(0, dtype=torch.int64, device=device)

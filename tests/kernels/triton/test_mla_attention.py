@@ -77,6 +77,23 @@ def test_rows_in_eight_bits_are_understood_without_the_kernels_too_and_others_re
         mla_attention(*arguments(5, 32, 16, torch.float32, device, torch.float64), **longest)
 
 
+def test_caches_whose_blocks_lie_far_apart(untouched: Any, device: str) -> None:
+    """Offsets beyond 32 bits."""
+    q, near, latent, *sequences = arguments(3, 32, 16, torch.float16, device, torch.float8_e4m3fn)
+    last = int(sequences[2][:, 0].max())
+    stride = (1 << 31) // last + 16
+    held = untouched(stride * (last + 1), torch.float8_e4m3fn)
+    far = held.as_strided((last + 1, *near.shape[1:]), (stride, *near.stride()[1:])).copy_(near[: last + 1])
+    begin = torch.tensor(
+        [0, 1, 1, 1, 1, 1], dtype=torch.int32, device=device
+    )  # of the first alone, which has one block
+    contexts = torch.tensor([1, 0, 0, 0, 0], dtype=torch.int32, device=device)
+    table = torch.full_like(sequences[2], last)
+    args = latent, begin, contexts, table, sequences[3]
+    ours = kernel.mla_attention(q[:1], far, *args, num_decode=1, max_context=16)
+    torch.testing.assert_close(ours, reference.mla_attention(q[:1], near, *args), rtol=4e-3, atol=4e-3)
+
+
 def test_only_values_that_are_the_first_part_of_a_row_fit(device: str) -> None:
     q, cache, *_ = arguments(4, 48, 32, torch.float16, device)
     assert not kernel.fits(q, cache, 48)
