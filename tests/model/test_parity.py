@@ -14,7 +14,13 @@ from moiety_engine.model.transformer import Transformer
 TOLERANCE = 1e-4
 PROMPT_TOKENS = 300
 ATTENDING_OTHERWISE = ["deepseek_v2", "deepseek_v3", "gemma3", "gpt_oss"]
-DENSE = ["llama, llama3 rope", "mistral, sliding window", "qwen2, windows in the upper layers", "qwen3, tied"]
+DENSE = [
+    "granite",
+    "llama, llama3 rope",
+    "mistral, sliding window",
+    "qwen2, windows in the upper layers",
+    "qwen3, tied",
+]
 ROUTED_OTHERWISE = ["dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "phimoe", "qwen2_moe"]
 
 
