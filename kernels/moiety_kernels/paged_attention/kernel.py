@@ -196,7 +196,17 @@ def compile_cases() -> list[CompileCase]:
         "192, values of 128": Shape(16, 1, 192, 128, 2, 2, False, False),
         "256, window": Shape(4, 2, 256, 256, 2, 2, True, False),
     }
-    decoded = "64, window, sinks", "128", "128, fp8", "128, int8", "192", "256, window"
+    decoded = ["64, window, sinks", "128", "128, fp8", "128, int8", "192", "256, window"]
+    for kind in ("fp8", "int8"):  # of every width that families have
+        narrow = {
+            f"64, window, sinks, {kind}": Shape(8, 8, 64, 64, 2, 1, True, False),
+            f"128, window, {kind}": Shape(8, 4, 128, 128, 2, 1, True, False),
+            f"192, {kind}": Shape(8, 4, 192, 192, 2, 1, False, False),
+            f"256, {kind}": Shape(4, 2, 256, 256, 2, 1, False, False),
+            f"256, window, {kind}": Shape(4, 2, 256, 256, 2, 1, True, False),
+        }
+        layers |= narrow
+        decoded += narrow
     found = [variant(prefill, name, shape, SM_90) for name, shape in layers.items()]
     found += [variant(decode, name, layers[name], SM_90) for name in decoded]
     found.append(variant(merge, "128", layers["128"]))

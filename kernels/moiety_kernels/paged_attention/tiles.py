@@ -80,16 +80,18 @@ def prefill_tiles(shape: Shape, device: Device) -> Tiles:
     key_parts, value_parts = parts(shape.key_width), parts(shape.value_width)
     if shape.shared:
         return _shared_tiles(shape, device)
-    width = max(sum(key_parts), sum(value_parts))
-    if width > 192:
+    width, rows = max(sum(key_parts), sum(value_parts)), _PREFILL_ROWS
+    if width > 192 and shape.cache_bytes == 1:  # to be converted in registers, of which such sums leave few
+        rows, keys, num_stages = 64, 16, 2
+    elif width > 192:
         keys, num_stages = 32, 2
-    elif not device.reads_shared:
+    elif not device.reads_shared or (width > 128 and shape.cache_bytes == 1):
         keys, num_stages = 32, 3
     elif width > 128 or shape.windowed or shape.cache_bytes == 1:
         keys, num_stages = 64, 3
     else:
         keys, num_stages = 128, 3
-    return _fitting(Tiles(_PREFILL_ROWS, keys, key_parts, value_parts, 8, num_stages), shape, device)
+    return _fitting(Tiles(rows, keys, key_parts, value_parts, 8, num_stages), shape, device)
 
 
 def decode_tiles(shape: Shape, device: Device) -> Tiles:
