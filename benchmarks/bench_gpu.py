@@ -112,18 +112,16 @@ def assemble(
     options: argparse.Namespace, machine: dict[str, Any], outcomes: list[Outcome], stages: list[Stage]
 ) -> dict[str, Any]:
     found = {stage.name: read_result(stage.result) for stage in stages if stage.result is not None}
-    layers, others = found.get("moe_layer", {}), found.get("kernels", {})
-    inner = layers.get("environment") or others.get("environment") or {}
+    parts = [found.get(name, {}) for name in ("moe_layer", "fp8_layer", "kernels")]
+    inner: dict[str, Any] = next((part["environment"] for part in parts if part.get("environment")), {})
     revision = {} if options.revision is None else {"git_revision": options.revision}
     return {
         "environment": inner | machine | revision,
         "settings": {"command": "make bench-gpu", "arguments": sys.argv[1:], "limit_s": options.limit_s},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "stages": [asdict(outcome) for outcome in outcomes],
-        "roofline": layers.get("roofline") or others.get("roofline"),
-        "rows": [*layers.get("rows", []), *others.get("rows", [])],
-        "failed": [*layers.get("failed", []), *others.get("failed", [])],
-        "skipped": [*layers.get("skipped", []), *others.get("skipped", [])],
+        "roofline": next((part["roofline"] for part in parts if part.get("roofline")), None),
+        **{kind: [row for part in parts for row in part.get(kind, [])] for kind in ("rows", "failed", "skipped")},
         "engine": found.get("engine") or None,
     }
 

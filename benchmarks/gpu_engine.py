@@ -7,7 +7,7 @@ The result is written anew after each part, so that what ran out of time has not
 check failed. Parts, in this order: checks on a small model (replayed steps against launched ones, steps that overlap,
 steps that wait for the device, sleep, requests that get the same bits alone and in any batch), decode steps at 1, 64
 and 256 streams against what memory allows, what the batch-invariant mode costs of them, and batching strategies on the
-output lengths of Azure's conversations.
+output lengths of Azure's conversations, at last with weights in float8.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TINY = QWEN3_30B_A3B | {
 # Sixteenths of the distribution, from the Azure LLM inference trace 2023, conversations (CC-BY-4.0).
 AZURE_INPUTS = [2, 194, 235, 383, 396, 405, 428, 966, 1020, 1052, 1083, 1120, 1189, 1335, 2309, 4079, 14050]
 AZURE_OUTPUTS = [7, 45, 60, 75, 85, 92, 99, 110, 129, 157, 195, 377, 395, 402, 416, 440, 1000]
-STEP_TARGET, INVARIANT_TARGET, STRATEGY_TARGETS = 1.3, 1.05, {"static": 2.3, "none": 9.3}
+STEP_TARGET, INVARIANT_TARGET, STRATEGY_TARGETS, FP8_TARGET = 1.3, 1.05, {"static": 2.3, "none": 9.3}, 2.3
 CONTEXT = 512
 
 
@@ -116,11 +116,12 @@ class Report:
 class Bench:
     """One shape, whose weights are drawn once; loops over them with what settings each part wants."""
 
-    def __init__(self, shape: dict[str, Any], device: str, folder: Path) -> None:
+    def __init__(self, shape: dict[str, Any], device: str, folder: Path, quantization: str = "auto") -> None:
         (folder / "config.json").write_text(json.dumps(shape))
         self.config = EngineConfig(
-            model=str(folder), name="random", device=device, dtype="bfloat16", load_format=LoadFormat.DUMMY
-        )
+            model=str(folder), name="random", device=device, dtype="bfloat16", load_format=LoadFormat.DUMMY,
+            quantization=quantization,
+        )  # fmt: skip
         self._folder = folder
         self.model: Transformer | None = None
 
@@ -327,7 +328,8 @@ def measure_strategy(bench: Bench, batching: Batching, lengths: list[Lengths]) -
 
 def measure_strategies(
     report: Report, bench: Bench, left_s: Callable[[], float], num_prompts: int, scale: float
-) -> None:
+) -> dict[str, dict[str, Any]]:
+    """What each was found to do, by its name."""
     found: dict[str, dict[str, Any]] = {}
     for batching, count in ((Batching.CONTINUOUS, num_prompts), (Batching.NONE, 3), (Batching.STATIC, num_prompts)):
         if left_s() < 15:
@@ -344,6 +346,19 @@ def measure_strategies(
         report.check("KV waste", continuous["kv_waste_fraction"] < 0.05, fraction=continuous["kv_waste_fraction"])
     held = [one.input_tokens + one.output_tokens / 2 for one in azure_lengths(1000, scale)]
     report.figure("concurrent_against_preallocation", 16384 * scale / float(np.mean(held)))
+    return found
+
+
+def measure_fp8(report: Report, bench: Bench, static: dict[str, Any] | None, num_prompts: int, scale: float) -> None:
+    """Continuous batching with weights in float8, against the other model's static batching in bfloat16."""
+    found = measure_strategy(bench, Batching.CONTINUOUS, azure_lengths(num_prompts, scale))
+    report.figure("fp8_continuous", found)
+    if static is None:
+        return
+    ratio = found["output_tokens_per_s"] / static["output_tokens_per_s"]
+    report.figure("fp8_continuous_against_bf16_static", ratio)
+    if torch.cuda.is_available():
+        report.check("fp8 continuous against bf16 static", ratio >= FP8_TARGET, ratio=ratio, target=FP8_TARGET)
 
 
 def main() -> int:
@@ -390,8 +405,18 @@ def main() -> int:
                 report.figure("batch_invariant", "left out: no time")
             else:
                 measure_invariant(report, bench, streams[0], outputs)
+        strategies: dict[str, dict[str, Any]] = {}
         with report.part("strategies"):
-            measure_strategies(report, bench, left_s, prompts, scale)
+            strategies = measure_strategies(report, bench, left_s, prompts, scale)
+        del bench
+        if not args.rehearse:
+            torch.cuda.empty_cache()
+        with report.part("fp8"):
+            if left_s() < 20 and not args.rehearse:
+                report.figure("fp8_continuous", "left out: no time")
+            else:
+                narrow = Bench(large, device, Path(other), "fp8")
+                measure_fp8(report, narrow, strategies.get(Batching.STATIC.value), prompts, scale)
     report.save()
     return 0 if report.passed else 1
 

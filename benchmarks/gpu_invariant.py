@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from moiety_engine.config import PolicyName
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
@@ -51,6 +52,7 @@ def differing(make_loop: Callable[..., EngineLoop]) -> tuple[dict[str, list[int]
         "launched": {"max_batch_tokens": 2048, "cuda_graphs": False},
         "short of memory": {
             "max_batch_tokens": 512, "kv_memory_bytes": short, "max_context_tokens": longest, "prefix_caching": False,
+            "policy": PolicyName.FCFS,  # the others foresee what memory will not hold, and begin less
         },
     }  # fmt: skip
     found = {}

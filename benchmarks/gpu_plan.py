@@ -16,6 +16,8 @@ MODEL_TESTS = ("tests/model", "tests/engine/test_invariant.py")  # those on "cud
 NO_MUTANTS = "not mutant"  # they are faulty on purpose, and a process whose GPU they have confused has lost it
 # First those that targets are set by, so that a budget that is spent early was spent on them.
 LAYERS = "Qwen3-30B-A3B,E128-2816x704,Mixtral-8x7B,DeepSeek-V3,Qwen3-235B,gpt-oss-20b,OLMoE,GLM-4.5-Air"
+FP8_LAYERS = "E128-2816x704,Qwen3-30B-A3B,Mixtral-8x7B,DeepSeek-V3"
+FP8_LAYER = ("--kernels", "moe_layer_fp8", "--tokens", "16384,1,64", "--routing", "uniform")
 OTHERS = "paged_attention_decode,paged_attention_prefill,rms_norm,add_rms_norm,invariant_linear,route,sample"
 OTHERS_OF = "Qwen3-30B-A3B,gpt-oss-20b"
 SANITIZERS = ("memcheck", "racecheck")
@@ -32,6 +34,7 @@ def on_gpu(scratch: Path, arch: str) -> list[Stage]:
         Stage("tests", pytest_command(scratch, *at_once, *kernel_tests), 120.0),
         Stage("tune", [*KERNELS, "tune", "--shapes", LAYERS], 80.0),
         _measuring("moe_layer", [*bench, "100", "--kernels", "moe_layer", "--shapes", LAYERS], 130.0, scratch),
+        _measuring("fp8_layer", [*bench, "20", *FP8_LAYER, "--shapes", FP8_LAYERS], 40.0, scratch),
         _measuring("kernels", [*bench, "25", "--kernels", OTHERS, "--shapes", OTHERS_OF], 45.0, scratch),
         _measuring("engine", [str(ROOT / "benchmarks" / "gpu_engine.py")], 120.0, scratch, needs=("msgspec",)),
         Stage("engine_tests", pytest_command(scratch, *engine_tests), 45.0, needs=("msgspec",)),
@@ -51,6 +54,7 @@ def rehearsal(scratch: Path) -> list[Stage]:
         Stage("tests", pytest_command(scratch, *tests), 120.0),
         Stage("tune", [*KERNELS, "tune", "--help"], 30.0),
         _measuring("moe_layer", [*bench, *small, "moe_layer"], 120.0, scratch),
+        _measuring("fp8_layer", [*bench, *small, "moe_layer_fp8"], 60.0, scratch),
         _measuring("kernels", [*bench, *small, "rms_norm"], 60.0, scratch),
         _measuring("engine", engine, 120.0, scratch, needs=("msgspec",)),
         Stage("smallest_tests", pytest_command(scratch, "-p", "gpu_smallest", *tests), 60.0),

@@ -19,6 +19,7 @@ from moiety_kernels.gpu.targets import TARGETS
 from moiety_kernels.options import FAILED, check_known, failure, parse_names, parse_numbers, require_package
 from moiety_kernels.tuning.choices import CACHE_VARIABLE
 
+_WEIGHTS = ("bf16", "fp8", "int8", "int4", "mxfp4")  # the names of grouped_gemm.tuning.KINDS, which needs torch
 app = typer.Typer(name="kernels", no_args_is_help=True, add_completion=False)
 
 
@@ -64,7 +65,7 @@ def tune_command(
     shapes: Annotated[str, typer.Option(help="models' layers, with commas between them [all known]")] = "",
     layer: Annotated[list[str] | None, typer.Option(help="any other, as E,K,D,F of its sizes")] = None,
     tokens: Annotated[str, typer.Option(help="of a step, likewise [powers of two to 16384]")] = "",
-    weights: Annotated[str, typer.Option(help="bf16, fp8 (scaled by rows and by blocks), or both")] = "bf16",
+    weights: Annotated[str, typer.Option(help=f"{', '.join(_WEIGHTS)}, with commas between")] = "bf16",
     best: Annotated[int, typer.Option(min=1, help="candidates of the cost model that are timed for each")] = 4,
     again: Annotated[bool, typer.Option("--again", help="time what is chosen already, too")] = False,
     cache_dir: Annotated[
@@ -80,7 +81,7 @@ def tune_command(
     layers = [known.SHAPES[name] for name in parse_names("--shapes", shapes, tuple(known.SHAPES))]
     layers += [known.layer_of(parse_numbers("--layer", text)) for text in layer or ()]
     sizes = parse_numbers("--tokens", tokens) or tuple(1 << power for power in range(15))
-    kinds = parse_names("--weights", weights, ("bf16", "fp8")) or ("bf16",)
+    kinds = parse_names("--weights", weights, _WEIGHTS) or ("bf16",)
     _require_compiler()
     from moiety_kernels.tuning.session import NoGpu, Session  # noqa: PLC0415 - imports torch and Triton
 

@@ -41,7 +41,7 @@ def uneven_cache(num_blocks: int, device: str = "cpu") -> KvCache:
         return LayerCache(both[0], both[1])
 
     rows = torch.arange(3e5, 3e5 + num_blocks * BLOCK_SIZE * 6, device=device).reshape(num_blocks, BLOCK_SIZE, 6)
-    layers = layer(2, 8, 0.0), layer(1, 16, 1e5), LatentCache(rows), layer(4, 2, 2e5)
+    layers = layer(2, 8, 0.0), layer(1, 16, 1e5), LatentCache(rows, 4), layer(4, 2, 2e5)
     return KvCache(layers, num_blocks, BLOCK_SIZE)
 
 

@@ -275,8 +275,10 @@ def test_paged_attention_through_torchs_own(
 
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(1, 32, 16), (16, 48, 16), (128, 64, 32), (3, 20, 10)])
 @pytest.mark.parametrize("places", [16, 5])
-def test_mla_attention(heads: int, latent: int, rotated: int, places: int) -> None:
+@pytest.mark.parametrize("kept", CACHES)
+def test_mla_attention(heads: int, latent: int, rotated: int, places: int, kept: torch.dtype) -> None:
     q, cache, _, *sequences = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], heads, 1, latent + rotated, places)
+    cache = cache.to(kept)
     inputs = q, cache[:, 0], latent, *sequences, 0.2
     expected = mla_attention_reference(*inputs)
     assert expected.shape == (179, heads, latent)
@@ -347,24 +349,26 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int, 
 
 @pytest.mark.parametrize("with_query_norm", [False, True])
 @pytest.mark.parametrize(("latent", "pairs", "query"), [(64, 16, 48), (512, 8, 96), (20, 5, 12)])
-def test_latent_input(latent: int, pairs: int, query: int, with_query_norm: bool) -> None:
+@pytest.mark.parametrize("kept", CACHES)
+def test_latent_input(latent: int, pairs: int, query: int, with_query_norm: bool, kept: torch.dtype) -> None:
     tokens, places = 37, 8
     x, angles = normal(tokens, query + latent + 2 * pairs), normal(500, pairs)
     positions = torch.randint(0, 500, (tokens,), device=DEVICE)
     slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
     slots[30:] = -1
     plan = LatentInputPlan(normal(latent), normal(query) if with_query_norm else None, 1e-6)
-    cache = torch.full((10, places, latent + 2 * pairs), 7.0, device=DEVICE)
+    cache = torch.full((10, places, latent + 2 * pairs), 7.0, device=DEVICE, dtype=kept)
     tables = angles.cos(), angles.sin(), positions
     expected = latent_reference.latent_input(x.clone(), plan, *tables, cache, slots)
-    rows = cache.flatten(0, 1)
-    assert close(rows[slots[:30], :latent], rms_norm_reference(x[:30, query : query + latent], plan.latent_norm, 1e-6))
+    rows, rounding = cache.flatten(0, 1).float(), 0.0 if kept is torch.float32 else 2**-8
+    normed = rms_norm_reference(x[:30, query : query + latent], plan.latent_norm, 1e-6)
+    assert close(rows[slots[:30], :latent], normed, 1e-5 + rounding)
     assert (rows == 7.0).all(dim=1).sum() == 80 - 30
     ours = torch.full_like(cache, 7.0)
     assert close(latent_input(x.clone(), plan, *tables, ours, slots), expected)
-    assert close(ours, cache)
+    assert close(ours.float(), cache.float(), 1e-5 + rounding)
     latent_input(x, plan, *tables, ours, torch.full_like(slots, -1))
-    assert close(ours, cache)
+    assert close(ours.float(), cache.float(), 1e-5 + rounding)
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS)

@@ -113,6 +113,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "tie_word_embeddings": True}
         | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     ),
+    "granite": (
+        "granite",
+        {"num_hidden_layers": 2, "intermediate_size": 96, "attention_bias": True, "mlp_bias": True}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    ),
     "phimoe": (
         "phimoe",
         {"num_hidden_layers": 2}

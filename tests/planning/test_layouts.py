@@ -40,6 +40,7 @@ def test_the_latent_cache_of_deepseek_v3_takes_512_and_64_values_a_layer() -> No
     served = find_model("deepseek-v3")
     assert served.kv_bytes_per_token(served.spec) == 576 * 61 * 2
     assert find_model("deepseek-v3", kv_dtype="fp8").kv_bytes_per_token(served.spec) == 576 * 61
+    assert find_model("deepseek-v3", kv_dtype="int8").kv_bytes_per_token(served.spec) == (576 + 8) * 61
 
 
 def test_the_weights_of_deepseek_v3_take_a_byte_each_but_for_the_few_that_stay_wide() -> None:

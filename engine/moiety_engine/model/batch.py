@@ -63,14 +63,19 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class LatentCache:
-    """The share of a layer of latent attention: one row a position, latent part first. Otherwise as LayerCache."""
+    """The share of a layer of latent attention: one row a position, `latent_width` numbers of its latent part first.
+    A cache of int8 has a scale for either part. Otherwise as LayerCache."""
 
     rows_NPL: Tensor
+    latent_width: int
+    latent_scale_NP: Tensor | None = None
+    rotated_scale_NP: Tensor | None = None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """All tensors, the first dimension of each being the block."""
-        return (self.rows_NPL,)
+        every = self.rows_NPL, self.latent_scale_NP, self.rotated_scale_NP
+        return tuple(part for part in every if part is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ class LatentAttention:
         spec, weights = self._spec, self._weights
         tables = *self._rotary.upto(batch.max_context), batch.positions_T
         input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
-        query_TQ = latent_input(input_TC, self._plan, *tables, cache.rows_NPL, batch.slots_T)
+        scales = cache.latent_scale_NP, cache.rotated_scale_NP
+        query_TQ = latent_input(input_TC, self._plan, *tables, cache.rows_NPL, batch.slots_T, *scales)
         if weights.query_up is not None:
             query_TQ = self._linear(query_TQ, weights.query_up)
         heads = (query_TQ.shape[0], spec.num_heads, spec.head_dim)
@@ -57,6 +58,7 @@ class LatentAttention:
             batch.context_len_S,
             batch.block_table_SB,
             spec.scale,
+            *scales,
             num_decode=batch.num_decode,
             max_query=batch.max_query,
             max_context=batch.max_context,

@@ -15,7 +15,7 @@ from moiety_engine.memory import device_memory
 from moiety_engine.model.apart import ExpertRank
 from moiety_engine.model.arithmetic import Arithmetic, cannot_be_invariant
 from moiety_engine.model.checkpoint import load
-from moiety_engine.model.dummy import fill_at_random
+from moiety_engine.model.dummy import draw_weights
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_products
@@ -25,7 +25,8 @@ from moiety_engine.model.residence import require_fit, weight_bytes
 from moiety_engine.model.shares import check_cuts, own_spec
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.model.weights import ModelWeights, allocate
+from moiety_engine.model.weights import ModelWeights
+from moiety_kernels.mla_attention import reads_whole_numbers
 from moiety_kernels.moe import MOE_KERNELS, unavailable
 from moiety_kernels.quantization import FORMATS
 from moiety_kernels.quantization.on_gpu import FLOAT8_CAPABILITY
@@ -145,8 +146,8 @@ def load_share(
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
     where = torch.device(device)
-    nothing_stored = load_format is LoadFormat.DUMMY and quantization == "auto"
-    wanted = None if nothing_stored else _form(quantization, spec)
+    stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
+    wanted = _form(quantization, stored)
     own = own_spec(spec, ranks.seat)
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
     if form is not None:
@@ -167,11 +168,8 @@ def load_share(
             expert_budget_bytes, in_store_bytes = budget(offload, spec, DTYPES[dtype], form, num_bytes, memory)
             num_bytes += expert_budget_bytes - in_store_bytes
         require_fit(num_bytes, memory, where)
-        if load_format is LoadFormat.DUMMY and form is not None:
-            raise UnsupportedModelError("random weights are not quantized; leave out --load-format or --quantization")
         if load_format is LoadFormat.DUMMY:
-            weights = allocate(own, device=where, dtype=DTYPES[dtype])
-            fill_at_random(weights)
+            weights = draw_weights(own, device=where, dtype=DTYPES[dtype], form=form)
         else:
             to: dict[str, Any] = {"device": where, "dtype": DTYPES[dtype], "form": form, "seat": ranks.seat}
             weights = load(folder, spec, **to, offloading=offloading, progress=progress)
@@ -222,15 +220,14 @@ def _check_moe_kernel(
             log.warning("moe_kernel_unavailable", kernel="triton", reason=reason, instead=fallback)
 
 
-def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
+def _form(quantization: str, stored: WeightFormat | None) -> WeightFormat | None:
     if quantization == "none":
         return None
     if quantization == "auto":
-        return spec.weight_format
+        return stored
     if quantization not in FORMATS:
         known = ", ".join(("auto", "none", *FORMATS))
         raise UnsupportedModelError(f"quantization {quantization!r} is not supported; choose one of {known}")
-    stored = spec.weight_format
     return stored if stored is not None and stored.name == quantization else FORMATS[quantization]
 
 
@@ -276,8 +273,6 @@ def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device, dtype: torc
     """The type of a cache of keys and values that has one of its own. Raises UnsupportedModelError where it cannot."""
     if kv_dtype not in KV_DTYPES:
         raise UnsupportedModelError(f"kv_dtype {kv_dtype!r} is not known; choose one of auto, {', '.join(KV_DTYPES)}")
-    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
-        raise UnsupportedModelError(f"latent attention's cache cannot be {kv_dtype}: leave --kv-dtype out")
     if kv_dtype == "bf16":
         if dtype is not torch.bfloat16:
             raise UnsupportedModelError("a cache in bf16 goes with --dtype bfloat16: float32 asks for exact products")
@@ -290,4 +285,12 @@ def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device, dtype: torc
         raise UnsupportedModelError(
             "this GPU has no fp8, which came with compute capability 8.9: take --kv-dtype int8, or leave it out"
         )
+    for attention in {layer.attention for layer in spec.layers}:
+        if kv_dtype == "int8" and isinstance(attention, LatentAttentionSpec):
+            widths = attention.cached_values, attention.latent_width
+            if not reads_whole_numbers(*widths):
+                raise UnsupportedModelError(
+                    f"no kernel on this GPU reads latent rows of {widths[0]} int8, {widths[1]} of them not rotated: "
+                    "take --kv-dtype fp8, or leave it out"
+                )
     return KV_DTYPES[kv_dtype]

@@ -13,6 +13,8 @@ from moiety_kernels.moe.activation import SILU, Activation
 from moiety_kernels.quantization.weight import WeightFormat
 from moiety_kernels.route.spec import RoutingSpec
 
+KV_SCALE_BYTES = 4  # of each of `cached_rows`
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
@@ -100,6 +102,11 @@ class AttentionSpec:
         """Values that a position takes in the cache."""
         return 2 * self.kv_width
 
+    @property
+    def cached_rows(self) -> int:
+        """What of a position has a scale of its own in a cache of whole numbers: each key and each value."""
+        return 2 * self.num_kv_heads
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionSpec:
@@ -131,6 +138,12 @@ class LatentAttentionSpec:
     def cached_values(self) -> int:
         """Values that a position takes in the cache."""
         return self.latent_width + self.rope.rotary_width
+
+    @property
+    def cached_rows(self) -> int:
+        """What of a position has a scale of its own in a cache of whole numbers: its latent part, and what is
+        rotated."""
+        return 2
 
 
 @dataclass(frozen=True, slots=True)

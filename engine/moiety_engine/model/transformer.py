@@ -26,7 +26,7 @@ from moiety_engine.model.norms import make_norm
 from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.model.rotary import RotaryTable
 from moiety_engine.model.shares import own_spec
-from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
+from moiety_engine.model.spec import KV_SCALE_BYTES, AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.vocabulary import Vocabulary
 from moiety_engine.model.weights import ModelWeights, MoeWeights
 from moiety_engine.moe.load import ExpertCounter
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from moiety_placement.transition import Write
 
 _PLAIN = Arithmetic()
-_SCALE_BYTES = 4  # of a key or a value in int8
 
 
 class Transformer:
@@ -132,7 +131,7 @@ class Transformer:
         layers = [layer.attention for layer in self._own.layers]
         num_bytes = sum(one.cached_values for one in layers) * self.kv_dtype.itemsize
         if self.kv_dtype is torch.int8:
-            num_bytes += sum(2 * one.num_kv_heads for one in layers if isinstance(one, AttentionSpec)) * _SCALE_BYTES
+            num_bytes += sum(one.cached_rows for one in layers) * KV_SCALE_BYTES
         if self.keeps_hidden:
             num_bytes += self.spec.hidden_size * self.activation_dtype.itemsize
         return num_bytes * block_size
@@ -142,7 +141,11 @@ class Transformer:
 
         def layer(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
             if isinstance(one, LatentAttentionSpec):
-                return LatentCache(empty(num_blocks, block_size, one.cached_values))
+                rows = empty(num_blocks, block_size, one.cached_values)
+                if self.kv_dtype is not torch.int8:
+                    return LatentCache(rows, one.latent_width)
+                of_parts = empty(2, num_blocks, block_size, dtype=torch.float32)
+                return LatentCache(rows, one.latent_width, of_parts[0], of_parts[1])
             both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
             if self.kv_dtype is not torch.int8:
                 return LayerCache(both[0], both[1])
@@ -152,7 +155,8 @@ class Transformer:
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
         hidden: LatentCache | None = None
         if self.keeps_hidden:
-            hidden = LatentCache(empty(num_blocks, block_size, self.spec.hidden_size, dtype=self.activation_dtype))
+            width = self.spec.hidden_size
+            hidden = LatentCache(empty(num_blocks, block_size, width, dtype=self.activation_dtype), width)
         return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size, hidden)
 
     @property

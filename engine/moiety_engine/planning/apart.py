@@ -181,7 +181,7 @@ def _step_s(
     for layer, answering in zip(ours.layers, theirs.layers, strict=True):
         if layer not in known:
             mine = products_s(served, ours, layer, machine, rows)
-            mine += attention_s(layer.attention, machine, batch, served.kv_itemsize)
+            mine += attention_s(layer.attention, machine, batch, served.kv_bytes(layer.attention))
             if isinstance(answering.ffn, MoeSpec):
                 given = experts_s(served, answering.ffn, size, sides.experts, rows * layout.dp, shape)
                 way = one_way_s(rows, size, answering.ffn.routing.top_k, layout.dp, experts, sides.between)

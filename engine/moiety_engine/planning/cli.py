@@ -37,7 +37,7 @@ def plan_command(
     ttft_s: Annotated[float, typer.Option(min=0.001, help="promised time to the first token")] = 2.0,
     tpot_ms: Annotated[float, typer.Option(min=0.1, help="promised time a token")] = 50.0,
     weights: Annotated[str, typer.Option(help="auto (as in the checkpoint), bf16, fp8, int8 or int4")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="auto (bf16), bf16 or fp8")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto (bf16), bf16, fp8 or int8")] = "auto",
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="prompt tokens of a step")] = 8192,
     balancedness: Annotated[
         float, typer.Option(min=0.05, max=1.0, help="mean load of the ranks with experts over the largest")

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.config import KV_DTYPES
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec, spec_from_config
 from moiety_engine.model.fewer_bits import bytes_in
 from moiety_engine.model.residence import weight_bytes
+from moiety_engine.model.spec import KV_SCALE_BYTES
 from moiety_kernels.quantization.weight import FORMATS
 
 if TYPE_CHECKING:
-    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec
     from moiety_kernels.quantization.weight import WeightFormat
 
 _QWEN3 = {"model_type": "qwen3_moe", "head_dim": 128, "num_key_value_heads": 4, "num_experts": 128}
@@ -110,6 +112,7 @@ class Served:
     spec: ModelSpec
     form: WeightFormat | None  # of the large products; None: bfloat16, as all else is
     kv_itemsize: int = 2
+    kv_scaled: bool = False  # whole numbers, with scales beside them
 
     def weight_bytes(self, own: ModelSpec) -> int:
         """Memory of what a rank has of the model."""
@@ -118,7 +121,12 @@ class Served:
         return bytes_in(self.form, own, torch.bfloat16)
 
     def kv_bytes_per_token(self, own: ModelSpec) -> int:
-        return sum(layer.attention.cached_values for layer in own.layers) * self.kv_itemsize
+        return sum(self.kv_bytes(layer.attention) for layer in own.layers)
+
+    def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec) -> int:
+        """Of one token in a layer of it."""
+        scales = KV_SCALE_BYTES * attention.cached_rows if self.kv_scaled else 0
+        return attention.cached_values * self.kv_itemsize + scales
 
 
 def find_model(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Served:
@@ -133,8 +141,8 @@ def find_model(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Ser
     else:
         folder = resolve_checkpoint(model, ("config.json",))
         name, spec = folder.name, read_spec(folder)
-    if kv_dtype not in ("auto", "bf16", "fp8"):
-        raise InvalidConfig(f"--kv-dtype {kv_dtype!r} must be auto, bf16 or fp8")
+    if kv_dtype not in KV_DTYPES:
+        raise InvalidConfig(f"--kv-dtype {kv_dtype!r} must be one of {', '.join(KV_DTYPES)}")
     if weights in ("auto", "bf16"):
         form = spec.weight_format if weights == "auto" else None
     elif weights in FORMATS:
@@ -142,4 +150,4 @@ def find_model(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Ser
         form = stored if stored is not None and stored.name == weights else FORMATS[weights]
     else:
         raise InvalidConfig(f"--weights {weights!r} must be auto, bf16, {', '.join(FORMATS)}")
-    return Served(name, spec, form, 1 if kv_dtype == "fp8" else 2)
+    return Served(name, spec, form, 2 if kv_dtype in ("auto", "bf16") else 1, kv_dtype == "int8")

@@ -88,7 +88,7 @@ def step_times(served: Served, own: ModelSpec, shape: Shape, machine: Machine, n
     total = Times(overhead_s=machine.overhead_s)
     for layer, count in Counter(own.layers).items():
         products = products_s(served, own, layer, machine, batch.rows)
-        attention = attention_s(layer.attention, machine, batch, served.kv_itemsize)
+        attention = attention_s(layer.attention, machine, batch, served.kv_bytes(layer.attention))
         experts = sums = exchanges = 0.0
         row_bytes = own.hidden_size * _ITEM_BYTES
         if isinstance(layer.ffn, MoeSpec):
@@ -145,10 +145,8 @@ def product_s(shape: tuple[int, ...], itemsize: float, machine: Machine, rows: f
     return floor_s(Work(2.0 * rows * numel, moved), _speeds(machine))
 
 
-def attention_s(
-    attention: AttentionSpec | LatentAttentionSpec, machine: Machine, batch: Batch, kv_itemsize: int
-) -> float:
-    """Of a layer: the cached values that decoding reads, and the pairs that prompts' tokens attend to."""
+def attention_s(attention: AttentionSpec | LatentAttentionSpec, machine: Machine, batch: Batch, kv_bytes: int) -> float:
+    """Of a layer: the cache that decoding reads, `kv_bytes` a token, and the pairs that prompts' tokens attend to."""
     if isinstance(attention, LatentAttentionSpec):  # absorbed: scores and sums are of latent rows
         pair_flops = 2.0 * attention.num_heads * (2 * attention.latent_width + attention.rope.rotary_width)
         window = None
@@ -156,7 +154,7 @@ def attention_s(
         pair_flops, window = 4.0 * attention.q_width, attention.window
     context, seen = (length if window is None else min(length, window) for length in (batch.context, batch.prompt_seen))
     read = batch.decoding * context
-    decoding = floor_s(Work(read * pair_flops, read * attention.cached_values * kv_itemsize), _speeds(machine))
+    decoding = floor_s(Work(read * pair_flops, read * kv_bytes), _speeds(machine))
     return decoding + batch.prompt_rows * seen * pair_flops / (_PROMPT_ATTENTION * machine.speeds.flops_bf16)
 
 

@@ -15,8 +15,10 @@ from torch import Tensor
 from moiety_engine.model.batch import KvCache, LatentCache, LayerCache
 from moiety_engine.transfer.messages import Form, PartForm
 from moiety_kernels.kv_store import kv_store
+from moiety_kernels.latent_input.reference import scale_of, to_whole
 
 _NUM_SCALED_PARTS = 4  # keys, values, and a scale for each of either
+_NUM_SCALED_LATENT_PARTS = 3  # rows, and a scale for either part of each
 
 
 def form_of(kv: KvCache) -> Form:
@@ -39,8 +41,8 @@ def fits(form: Form, kv: KvCache) -> bool:
     own = form_of(kv)
     return len(form) == len(own) and all(
         layer[0].shape == mine[0].shape
-        and len(layer) in (1, 2, _NUM_SCALED_PARTS)
-        and (len(layer) == 1) == (len(mine) == 1)
+        and len(layer) in (1, 2, _NUM_SCALED_LATENT_PARTS, _NUM_SCALED_PARTS)
+        and _is_latent(layer) == _is_latent(mine)
         for layer, mine in zip(form, own, strict=True)
     )
 
@@ -62,11 +64,23 @@ def write(layer: LayerCache | LatentCache, rows: Sequence[Tensor], slots_T: Tens
             places = by_token.shape[1]
             by_token[slots_T // places, slots_T % places] = values
     elif isinstance(layer, LatentCache):
-        (values,) = rows
-        layer.rows_NPL.flatten(0, 1)[slots_T] = _within(values.float(), layer.rows_NPL.dtype)
+        _write_latent(layer, rows, slots_T)
     else:
         k_TGd, v_TGd = _plain(rows)
         kv_store(k_TGd, v_TGd, layer.k_NGPd, layer.v_NGPd, slots_T, layer.k_scale_NGP, layer.v_scale_NGP)
+
+
+def _write_latent(layer: LatentCache, rows: Sequence[Tensor], slots_T: Tensor) -> None:
+    values_TL, *scales = rows
+    parts = values_TL.float().tensor_split([layer.latent_width], dim=1)
+    if scales:
+        parts = tuple(part * scale_T[:, None] for part, scale_T in zip(parts, scales, strict=True))
+    if layer.latent_scale_NP is not None and layer.rotated_scale_NP is not None:
+        own = tuple(scale_of(part) for part in parts)
+        parts = tuple(to_whole(part, scale_T1) for part, scale_T1 in zip(parts, own, strict=True))
+        for scale_NP, scale_T1 in zip((layer.latent_scale_NP, layer.rotated_scale_NP), own, strict=True):
+            scale_NP.view(-1)[slots_T] = scale_T1.squeeze(1)
+    layer.rows_NPL.flatten(0, 1)[slots_T] = _within(torch.cat(parts, dim=1), layer.rows_NPL.dtype)
 
 
 def views(buffer_B: Tensor, parts: Sequence[PartForm], num_tokens: int) -> list[Tensor]:
@@ -91,6 +105,10 @@ def _plain(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return k_TGd.float() * k_scale_TG[..., None], v_TGd.float() * v_scale_TG[..., None]
     k_TGd, v_TGd = rows
     return k_TGd.float(), v_TGd.float()
+
+
+def _is_latent(parts: Sequence[PartForm]) -> bool:
+    return len(parts) in (1, _NUM_SCALED_LATENT_PARTS)
 
 
 def _within(values: Tensor, dtype: torch.dtype) -> Tensor:

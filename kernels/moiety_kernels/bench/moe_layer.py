@@ -17,10 +17,13 @@ from moiety_kernels.bench.routings import draw_logits, spec_of
 from moiety_kernels.bench.shapes import LayerShape
 from moiety_kernels.moe import experts, grouped
 from moiety_kernels.moe.reference import activate
+from moiety_kernels.quantization import FP8, QuantizedWeight, quantize
 from moiety_kernels.route import route
 from moiety_kernels.route.reference import route as route_in_torch
 
 _CONTENDERS = 6
+FLOAT8 = "float8"
+NarrowWeights = tuple[QuantizedWeight, QuantizedWeight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,23 @@ def ours(inputs: Inputs) -> Callable[[], Tensor]:
         return experts(inputs.x_TD, weight_TK, expert_TK, weights.gate_up_E2FD, weights.down_EDF, kernel=kernel)
 
     return run
+
+
+def ours_in_float8(inputs: Inputs, narrow: NarrowWeights) -> Callable[[], Tensor]:
+    """The same layer with weights in float8, by scales of rows, as `--quantization fp8` has them."""
+    kernel = "triton" if inputs.x_TD.is_cuda else "auto"
+    spec = spec_of(inputs.shape)
+
+    def run() -> Tensor:
+        weight_TK, expert_TK = route(inputs.logits_TE, spec)
+        return experts(inputs.x_TD, weight_TK, expert_TK, *narrow, kernel=kernel)
+
+    return run
+
+
+def in_float8(weights: Weights) -> NarrowWeights:
+    """Gate and up, and down."""
+    return quantize(weights.gate_up_E2FD, FP8), quantize(weights.down_EDF, FP8)
 
 
 def rivals(inputs: Inputs, *, is_bound_by_memory: bool) -> dict[str, Call]:

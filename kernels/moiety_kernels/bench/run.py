@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.bench import moe_layer, work
-from moiety_kernels.bench.clocks import CallFailed, Clock, Timing, clock_of, measure
+from moiety_kernels.bench.clocks import Call, CallFailed, Clock, Timing, clock_of, measure
 from moiety_kernels.bench.others import OPERATIONS, Point
 from moiety_kernels.bench.shapes import LayerShape
 from moiety_kernels.bench.speeds import measure_speeds, roofline_speeds
 from moiety_kernels.bench.work import Speeds, Work, floor_s
 
-MOE_LAYER = "moe_layer"
-KERNELS = (MOE_LAYER, *OPERATIONS)
-OURS = "moiety"
-LARGEST_DIFFERENCE = 0.03  # in bfloat16, two ways of the same sums come to some 0.005
+MOE_LAYER, IN_FLOAT8 = "moe_layer", "moe_layer_fp8"
+LAYERS = (MOE_LAYER, IN_FLOAT8)
+KERNELS = (*LAYERS, *OPERATIONS)
+OURS, OURS_IN_BF16 = "moiety", "moiety_bf16"
+# In bfloat16, two ways of the same sums come to some 0.005; of weights and rows in float8 to some 0.07.
+LARGEST_DIFFERENCE = {MOE_LAYER: 0.03, IN_FLOAT8: 0.15}
 _MEMORY_SHARE = 0.9  # of what is free
 _LONGEST_POINT_S = 2.0
 Row = dict[str, Any]
@@ -40,7 +42,7 @@ class Settings:
 
     @property
     def num_points(self) -> int:
-        each = sum(len(self.routings) if kernel == MOE_LAYER else 1 for kernel in self.kernels)
+        each = sum(len(self.routings) if kernel in LAYERS else 1 for kernel in self.kernels)
         return each * len(self.shapes) * len(self.tokens)
 
 
@@ -111,11 +113,8 @@ def run(settings: Settings, device: torch.device, on_point: Callable[[str, Repor
     state = _Run(settings, device, clock, report, end, settings.num_points, on_point)
     with torch.inference_mode():
         for shape in settings.shapes:
-            if MOE_LAYER in settings.kernels:
-                _run_moe_layer(state, shape)
             for kernel in settings.kernels:
-                if kernel != MOE_LAYER:
-                    _run_operation(state, kernel, shape)
+                (_run_moe_layer if kernel in LAYERS else _run_operation)(state, kernel, shape)
     return report
 
 
@@ -126,34 +125,45 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _run_moe_layer(state: _Run, shape: LayerShape) -> None:
+def _run_moe_layer(state: _Run, kernel: str, shape: LayerShape) -> None:
     settings = state.settings
-    refused = state.refusal(moe_layer.weight_bytes(shape))
+    refused = state.refusal(moe_layer.weight_bytes(shape) * (2 if kernel == IN_FLOAT8 else 1))
     if refused is not None:
         state.points_left -= len(settings.tokens) * len(settings.routings)
-        state.skip(MOE_LAYER, shape, settings.tokens, refused)
+        state.skip(kernel, shape, settings.tokens, refused)
         return
     weights = moe_layer.make_weights(shape, state.device)
+    narrow = moe_layer.in_float8(weights) if kernel == IN_FLOAT8 else None
     for tokens in settings.tokens:
         for routing in settings.routings:
-            state.on_point(f"{MOE_LAYER} {shape.name}, {tokens} tokens, {routing}", state.report)
+            state.on_point(f"{kernel} {shape.name}, {tokens} tokens, {routing}", state.report)
             refused = state.refusal(moe_layer.scratch_bytes(shape, tokens))
             if refused is not None:
                 state.points_left -= 1
-                state.skip(MOE_LAYER, shape, [tokens], refused)
+                state.skip(kernel, shape, [tokens], refused)
                 continue
-            state.measure(MOE_LAYER, shape, tokens, partial(_moe_row, state, shape, weights, tokens, routing))
+            state.measure(kernel, shape, tokens, partial(_moe_row, state, shape, (weights, narrow), tokens, routing))
 
 
-def _moe_row(state: _Run, shape: LayerShape, weights: moe_layer.Weights, tokens: int, routing: str) -> Row:
+def _moe_row(
+    state: _Run,
+    shape: LayerShape,
+    held: tuple[moe_layer.Weights, moe_layer.NarrowWeights | None],
+    tokens: int,
+    routing: str,
+) -> Row:
+    weights, narrow = held
     inputs = moe_layer.make_inputs(shape, weights, tokens, routing, state.settings.seed)
-    least = work.moe_layer(shape, tokens, inputs.active)
-    ours = moe_layer.ours(inputs)
-    distance = checked_difference(ours(), moe_layer.grouped_mm(inputs)())
-    rivals = {}
-    if state.settings.rivals:
+    kernel, dtype = (MOE_LAYER, shape.dtype) if narrow is None else (IN_FLOAT8, moe_layer.FLOAT8)
+    ours = moe_layer.ours(inputs) if narrow is None else moe_layer.ours_in_float8(inputs, narrow)
+    least = work.moe_layer(shape, tokens, inputs.active, dtype=dtype)
+    distance = checked_difference(ours(), moe_layer.grouped_mm(inputs)(), LARGEST_DIFFERENCE[kernel])
+    rivals: dict[str, Call] = {}
+    if narrow is not None:
+        rivals = {OURS_IN_BF16: moe_layer.ours(inputs)}  # what float8 gains
+    elif state.settings.rivals:
         rivals = moe_layer.rivals(inputs, is_bound_by_memory=work.is_bound_by_memory(least, state.report.speeds))
-    row = _row(state, MOE_LAYER, shape, tokens, Point(ours, rivals, least, shape.dtype))
+    row = _row(state, kernel, shape, tokens, Point(ours, rivals, least, dtype))
     row["routing"] = routing
     row["active_experts"] = inputs.active
     row["rows_per_expert"] = round(tokens * shape.top_k / shape.num_experts, 2)
@@ -185,13 +195,16 @@ def _row(state: _Run, kernel: str, shape: LayerShape, tokens: int, point: Point)
     if OURS in failed:
         raise failed[OURS]
     mine = times.pop(OURS)
+    speeds = state.report.speeds
+    if point.dtype == moe_layer.FLOAT8 and state.device.type == "cuda":
+        speeds = work.in_float8(speeds)
     return {
         "kernel": kernel,
         "shape": shape.name,
         "tokens": tokens,
         "routing": None,
         "dtype": point.dtype,
-        **_figures(mine, point.work, state.report.speeds),
+        **_figures(mine, point.work, speeds),
         "rivals": {name: _us(one) for name, one in times.items()},
         "rivals_failed": {name: str(exc) for name, exc in failed.items()},
         "no_graph": [name for name, one in {OURS: mine, **times}.items() if not one.graph],
@@ -211,10 +224,10 @@ def _figures(timing: Timing, least: Work, speeds: Speeds) -> Row:
     }
 
 
-def checked_difference(ours: Tensor, theirs: Tensor) -> float:
+def checked_difference(ours: Tensor, theirs: Tensor, largest: float) -> float:
     """‖ours − theirs‖ / ‖theirs‖. Raises CallFailed if that is more than rounding: a wrong result has no time."""
     distance = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
-    if not distance <= LARGEST_DIFFERENCE:  # NaN neither
+    if not distance <= largest:  # NaN neither
         raise CallFailed(f"the result differs from torch's by {distance:.3g} of it")
     return float(f"{distance:.3g}")
 

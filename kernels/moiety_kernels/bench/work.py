@@ -6,11 +6,11 @@ tokens, R = T · K routed rows, E experts, D model and F expert width, H query a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moiety_kernels.bench.shapes import LayerShape
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
+ITEM_BYTES = {"float8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,11 @@ def floor_s(work: Work, speeds: Speeds) -> float:
     return max(work.bytes / speeds.memory_bytes_per_s, work.flops / speeds.flops_per_s)
 
 
+def in_float8(speeds: Speeds) -> Speeds:
+    """A GPU makes twice as many products of float8 by float8."""
+    return replace(speeds, flops_per_s=2 * speeds.flops_per_s)
+
+
 def is_bound_by_memory(work: Work, speeds: Speeds) -> bool:
     return work.bytes / speeds.memory_bytes_per_s > work.flops / speeds.flops_per_s
 
@@ -41,11 +46,14 @@ def expected_active(num_experts: int, top_k: int, tokens: int) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
 
 
-def moe_layer(shape: LayerShape, tokens: int, active: float, row_dtype: str = "bfloat16") -> Work:
+def moe_layer(
+    shape: LayerShape, tokens: int, active: float, row_dtype: str = "bfloat16", *, dtype: str | None = None
+) -> Work:
     """The weights of the `active` experts; of each routed row its input, its hidden values written and read, and its
-    output. Router scores and indices, less than a thousandth of that, are left out, and so is the last sum."""
+    output. Router scores and indices, less than a thousandth of that, are left out, and so is the last sum. `dtype`: of
+    the weights, if it is not the shape's."""
     rows = tokens * shape.top_k
-    weights = active * 3 * shape.width * shape.hidden * ITEM_BYTES[shape.dtype]
+    weights = active * 3 * shape.width * shape.hidden * ITEM_BYTES[dtype or shape.dtype]
     return Work(
         flops=6.0 * rows * shape.width * shape.hidden,
         bytes=weights + 2 * rows * (shape.width + shape.hidden) * ITEM_BYTES[row_dtype],

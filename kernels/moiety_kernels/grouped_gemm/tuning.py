@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moiety_kernels.grouped_gemm import choice, kernel, tiles
 from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig, Weights
-from moiety_kernels.quantization.weight import SCALE_BLOCK
+from moiety_kernels.quantization.weight import BLOCK, SCALE_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from moiety_kernels.gpu.targets import DeviceModel
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
-_NARROW_SCALE = 1e-3  # of random float8 weights, whose values lie between 0 and 448
+_NARROW_SCALE = 1e-3  # of random weights in few bits, whose values lie within ±448
 KINDS: dict[str, tuple[tuple[Weights, Scales], ...]] = {
     "bf16": (("wide", "none"),),
     "fp8": (("fp8", "row"), ("fp8", "block")),
+    "int8": (("int8", "row"),),
+    "int4": (("int4", "group"),),
+    "mxfp4": (("mxfp4", "group"),),
 }
 
 
@@ -66,6 +69,7 @@ class GroupedGemmTunable:
                 *inputs,
                 gate_up_scale=up_scale,
                 down_scale=down_scale,
+                four=config.four,
                 invariant=problem.invariant,
                 config=config,
             )
@@ -73,7 +77,7 @@ class GroupedGemmTunable:
         return make
 
     def _make_weights(self, problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
-        layer = problem.num_experts, problem.width, problem.hidden, problem.weight_bytes, device
+        layer = problem.num_experts, problem.width, problem.hidden, problem.weights, problem.element_bytes, device
         if self._weights is None or self._layer != layer:
             self._weights = None  # before the next are made: two layers may not fit
             self._weights = (
@@ -89,6 +93,10 @@ def _random(size: tuple[int, int, int], problem: Problem, device: torch.device) 
     if problem.scales == "none":
         wide = torch.empty(size, dtype=_DTYPES[problem.element_bytes], device=device)
         return wide.normal_(std=size[2] ** -0.5)
+    if problem.scales == "group":  # two numbers a byte
+        return torch.randint(0, 256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=device)
+    if problem.weights == "int8":
+        return torch.randint(1, 128, size, dtype=torch.int8, device=device)
     return torch.randint(1, 127, size, dtype=torch.int8, device=device).view(torch.float8_e4m3fn)  # 127 is NaN
 
 
@@ -100,8 +108,9 @@ def _make_scales(problem: Problem, device: torch.device) -> tuple[Tensor | None,
     if problem.scales == "row":
         up, down = [experts, 2 * hidden], [experts, width]
     else:
-        up = [experts, 2 * hidden, -(-width // SCALE_BLOCK)]
-        down = [experts, width, -(-hidden // SCALE_BLOCK)]
+        block = SCALE_BLOCK if problem.scales == "block" else BLOCK
+        up = [experts, 2 * hidden, -(-width // block)]
+        down = [experts, width, -(-hidden // block)]
     return torch.full(up, _NARROW_SCALE, device=device), torch.full(down, _NARROW_SCALE, device=device)
 
 

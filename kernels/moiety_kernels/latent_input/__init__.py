@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import torch
+
 from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.head_linear import head_linear
@@ -19,6 +21,7 @@ __all__ = ["LatentInputPlan", "latent_input", "latent_queries"]
 
 
 _cpu = when_asked(__name__, "cpu")
+_kernel = when_asked(__name__, "kernel")
 
 
 def latent_input(
@@ -29,22 +32,41 @@ def latent_input(
     positions_T: Tensor,
     cache_NPL: Tensor,
     slots_T: Tensor,
+    latent_scale_NP: Tensor | None = None,
+    rotated_scale_NP: Tensor | None = None,
 ) -> Tensor:
     """Normalise the latent row, rotate what follows it and store both in their slots; return what stands before them,
     the queries or their latent row, normalised if the plan says so.
 
     The last L columns of a row are for the cache, 2R of them rotated; a slot is block · P + place, and a negative one
     keeps nothing of its token; tokens with slots come first. The input may be overwritten. positions_T and slots_T are
-    int64, cos and sin float32.
+    int64, cos and sin float32. A cache of int8 has a scale for each of a row's two parts beside it, float32 and
+    contiguous.
     """
     require_shape("slots", slots_T, (input_TC.shape[0],))
     require_shape("positions", positions_T, (input_TC.shape[0],))
     require_shape("latent_norm", plan.latent_norm, (cache_NPL.shape[2] - 2 * cos_PR.shape[1],))
     require(input_TC.shape[1] > cache_NPL.shape[2], "the input is no wider than a row of the cache")
+    scales = latent_scale_NP, rotated_scale_NP
+    require_latent_scales(cache_NPL, *scales)
     if input_TC.is_cpu and _cpu().fits(input_TC, plan, cos_PR, positions_T, cache_NPL, slots_T):
         fast: Tensor = _cpu().latent_input(input_TC, plan, cos_PR, sin_PR, positions_T, cache_NPL, slots_T)
         return fast
-    return reference.latent_input(input_TC, plan, cos_PR, sin_PR, positions_T, cache_NPL, slots_T, rms_norm)
+    if input_TC.is_cuda and _kernel().fits(input_TC, plan, cos_PR, cache_NPL):
+        on_gpu: Tensor = _kernel().latent_input(
+            input_TC, plan, cos_PR, sin_PR, positions_T, cache_NPL, slots_T, *scales
+        )
+        return on_gpu
+    return reference.latent_input(input_TC, plan, cos_PR, sin_PR, positions_T, cache_NPL, slots_T, *scales, rms_norm)
+
+
+def require_latent_scales(cache_NPL: Tensor, *scales: Tensor | None) -> None:
+    """Raises KernelInputError unless a cache of int8, and no other, comes with scales that fit it."""
+    for scale_NP in scales:
+        require((scale_NP is not None) == (cache_NPL.dtype is torch.int8), "an int8 cache, and no other, has scales")
+        if scale_NP is not None:
+            require_shape("scale", scale_NP, tuple(cache_NPL.shape[:2]))
+            require(scale_NP.dtype is torch.float32 and scale_NP.is_contiguous(), "scales must be float32, contiguous")
 
 
 def latent_queries(

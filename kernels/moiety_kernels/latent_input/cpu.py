@@ -15,7 +15,7 @@ from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.memory import load_f64, load_i64
 from moiety_kernels.cpu.rotation import rotate_heads
 from moiety_kernels.cpu.team import team
-from moiety_kernels.cpu.vectors import copy_row, sum_squares, weigh_row
+from moiety_kernels.cpu.vectors import copy_row, narrow_row, sum_squares, weigh_row
 from moiety_kernels.head_linear import cpu as head_linear
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from moiety_kernels.latent_input.plan import LatentInputPlan
 
-_INPUT = struct.Struct("13qd")
+_INPUT = struct.Struct("14qd")
 _QUERIES = struct.Struct("11q")
 _BLOCK = 16  # tokens a task
 
@@ -39,7 +39,8 @@ def fits(
     """Whether `latent_input` takes these tensors."""
     widths = plan.latent_norm.shape[0], 2 * cos_PR.shape[1], input_TC.shape[1] - cache_NPL.shape[2]
     return (
-        all(t.dtype is torch.float32 for t in (input_TC, cos_PR, cache_NPL))
+        all(t.dtype is torch.float32 for t in (input_TC, cos_PR))
+        and cache_NPL.dtype in (torch.float32, torch.bfloat16)
         and all(t.dtype is torch.int64 for t in (positions_T, slots_T))
         and all(width % LANES == 0 for width in widths)
         and input_TC.shape[0] > 0
@@ -76,6 +77,7 @@ def latent_input(
         query_width,
         plan.latent_norm.shape[0],
         cos_PR.shape[1],
+        cache_NPL.itemsize,
         plan.norm_eps,
     )
     return input_TC.as_strided((tokens, query_width), (fused, 1))
@@ -128,7 +130,7 @@ def _input_task(args: int, task: int, scratch: int) -> None:
     rows, cache, positions, slots = load_i64(args, 0), load_i64(args, 1), load_i64(args, 2), load_i64(args, 3)
     cos, sin, latent_norm, query_norm = load_i64(args, 4), load_i64(args, 5), load_i64(args, 6), load_i64(args, 7)
     tokens, fused, query_width = load_i64(args, 8), load_i64(args, 9), load_i64(args, 10)
-    latent_width, pairs, eps = load_i64(args, 11), load_i64(args, 12), load_f64(args, 13)
+    latent_width, pairs, size, eps = load_i64(args, 11), load_i64(args, 12), load_i64(args, 13), load_f64(args, 14)
     width = latent_width + 2 * pairs
     for t in range(task * _BLOCK, min(tokens, (task + 1) * _BLOCK)):
         query = rows + 4 * fused * t
@@ -138,8 +140,11 @@ def _input_task(args: int, task: int, scratch: int) -> None:
         _normalize(latent, latent_width, latent_norm, eps)
         at = 4 * pairs * load_i64(positions, t)
         rotate_heads(latent + 4 * latent_width, 1, 2 * pairs, pairs, cos + at, sin + at)
-        if load_i64(slots, t) >= 0:
-            copy_row(latent, width, cache + 4 * width * load_i64(slots, t))
+        slot = load_i64(slots, t)
+        if slot >= 0 and size == 4:
+            copy_row(latent, width, cache + 4 * width * slot)
+        elif slot >= 0:
+            narrow_row(latent, width, cache + size * width * slot)
 
 
 def _queries_task(args: int, task: int, scratch: int) -> None:

@@ -1,7 +1,7 @@
 """The definition of what happens between the first projections of latent attention and attention.
 
 T tokens, C width of the fused projections, H heads, d width of a query head, k of its part that is not rotated, L width
-of a cache row (for `key_up`: of its latent part), R rotated pairs.
+of a cache row (for `key_up`: of its latent part), R rotated pairs, N blocks, P places a block.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.head_linear.reference import head_linear
+from moiety_kernels.kv_store.reference import FLOAT8_MAX, LARGEST
 from moiety_kernels.rms_norm.reference import rms_norm
 from moiety_kernels.rope.reference import rope
 
@@ -30,20 +31,45 @@ def latent_input(
     positions_T: Tensor,
     cache_NPL: Tensor,
     slots_T: Tensor,
+    latent_scale_NP: Tensor | None = None,
+    rotated_scale_NP: Tensor | None = None,
     normalize: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
 ) -> Tensor:
-    """Normalise, rotate and store what goes into the cache; return what is left of the input, the queries' part."""
+    """Normalise, rotate and store what goes into the cache; return what is left of the input, the queries' part. What
+    float8 has no number for becomes its greatest; of int8 each of a row's two parts has the scale that makes 127 of its
+    largest."""
     latent_width, rotated_width = plan.latent_norm.shape[0], 2 * cos_PR.shape[1]
     query, latent, rotated = input_TC.tensor_split([-latent_width - rotated_width, -rotated_width], dim=1)
     rotated = rope(rotated.unsqueeze(1), cos_PR, sin_PR, positions_T).squeeze(1)
-    row_TL = torch.cat((normalize(latent, plan.latent_norm, plan.norm_eps), rotated), dim=1)
+    latent = normalize(latent, plan.latent_norm, plan.norm_eps)
+    if latent_scale_NP is not None and rotated_scale_NP is not None:
+        of_latent_T1, of_rotated_T1 = scale_of(latent), scale_of(rotated)
+        latent, rotated = to_whole(latent, of_latent_T1), to_whole(rotated, of_rotated_T1)
+        _store(of_latent_T1, latent_scale_NP.view(-1, 1), slots_T)
+        _store(of_rotated_T1, rotated_scale_NP.view(-1, 1), slots_T)
+    row_TL = torch.cat((latent, rotated), dim=1)
+    if cache_NPL.dtype is torch.float8_e4m3fn:
+        row_TL = row_TL.clamp(-FLOAT8_MAX, FLOAT8_MAX)
     _store(row_TL.to(cache_NPL.dtype), cache_NPL.flatten(0, 1), slots_T)
     return query if plan.query_norm is None else normalize(query, plan.query_norm, plan.norm_eps)
+
+
+def scale_of(part_TL: Tensor) -> Tensor:
+    """scale_T1, by which the largest of a row's numbers is the largest of int8."""
+    largest_T1 = part_TL.float().abs().amax(1, keepdim=True)
+    return torch.where(largest_T1 > 0, largest_T1, 1.0) / LARGEST
+
+
+def to_whole(part_TL: Tensor, scale_T1: Tensor) -> Tensor:
+    """The nearest whole numbers of the rows' scales, as float32."""
+    return torch.floor(part_TL.float() / scale_T1 + 0.5)
 
 
 def _store(row_TL: Tensor, rows: Tensor, slots_T: Tensor) -> None:
     """Write each row to its slot, if that is not negative. On a GPU nothing may wait to learn which those are: a row
     that goes nowhere is the first token's once more, and if that goes nowhere, what the first slot holds already."""
+    if rows.itemsize == 1:  # as bytes, since torch copies no float8 by an index
+        row_TL, rows = row_TL.view(torch.uint8), rows.view(torch.uint8)
     first_L = torch.where(slots_T[0] < 0, rows[0], row_TL[0])
     nowhere_T = slots_T < 0
     rows.index_copy_(

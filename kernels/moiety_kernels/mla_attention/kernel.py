@@ -26,15 +26,20 @@ MAX_WIDTH = 576
 
 
 def fits(q_THL: Tensor, cache_NPL: Tensor, value_width: int) -> bool:
-    """Whether the kernels take these: the value must be all of the first of a row's two parts."""
+    """Whether the kernels take these."""
     return (
-        torch.version.hip is None  # whose shared memory is too small for such rows
-        and q_THL.dtype in (torch.float16, torch.bfloat16)
-        and cache_NPL.dtype is q_THL.dtype
-        and cache_NPL.shape[2] <= MAX_WIDTH
-        and parts(cache_NPL.shape[2])[0] == value_width
+        q_THL.dtype in (torch.float16, torch.bfloat16)
+        and (cache_NPL.dtype is q_THL.dtype or (cache_NPL.itemsize == 1 and paged.converts(cache_NPL)))
+        and fits_widths(cache_NPL.shape[2], value_width)
         and q_THL.stride(2) == cache_NPL.stride(2) == 1
     )
+
+
+def fits_widths(width: int, value_width: int) -> bool:
+    """Whether they take such rows on the kind of GPU that is here: the value must be all of the first of a row's two
+    parts."""
+    fits_memory = torch.version.hip is None  # on the others shared memory is too small for such rows
+    return fits_memory and width <= MAX_WIDTH and parts(width)[0] == value_width < width
 
 
 def mla_attention(
@@ -45,6 +50,8 @@ def mla_attention(
     context_len_S: Tensor,
     block_table_SB: Tensor,
     scale: float,
+    latent_scale_NP: Tensor | None = None,
+    rotated_scale_NP: Tensor | None = None,
     *,
     num_decode: int,
     max_context: int,
@@ -61,8 +68,8 @@ def mla_attention(
         scale,
         None,
         None,
-        None,
-        None,
+        rotated_scale_NP,  # what a key has beyond its value
+        latent_scale_NP,
         num_decode=num_decode,
         max_context=max_context,
         shared=True,
@@ -70,10 +77,13 @@ def mla_attention(
 
 
 def compile_cases() -> list[CompileCase]:
-    """DeepSeek's rows of 512 + 64, with as many heads as a small model has and as a large one has."""
+    """DeepSeek's rows of 512 + 64, with as many heads as a small model has and as a large one has; of 8 bits, too."""
     few, many = (Shape(1, heads, 576, 512, 2, 2, False, True) for heads in (16, 128))
+    narrow = Shape(1, 128, 576, 512, 2, 1, False, True)
     found = [variant(merge, "128 heads", many)]
     for target in (SM_80, SM_90, SM_100):
         found += [variant(decode, "16 heads", few, target), variant(decode, "128 heads", many, target)]
         found.append(variant(prefill, "128 heads", many, target))
+    for target, kind in ((SM_80, "int8"), (SM_90, "int8"), (SM_90, "fp8"), (SM_100, "fp8")):
+        found += [variant(kernel, f"128 heads, {kind}", narrow, target) for kernel in (decode, prefill)]
     return found

@@ -21,9 +21,14 @@ def mla_attention(
     context_len_S: Tensor,
     block_table_SB: Tensor,
     scale: float,
+    latent_scale_NP: Tensor | None = None,
+    rotated_scale_NP: Tensor | None = None,
 ) -> Tensor:
     """out_THV: each sequence's queries are its last tokens in the cache; query i sees its own position and those before
-    it. The row of a position is the key of all heads, its first V entries are the value."""
+    it. The row of a position is the key of all heads, its first V entries are the value. A cache of few bits may hold
+    a row's first V entries, and those after them, divided by scales of their own."""
+    if latent_scale_NP is not None and rotated_scale_NP is not None:
+        cache_NPL = unscaled(cache_NPL, value_width, latent_scale_NP, rotated_scale_NP)
     out_THV = q_THL.new_empty(*q_THL.shape[:2], value_width)
     starts = query_start_S1.tolist()
     for s, context in enumerate(context_len_S.tolist()):
@@ -38,3 +43,9 @@ def mla_attention(
         weights_HQC = torch.softmax(scores_HQC.masked_fill(key_at > query_at, float("-inf")), dim=-1)
         out_THV[begin:end] = torch.einsum("hqc,cv->qhv", weights_HQC, rows_CL[:, :value_width]).to(q_THL.dtype)
     return out_THV
+
+
+def unscaled(cache_NPL: Tensor, value_width: int, latent_scale_NP: Tensor, rotated_scale_NP: Tensor) -> Tensor:
+    """What rows of few bits stand for, float32."""
+    latent, rotated = cache_NPL.float().tensor_split([value_width], dim=-1)
+    return torch.cat((latent * latent_scale_NP[..., None], rotated * rotated_scale_NP[..., None]), dim=-1)

@@ -40,7 +40,7 @@ def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPv: Tensor) -> bool:
     key_width, value_width = k_cache_NGPd.shape[3], v_cache_NGPv.shape[3]
     return (
         q_THd.dtype in (torch.float16, torch.bfloat16)
-        and (k_cache_NGPd.dtype is q_THd.dtype or (k_cache_NGPd.itemsize == 1 and _converts(k_cache_NGPd)))
+        and (k_cache_NGPd.dtype is q_THd.dtype or (k_cache_NGPd.itemsize == 1 and converts(k_cache_NGPd)))
         and max(key_width, value_width) <= MAX_WIDTH
         and q_THd.stride(2) == k_cache_NGPd.stride(3) == v_cache_NGPv.stride(3) == 1
     )
@@ -163,7 +163,7 @@ def _decode(layer: _Layer, sequences: tuple[Tensor, Tensor, Tensor], num_decode:
         )
 
 
-def _converts(cache: Tensor) -> bool:
+def converts(cache: Tensor) -> bool:
     """Whether the GPU knows the type."""
     return (
         cache.dtype is torch.int8
@@ -196,7 +196,17 @@ def compile_cases() -> list[CompileCase]:
         "192, values of 128": Shape(16, 1, 192, 128, 2, 2, False, False),
         "256, window": Shape(4, 2, 256, 256, 2, 2, True, False),
     }
-    decoded = "64, window, sinks", "128", "128, fp8", "128, int8", "192", "256, window"
+    decoded = ["64, window, sinks", "128", "128, fp8", "128, int8", "192", "256, window"]
+    for kind in ("fp8", "int8"):  # of every width that families have
+        narrow = {
+            f"64, window, sinks, {kind}": Shape(8, 8, 64, 64, 2, 1, True, False),
+            f"128, window, {kind}": Shape(8, 4, 128, 128, 2, 1, True, False),
+            f"192, {kind}": Shape(8, 4, 192, 192, 2, 1, False, False),
+            f"256, {kind}": Shape(4, 2, 256, 256, 2, 1, False, False),
+            f"256, window, {kind}": Shape(4, 2, 256, 256, 2, 1, True, False),
+        }
+        layers |= narrow
+        decoded += narrow
     found = [variant(prefill, name, shape, SM_90) for name, shape in layers.items()]
     found += [variant(decode, name, layers[name], SM_90) for name in decoded]
     found.append(variant(merge, "128", layers["128"]))

@@ -79,23 +79,25 @@ def prefill_tiles(shape: Shape, device: Device) -> Tiles:
     """For chunks of prompts: bound by the matrix units, so as many keys at once as registers take."""
     key_parts, value_parts = parts(shape.key_width), parts(shape.value_width)
     if shape.shared:
-        return _fitting(Tiles(64, 32, key_parts, value_parts, 8, 2), shape, device)
-    width = max(sum(key_parts), sum(value_parts))
-    if width > 192:
+        return _shared_tiles(shape, device)
+    width, rows = max(sum(key_parts), sum(value_parts)), _PREFILL_ROWS
+    if width > 192 and shape.cache_bytes == 1:  # to be converted in registers, of which such sums leave few
+        rows, keys, num_stages = 64, 16, 2
+    elif width > 192:
         keys, num_stages = 32, 2
-    elif not device.reads_shared:
+    elif not device.reads_shared or (width > 128 and shape.cache_bytes == 1):
         keys, num_stages = 32, 3
     elif width > 128 or shape.windowed or shape.cache_bytes == 1:
         keys, num_stages = 64, 3
     else:
         keys, num_stages = 128, 3
-    return _fitting(Tiles(_PREFILL_ROWS, keys, key_parts, value_parts, 8, num_stages), shape, device)
+    return _fitting(Tiles(rows, keys, key_parts, value_parts, 8, num_stages), shape, device)
 
 
 def decode_tiles(shape: Shape, device: Device) -> Tiles:
     """For decoding: bound by memory, so what matters is that several programs a multiprocessor load at once."""
     if shape.shared:
-        return _fitting(Tiles(64, 32, parts(shape.key_width), parts(shape.value_width), 8, 2), shape, device)
+        return _shared_tiles(shape, device)
     width = max(shape.key_width, shape.value_width)
     rows = min(64, max(16, _power_of_two(shape.group)))
     # Up to a width of 128, half of a product wasted costs less than the registers of a second part.
@@ -104,6 +106,12 @@ def decode_tiles(shape: Shape, device: Device) -> Tiles:
     keys, num_warps, num_stages = next(chosen for limit, chosen in limits.items() if width <= limit)
     key_parts, value_parts = cut(shape.key_width), cut(shape.value_width)
     return _fitting(Tiles(rows, keys, key_parts, value_parts, num_warps, num_stages), shape, device)
+
+
+def _shared_tiles(shape: Shape, device: Device) -> Tiles:
+    """For rows so wide that their sums are most of the registers. Where they have to be converted, half of them."""
+    rows, keys = (64, 32) if shape.cache_bytes == shape.query_bytes else (32, 16)
+    return _fitting(Tiles(rows, keys, parts(shape.key_width), parts(shape.value_width), 8, 2), shape, device)
 
 
 def splits(shape: Shape) -> Splits:

@@ -39,7 +39,8 @@ class Tunable(Protocol[ProblemT, CandidateT]):
     operation: str  # the name of its package
 
     def problems(self, shape: LayerShape, tokens: Sequence[int], weights: str) -> list[ProblemT]:
-        """Those that a layer of this shape poses in steps of so many tokens; `weights` is "bf16" or "fp8"."""
+        """Those that a layer of this shape poses in steps of so many tokens; `weights` is how they are
+        kept: "bf16", "fp8", "int8", "int4" or "mxfp4"."""
 
     def key(self, problem: ProblemT) -> str:
         """What the choice is kept under; problems with one key share it."""

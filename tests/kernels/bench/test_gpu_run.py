@@ -38,6 +38,7 @@ def layer(**changes: Any) -> dict[str, Any]:
         "shape": "Qwen3-30B-A3B",
         "tokens": 64,
         "routing": "uniform",
+        "dtype": "bfloat16",
         "time_us": 110.0,
         "floor_us": FLOOR_US,
         "arithmetic_us": 5.0,
@@ -48,6 +49,12 @@ def layer(**changes: Any) -> dict[str, Any]:
         "rivals": {"torch_grouped_mm": 220.0, "cublas_dense": 20.0},
     }
     return usual | changes
+
+
+def float8(time_us: float) -> dict[str, Any]:
+    """A layer of many tokens that takes 100 µs in bfloat16."""
+    rivals = {"moiety_bf16": 100.0}
+    return layer(kernel="moe_layer_fp8", dtype="float8", tokens=16384, time_us=time_us, rivals=rivals)
 
 
 def test_a_stage_that_hangs_ends_with_all_its_processes_and_keeps_what_it_said(stages: Any, tmp_path: Path) -> None:
@@ -115,14 +122,16 @@ def test_of_every_file_the_sanitizer_gets_the_first_tests_and_no_mutants(stages:
 @pytest.mark.parametrize(
     ("rows", "kept"),
     [
-        ([layer(time_us=124.9)], [1, 0, 0, 0, 1]),  # 1.15 × 100 + 10
-        ([layer(time_us=125.1)], [0, 0, 0, 0, 1]),
-        ([layer(time_us=400.0, arithmetic_us=51.0)], [0, 0, 0, 0, 0]),  # beyond half the ridge, slower than a rival
-        ([layer(shape="E128-2816x704", tokens=4096, arithmetic_us=90.0, tflops=450.0)], [0, 1, 0, 0, 1]),
-        ([layer(tokens=16384, arithmetic_us=100.0, rows_per_expert=1024.0, tflops=549.0)], [0, 0, 0, 0, 1]),
-        ([layer(tokens=16384, arithmetic_us=100.0, rows_per_expert=1024.0, tflops=551.0)], [0, 0, 1, 0, 1]),
-        ([layer(), layer(routing="zipf", time_us=60.4, floor_us=50.0)], [1, 0, 0, 1, 2]),  # 1.1 × 110 × 50 / 100
-        ([layer(), layer(routing="zipf", time_us=60.6, floor_us=50.0)], [1, 0, 0, 0, 2]),
+        ([layer(time_us=124.9)], [1, 0, 0, 0, 0, 1]),  # 1.15 × 100 + 10
+        ([layer(time_us=125.1)], [0, 0, 0, 0, 0, 1]),
+        ([layer(time_us=400.0, arithmetic_us=51.0)], [0, 0, 0, 0, 0, 0]),  # beyond half the ridge, slower than a rival
+        ([layer(shape="E128-2816x704", tokens=4096, arithmetic_us=90.0, tflops=450.0)], [0, 1, 0, 0, 0, 1]),
+        ([layer(tokens=16384, arithmetic_us=100.0, rows_per_expert=1024.0, tflops=549.0)], [0, 0, 0, 0, 0, 1]),
+        ([layer(tokens=16384, arithmetic_us=100.0, rows_per_expert=1024.0, tflops=551.0)], [0, 0, 1, 0, 0, 1]),
+        ([layer(), layer(routing="zipf", time_us=60.4, floor_us=50.0)], [1, 0, 0, 1, 0, 2]),  # 1.1 × 110 × 50 / 100
+        ([float8(71.4)], [0, 0, 0, 0, 1, 0]),
+        ([float8(71.5)], [0, 0, 0, 0, 0, 0]),
+        ([layer(), layer(routing="zipf", time_us=60.6, floor_us=50.0)], [1, 0, 0, 0, 0, 2]),
     ],
 )
 def test_targets_hold_where_the_figures_keep_them(summary: Any, rows: list[dict[str, Any]], kept: list[int]) -> None:

@@ -99,6 +99,30 @@ def test_keys_and_values_are_kept_as_whole_numbers_by_scales_of_their_own(device
     assert ((kept - k[:2]).abs() <= k[:2].abs().amax(-1, keepdim=True) / 127 / 2 + 1e-6).all()
 
 
+def assert_float8_agrees(kernels: Any, device: str) -> None:
+    """Keys and values in float8, with some that it has no number for."""
+    qkv = torch.randn(7, 12 * 20, device=device) * 200
+    (cos, sin), slots = tables(8, device), some_slots(7, device)
+    positions, made = torch.randint(0, POSITIONS, (7,), device=device), []
+    for some in (kernels, reference):
+        caches = poisoned_caches(3, 20, torch.float8_e4m3fn, device)
+        some.attention_input(qkv, AttentionInputPlan(), cos, sin, positions, *caches[:, 1:-1], slots)
+        made.append(caches.float())
+    ours, theirs = made
+    torch.testing.assert_close(ours, theirs, rtol=0.07, atol=1e-2, equal_nan=True)
+    assert (ours.nan_to_num(9.0) != theirs.nan_to_num(9.0)).float().mean() < 0.01
+    assert float(theirs[~theirs.isnan()].max()) == torch.finfo(torch.float8_e4m3fn).max
+
+
+def test_keys_and_values_are_kept_in_float8(device: str) -> None:
+    assert_float8_agrees(kernel, device)
+
+
+def test_a_mutant_that_keeps_float8_otherwise_is_found(mutated: Any, noticed: Any, device: str) -> None:
+    with pytest.raises(noticed):
+        assert_float8_agrees(mutated(kernel, "-448.0, 448.0", "-300.0, 300.0"), device)
+
+
 CASES: list[tuple[tuple[int, int], int, int, str, float | None]] = [
     ((4, 1), 8, 4, "none", None),
     ((4, 2), 20, 10, "head", None),
@@ -122,6 +146,24 @@ def test_a_token_is_made_ready(
     device: str,
 ) -> None:
     assert_agrees(kernel, tokens, heads, width, pairs, norm, clip, dtype, device)
+
+
+def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
+    """Of a token's row, and of blocks of the caches."""
+    heads, width, apart = (4, 2), 8, 1 << 31
+    fused, positions = (heads[0] + 2 * heads[1]) * width, torch.tensor([3, 7], device=device)
+    near = torch.randn(2, fused, device=device).half()
+    qkv = untouched(apart + fused, torch.float16).as_strided((2, fused), (apart, 1)).copy_(near)
+    (cos, sin), slots = tables(4, device), torch.tensor([1, PLACES + 2], device=device)
+    shape, strides = (2, heads[1], PLACES, width), (apart, PLACES * width, width, 1)
+    size = apart + heads[1] * PLACES * width
+    ours = [untouched(size, torch.float16).as_strided(shape, strides) for _ in range(2)]
+    theirs = [torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)]
+    q_ours = kernel.attention_input(qkv, AttentionInputPlan(), cos, sin, positions, *ours, slots)
+    assert_close(q_ours, reference.attention_input(near, AttentionInputPlan(), cos, sin, positions, *theirs, slots))
+    for far, close in zip(ours, theirs, strict=True):
+        for block, place in ((0, 1), (1, 2)):
+            assert_close(far[block, :, place], close[block, :, place])
 
 
 def test_no_tokens_are_no_work(device: str) -> None:

@@ -184,8 +184,11 @@ def test_weights_of_eight_bits_are_widened_and_scaled(config: Any, narrow: str, 
     case = Case((3, 0, 18), 208, 144, torch.float16, biases=True, narrow=narrow, device=device)
     assert_up_agrees(up, config, case)
     assert_down_agrees(down, config, case)
-    if narrow == "int8":
-        assert_rows_agree(rows, Case((0, 2, 1), 72, 40, narrow=narrow, device=device))
+
+
+@pytest.mark.parametrize("narrow", ["int8", "fp8 rows"])
+def test_few_rows_meet_weights_of_eight_bits_by_scales_of_rows(narrow: str, device: str) -> None:
+    assert_rows_agree(rows, Case((0, 2, 1), 72, 40, biases=True, narrow=narrow, device=device))
 
 
 def test_rows_are_rounded_to_eight_bits_by_scales_of_their_own(device: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_kernels.mla_attention import kernel, reference
+from moiety_kernels.checks import KernelInputError
+from moiety_kernels.mla_attention import kernel, mla_attention, reference
 from moiety_kernels.paged_attention import kernel as paged
 from moiety_kernels.paged_attention.kernels import decode, prefill, softmax
 
@@ -16,8 +17,10 @@ QUERIES, CONTEXTS = [1, 1, 1, 40, 3], [1, 17, 600, 90, 3]
 PLACES = 16
 
 
-def arguments(heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    """Queries and a cache that is NaN wherever no context is."""
+def arguments(
+    heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str, kept: torch.dtype | None = None
+) -> tuple[Any, ...]:
+    """Queries and a cache of the type `kept` that is NaN (or 127, with scales that are NaN) wherever no context is."""
     width = latent + rotated
     counts = [-(-context // PLACES) for context in CONTEXTS]
     cache = torch.full((sum(counts) + 2, PLACES, width), float("nan"))
@@ -31,11 +34,19 @@ def arguments(heads: int, latent: int, rotated: int, dtype: torch.dtype, device:
     starts = torch.tensor([0, *torch.tensor(QUERIES).cumsum(0).tolist()], dtype=torch.int32, device=device)
     q = torch.randn(sum(QUERIES), heads, width).to(device, dtype)
     contexts = torch.tensor(CONTEXTS, dtype=torch.int32, device=device)
-    return q, cache.to(device, dtype), latent, starts, contexts, table.to(device), width**-0.5
+    sequences = starts, contexts, table.to(device), width**-0.5
+    if kept is not torch.int8:
+        return q, cache.to(device, kept or dtype), latent, *sequences
+    scales = [torch.where(cache[..., 0].isnan(), torch.nan, torch.rand(cache.shape[:2]) * 0.02 + 0.02) for _ in "lr"]
+    of_entry = torch.repeat_interleave(torch.stack(scales, 2), torch.tensor([latent, rotated]), 2)
+    whole = (cache / of_entry).clamp(-127, 127).nan_to_num(127).to(torch.int8)
+    return q, whole.to(device), latent, *sequences, *(scale.to(device) for scale in scales)
 
 
-def assert_agrees(heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str) -> None:
-    args = arguments(heads, latent, rotated, dtype, device)
+def assert_agrees(
+    heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str, kept: torch.dtype | None = None
+) -> None:
+    args = arguments(heads, latent, rotated, dtype, device, kept)
     ours = kernel.mla_attention(*args, num_decode=3, max_context=max(CONTEXTS))
     tolerance = {"rtol": 4e-3, "atol": 4e-3} if dtype is torch.float16 else {"rtol": 2e-5, "atol": 2e-5}
     torch.testing.assert_close(ours, reference.mla_attention(*args), **tolerance)
@@ -47,6 +58,40 @@ def assert_agrees(heads: int, latent: int, rotated: int, dtype: torch.dtype, dev
 )
 def test_chunks_and_decoding_agree(heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str) -> None:
     assert_agrees(heads, latent, rotated, dtype, device)
+
+
+@pytest.mark.parametrize("kept", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(("dtype", "widths"), [(torch.float32, (32, 16)), (torch.float16, (512, 64))])
+def test_rows_in_eight_bits_agree(dtype: torch.dtype, widths: tuple[int, int], kept: torch.dtype, device: str) -> None:
+    assert_agrees(5, *widths, dtype, device, kept)
+
+
+def test_rows_in_eight_bits_are_understood_without_the_kernels_too_and_others_refused(device: str) -> None:
+    longest = {"num_decode": 3, "max_query": 40, "max_context": 600}
+    for kept in (torch.float8_e4m3fn, torch.int8):
+        args = arguments(5, 32, 16, torch.float32, device, kept)
+        torch.testing.assert_close(mla_attention(*args, **longest), reference.mla_attention(*args))
+    with pytest.raises(KernelInputError, match="an int8 cache, and no other, has scales"):
+        mla_attention(*args[:-2], **longest)
+    with pytest.raises(KernelInputError, match="the cache must have the queries' dtype"):
+        mla_attention(*arguments(5, 32, 16, torch.float32, device, torch.float64), **longest)
+
+
+def test_caches_whose_blocks_lie_far_apart(untouched: Any, device: str) -> None:
+    """Offsets beyond 32 bits."""
+    q, near, latent, *sequences = arguments(3, 32, 16, torch.float16, device, torch.float8_e4m3fn)
+    last = int(sequences[2][:, 0].max())
+    stride = (1 << 31) // last + 16
+    held = untouched(stride * (last + 1), torch.float8_e4m3fn)
+    far = held.as_strided((last + 1, *near.shape[1:]), (stride, *near.stride()[1:])).copy_(near[: last + 1])
+    begin = torch.tensor(
+        [0, 1, 1, 1, 1, 1], dtype=torch.int32, device=device
+    )  # of the first alone, which has one block
+    contexts = torch.tensor([1, 0, 0, 0, 0], dtype=torch.int32, device=device)
+    table = torch.full_like(sequences[2], last)
+    args = latent, begin, contexts, table, sequences[3]
+    ours = kernel.mla_attention(q[:1], far, *args, num_decode=1, max_context=16)
+    torch.testing.assert_close(ours, reference.mla_attention(q[:1], near, *args), rtol=4e-3, atol=4e-3)
 
 
 def test_only_values_that_are_the_first_part_of_a_row_fit(device: str) -> None:
@@ -84,10 +129,30 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
 def test_a_mutant_is_found(
     module: Any, old: str, new: str, mutated: Any, noticed: Any, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    mutant = mutated(module, old, new)
+    put_in(mutated(module, old, new), monkeypatch)
+    with pytest.raises(noticed):
+        assert_agrees(3, 32, 16, torch.float32, device)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("b_score += b_rest * tl.load(p_k_scale", "b_score += b_rest * tl.load(p_v_scale"),
+        ("b_score *= tl.load(p_v_scale", "b_score *= tl.load(p_k_scale"),
+        ("b_weight *= tl.load(p_v_scale", "b_weight *= tl.load(p_k_scale"),
+        ("b_rest = tl.dot(b_q1", "b_rest = 0.0 * tl.dot(b_q1"),
+    ],
+)
+def test_a_mutant_that_scales_otherwise_is_found(
+    old: str, new: str, mutated: Any, noticed: Any, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    put_in(mutated(softmax, old, new), monkeypatch)
+    with pytest.raises(noticed):
+        assert_agrees(3, 32, 16, torch.float32, device, torch.int8)
+
+
+def put_in(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for user in (paged, prefill, decode):
         for name in ("attend", "prefill", "decode", "merge"):
             if hasattr(mutant, name) and hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(mutant, name))
-    with pytest.raises(noticed):
-        assert_agrees(3, 32, 16, torch.float32, device)

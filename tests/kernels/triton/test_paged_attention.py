@@ -112,6 +112,14 @@ def test_any_width_of_a_head_agrees(widths: tuple[int, int], device: str) -> Non
     )
 
 
+@pytest.mark.parametrize("width", [192, 256])
+@pytest.mark.parametrize("kept", [torch.float8_e4m3fn, torch.int8])
+def test_wide_heads_in_eight_bits_agree(width: int, kept: torch.dtype, device: str) -> None:
+    sequences, scaled = ((1, 1), (1, 140), (9, 70)), kept is torch.int8
+    case = Case(sequences, 2, width=width, dtype=torch.float16, cache_dtype=kept, scaled=scaled, window=50)
+    assert_agrees(case, device)
+
+
 def test_a_sequence_of_nothing_gets_zeros(device: str) -> None:
     args, bounds = arguments(Case(((1, 3), (1, 0), (2, 2)), 2), device)
     assert torch.equal(kernel.paged_attention(*args, **bounds)[1], torch.zeros(4, 16, device=device))

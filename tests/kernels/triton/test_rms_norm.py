@@ -31,6 +31,22 @@ def test_rows_are_normalised(rows: int, width: int, dtype: torch.dtype, device: 
     assert_agrees(kernel, rows, width, dtype, device)
 
 
+def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
+    width, apart = 40, 1 << 31
+    x, delta = (
+        untouched(apart + width, torch.float16).as_strided((2, width), (apart, 1)).copy_(torch.randn(2, width))
+        for _ in range(2)
+    )
+    weight, near = torch.rand(width, device=device), (x.contiguous(), delta.contiguous())
+    ours, theirs = kernel.rms_norm(x, weight, 1e-6), reference.rms_norm(near[0], weight, 1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+    made = zip(
+        kernel.add_rms_norm(near[0], delta, weight, 1e-6), reference.add_rms_norm(*near, weight, 1e-6), strict=True
+    )
+    for ours, theirs in made:
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+
+
 def test_no_rows_are_no_work(device: str) -> None:
     assert kernel.rms_norm(torch.empty(0, 8, device=device), torch.ones(8, device=device), 1e-6).shape == (0, 8)
 

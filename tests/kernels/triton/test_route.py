@@ -105,6 +105,16 @@ def test_tokens_are_routed(name: str, tokens: int, dtype: torch.dtype, biased: b
     assert_routed_alike(kernel, name, tokens, dtype, biased, device)
 
 
+def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
+    spec, apart = SPECS["softmax"], 1 << 31
+    near = torch.rand(2, spec.num_experts, device=device)
+    far = untouched(apart + spec.num_experts, torch.float32).as_strided(near.shape, (apart, 1)).copy_(near)
+    weight, expert = reference.route(near, spec)
+    ours = kernel.route(far, spec)
+    torch.testing.assert_close(ours[1], expert, rtol=0, atol=0)
+    torch.testing.assert_close(ours[0], weight, rtol=1e-5, atol=1e-6)
+
+
 def test_of_equal_experts_the_lower_comes_first(device: str) -> None:
     for name, expected in (("sigmoid", [0, 1, 2, 3, 4, 5, 6, 7]), ("best groups", [0, 1, 2, 3, 4, 5])):
         spec = SPECS[name]

@@ -76,6 +76,19 @@ def test_tokens_are_drawn(kind: str, size: int, device: str) -> None:
     assert_drawn_alike(kernel, kind, size, device)
 
 
+def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
+    size, apart, asked = 100, 1 << 31, draws(FILTERS[-2:], device)
+    near = some_logits("random", 2, size, device).contiguous()
+    far = untouched(apart + size, torch.float32).as_strided((2, size), (apart, 1)).copy_(near)
+    seen = torch.randint(0, 3, (2, size), dtype=torch.int32, device=device)
+    far_seen = untouched(apart + size, torch.int32).as_strided((2, size), (apart, 1)).copy_(seen)
+    place = torch.arange(2, dtype=torch.int32, device=device)
+    amounts = torch.tensor([1.5, 1.2], device=device), torch.rand(2, device=device), torch.rand(2, device=device)
+    expected = reference.sample(near.clone(), asked, Penalties(place, seen, *amounts))
+    ours = kernel.sample(far, asked, Penalties(place, far_seen, *amounts), block=64)
+    assert ours.tolist() == expected.tolist()
+
+
 def test_tokens_seen_before_are_penalised(device: str) -> None:
     assert_penalised_alike(kernel, device)
 

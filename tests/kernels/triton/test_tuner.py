@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from moiety_kernels.bench.clocks import Prepared, clock_of
+from moiety_kernels.bench.shapes import layer_of
+from moiety_kernels.cli import _WEIGHTS
 from moiety_kernels.gpu.targets import H200
 from moiety_kernels.grouped_gemm.tiles import Problem, candidates, choose
-from moiety_kernels.grouped_gemm.tuning import GroupedGemmTunable
+from moiety_kernels.grouped_gemm.tuning import KINDS, GroupedGemmTunable
 from moiety_kernels.tuning.choices import path_of, read
 from moiety_kernels.tuning.tuner import Tuned, TuningFailed, tune
 
@@ -57,6 +59,20 @@ def test_the_fastest_candidate_is_kept_and_not_timed_again(tmp_path: Path, devic
 def test_only_the_best_candidates_of_the_cost_model_are_timed(tmp_path: Path, device: str) -> None:
     found = run(tmp_path, device, GroupedGemmTunable(), SlowAtFirst(), best=1)
     assert found.candidate == choose(PROBLEM, H200)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_kept_in_any_way_can_be_tuned_for(kind: str, tmp_path: Path, device: str) -> None:
+    """What is timed multiplies, and is what the layer looks for later."""
+    layer, tunable = layer_of((3, 2, 128, 64)), GroupedGemmTunable()
+    for problem in tunable.problems(layer, [4], kind):
+        makes = tunable.prepare(problem, torch.device(device))
+        for config in tunable.candidates(problem, H200)[:2]:
+            result = makes(config)()
+            assert result.shape == (4, 128)
+            assert result.isfinite().all()
+            assert result.any()
+    assert tuple(KINDS) == _WEIGHTS
 
 
 def test_where_no_candidate_runs_the_problem_and_the_reasons_are_named(tmp_path: Path, device: str) -> None:

@@ -22,7 +22,7 @@ from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
 from moiety_engine.model.families.gemma import gemma3, gemma3_config, gemma3_features
 from moiety_engine.model.families.glm import glm4_moe, glm_features
 from moiety_engine.model.families.gpt_oss import gpt_oss
-from moiety_engine.model.families.granite import granite_features, granitemoe
+from moiety_engine.model.families.granite import granite, granite_features, granitemoe
 from moiety_engine.model.families.ignored import Noting, ignored_of
 from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.mistral import mistral
@@ -46,6 +46,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "gemma3_text": gemma3,
     "glm4_moe": glm4_moe,
     "gpt_oss": gpt_oss,
+    "granite": granite,
     "granitemoe": granitemoe,
     "llama": llama,
     "mistral": mistral,
@@ -65,6 +66,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "gemma3": gemma3_features,
     "gemma3_text": gemma3_features,
     "glm4_moe": glm_features,
+    "granite": granite_features,
     "granitemoe": granite_features,
     "phimoe": phimoe_features,
 }

@@ -1,4 +1,4 @@
-"""Granite's mixtures."""
+"""Granite, with experts and without."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from moiety_engine.model.families.config import (
     read_attention,
     read_routing,
 )
-from moiety_engine.model.spec import LayerSpec, MoeSpec
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec
+
+
+def granite(config: Config, _index: int) -> LayerSpec:
+    mlp_bias = bool(config.get("mlp_bias", False))
+    return LayerSpec(_attention(config), DenseSpec(config["intermediate_size"], mlp_bias, read_activation(config)))
 
 
 def granitemoe(config: Config, _index: int) -> LayerSpec:
+    routing = read_routing(config, renormalize=False, scoring="softmax_chosen")
+    return LayerSpec(_attention(config), MoeSpec(config["intermediate_size"], routing, read_activation(config)))
+
+
+def _attention(config: Config) -> AttentionSpec:
     bias = bool(config.get("attention_bias", False))
     scale = float(config.get("attention_multiplier", 1.0))
-    attention = read_attention(config, qkv_bias=bias, output_bias=bias, scale=scale)
-    routing = read_routing(config, renormalize=False, scoring="softmax_chosen")
-    return LayerSpec(attention, MoeSpec(config["intermediate_size"], routing, read_activation(config)))
+    return read_attention(config, qkv_bias=bias, output_bias=bias, scale=scale)
 
 
 def granite_features(config: Config) -> Features:

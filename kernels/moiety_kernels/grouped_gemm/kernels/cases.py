@@ -30,33 +30,42 @@ _FLOATS = {
     "alpha": "fp32",
 }
 _COMMON = _GROUPS | _SIZES | _FLOATS
+_EIGHT_BITS: tuple[tuple[tiles.Weights, tiles.Scales], ...] = (("int8", "row"), ("fp8", "row"), ("fp8", "block"))
+_FOUR_BITS: tuple[tiles.Four, ...] = ("int4", "mxfp4")
+_KEPT = {"int8": "i8", "fp8": "fp8e4nv", "int4": "u8", "mxfp4": "u8"}
 
 
 def compile_cases() -> list[CompileCase]:
-    """Those of 16 bits for each target, with and without biases, and float32's."""
+    """For Hopper all that may be chosen, each with biases and without; for other targets some."""
     found = _row_cases()
-    for config in tiles.HOPPER[1:]:
-        others = ("sm_100",) if config.BM in _OTHERS_HEIGHTS and config.up.flat and config.up.BK == 64 else ()
-        found += _tile_cases(config, "bf16", ("sm_90", *others), engine=True)
+    for special in (False, True):
+        found += _hopper_cases(special=special)
     for config in tiles.PORTABLE[1:]:
         if config.BM in _OTHERS_HEIGHTS:
             found += _tile_cases(config, "bf16", ("sm_80", "gfx942"), engine=False)
     found += _tile_cases(tiles.HOPPER[1], "bf16", ("sm_90",), engine=False)
-    found += _tile_cases(tiles.HOPPER[-1], "bf16", ("sm_90",), engine=True, special=True)
-    for config in tiles.NARROW[1:]:
-        found += _tile_cases(config, "bf16", ("sm_90",), engine=True, weights="int8", scales="row")
-    found += _tile_cases(tiles.NARROW[2], "bf16", ("sm_90",), engine=True, weights="fp8", scales="block")
-    for config in tiles.EIGHT:
-        for scales in ("row", "block"):
-            found += _tile_cases(config, "bf16", ("sm_90",), engine=True, weights="fp8", scales=scales)
     older = replace(tiles.PORTABLE[1], four="mxfp4")
-    found += _tile_cases(older, "bf16", ("sm_80", "gfx942"), engine=False, weights="mxfp4", scales="group")
+    return found + _tile_cases(older, "bf16", ("sm_80", "gfx942"), engine=False, weights="mxfp4", scales="group")
+
+
+def _hopper_cases(*, special: bool) -> list[CompileCase]:
+    found = []
+    for config in tiles.HOPPER[1:]:
+        usual = config.BM in _OTHERS_HEIGHTS and config.up.flat and config.up.BK == 64 and not special
+        targets = ("sm_90", "sm_100") if usual else ("sm_90",)
+        found += _tile_cases(config, "bf16", targets, engine=True, special=special)
+    for config in (*tiles.NARROW[1:], *tiles.EIGHT):
+        for weights, scales in _EIGHT_BITS[1 if config.eight else 0 :]:
+            if scales == "row" or config.eight or config.BM <= tiles.BLOCK_SCALED_ROWS:
+                kind: dict[str, Any] = {"weights": weights, "scales": scales}
+                found += _tile_cases(config, "bf16", ("sm_90",), engine=True, special=special, **kind)
     for config in tiles.FOUR:
-        for four in ("int4", "mxfp4"):
-            only = replace(config, four=four)
-            found += _tile_cases(only, "bf16", ("sm_90",), engine=True, weights=four, scales="group")
-    found += _tile_cases(tiles.EIGHT[-1], "bf16", ("sm_90",), engine=True, special=True, weights="fp8", scales="block")
-    return found + _tile_cases(tiles.SINGLE[-1], "fp32", ("sm_90",), engine=True)
+        for four in _FOUR_BITS:
+            only, kind = replace(config, four=four), {"weights": four, "scales": "group"}
+            found += _tile_cases(only, "bf16", ("sm_90",), engine=True, special=special, **kind)
+    for config in tiles.SINGLE:
+        found += _tile_cases(config, "fp32", ("sm_90",), engine=True, special=special)
+    return found
 
 
 def _tile_cases(
@@ -70,7 +79,7 @@ def _tile_cases(
     scales: tiles.Scales = "none",
 ) -> list[CompileCase]:
     """Up and down of one choice; `special`: with biases, the clipped activation and a width that no step divides."""
-    kept = {"wide": dtype, "int8": "i8", "fp8": "fp8e4nv"}.get(weights, "u8")
+    kept = _KEPT.get(weights, dtype)
     rows_in = kept if config.eight else dtype
     suffix = f"{dtype}{'' if engine else ' by addresses'}{' special' if special else ''}"
     suffix += f" {weights} a scale a {scales}" if weights != "wide" else ""
@@ -107,17 +116,27 @@ def _tile_cases(
 
 
 def _row_cases() -> list[CompileCase]:
-    config, pointers = tiles.ROWS, dict.fromkeys(("p_x", "p_w", "p_inner", "p_out", "p_rows"), "*bf16")
-    signature = _COMMON | pointers
-
-    def constants(block: tiles.Block) -> dict[str, Any]:
-        return {"BN": block.BN, "BK": block.BK, "STAGES": block.stages, "SCALES": "none", "BIAS": False}
-
+    """Of few tokens; what adds biases also has the clipped activation."""
+    config, cases = tiles.ROWS, []
+    for weights, scales in (("wide", "none"), *_EIGHT_BITS[:2]):
+        pointers = dict.fromkeys(("p_x", "p_inner", "p_out"), "*bf16") | {"p_w": f"*{_KEPT.get(weights, 'bf16')}"}
+        only = ("sm_90", "sm_100") if weights == "fp8" else ()
+        for bias in (False, True):
+            kind = f"{'' if weights == 'wide' else f' {weights}'}{' special' if bias else ''}"
+            activation = {"ACTIVATION": "clipped" if bias else "silu"}
+            for name, kernel, block, more in (
+                ("up", rows._up_rows, config.up, activation),
+                ("down", rows._down_rows, config.down, {}),
+            ):
+                constants = {"BN": block.BN, "BK": block.BK, "STAGES": block.stages, "SCALES": scales, "BIAS": bias}
+                signature = _COMMON | pointers
+                cases.append(
+                    CompileCase(f"{name} rows{kind}", kernel, signature, constants | more, block.warps, only=only)
+                )
     rounded = {"p_x": "*bf16", "p_rounded": "*fp8e4nv", "p_scale": "*fp32", "width": "i32", "x_stride": "i32"}
-    gated = constants(config.up) | {"ACTIVATION": "silu"}
+    combined = _COMMON | {"p_rows": "*bf16", "p_out": "*bf16"}
     return [
-        CompileCase("up rows", rows._up_rows, signature, gated, config.up.warps),
-        CompileCase("down rows", rows._down_rows, signature, constants(config.down), config.down.warps),
+        *cases,
         CompileCase("round rows", rounding._round_rows, rounded, {"GROUPS": rounding.GROUPS}, only=("sm_90", "sm_100")),
-        CompileCase("combine", down._combine, signature, {"TOP_K": 8, "BLOCK": 1024}),
+        CompileCase("combine", down._combine, combined, {"TOP_K": 8, "BLOCK": 1024}),
     ]

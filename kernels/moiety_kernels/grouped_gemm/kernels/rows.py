@@ -123,8 +123,8 @@ def _up_rows(
         m_k = k + i_k < width
         m_w = m_column[:, None] & m_k[None, :]
         x = tl.load(p_x + k + i_k, mask=m_k, other=0.0).to(tl.float32)
-        gates += tl.load(p_gate + k, mask=m_w, other=0).to(tl.float32) * x[None, :]
-        ups += tl.load(p_up + k, mask=m_w, other=0).to(tl.float32) * x[None, :]
+        gates += tl.load(p_gate + k, mask=m_w, other=0.0).to(tl.float32) * x[None, :]
+        ups += tl.load(p_up + k, mask=m_w, other=0.0).to(tl.float32) * x[None, :]
     gate = tl.sum(gates, axis=1)
     up = tl.sum(ups, axis=1)
     if SCALES == "row":
@@ -161,7 +161,7 @@ def _down_rows(
         share = tl.load(p_weight + pair)
         inner = tl.load(p_inner + pair.to(tl.int64) * hidden + k + i_k, mask=m_k, other=0.0).to(tl.float32)
         m_w = m_column[:, None] & m_k[None, :]
-        weights = tl.load(p_column + expert * expert_stride + k, mask=m_w, other=0)
+        weights = tl.load(p_column + expert * expert_stride + k, mask=m_w, other=0.0)
         parts = weights.to(tl.float32) * (inner * share)[None, :]
         if SCALES == "row":
             parts *= tl.load(p_scale + expert * width + i_column, mask=m_column & (expert >= 0), other=0.0)[:, None]

@@ -54,6 +54,39 @@ def start_sums(BM: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
 
 
 @triton.jit
+def scores(
+    b_q0,
+    b_q1,
+    b_k0,
+    p_key,
+    m_key,
+    p_k_scale,
+    p_v_scale,
+    i_slot,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    D: tl.constexpr,
+    SHARED: tl.constexpr,
+    MASKED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Products of queries and keys, of which the first part is here already. If SCALED, a key has a scale; if SHARED,
+    too, its first part, which is its value, has the value's and the rest the key's."""
+    b_score = tl.dot(b_q0, tl.trans(b_k0), input_precision="ieee")  # [BM, BN]
+    if SCALED and SHARED:
+        b_score *= tl.load(p_v_scale + i_slot, mask=m_key, other=0.0)[None, :]
+        b_k1 = load_rows(p_key, m_key, D0, D1, D, MASKED).to(b_q0.dtype)
+        b_rest = tl.dot(b_q1, tl.trans(b_k1), input_precision="ieee")
+        b_score += b_rest * tl.load(p_k_scale + i_slot, mask=m_key, other=0.0)[None, :]
+    elif D1:
+        b_k1 = load_rows(p_key, m_key, D0, D1, D, MASKED).to(b_q0.dtype)
+        b_score = tl.dot(b_q1, tl.trans(b_k1), acc=b_score, input_precision="ieee")
+    if SCALED and not SHARED:
+        b_score *= tl.load(p_k_scale + i_slot, mask=m_key, other=0.0)[None, :]
+    return b_score
+
+
+@triton.jit
 def attend(
     b_sum0,
     b_sum1,
@@ -108,12 +141,10 @@ def attend(
         p_value = p_v + i_block * v_block + (i_key % PLACES) * v_place
         i_slot = i_block * scale_block + i_key % PLACES
         b_k0 = load_rows(p_key, m_key, 0, D0, D, MASKED).to(b_q0.dtype)
-        b_score = tl.dot(b_q0, tl.trans(b_k0), input_precision="ieee")  # [BM, BN]
-        if D1:
-            b_k1 = load_rows(p_key, m_key, D0, D1, D, MASKED).to(b_q0.dtype)
-            b_score = tl.dot(b_q1, tl.trans(b_k1), acc=b_score, input_precision="ieee")
-        if SCALED:
-            b_score *= tl.load(p_k_scale + i_slot, mask=m_key, other=0.0)[None, :]
+        b_score = scores(
+            *(b_q0, b_q1, b_k0, p_key, m_key, p_k_scale, p_v_scale, i_slot),
+            *(D0, D1, D, SHARED, MASKED, SCALED),
+        )
         if MASKED:
             m_seen = m_key[None, :]
             if CAUSAL:
