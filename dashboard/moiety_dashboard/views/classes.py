@@ -72,8 +72,8 @@ def columns() -> dict[str, Any]:
     column = st.column_config
     since_start = "By all engines since they started"
     more = {
-        "predicted_ms": column.NumberColumn(
-            "Would wait, ms", format="%.0f", help="Predicted time to first token of an empty prompt that arrives now"
+        "predicted_s": column.NumberColumn(
+            "Would wait, s", format="%.2f", help="Predicted time to first token of an empty prompt that arrives now"
         ),
         "rejections": column.NumberColumn("Refused, 1 h", format="localized"),
         "downgraded": column.NumberColumn("Downgraded", format="localized", help=since_start),

@@ -12,11 +12,12 @@ import pandas as pd
 import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, session
-from moiety_dashboard.client import AdminClient
-from moiety_dashboard.figures import NOTHING, percent, ratio, short, time_left
+from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.figures import NOTHING, percent, ratio, short, short_address, time_left
 from moiety_dashboard.frames import fleet
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.windows import HOUR
 
 SAMPLES = "engine samples"
 DRAWN = "engine states as drawn"
@@ -46,10 +47,15 @@ def draw_live(client: AdminClient) -> None:
     panels.tiles(fleet_tiles(engines, samples))
     frame = fleet.engines_frame(engines)
     frame["output_per_s"] = [latest_rate(samples, address, "output_tokens_total") for address in frame["address"]]
+    for name in ("prefill", "decode"):
+        frame[name] = [latest_rate(samples, address, f"{name}_seconds_total") for address in frame["address"]]
     frame["prompt_per_s"] = [latest_rate(samples, address, "prompt_tokens_total") for address in frame["address"]]
-    with panels.panel("Replicas", "now; tokens per second since the last look", [answer], key="engines", frame=frame):
+    with panels.panel(
+        "Replicas", "now; time and tokens per second since the last look", [answer], key="engines", frame=frame
+    ):
         panels.table(frame, columns(), "")
     draw_watched(samples, engines)
+    draw_memory(client, answer)
     draw_classes(client, engines)
     if st.session_state.get(DRAWN, states_of(engines)) != states_of(engines):
         st.rerun()  # the buttons below stand outside of this part
@@ -100,18 +106,21 @@ def columns() -> dict[str, Any]:
     column = st.column_config
     share: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
     return {
-        "address": column.TextColumn("Address", width=150),
+        "engine": column.TextColumn("Address", width=185),
         "state": "State",
         "model": "Model",
         "device": "Runs on",
         "running": column.NumberColumn("Running", help="Sequences in the batch"),
         "waiting": column.NumberColumn("Waiting", help="Sequences in the queue"),
-        "paused": column.NumberColumn("Paused", help="Running, but without credit"),
-        "kv_used": column.ProgressColumn("KV in use", **share),
+        "kv_used": column.ProgressColumn("KV in use", width=110, **share),
         "kv_cached": column.NumberColumn("KV kept", format="percent", help="Free, but kept for reuse"),
         "hit_rate": column.NumberColumn("Prefix hits", format="percent", help="Of prompt tokens, since its start"),
-        "prompt_per_s": column.NumberColumn("Prompt tok/s", format="%.0f"),
-        "output_per_s": column.NumberColumn("Output tok/s", format="%.0f"),
+        "prefill": column.NumberColumn(
+            "Prefill", format="percent", help="Part of the time in steps with prompt tokens"
+        ),
+        "decode": column.NumberColumn("Decode", format="percent", help="Part of the time in steps without any"),
+        "prompt_per_s": column.NumberColumn("Prompt/s", format="%.0f", help="Prompt tokens a second"),
+        "output_per_s": column.NumberColumn("Output/s", format="%.0f", help="Output tokens a second"),
     }
 
 
@@ -122,7 +131,7 @@ def draw_watched(samples: Mapping[str, Any], engines: list[dict[str, Any]]) -> N
     rows = [
         {
             "slot": datetime.fromtimestamp(at_s, UTC),
-            "engine": address,
+            "engine": short_address(address),
             "kv_used": ratio(load["kv_blocks_used"], load["kv_blocks_total"]),
             "running": load["num_running"],
         }
@@ -131,7 +140,9 @@ def draw_watched(samples: Mapping[str, Any], engines: list[dict[str, Any]]) -> N
         if at_s >= since.timestamp()
     ]
     frame = pd.DataFrame(rows, columns=["slot", "engine", "kv_used", "running"])
-    inks = {name: colours.TENANTS[n % len(colours.TENANTS)] for n, name in enumerate(sorted(samples))}
+    inks = {
+        name: colours.TENANTS[n % len(colours.TENANTS)] for n, name in enumerate(map(short_address, sorted(samples)))
+    }
     span = charts.Span(since, now, timedelta(0))
     note = "since you opened this page, 15 min at most"
     left, right = st.columns(2)
@@ -143,6 +154,33 @@ def draw_watched(samples: Mapping[str, Any], engines: list[dict[str, Any]]) -> N
     with right, panels.panel("Sequences in the batch", note, [], key="batch over time", frame=frame):
         figure = charts.Figure("running", "sequences")
         panels.draw(lambda: charts.lines(frame, figure, "engine", inks, span), frame, "", "batch chart")
+    steps = fleet.time_frame({engine["address"]: samples[engine["address"]] for engine in engines}, since)
+    inks = {"prefill": colours.PREFILL, "decode": colours.DECODE}
+    with panels.panel("Time in steps", f"mean of the engines, {note}", [], key="time over time", frame=steps):
+        figure = charts.Figure("share", "of the time", ".1%")
+        none = "This page has not looked twice yet."
+        panels.draw(lambda: charts.lines(steps, figure, "kind", inks, span), steps, none, "time chart")
+
+
+def draw_memory(client: AdminClient, engines: Answer) -> None:
+    """Who has how much of the KV cache, and for whom it saves how much."""
+    sums = client.get("/usage/minutes", group_by="tenant", step=60, since=(datetime.now(UTC) - HOUR).isoformat())
+    frame = fleet.memory_frame(engines.data["data"], sums.data["data"])
+    column = st.column_config
+    columns = {
+        "tenant": "Tenant",
+        "kv_share": column.ProgressColumn("KV in use, now", min_value=0.0, max_value=1.0, format="percent"),
+        "kv_blocks": column.NumberColumn(
+            "Blocks", format="localized", help="One that several requests share counts for each"
+        ),
+        "prompt_tokens": column.NumberColumn("Prompt tokens, 1 h", format="localized"),
+        "cached_tokens": column.NumberColumn("Of these from the cache", format="localized"),
+        "hit_rate": column.NumberColumn("Prefix hits, 1 h", format="percent", help="Of prompt tokens"),
+    }
+    with panels.panel(
+        "KV cache by tenant", "now, and prefix hits of the last hour", [engines, sums], key="memory", frame=frame
+    ):
+        panels.table(frame, columns, "Nobody has used an engine in the last hour.")
 
 
 def draw_classes(client: AdminClient, engines: list[dict[str, Any]]) -> None:
@@ -150,9 +188,11 @@ def draw_classes(client: AdminClient, engines: list[dict[str, Any]]) -> None:
     classes = client.get("/classes")
     inks = colours.of_classes(terms["name"] for terms in classes.data["data"])
     rows = [
-        {"engine": engine["address"], "class": name, **counts}
+        {"engine": short_address(engine["address"]), "class": name, **loads[name]}
         for engine in engines
-        for name, counts in fleet.class_loads([engine]).items()
+        for loads in [fleet.class_loads([engine])]
+        for name in inks
+        if name in loads
     ]
     frame = pd.DataFrame(rows)
     counts = {"admitted": "Admitted", "rejected": "Refused", "downgraded": "Downgraded", "preempted": "Preempted",

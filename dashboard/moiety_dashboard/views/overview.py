@@ -70,7 +70,7 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
     frame = series.minutes_frame(hour.data["data"], MINUTE, now)
     last_s, whole_s = NOW.total_seconds(), HOUR.total_seconds()
     kept, kept_hour = (ratio(sums["num_kept"], sums["num_promised"]) for sums in (last, whole))
-    broken, broken_hour = (ratio(sums["failed"] + sums["rejected"], sums["requests"]) for sums in (last, whole))
+    failed, refused = (ratio(last[how], last["requests"]) for how in ("failed", "rejected"))
     found = [
         Tile(
             "Goodput, 5 min", f"{short(last['good_tokens'] / last_s)} tok/s",
@@ -78,7 +78,7 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
             "Output tokens a second of requests whose class's promise was kept.", series.history(frame, "good_per_s"),
         ),
         Tile(
-            "SLA attained, 5 min", percent(kept), f"{percent(kept_hour)} over 1 h",
+            "SLA kept, 5 min", percent(kept), f"{percent(kept_hour)} over 1 h",
             "Share of the requests with a promise that had it kept; requests refused for overload did not.",
             series.shares(hour.data["data"], ("num_kept",), "num_promised"),
         ),
@@ -93,9 +93,9 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
         ),
         *fleet_tiles(engines),
         Tile(
-            "Errors, 5 min", percent(broken), f"{percent(broken_hour)} over 1 h",
-            "Failed and rejected requests, as a share of all.",
-            series.shares(hour.data["data"], ("failed", "rejected"), "requests"),
+            "Failed, 5 min", percent(failed), f"{percent(refused)} refused",
+            "Share of all requests that failed here. Refused are those over a limit, that nobody had room for, or that "
+            "were wrong.", series.shares(hour.data["data"], ("failed",), "requests"),
         ),
     ]  # fmt: skip
     panels.tiles(found)
@@ -158,7 +158,8 @@ def classes_of_hour(classes: Answer, sums: Answer, engines: Answer | None) -> pd
     for one in sums.data["data"]:
         known = merged.setdefault(one["group"]["service_class"], {"group": one["group"], "totals": {}})
         known["totals"] = add_totals(known["totals"], one["totals"])
-    return fleet.classes_frame(classes.data["data"], list(merged.values()), engines.data["data"] if engines else [])
+    listed = engines.data["data"] if engines else []
+    return fleet.classes_frame(classes.data["data"], list(merged.values()), listed, datetime.now(UTC))
 
 
 def add_totals(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import streamlit as st
 
-from moiety_dashboard import charts, colours, panels
+from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.figures import percent, short
 from moiety_dashboard.frames import fleet, series, simulations
@@ -165,7 +165,7 @@ def draw_ended(page: Page, client: AdminClient, ended: list[dict[str, Any]], kno
 
 
 def label_of(one: Mapping[str, Any]) -> str:
-    at = datetime.fromisoformat(one["created_at"]).astimezone()
+    at = datetime.fromisoformat(one["created_at"]).astimezone(session.zone())
     return f"{at:%H:%M:%S} · {simulations.in_words(one['settings'])}"
 
 
@@ -176,7 +176,8 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
     inks = colours.of_classes(terms["name"] for terms in classes)
     frame = simulations.sides_frame(result)
     left_out = f", {short(result['num_unserved'])} without lengths left out" if result["num_unserved"] else ""
-    note = f"by class, one replica, steps {result['device']}"
+    st.caption(f"Of one replica, whose steps take as long {result['device']}.")
+    note = "by class, of one replica"
     figures = {
         "Promises kept": charts.Figure("attainment", "of the class's requests", ".1%"),
         "Share of the work asked for": charts.Figure("demand_share", "of device time", ".1%"),
@@ -185,8 +186,9 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
         "Preemptions": charts.Figure("num_preemptions", "preemptions"),
         "Refused": charts.Figure("num_rejected", "requests"),
     }
-    columns = st.columns(2)
     for number, (title, figure) in enumerate(figures.items()):
+        if number % 2 == 0:
+            columns = st.columns(2)
         measured = frame[frame[figure.column].notna()]
         if not measured[figure.column].any():
             measured = measured.head(0)  # says more than bars without height
