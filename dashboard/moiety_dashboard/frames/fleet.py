@@ -186,7 +186,7 @@ def time_frame(samples: Mapping[str, Sequence[tuple[float, Mapping[str, Any]]]],
             if found:
                 rows += [{"slot": slot, "kind": one.split("_")[0], "share": min(1.0, found[one])} for one in IN_STEPS]
     frame = pd.DataFrame(rows, columns=["slot", "kind", "share"])
-    return frame.groupby(["slot", "kind"], as_index=False)["share"].mean()
+    return frame.groupby(["slot", "kind"], as_index=False).agg({"share": "mean"})
 
 
 def rates(before: Mapping[str, Any] | None, now: Mapping[str, Any], seconds: float) -> dict[str, float] | None:

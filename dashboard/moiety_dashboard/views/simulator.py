@@ -77,7 +77,11 @@ def ask(client: AdminClient, known: Mapping[str, Any]) -> None:
         body = ask_traffic(client, first, second) | ask_device(engines, known, third) | ask_replicas(engines, known)
         st.caption("Classes as they are; change what you want to try. Nothing is applied. Times are seconds.")
         edited = st.data_editor(
-            simulations.terms_frame(classes), column_config=term_columns(classes), hide_index=True, width="stretch"
+            simulations.terms_frame(classes),
+            column_config=term_columns(classes),
+            hide_index=True,
+            width="stretch",
+            placeholder="–",
         )
         if st.form_submit_button("Simulate", type="primary", icon=":material/science:"):
             body["classes"] = simulations.changes(classes, edited)
@@ -176,7 +180,7 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
     inks = colours.of_classes(terms["name"] for terms in classes)
     frame = simulations.sides_frame(result)
     left_out = f", {short(result['num_unserved'])} without lengths left out" if result["num_unserved"] else ""
-    st.caption(f"Of one replica, whose steps take as long {result['device']}.")
+    st.caption(f"Of one replica. How long its steps take: {result['device']}.")
     note = "by class, of one replica"
     figures = {
         "Promises kept": charts.Figure("attainment", "of the class's requests", ".1%"),
