@@ -85,6 +85,14 @@ def test_of_the_time_between_two_looks_it_is_told_how_much_went_into_steps_of_ei
     assert fleet.time_frame({"ipc://a": [(at_s - 9, LOAD), (at_s - 6, later)]}, NOON).empty
 
 
+def test_what_was_seen_of_several_engines_within_seconds_is_one_point_of_a_line() -> None:
+    at_s = NOON.timestamp()
+    more = LOAD | {"num_waiting": 4, "kv_blocks_used": 150}
+    seen = {"ipc://a": [(at_s, LOAD), (at_s + 3, more)], "ipc://b": [(at_s + 1, LOAD)]}
+    assert fleet.over_time(seen, "num_waiting") == [2, 4]
+    assert fleet.over_time(seen, "kv_blocks_used", "kv_blocks_total") == [0.25, 0.75]
+
+
 def test_a_class_tells_since_when_the_oldest_waits_at_any_engine() -> None:
     def loaded(came_s: float) -> dict[str, Any]:
         return engine(load=LOAD | {"classes": [CLASS | {"oldest_waiting_unix_s": came_s}]})

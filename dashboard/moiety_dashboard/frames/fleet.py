@@ -13,6 +13,7 @@ import pandas as pd
 from moiety_dashboard.figures import ratio, short_address
 
 Rows = Sequence[Mapping[str, Any]]
+Seen = Mapping[str, Sequence[tuple[float, Mapping[str, Any]]]]  # by engine, when a load was seen, and the load
 
 OBJECTIVE = 0.99  # of the promises, against which the burn is told
 
@@ -175,7 +176,21 @@ def memory_frame(engines: Rows, sums: Rows) -> pd.DataFrame:
     )
 
 
-def time_frame(samples: Mapping[str, Sequence[tuple[float, Mapping[str, Any]]]], since: datetime) -> pd.DataFrame:
+def over_time(samples: Seen, part: str, whole: str | None = None) -> list[float]:
+    """A gauge of all engines together, or its share of another, from what was seen within the same seconds; for a line
+    without axes."""
+    slots: dict[float, dict[str, Mapping[str, Any]]] = {}
+    for address, seen in samples.items():
+        for at_s, load in seen:
+            slots.setdefault(at_s // TOGETHER_S, {})[address] = load
+    found = []
+    for _, loads in sorted(slots.items()):
+        total = sum(load[part] for load in loads.values())
+        found.append(total if whole is None else ratio(total, sum(load[whole] for load in loads.values())) or 0.0)
+    return found
+
+
+def time_frame(samples: Seen, since: datetime) -> pd.DataFrame:
     """How much of the time between two looks was spent in steps with prompt tokens, and in those without: `slot`,
     `kind`, `share`, the mean of the engines that told it within the same seconds."""
     rows = []

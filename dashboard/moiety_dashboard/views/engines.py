@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from moiety_dashboard import charts, colours, panels, session
+from moiety_dashboard import charts, colours, panels, samples, session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.figures import NOTHING, percent, ratio, short, short_address, time_left
 from moiety_dashboard.frames import fleet
@@ -19,9 +17,7 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.windows import HOUR
 
-SAMPLES = "engine samples"
 DRAWN = "engine states as drawn"
-KEPT = 300
 WATCHED = timedelta(minutes=15)
 
 
@@ -43,18 +39,18 @@ def draw_live(client: AdminClient) -> None:
             icon=":material/memory:",
         )
         return
-    samples = watch(engines)
-    panels.tiles(fleet_tiles(engines, samples))
+    seen = samples.watch(engines)
+    panels.tiles(fleet_tiles(engines, seen))
     frame = fleet.engines_frame(engines)
-    frame["output_per_s"] = [latest_rate(samples, address, "output_tokens_total") for address in frame["address"]]
+    frame["output_per_s"] = [samples.latest_rate(seen, address, "output_tokens_total") for address in frame["address"]]
     for name in ("prefill", "decode"):
-        frame[name] = [latest_rate(samples, address, f"{name}_seconds_total") for address in frame["address"]]
-    frame["prompt_per_s"] = [latest_rate(samples, address, "prompt_tokens_total") for address in frame["address"]]
+        frame[name] = [samples.latest_rate(seen, address, f"{name}_seconds_total") for address in frame["address"]]
+    frame["prompt_per_s"] = [samples.latest_rate(seen, address, "prompt_tokens_total") for address in frame["address"]]
     with panels.panel(
         "Replicas", "now; time and tokens per second since the last look", [answer], key="engines", frame=frame
     ):
         panels.table(frame, columns(), "")
-    draw_watched(samples, engines)
+    draw_watched(seen, engines)
     draw_memory(client, answer)
     draw_classes(client, engines)
     if st.session_state.get(DRAWN, states_of(engines)) != states_of(engines):
@@ -65,29 +61,10 @@ def states_of(engines: list[dict[str, Any]]) -> dict[str, str]:
     return {engine["address"]: fleet.engine_state(engine) for engine in engines}
 
 
-def watch(engines: list[dict[str, Any]]) -> dict[str, deque[tuple[float, Mapping[str, Any]]]]:
-    """What was seen of each engine since this session began to look, the latest last. It is kept nowhere else."""
-    samples: dict[str, deque[tuple[float, Mapping[str, Any]]]] = st.session_state.setdefault(SAMPLES, {})
-    for engine in engines:
-        seen = samples.setdefault(engine["address"], deque(maxlen=KEPT))
-        if engine["load"] and (not seen or seen[-1][1]["seq"] != engine["load"]["seq"]):
-            seen.append((time.time(), engine["load"]))
-    return samples
-
-
-def latest_rate(samples: Mapping[str, Any], address: str, name: str) -> float | None:
-    seen = samples[address]
-    if len(seen) < 2:
-        return None
-    (before_s, before), (now_s, now) = seen[-2], seen[-1]
-    found = fleet.rates(before, now, now_s - before_s)
-    return None if found is None else found[name]
-
-
-def fleet_tiles(engines: list[dict[str, Any]], samples: Mapping[str, Any]) -> list[Tile]:
+def fleet_tiles(engines: list[dict[str, Any]], seen: samples.Samples) -> list[Tile]:
     now = fleet.fleet(engines)
     ready = sum(fleet.engine_state(engine) == "ready" for engine in engines)
-    speeds = [latest_rate(samples, engine["address"], "output_tokens_total") for engine in engines]
+    speeds = [samples.latest_rate(seen, engine["address"], "output_tokens_total") for engine in engines]
     known = [speed for speed in speeds if speed is not None]
     loads = [engine["load"] for engine in engines if engine["load"]]
     hits = ratio(sum(load["cached_tokens_total"] for load in loads), sum(load["prompt_tokens_total"] for load in loads))
@@ -124,8 +101,8 @@ def columns() -> dict[str, Any]:
     }
 
 
-def draw_watched(samples: Mapping[str, Any], engines: list[dict[str, Any]]) -> None:
-    """Memory and batch since this page was opened; the engines keep no history of them."""
+def draw_watched(seen: samples.Samples, engines: list[dict[str, Any]]) -> None:
+    """Memory and batch since this session began to look; the engines keep no history of them."""
     now = datetime.now(UTC)
     since = now - WATCHED
     rows = [
@@ -136,15 +113,13 @@ def draw_watched(samples: Mapping[str, Any], engines: list[dict[str, Any]]) -> N
             "running": load["num_running"],
         }
         for address in (engine["address"] for engine in engines)
-        for at_s, load in samples[address]
+        for at_s, load in seen[address]
         if at_s >= since.timestamp()
     ]
     frame = pd.DataFrame(rows, columns=["slot", "engine", "kv_used", "running"])
-    inks = {
-        name: colours.TENANTS[n % len(colours.TENANTS)] for n, name in enumerate(map(short_address, sorted(samples)))
-    }
+    inks = {name: colours.TENANTS[n % len(colours.TENANTS)] for n, name in enumerate(map(short_address, sorted(seen)))}
     span = charts.Span(since, now, timedelta(0))
-    note = "since you opened this page, 15 min at most"
+    note = "since you signed in, 15 min at most"
     left, right = st.columns(2)
     with left, panels.panel("KV cache in use", note, [], key="kv over time", frame=frame):
         known = frame[frame["kv_used"].notna()]
@@ -154,7 +129,7 @@ def draw_watched(samples: Mapping[str, Any], engines: list[dict[str, Any]]) -> N
     with right, panels.panel("Sequences in the batch", note, [], key="batch over time", frame=frame):
         figure = charts.Figure("running", "sequences")
         panels.draw(lambda: charts.lines(frame, figure, "engine", inks, span), frame, "", "batch chart")
-    steps = fleet.time_frame({engine["address"]: samples[engine["address"]] for engine in engines}, since)
+    steps = fleet.time_frame({engine["address"]: seen[engine["address"]] for engine in engines}, since)
     inks = {"prefill": colours.PREFILL, "decode": colours.DECODE}
     with panels.panel("Time in steps", f"mean of the engines, {note}", [], key="time over time", frame=steps):
         figure = charts.Figure("share", "of the time", ".1%")

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from moiety_dashboard import charts, colours, panels, session
+from moiety_dashboard import charts, colours, panels, samples, session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.figures import percent, ratio, short
 from moiety_dashboard.frames import fleet, series
@@ -108,10 +108,19 @@ def fleet_tiles(engines: Answer | None) -> list[Tile]:
     now = fleet.fleet(engines.data["data"])
     used = ratio(now["kv_blocks_used"], now["kv_blocks_total"])
     cached = ratio(now["kv_blocks_cached"], now["kv_blocks_total"])
+    seen = samples.watch(engines.data["data"])
+    since = "The line is since you signed in."
     return [
-        Tile("Queue, now", f"{now['num_waiting']:,.0f}", f"{now['num_running']:,.0f} running", "Requests that wait."),
-        Tile("KV cache, now", percent(used), f"{percent(cached)} kept for reuse", "Share of its blocks in use."),
-    ]
+        Tile(
+            "Queue, now", f"{now['num_waiting']:,.0f}", f"{now['num_running']:,.0f} running",
+            f"Requests that wait. {since}", fleet.over_time(seen, "num_waiting"),
+        ),
+        Tile(
+            "KV cache, now", percent(used), f"{percent(cached)} reusable",
+            f"Share of its blocks in use, and of free ones that are kept for reuse. {since}",
+            fleet.over_time(seen, "kv_blocks_used", "kv_blocks_total"),
+        ),
+    ]  # fmt: skip
 
 
 def draw_charts(client: AdminClient, window: Window, inks: Mapping[str, str]) -> None:
