@@ -14,7 +14,10 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
     from playwright.sync_api import Page, sync_playwright
 
     def settle(page: Page) -> None:
+        """Until all of it is drawn, however busy the machine is, and what is animated stands still."""
+        page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
         page.wait_for_timeout(2500)
+        page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])

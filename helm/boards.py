@@ -88,6 +88,7 @@ def promises() -> list[list[Panel]]:
 
 
 def latencies() -> list[list[Panel]]:
+    came = 'moiety_engine_class_oldest_waiting_timestamp_seconds{service_class=~"$service_class"}'
     return [
         [
             Panel("Time to first token", "s", percentiles("gen_ai_server_time_to_first_token_seconds", OF),
@@ -110,11 +111,14 @@ def latencies() -> list[list[Panel]]:
             Panel("Verdicts that are no admission", "reqps",
                   [(f'sum by (outcome, reason) (rate(moiety_admission_total{{service_class=~"$service_class",'
                     f'outcome!="admitted"}}[{RATE}]))', "{{outcome}}: {{reason}}")],
-                  "Requests that were downgraded or rejected, and why.", stacked=True, width=12),
+                  "Requests that were downgraded or rejected, and why.", stacked=True),
             Panel("Waiting by class", "short",
                   [('sum by (service_class) (max by (engine, service_class) '
                     '(moiety_engine_class_num_waiting{service_class=~"$service_class"}))', "{{service_class}}")],
-                  "Requests in engines' queues.", stacked=True, width=12),
+                  "Requests in engines' queues.", stacked=True),
+            Panel("Oldest that waits, by class", "s",
+                  [(f"max by (service_class) ((time() - {came}) and {came} > 0)", "{{service_class}}")],
+                  "Since it came; nothing while nobody waits."),
         ],
     ]  # fmt: skip
 
@@ -153,6 +157,12 @@ def batches() -> list[list[Panel]]:
             Panel("Output tokens per step", "short",
                   [(f"{of_engine('moiety_engine_output_tokens_total')} / {steps}", "{{engine}}")],
                   "How well requests are batched."),
+        ],
+        [
+            Panel("Time in steps", "percentunit",
+                  [(of_engine("moiety_engine_prefill_seconds_total"), "{{engine}} prefill"),
+                   (of_engine("moiety_engine_decode_seconds_total"), "{{engine}} decode")],
+                  "Part of the time in steps with prompt tokens, and in those without.", width=24),
         ],
     ]  # fmt: skip
 

@@ -54,7 +54,23 @@ def lines(frame: pd.DataFrame, figure: Figure, field: str, colours: Mapping[str,
     """A line of a figure by `slot` for each `field`; where a slot has no figure there is a point and no line."""
     point = alt.OverlayMarkDef(filled=True, size=18)
     mark = alt.MarkDef(type="line", point=point, strokeWidth=2, interpolate="linear")
-    return _over_time(frame, figure, field, colours, span, mark, stack=False)
+    return _over_time(
+        with_gaps(frame, figure.column, field, span.step), figure, field, colours, span, mark, stack=False
+    )
+
+
+def with_gaps(frame: pd.DataFrame, column: str, field: str, step: timedelta) -> pd.DataFrame:
+    """The frame with a row of no figure in each gap between two slots of a `field`, so that no line is drawn over a
+    time of which nothing is known."""
+    if not step:
+        return frame
+    ordered = frame.sort_values("slot")
+    after = ordered.groupby(field)["slot"].shift(-1) - ordered["slot"]
+    gaps = ordered[after > 1.5 * pd.Timedelta(step)]
+    if gaps.empty:
+        return frame
+    empty = gaps.assign(slot=gaps["slot"] + step)[["slot", field]]
+    return pd.concat([frame, empty.assign(**{column: None})], ignore_index=True)
 
 
 def sides(frame: pd.DataFrame, figure: Figure, classes: Mapping[str, str]) -> alt.Chart:
@@ -117,7 +133,7 @@ def _over_time(
                 title=figure.unit,
                 stack="zero" if stack else None,
                 scale=_scale_of(figure, frame),
-                axis=alt.Axis(tickCount=4, format="%" if is_share(figure) else "~s"),
+                axis=_axis_of(figure, frame),
             ),
             color=alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=None, orient="top", columns=6)),
             tooltip=[
@@ -205,7 +221,31 @@ def _scale_of(figure: Figure, frame: pd.DataFrame) -> Any:
     """A share is shown up to all of it, and so far down that 98 % does not look like a fall."""
     if is_share(figure):
         return alt.Scale(domain=[share_floor(frame[figure.column].min()), 1], clamp=True)
-    return alt.Scale(type="log", nice=True) if figure.is_log else alt.Scale(zero=True, nice=True)
+    if figure.is_log:
+        return alt.Scale(type="log", domain=list(decades(frame[figure.column])))
+    if not frame[figure.column].any():
+        return alt.Scale(domain=[0, 1])  # of nothing but zeros an axis has no length of its own
+    return alt.Scale(zero=True, nice=True)
+
+
+def decades(values: pd.Series[float]) -> tuple[float, float]:
+    """The powers of ten that they lie between, one at least."""
+    positive = values[values > 0]
+    if positive.empty:
+        return 1.0, 10.0
+    lowest = math.floor(math.log10(positive.min()))
+    highest = max(math.ceil(math.log10(positive.max())), lowest + 1)
+    return 10.0**lowest, 10.0**highest
+
+
+def _axis_of(figure: Figure, frame: pd.DataFrame) -> alt.Axis:
+    """About four lines; of a logarithm the powers of ten, and where there are few of them their triples."""
+    if not figure.is_log:
+        return alt.Axis(tickCount=4, format="%" if is_share(figure) else "~s")
+    first, last = (round(math.log10(end)) for end in decades(frame[figure.column]))
+    steps = (1, 3) if last - first <= 2 else (1,)
+    ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+    return alt.Axis(values=[tick for tick in ticks if tick <= 10.0**last], format="~s")
 
 
 def share_floor(lowest: float) -> float:

@@ -121,7 +121,7 @@ class AdminClient:
 
     def _command(self, path: str, parameters: Mapping[str, Any]) -> str:
         """The same for a shell, with the key left to its environment."""
-        words = [f"  -d {shlex.quote(f'{name}={value}')}" for name, value in parameters.items()]
+        words = [f"  --data-urlencode {shlex.quote(f'{name}={value}')}" for name, value in parameters.items()]
         first = f'curl -sG {shlex.quote(f"{self.url}{ADMIN}{path}")} -H "Authorization: Bearer $MOIETY_ADMIN_KEY"'
         return " \\\n".join([first, *words])
 

@@ -9,6 +9,7 @@ MORE = ("#d05a9a", "#7b8794", "#8aa036", "#b0724f", "#5b8def", "#a06cd5")  # for
 OUTCOMES = {"served": "#4f9d69", "disconnected": "#9aa0a6", "rejected": "#e0a526", "failed": "#d64545"}
 TENANTS = ("#4c78a8", "#e1812c", "#54a24b", "#b279a2", "#72b7b2", "#eeca3b", "#9d755d", "#ff9da6")
 LESS, EVEN, MORE_THAN = "#2f6fb5", "#a3a9b0", "#d9702a"  # than the mean; they read in both themes
+PREFILL, DECODE = "#e1812c", "#4c78a8"
 GOOD, WARN, BAD, CALM = "#4f9d69", "#e0a526", "#d64545", "#9aa0a6"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, tzinfo
 
 NOTHING = "–"
 
@@ -15,6 +15,11 @@ def short(number: float | None) -> str:
         if number >= 10 * size or (unit != "k" and number >= size):
             return f"{number / size:,.1f} {unit}"
     return f"{number:,.0f}" if number == round(number) or number >= 100 else f"{number:.1f}"
+
+
+def short_address(address: str, longest: int = 28) -> str:
+    """By its end, in which engines of one machine differ: ipc:///var/lib/moiety/run/engine.sock → …/run/engine.sock."""
+    return address if len(address) <= longest else "…" + address[1 - longest :]
 
 
 def percent(share: float | None) -> str:
@@ -63,7 +68,7 @@ def moment(text: str | None) -> datetime | None:
     return None if text is None else datetime.fromisoformat(text)
 
 
-def show_time(text: str | None, *, seconds: bool = False) -> str | None:
-    """In the time zone of this machine, to the minute or the second."""
+def show_time(text: str | None, zone: tzinfo) -> str | None:
+    """To the minute, in the time zone of who looks."""
     at = moment(text)
-    return None if at is None else f"{at.astimezone():{'%Y-%m-%d %H:%M:%S' if seconds else '%Y-%m-%d %H:%M'}}"
+    return None if at is None else f"{at.astimezone(zone):%Y-%m-%d %H:%M}"

@@ -49,7 +49,7 @@ def head(title: str, says: str) -> None:
     left, right = st.columns([5, 1], vertical_alignment="bottom")
     left.title(title, anchor=False)
     left.caption(says)
-    right.caption(f"as of {datetime.now().astimezone():%H:%M:%S}", text_alignment="right")
+    right.caption(f"as of {datetime.now(session.zone()):%H:%M:%S %Z}", text_alignment="right")
 
 
 def tiles(figures: Sequence[Tile]) -> None:
@@ -127,6 +127,11 @@ def table(
     if on_pick is not None:
         more |= {"on_select": lambda: _picked(on_pick), "selection_mode": "single-cell", "key": PICKING}
     st.dataframe(styled, column_config=dict(columns), **more)
+
+
+def time_column(label: str, shown: str, width: int | None = None) -> Any:
+    """Of moments, in the time zone of who looks."""
+    return st.column_config.DatetimeColumn(label, format=shown, timezone=session.zone().key, width=width)
 
 
 PICKING = "row picked"

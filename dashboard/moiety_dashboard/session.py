@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import httpx
 import streamlit as st
@@ -101,6 +102,15 @@ def _try(settings: DashboardSettings, entered: str) -> None:
 def tell(text: str) -> None:
     """Say that once, after the page was drawn anew."""
     st.session_state[NOTICE] = text
+
+
+def zone() -> ZoneInfo:
+    """The time zone of the browser, in which its charts are drawn too; UTC where it tells none that is known here.
+    Every page says which it is."""
+    try:
+        return ZoneInfo(st.context.timezone or "UTC")
+    except (OSError, ValueError, KeyError):  # what the browser says is its own
+        return ZoneInfo("UTC")
 
 
 def take_notice() -> None:

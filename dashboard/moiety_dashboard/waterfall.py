@@ -16,7 +16,7 @@ LABEL_WIDTH = 190
 WHO = {GATEWAY: "#14a098", ENGINE: "#4c78a8", OTHER: colours.CALM, FAILED: colours.BAD}
 EVENTS = {"preempted": "#d64545", "resumed": "#4f9d69", "relegated": "#e0a526", "failed over": "#b279a2"}
 MORE_EVENTS = "other events"
-PARTS = {"decodes": "#4c78a8", "prompt tokens": "#e1812c"}
+PARTS = {"decodes": colours.DECODE, "prompt tokens": colours.PREFILL}
 LEAST = 0.003  # of the whole width, so that what is short can be seen
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.transfer.exchange import Exchange
 
+TENANTS_TOLD = 20
+TENANTS_COUNTED_EACH_NS = 250_000_000
+
 
 def load_of(
     scheduler: Scheduler,
@@ -26,10 +29,11 @@ def load_of(
     requests_total: int,
     waited_s: tuple[float, float],
     masked_ranks: int,
+    tenant_blocks: dict[str, int],
 ) -> CoreLoad:
     """The totals are since its start. `experts`: the cache of offloaded ones. `waited_s`: of attention and of experts,
-    each for the other. `masked_ranks`: that it does without."""
-    load = _load_of(scheduler, exchange, steps_total, requests_total, waited_s)
+    each for the other. `masked_ranks`: that it does without. `tenant_blocks`: as `TenantBlocks` told them last."""
+    load = _load_of(scheduler, exchange, steps_total, requests_total, waited_s, tenant_blocks)
     if masked_ranks:
         load = msgspec.structs.replace(load, masked_ranks=masked_ranks)
     if disk is not None:
@@ -72,8 +76,29 @@ def _with_experts(load: CoreLoad, experts: ExpertCache) -> CoreLoad:
     )
 
 
+class TenantBlocks:
+    """Who holds the KV cache, counted a few times a second at most, since that goes through all sequences."""
+
+    def __init__(self) -> None:
+        self._counted: dict[str, int] = {}
+        self._counted_ns = 0
+
+    def read(self, scheduler: Scheduler, now_ns: int) -> dict[str, int]:
+        """Blocks by tenant; nobody has any when nothing is open."""
+        if scheduler.idle:
+            self._counted, self._counted_ns = {}, 0
+        elif now_ns - self._counted_ns >= TENANTS_COUNTED_EACH_NS:
+            self._counted, self._counted_ns = scheduler.tenant_blocks(TENANTS_TOLD), now_ns
+        return self._counted
+
+
 def _load_of(
-    scheduler: Scheduler, exchange: Exchange, steps_total: int, requests_total: int, waited_s: tuple[float, float]
+    scheduler: Scheduler,
+    exchange: Exchange,
+    steps_total: int,
+    requests_total: int,
+    waited_s: tuple[float, float],
+    tenant_blocks: dict[str, int],
 ) -> CoreLoad:
     groups, arrivals = scheduler.groups, exchange.arrivals
     return CoreLoad(
@@ -104,6 +129,9 @@ def _load_of(
         max_batch_tokens=scheduler.limits.max_batch_tokens,
         max_running=scheduler.limits.max_running,
         step_costs=scheduler.step_time.costs(),
+        prefill_seconds_total=scheduler.prefill_seconds_total,
+        decode_seconds_total=scheduler.decode_seconds_total,
+        tenant_kv_blocks=tenant_blocks,
         handed_over_requests_total=exchange.handed_over_requests_total,
         taken_over_requests_total=0 if arrivals is None else arrivals.taken_over_requests_total,
         lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,

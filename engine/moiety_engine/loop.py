@@ -25,7 +25,7 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.prefix import tenant_mark
 from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
-from moiety_engine.core_load import load_of
+from moiety_engine.core_load import TenantBlocks, load_of
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
@@ -119,6 +119,7 @@ class EngineLoop:
         self._forgotten: set[str] = set()  # tenants
         self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
+        self._tenant_blocks = TenantBlocks()
         self.steps_total = 0
 
     @property
@@ -339,9 +340,9 @@ class EngineLoop:
     def load(self) -> CoreLoad:
         totals = self.steps_total, self._requests_total
         parts = self.disk, self.model.expert_cache, self.rebalancing
-        return load_of(
-            self.scheduler, self.exchange, *parts, *totals, self._orders.waited_s(), self._orders.masked_ranks
-        )
+        held = self._tenant_blocks.read(self.scheduler, self._clock_ns())
+        orders = self._orders.waited_s(), self._orders.masked_ranks
+        return load_of(self.scheduler, self.exchange, *parts, *totals, *orders, held)
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""

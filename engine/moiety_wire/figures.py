@@ -32,6 +32,7 @@ class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
     relegated_total: int
     boosted_total: int
     recomputed_tokens_total: int
+    oldest_waiting_unix_s: float = 0.0  # when the one came that has waited longest; 0: none waits, or it is not known
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -104,6 +105,9 @@ class Figures(msgspec.Struct, frozen=True):
     rank_balancedness: float = 1.0  # of what experts had to do when that was last judged, and …
     rank_balancedness_planned: float = 1.0  # … by where they were moved then
     masked_ranks: int = 0  # that did not come, and whose parts of the model the others have
+    prefill_seconds_total: float = 0.0  # of steps that had prompt tokens in them, decodes beside or not
+    decode_seconds_total: float = 0.0  # of all others
+    tenant_kv_blocks: dict[str, int] = {}  # that a tenant's requests hold, each counting its own; of those with most
 
 
 class Load(Figures, frozen=True, kw_only=True, tag="load"):
@@ -172,11 +176,18 @@ COUNTERS = (
     ("expert_loaded_bytes", "Bytes of offloaded experts that were brought to the device."),
     ("rebalances", "Times that experts were moved between its ranks."),
     ("moved_expert_bytes", "Weights of experts that ranks sent each other."),
+    ("prefill_seconds", "Seconds of steps that had prompt tokens in them."),
+    ("decode_seconds", "Seconds of steps that had none."),
 )
 CLASS_GAUGES = (  # the field, what it is called as a metric, and what it means
     ("num_waiting", "num_waiting", "Requests of the class that wait."),
     ("num_running", "num_running", "Requests of the class in the batch."),
     ("predicted_ttft_s", "predicted_ttft_seconds", "Predicted time to first token of an empty prompt."),
+    (
+        "oldest_waiting_unix_s",
+        "oldest_waiting_timestamp_seconds",
+        "When the request came that has waited longest, in Unix time; 0 while none waits.",
+    ),
 )
 CLASS_COUNTERS = (
     ("admitted", "Requests admitted to the class."),

@@ -18,12 +18,13 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CLASS = {
     "name": "standard", "num_waiting": 2, "num_running": 3, "predicted_ttft_s": 0.5, "admitted_total": 9,
     "rejected_total": {"late": 2, "shed": 1}, "downgraded_total": 4, "preempted_total": {}, "relegated_total": 0,
-    "boosted_total": 0, "recomputed_tokens_total": 0,
+    "boosted_total": 0, "recomputed_tokens_total": 0, "oldest_waiting_unix_s": 0.0,
 }  # fmt: skip
 LOAD = {
     "engine_id": "e", "num_running": 3, "num_waiting": 1, "num_paused": 0, "kv_blocks_total": 200,
     "kv_blocks_used": 50, "kv_blocks_cached": 20, "prompt_tokens_total": 8, "cached_tokens_total": 2,
     "output_tokens_total": 9, "steps_total": 5, "requests_total": 4, "running_for_s": 60.0, "classes": [CLASS],
+    "prefill_seconds_total": 3.0, "decode_seconds_total": 8.0, "tenant_kv_blocks": {"t": 30, "u": 20},
 }  # fmt: skip
 TERMS = {
     "name": "standard", "ttft_s": 2.0, "ttft_per_1k_s": 0.2, "tpot_s": 0.1, "completion_s": None, "weight": 1.0,
@@ -74,9 +75,47 @@ def test_tokens_a_second_are_told_between_two_heartbeats_of_one_engine() -> None
     assert fleet.rates(LOAD, later | {"engine_id": "another"}, 2.0) is None
 
 
+def test_of_the_time_between_two_looks_it_is_told_how_much_went_into_steps_of_either_kind() -> None:
+    at_s = NOON.timestamp()
+    later = LOAD | {"prefill_seconds_total": 4.5, "decode_seconds_total": 8.6}
+    frame = fleet.time_frame({"ipc://a": [(at_s, LOAD), (at_s + 3, later)]}, NOON)
+    assert dict(zip(frame["kind"], frame["share"].round(6), strict=True)) == {"prefill": 0.5, "decode": 0.2}
+    anew = later | {"engine_id": "another"}
+    assert fleet.time_frame({"ipc://a": [(at_s, LOAD), (at_s + 3, anew)]}, NOON).empty
+    assert fleet.time_frame({"ipc://a": [(at_s - 9, LOAD), (at_s - 6, later)]}, NOON).empty
+
+
+def test_what_was_seen_of_several_engines_within_seconds_is_one_point_of_a_line() -> None:
+    at_s = NOON.timestamp()
+    more = LOAD | {"num_waiting": 4, "kv_blocks_used": 150}
+    seen = {"ipc://a": [(at_s, LOAD), (at_s + 3, more)], "ipc://b": [(at_s + 1, LOAD)]}
+    assert fleet.over_time(seen, "num_waiting") == [2, 4]
+    assert fleet.over_time(seen, "kv_blocks_used", "kv_blocks_total") == [0.25, 0.75]
+
+
+def test_a_class_tells_since_when_the_oldest_waits_at_any_engine() -> None:
+    def loaded(came_s: float) -> dict[str, Any]:
+        return engine(load=LOAD | {"classes": [CLASS | {"oldest_waiting_unix_s": came_s}]})
+
+    now_s = NOON.timestamp()
+    engines = [loaded(now_s - 2), loaded(now_s - 7.5), loaded(0.0)]
+    assert fleet.classes_frame([TERMS], [], engines, NOON).iloc[0]["oldest_s"] == 7.5
+    assert fleet.classes_frame([TERMS], [], [loaded(0.0)], NOON).iloc[0]["oldest_s"] is None, "nobody waits"
+
+
+def test_who_has_most_of_the_memory_comes_first_beside_what_it_saved() -> None:
+    group = {"tenant_id": "u", "tenant_name": "umbrella"}
+    sums = [minute_sum("", group, prompt_tokens=8, cached_tokens=2), minute_sum("", group, prompt_tokens=2)]
+    sums.append(minute_sum("", {"tenant_id": "v", "tenant_name": "vandelay"}, prompt_tokens=5))
+    frame = fleet.memory_frame([engine(), engine(healthy=False)], sums).set_index("tenant")
+    assert list(frame.index) == ["t", "umbrella", "vandelay"]
+    assert list(frame["kv_share"]) == [0.15, 0.1, 0.0]
+    assert tuple(frame.loc["umbrella", ["prompt_tokens", "hit_rate"]]) == (10, 0.2)
+
+
 def test_a_class_shows_its_promise_how_it_was_kept_and_how_fast_what_may_be_missed_is_used_up() -> None:
     sums = [minute_sum("", num_kept=98, num_promised=100)]
-    row = fleet.classes_frame([TERMS], sums, [engine()]).iloc[0]
+    row = fleet.classes_frame([TERMS], sums, [engine()], NOON).iloc[0]
     assert row["promise"] == "TTFT ≤ 2 s + 0.2 s/1k, 100 ms/token"
     assert (row["attainment"], round(row["burn"], 6), row["waiting"]) == (0.98, 2.0, 2)
 
@@ -131,7 +170,7 @@ def test_keys_are_shown_by_what_they_are_for_and_never_whole() -> None:
     usual = {"hint": "wxyz", "name": "ci", "status": "active", "created_at": "2026-01-01T10:00:00Z", "expires_at": None,
              "allowed_models": None, "role": None, "project_id": "p"}  # fmt: skip
     keys = [usual | {"id": "k1"}, usual | {"id": "k2", "project_id": None, "role": "viewer"}]
-    frame = keys_frame(keys, [{"id": "p", "name": "web"}])
+    frame = keys_frame(keys, [{"id": "p", "name": "web"}], UTC)
     assert list(frame["for"]) == ["web", "administration (viewer)"]
     assert list(frame["key"]) == ["…wxyz"] * 2
 
@@ -284,3 +323,32 @@ def test_a_trace_without_a_request_of_ours_is_shown_too() -> None:
     assert (list(frame["who"]), traces.requests_of([])) == (["others"], [])
     assert traces.events_frame([span("checkout", 0, 3, None)]).empty
     assert traces.found_frame([], {}).empty
+
+
+def test_an_axis_has_numbers_whatever_it_shows() -> None:
+    for values, ends in (([30, 70], (10, 100)), ([0.4, 1200], (0.1, 10_000)), ([10], (10, 100)), ([0.0], (1, 10))):
+        assert charts.decades(pd.Series(values, dtype=float)) == ends
+    span = charts.Span(NOON, NOON + timedelta(minutes=1), timedelta(minutes=1))
+    frame = pd.DataFrame([{"slot": NOON, "engine": "a", "running": 0}])
+    drawn = charts.lines(frame, charts.Figure("running", "sequences"), "engine", {"a": "#000000"}, span).to_dict()
+    assert drawn["encoding"]["y"]["scale"]["domain"] == [0, 1]
+    ms = charts.lines(
+        frame.assign(running=40), charts.Figure("running", "ms", is_log=True), "engine", {}, span
+    ).to_dict()
+    assert ms["encoding"]["y"]["axis"]["values"] == [10, 30, 100]
+
+
+def test_an_address_is_shown_by_its_end() -> None:
+    assert figures.short_address("tcp://127.0.0.1:5757") == "tcp://127.0.0.1:5757"
+    assert figures.short_address("ipc:///var/lib/moiety/data/run/engine.sock").endswith("/run/engine.sock")
+    assert len(figures.short_address("ipc://" + "x" * 99)) == 28
+
+
+def test_no_line_is_drawn_over_minutes_in_which_nothing_ended() -> None:
+    minute = timedelta(minutes=1)
+    slots = [("a", 0), ("a", 1), ("a", 5), ("b", 0), ("b", 1)]
+    frame = pd.DataFrame([{"slot": NOON + at * minute, "class": name, "ttft_ms": 5.0} for name, at in slots])
+    drawn = charts.with_gaps(frame, "ttft_ms", "class", minute)
+    assert list(drawn[drawn["ttft_ms"].isna()]["slot"]) == [NOON + 2 * minute]
+    assert len(drawn) == 6
+    assert charts.with_gaps(frame, "ttft_ms", "class", timedelta(0)) is frame, "looks come when they come"

@@ -3,12 +3,17 @@ with something."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import httpx
 import pytest
@@ -16,9 +21,11 @@ from streamlit.testing.v1 import AppTest
 from tests.conftest import free_port, wait_for
 
 from moiety_dashboard import settings as dashboard_settings
+from moiety_dashboard.client import AdminClient
 
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ZONE = ZoneInfo("America/St_Johns")  # of the browser; no machine that serves is there
 DEADLINE_S = 180  # a browser, five processes and a simulation share what other tests leave
 PAGES = (
     "Overview",
@@ -71,6 +78,18 @@ def test_whoever_opens_it_signs_in_with_an_administrators_key(serve: Any, monkey
     assert not app.exception
     assert "Goodput, 5 min" in {metric.label for metric in app.metric}
     assert "owner" in app.sidebar.caption[0].value
+
+
+def test_the_query_behind_a_panel_answers_in_a_shell_what_the_panel_shows(serve: Any) -> None:
+    since = (datetime.now(UTC) - timedelta(hours=1)).isoformat()  # with the sign that a form reads as a space
+    with httpx.Client() as http:
+        client = AdminClient(serve.url, serve.admin_key, http)
+        answers = [client.get("/usage/minutes", group_by="service_class", since=since), client.get("/classes")]
+    for answer in answers:
+        keyed = {**os.environ, "MOIETY_ADMIN_KEY": serve.admin_key}
+        done = subprocess.run(answer.query, shell=True, check=True, capture_output=True, env=keyed, timeout=DEADLINE_S)
+        told = json.loads(done.stdout)
+        assert told.get("data") == answer.data["data"], told
 
 
 def test_a_gateway_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +162,7 @@ def open_browser(serve: Any) -> Iterator[Callable[[], Browser]]:
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         size = {"width": 1440, "height": 900}
-        yield lambda: Browser(chromium.new_page(viewport=size), address)  # type: ignore[arg-type]
+        yield lambda: Browser(chromium.new_page(viewport=size, timezone_id=ZONE.key), address)  # type: ignore[arg-type]
         chromium.close()
 
 
@@ -234,6 +253,10 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.see_in_table("tenant tokens_per_day 5")
     browser.press("Verify the chain")
     browser.see(re.compile("All .* entries are what they were"))
+    with httpx.Client(headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
+        newest = http.get(f"{serve.url}/admin/v1/audit", params={"limit": 1}).json()["data"][0]["at"]
+    browser.see_in_table(f"{datetime.fromisoformat(newest).astimezone(ZONE):%Y-%m-%d %H:%M:%S}")
+    browser.see(re.compile(rf"as of .* {datetime.now(ZONE):%Z}"))
     for name in PAGES:
         browser.go(name)  # with something in it
     browser.go("Engines")

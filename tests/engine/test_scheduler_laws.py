@@ -361,6 +361,16 @@ class Replica:
             waiting[s.service.name] += s.place in {Place.WAITING, Place.RETURNING}
         for load in self.scheduler.class_loads():
             assert (load.num_waiting, load.num_running) == (waiting[load.name], running[load.name])
+            queued = [
+                s.queued_unix_ns / 1e9
+                for s in sequences
+                if s.service.name == load.name and s.place in {Place.WAITING, Place.RETURNING}
+            ]
+            assert load.oldest_waiting_unix_s == min(queued, default=0.0)
+        held = Counter[str]()
+        for s in sequences:
+            held[s.tenant] += len(s.blocks)
+        assert self.scheduler.tenant_blocks(len(held)) == dict(+held)
 
     def drain(self) -> None:
         """No more requests come: all that were let in end, with all their tokens, in a bounded number of steps."""

@@ -103,6 +103,8 @@ async def test_a_request_in_a_trace_is_told_the_steps_that_it_ran_in(bench: Any,
         numbers = [step.number for step in notes.steps]
         assert numbers == list(range(numbers[0], numbers[0] + 6))
         assert notes.steps[0].num_prefill_tokens >= len("hello")
+        for step in notes.steps:
+            assert step.classes == {"standard": step.num_prefills + step.num_decodes}, "the first one's too"
         assert all((step.num_decodes, step.classes) == (2, {"standard": 2}) for step in notes.steps[2:5])
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.figures import ratio
+from moiety_dashboard.figures import ratio, short_address
 
 Rows = Sequence[Mapping[str, Any]]
+Seen = Mapping[str, Sequence[tuple[float, Mapping[str, Any]]]]  # by engine, when a load was seen, and the load
 
 OBJECTIVE = 0.99  # of the promises, against which the burn is told
 
@@ -31,19 +35,23 @@ def fleet(engines: Rows) -> dict[str, float]:
 
 
 def class_loads(engines: Rows) -> dict[str, dict[str, float]]:
-    """By class, what all engines say of it: those that wait and run, what was decided since they started, and the
-    shortest predicted time to a first token."""
+    """By class, what all engines say of it: those that wait and run, when the oldest of those that wait came (0: none
+    waits), what was decided since they started, and the shortest predicted time to a first token."""
     found: dict[str, dict[str, float]] = {}
     for engine in engines:
         for load in (engine["load"] or {}).get("classes", []) if engine["healthy"] else []:
-            total = found.setdefault(load["name"], dict.fromkeys(_COUNTS, 0) | {"predicted_ttft_s": float("inf")})
+            total = found.setdefault(load["name"], dict.fromkeys(_COUNTS, 0) | _NONE_WAITS)
             for name in _COUNTS:
                 value = load[f"{name}_total"] if f"{name}_total" in load else load[name]
                 total[name] += sum(value.values()) if isinstance(value, Mapping) else value
             total["predicted_ttft_s"] = min(total["predicted_ttft_s"], load["predicted_ttft_s"])
+            came = [at for at in (total[OLDEST], load[OLDEST]) if at]
+            total[OLDEST] = min(came, default=0.0)
     return found
 
 
+OLDEST = "oldest_waiting_unix_s"
+_NONE_WAITS = {"predicted_ttft_s": float("inf"), OLDEST: 0.0}
 _COUNTS = ("num_waiting", "num_running", "admitted", "rejected", "downgraded", "preempted", "relegated", "boosted")
 
 
@@ -67,7 +75,7 @@ def _span(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-def classes_frame(classes: Rows, sums: Rows, engines: Rows) -> pd.DataFrame:
+def classes_frame(classes: Rows, sums: Rows, engines: Rows, now: datetime) -> pd.DataFrame:
     """A line a class: its promise, how it was kept (`sums` of one slot by class), and what waits now."""
     by_class = {one["group"]["service_class"]: one["totals"] for one in sums}
     loads = class_loads(engines)
@@ -75,7 +83,7 @@ def classes_frame(classes: Rows, sums: Rows, engines: Rows) -> pd.DataFrame:
     for terms in classes:
         totals, load = by_class.get(terms["name"], {}), loads.get(terms["name"], {})
         attainment = ratio(totals.get("num_kept", 0), totals.get("num_promised", 0))
-        predicted = load.get("predicted_ttft_s")
+        predicted, oldest = load.get("predicted_ttft_s"), load.get(OLDEST)
         rows.append(
             {
                 "class": terms["name"],
@@ -90,7 +98,8 @@ def classes_frame(classes: Rows, sums: Rows, engines: Rows) -> pd.DataFrame:
                 "downgraded": load.get("downgraded"),
                 "waiting": load.get("num_waiting"),
                 "running": load.get("num_running"),
-                "predicted_ms": None if predicted is None else predicted * 1000,
+                "oldest_s": max(0.0, now.timestamp() - oldest) if oldest else None,
+                "predicted_s": predicted,
                 "weight": terms["weight"],
                 "rank": terms["rank"],
                 "price_factor": terms["price_factor"],
@@ -108,6 +117,7 @@ def engines_frame(engines: Rows) -> pd.DataFrame:
         blocks = load.get("kv_blocks_total") or 0
         rows.append(
             {
+                "engine": short_address(engine["address"]),
                 "address": engine["address"],
                 "model": card.get("model", "–"),
                 "device": " ".join(part for part in (card.get("device"), card.get("dtype")) if part) or "–",
@@ -128,9 +138,75 @@ def engines_frame(engines: Rows) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+TOGETHER_S = 3.0
+IN_STEPS = ("prefill_seconds_total", "decode_seconds_total")
+
+
+def memory_frame(engines: Rows, sums: Rows) -> pd.DataFrame:
+    """A line a tenant: its part of the KV cache of all engines now, and how much of its prompts was found there
+    (`sums` of one slot by tenant). Who has most of the memory comes first."""
+    blocks, held = 0, Counter[str]()
+    for engine in engines:
+        if engine["healthy"] and engine["load"]:
+            blocks += engine["load"]["kv_blocks_total"]
+            held.update(engine["load"]["tenant_kv_blocks"])
+    totals: dict[str, dict[str, Any]] = {}
+    for one in sums:
+        row = totals.setdefault(
+            one["group"]["tenant_id"], {"prompt": 0, "cached": 0, "name": one["group"]["tenant_name"]}
+        )
+        row["prompt"] += one["totals"]["prompt_tokens"]
+        row["cached"] += one["totals"]["cached_tokens"]
+    nothing = {"prompt": 0, "cached": 0, "name": None}
+    rows = [
+        {
+            "tenant": totals.get(tenant_id, nothing)["name"] or tenant_id,
+            "kv_share": ratio(held[tenant_id], blocks),
+            "kv_blocks": held[tenant_id],
+            "prompt_tokens": totals.get(tenant_id, nothing)["prompt"],
+            "cached_tokens": totals.get(tenant_id, nothing)["cached"],
+            "hit_rate": ratio(totals.get(tenant_id, nothing)["cached"], totals.get(tenant_id, nothing)["prompt"]),
+        }
+        for tenant_id in {*held, *totals}
+    ]
+    columns = ["tenant", "kv_share", "kv_blocks", "prompt_tokens", "cached_tokens", "hit_rate"]
+    frame = pd.DataFrame(rows, columns=columns)
+    return frame.sort_values(
+        ["kv_blocks", "prompt_tokens", "tenant"], ascending=[False, False, True], ignore_index=True
+    )
+
+
+def over_time(samples: Seen, part: str, whole: str | None = None) -> list[float]:
+    """A gauge of all engines together, or its share of another, from what was seen within the same seconds; for a line
+    without axes."""
+    slots: dict[float, dict[str, Mapping[str, Any]]] = {}
+    for address, seen in samples.items():
+        for at_s, load in seen:
+            slots.setdefault(at_s // TOGETHER_S, {})[address] = load
+    found = []
+    for _, loads in sorted(slots.items()):
+        total = sum(load[part] for load in loads.values())
+        found.append(total if whole is None else ratio(total, sum(load[whole] for load in loads.values())) or 0.0)
+    return found
+
+
+def time_frame(samples: Seen, since: datetime) -> pd.DataFrame:
+    """How much of the time between two looks was spent in steps with prompt tokens, and in those without: `slot`,
+    `kind`, `share`, the mean of the engines that told it within the same seconds."""
+    rows = []
+    for seen in samples.values():
+        for (before_s, before), (now_s, now) in pairwise(seen):
+            found = rates(before, now, now_s - before_s) if now_s >= since.timestamp() else None
+            slot = datetime.fromtimestamp(now_s // TOGETHER_S * TOGETHER_S, UTC)
+            if found:
+                rows += [{"slot": slot, "kind": one.split("_")[0], "share": min(1.0, found[one])} for one in IN_STEPS]
+    frame = pd.DataFrame(rows, columns=["slot", "kind", "share"])
+    return frame.groupby(["slot", "kind"], as_index=False).agg({"share": "mean"})
+
+
 def rates(before: Mapping[str, Any] | None, now: Mapping[str, Any], seconds: float) -> dict[str, float] | None:
     """What an engine did a second between two of its heartbeats; None where it was started anew between them."""
     if before is None or seconds <= 0 or before["engine_id"] != now["engine_id"]:
         return None
-    names = ("steps_total", "prompt_tokens_total", "output_tokens_total", "requests_total")
+    names = ("steps_total", "prompt_tokens_total", "output_tokens_total", "requests_total", *IN_STEPS)
     return {name: max(0.0, now[name] - before[name]) / seconds for name in names}

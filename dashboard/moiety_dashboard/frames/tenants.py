@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import tzinfo
 from typing import Any
 
 import pandas as pd
@@ -55,8 +56,8 @@ def attainment_of(totals: Mapping[str, Any]) -> float | None:
     return found
 
 
-def keys_frame(keys: Rows, projects: Rows) -> pd.DataFrame:
-    """A line a key, by its last four characters; what works comes first."""
+def keys_frame(keys: Rows, projects: Rows, zone: tzinfo) -> pd.DataFrame:
+    """A line a key, by its last four characters, with times in that zone; what works comes first."""
     names = {project["id"]: project["name"] for project in projects}
     rows = [
         {
@@ -65,8 +66,8 @@ def keys_frame(keys: Rows, projects: Rows) -> pd.DataFrame:
             "for": names.get(key["project_id"], "–") if key["project_id"] else f"administration ({key['role']})",
             "status": key["status"],
             "models": ", ".join(key["allowed_models"] or []) or "all",
-            "created": show_time(key["created_at"]),
-            "expires": show_time(key["expires_at"]) or "never",
+            "created": show_time(key["created_at"], zone),
+            "expires": show_time(key["expires_at"], zone) or "never",
             "id": key["id"],
         }
         for key in keys

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.figures import moment
+from moiety_dashboard.figures import moment, short_address
 
 Spans = Sequence[Mapping[str, Any]]
 
@@ -122,7 +122,7 @@ def _step(span: Mapping[str, Any], begin_ns: int) -> dict[str, Any]:
         "active_experts": of.get("step.active_experts"),
         "balancedness": of.get("step.balancedness"),
         "classes": ", ".join(of.get("step.classes", ())),
-        "engine": of["engine"],
+        "engine": short_address(of["engine"]),
     }
 
 

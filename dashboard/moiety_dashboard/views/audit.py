@@ -56,7 +56,7 @@ def columns() -> dict[str, Any]:
     column = st.column_config
     return {
         "seq": column.NumberColumn("No.", format="%d", width="small"),
-        "at": column.DatetimeColumn("When", format="YYYY-MM-DD HH:mm:ss"),
+        "at": panels.time_column("When", "YYYY-MM-DD HH:mm:ss"),
         "actor": column.TextColumn("Who", help="The key, or oidc: and the person"),
         "role": "As",
         "action": "Did",

@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from moiety_dashboard import charts, colours, panels, session
+from moiety_dashboard import charts, colours, panels, samples, session
 from moiety_dashboard.client import AdminClient
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.columns import class_columns
@@ -46,6 +46,8 @@ def draw_live(client: AdminClient) -> None:
     panels.head("SLA classes", "What each class promises, and how the promise is kept")
     classes = client.get("/classes")
     engines = client.get("/engines") if session.may("engines.read") else None
+    if engines is not None:
+        samples.watch(engines.data["data"])
     sums = client.get("/usage/minutes", group_by="service_class", step=60, since=(datetime.now(UTC) - HOUR).isoformat())
     inks = colours.of_classes(terms["name"] for terms in classes.data["data"])
     frame = classes_of_hour(classes, sums, engines)
@@ -72,8 +74,8 @@ def columns() -> dict[str, Any]:
     column = st.column_config
     since_start = "By all engines since they started"
     more = {
-        "predicted_ms": column.NumberColumn(
-            "Would wait, ms", format="%.0f", help="Predicted time to first token of an empty prompt that arrives now"
+        "predicted_s": column.NumberColumn(
+            "Would wait, s", format="%.2f", help="Predicted time to first token of an empty prompt that arrives now"
         ),
         "rejections": column.NumberColumn("Refused, 1 h", format="localized"),
         "downgraded": column.NumberColumn("Downgraded", format="localized", help=since_start),

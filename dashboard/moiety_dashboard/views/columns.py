@@ -22,8 +22,9 @@ def class_columns() -> dict[str, Any]:
         "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f", help="Mean time to the first token, last hour"),
         "queue_ms": column.NumberColumn("Queue, ms", format="%.0f", help="Mean time in the queue, last hour"),
         "preemptions": column.NumberColumn("Preempted, 1 h", format="localized"),
-        "waiting": column.NumberColumn("Waiting now", format="localized"),
-        "running": column.NumberColumn("Running now", format="localized"),
+        "waiting": column.NumberColumn("Waiting", format="localized", help="Now, in the engines' queues"),
+        "oldest_s": column.NumberColumn("Oldest, s", format="%.1f", help="How long ago the oldest came that waits now"),
+        "running": column.NumberColumn("Running", format="localized", help="Now, in the engines' batches"),
     }
 
 

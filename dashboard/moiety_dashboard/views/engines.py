@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,16 +9,15 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from moiety_dashboard import charts, colours, panels, session
-from moiety_dashboard.client import AdminClient
-from moiety_dashboard.figures import NOTHING, percent, ratio, short, time_left
+from moiety_dashboard import charts, colours, panels, samples, session
+from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.figures import NOTHING, percent, ratio, short, short_address, time_left
 from moiety_dashboard.frames import fleet
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.windows import HOUR
 
-SAMPLES = "engine samples"
 DRAWN = "engine states as drawn"
-KEPT = 300
 WATCHED = timedelta(minutes=15)
 
 
@@ -42,14 +39,19 @@ def draw_live(client: AdminClient) -> None:
             icon=":material/memory:",
         )
         return
-    samples = watch(engines)
-    panels.tiles(fleet_tiles(engines, samples))
+    seen = samples.watch(engines)
+    panels.tiles(fleet_tiles(engines, seen))
     frame = fleet.engines_frame(engines)
-    frame["output_per_s"] = [latest_rate(samples, address, "output_tokens_total") for address in frame["address"]]
-    frame["prompt_per_s"] = [latest_rate(samples, address, "prompt_tokens_total") for address in frame["address"]]
-    with panels.panel("Replicas", "now; tokens per second since the last look", [answer], key="engines", frame=frame):
+    frame["output_per_s"] = [samples.latest_rate(seen, address, "output_tokens_total") for address in frame["address"]]
+    for name in ("prefill", "decode"):
+        frame[name] = [samples.latest_rate(seen, address, f"{name}_seconds_total") for address in frame["address"]]
+    frame["prompt_per_s"] = [samples.latest_rate(seen, address, "prompt_tokens_total") for address in frame["address"]]
+    with panels.panel(
+        "Replicas", "now; time and tokens per second since the last look", [answer], key="engines", frame=frame
+    ):
         panels.table(frame, columns(), "")
-    draw_watched(samples, engines)
+    draw_watched(seen, engines)
+    draw_memory(client, answer)
     draw_classes(client, engines)
     if st.session_state.get(DRAWN, states_of(engines)) != states_of(engines):
         st.rerun()  # the buttons below stand outside of this part
@@ -59,29 +61,10 @@ def states_of(engines: list[dict[str, Any]]) -> dict[str, str]:
     return {engine["address"]: fleet.engine_state(engine) for engine in engines}
 
 
-def watch(engines: list[dict[str, Any]]) -> dict[str, deque[tuple[float, Mapping[str, Any]]]]:
-    """What was seen of each engine since this session began to look, the latest last. It is kept nowhere else."""
-    samples: dict[str, deque[tuple[float, Mapping[str, Any]]]] = st.session_state.setdefault(SAMPLES, {})
-    for engine in engines:
-        seen = samples.setdefault(engine["address"], deque(maxlen=KEPT))
-        if engine["load"] and (not seen or seen[-1][1]["seq"] != engine["load"]["seq"]):
-            seen.append((time.time(), engine["load"]))
-    return samples
-
-
-def latest_rate(samples: Mapping[str, Any], address: str, name: str) -> float | None:
-    seen = samples[address]
-    if len(seen) < 2:
-        return None
-    (before_s, before), (now_s, now) = seen[-2], seen[-1]
-    found = fleet.rates(before, now, now_s - before_s)
-    return None if found is None else found[name]
-
-
-def fleet_tiles(engines: list[dict[str, Any]], samples: Mapping[str, Any]) -> list[Tile]:
+def fleet_tiles(engines: list[dict[str, Any]], seen: samples.Samples) -> list[Tile]:
     now = fleet.fleet(engines)
     ready = sum(fleet.engine_state(engine) == "ready" for engine in engines)
-    speeds = [latest_rate(samples, engine["address"], "output_tokens_total") for engine in engines]
+    speeds = [samples.latest_rate(seen, engine["address"], "output_tokens_total") for engine in engines]
     known = [speed for speed in speeds if speed is not None]
     loads = [engine["load"] for engine in engines if engine["load"]]
     hits = ratio(sum(load["cached_tokens_total"] for load in loads), sum(load["prompt_tokens_total"] for load in loads))
@@ -100,40 +83,43 @@ def columns() -> dict[str, Any]:
     column = st.column_config
     share: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
     return {
-        "address": column.TextColumn("Address", width=150),
+        "engine": column.TextColumn("Address", width=185),
         "state": "State",
         "model": "Model",
         "device": "Runs on",
         "running": column.NumberColumn("Running", help="Sequences in the batch"),
         "waiting": column.NumberColumn("Waiting", help="Sequences in the queue"),
-        "paused": column.NumberColumn("Paused", help="Running, but without credit"),
-        "kv_used": column.ProgressColumn("KV in use", **share),
+        "kv_used": column.ProgressColumn("KV in use", width=110, **share),
         "kv_cached": column.NumberColumn("KV kept", format="percent", help="Free, but kept for reuse"),
         "hit_rate": column.NumberColumn("Prefix hits", format="percent", help="Of prompt tokens, since its start"),
-        "prompt_per_s": column.NumberColumn("Prompt tok/s", format="%.0f"),
-        "output_per_s": column.NumberColumn("Output tok/s", format="%.0f"),
+        "prefill": column.NumberColumn(
+            "Prefill", format="percent", help="Part of the time in steps with prompt tokens"
+        ),
+        "decode": column.NumberColumn("Decode", format="percent", help="Part of the time in steps without any"),
+        "prompt_per_s": column.NumberColumn("Prompt/s", format="%.0f", help="Prompt tokens a second"),
+        "output_per_s": column.NumberColumn("Output/s", format="%.0f", help="Output tokens a second"),
     }
 
 
-def draw_watched(samples: Mapping[str, Any], engines: list[dict[str, Any]]) -> None:
-    """Memory and batch since this page was opened; the engines keep no history of them."""
+def draw_watched(seen: samples.Samples, engines: list[dict[str, Any]]) -> None:
+    """Memory and batch since this session began to look; the engines keep no history of them."""
     now = datetime.now(UTC)
     since = now - WATCHED
     rows = [
         {
             "slot": datetime.fromtimestamp(at_s, UTC),
-            "engine": address,
+            "engine": short_address(address),
             "kv_used": ratio(load["kv_blocks_used"], load["kv_blocks_total"]),
             "running": load["num_running"],
         }
         for address in (engine["address"] for engine in engines)
-        for at_s, load in samples[address]
+        for at_s, load in seen[address]
         if at_s >= since.timestamp()
     ]
     frame = pd.DataFrame(rows, columns=["slot", "engine", "kv_used", "running"])
-    inks = {name: colours.TENANTS[n % len(colours.TENANTS)] for n, name in enumerate(sorted(samples))}
+    inks = {name: colours.TENANTS[n % len(colours.TENANTS)] for n, name in enumerate(map(short_address, sorted(seen)))}
     span = charts.Span(since, now, timedelta(0))
-    note = "since you opened this page, 15 min at most"
+    note = "since you signed in, 15 min at most"
     left, right = st.columns(2)
     with left, panels.panel("KV cache in use", note, [], key="kv over time", frame=frame):
         known = frame[frame["kv_used"].notna()]
@@ -143,6 +129,33 @@ def draw_watched(samples: Mapping[str, Any], engines: list[dict[str, Any]]) -> N
     with right, panels.panel("Sequences in the batch", note, [], key="batch over time", frame=frame):
         figure = charts.Figure("running", "sequences")
         panels.draw(lambda: charts.lines(frame, figure, "engine", inks, span), frame, "", "batch chart")
+    steps = fleet.time_frame({engine["address"]: seen[engine["address"]] for engine in engines}, since)
+    inks = {"prefill": colours.PREFILL, "decode": colours.DECODE}
+    with panels.panel("Time in steps", f"mean of the engines, {note}", [], key="time over time", frame=steps):
+        figure = charts.Figure("share", "of the time", ".1%")
+        none = "This page has not looked twice yet."
+        panels.draw(lambda: charts.lines(steps, figure, "kind", inks, span), steps, none, "time chart")
+
+
+def draw_memory(client: AdminClient, engines: Answer) -> None:
+    """Who has how much of the KV cache, and for whom it saves how much."""
+    sums = client.get("/usage/minutes", group_by="tenant", step=60, since=(datetime.now(UTC) - HOUR).isoformat())
+    frame = fleet.memory_frame(engines.data["data"], sums.data["data"])
+    column = st.column_config
+    columns = {
+        "tenant": "Tenant",
+        "kv_share": column.ProgressColumn("KV in use, now", min_value=0.0, max_value=1.0, format="percent"),
+        "kv_blocks": column.NumberColumn(
+            "Blocks", format="localized", help="One that several requests share counts for each"
+        ),
+        "prompt_tokens": column.NumberColumn("Prompt tokens, 1 h", format="localized"),
+        "cached_tokens": column.NumberColumn("Of these from the cache", format="localized"),
+        "hit_rate": column.NumberColumn("Prefix hits, 1 h", format="percent", help="Of prompt tokens"),
+    }
+    with panels.panel(
+        "KV cache by tenant", "now, and prefix hits of the last hour", [engines, sums], key="memory", frame=frame
+    ):
+        panels.table(frame, columns, "Nobody has used an engine in the last hour.")
 
 
 def draw_classes(client: AdminClient, engines: list[dict[str, Any]]) -> None:
@@ -150,9 +163,11 @@ def draw_classes(client: AdminClient, engines: list[dict[str, Any]]) -> None:
     classes = client.get("/classes")
     inks = colours.of_classes(terms["name"] for terms in classes.data["data"])
     rows = [
-        {"engine": engine["address"], "class": name, **counts}
+        {"engine": short_address(engine["address"]), "class": name, **loads[name]}
         for engine in engines
-        for name, counts in fleet.class_loads([engine]).items()
+        for loads in [fleet.class_loads([engine])]
+        for name in inks
+        if name in loads
     ]
     frame = pd.DataFrame(rows)
     counts = {"admitted": "Admitted", "rejected": "Refused", "downgraded": "Downgraded", "preempted": "Preempted",

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from moiety_dashboard import charts, colours, panels, session
+from moiety_dashboard import charts, colours, panels, samples, session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.figures import percent, ratio, short
 from moiety_dashboard.frames import fleet, series
@@ -70,7 +70,7 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
     frame = series.minutes_frame(hour.data["data"], MINUTE, now)
     last_s, whole_s = NOW.total_seconds(), HOUR.total_seconds()
     kept, kept_hour = (ratio(sums["num_kept"], sums["num_promised"]) for sums in (last, whole))
-    broken, broken_hour = (ratio(sums["failed"] + sums["rejected"], sums["requests"]) for sums in (last, whole))
+    failed, refused = (ratio(last[how], last["requests"]) for how in ("failed", "rejected"))
     found = [
         Tile(
             "Goodput, 5 min", f"{short(last['good_tokens'] / last_s)} tok/s",
@@ -78,7 +78,7 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
             "Output tokens a second of requests whose class's promise was kept.", series.history(frame, "good_per_s"),
         ),
         Tile(
-            "SLA attained, 5 min", percent(kept), f"{percent(kept_hour)} over 1 h",
+            "SLA kept, 5 min", percent(kept), f"{percent(kept_hour)} over 1 h",
             "Share of the requests with a promise that had it kept; requests refused for overload did not.",
             series.shares(hour.data["data"], ("num_kept",), "num_promised"),
         ),
@@ -93,9 +93,9 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
         ),
         *fleet_tiles(engines),
         Tile(
-            "Errors, 5 min", percent(broken), f"{percent(broken_hour)} over 1 h",
-            "Failed and rejected requests, as a share of all.",
-            series.shares(hour.data["data"], ("failed", "rejected"), "requests"),
+            "Failed, 5 min", percent(failed), f"{percent(refused)} refused",
+            "Share of all requests that failed here. Refused are those over a limit, that nobody had room for, or that "
+            "were wrong.", series.shares(hour.data["data"], ("failed",), "requests"),
         ),
     ]  # fmt: skip
     panels.tiles(found)
@@ -108,10 +108,19 @@ def fleet_tiles(engines: Answer | None) -> list[Tile]:
     now = fleet.fleet(engines.data["data"])
     used = ratio(now["kv_blocks_used"], now["kv_blocks_total"])
     cached = ratio(now["kv_blocks_cached"], now["kv_blocks_total"])
+    seen = samples.watch(engines.data["data"])
+    since = "The line is since you signed in."
     return [
-        Tile("Queue, now", f"{now['num_waiting']:,.0f}", f"{now['num_running']:,.0f} running", "Requests that wait."),
-        Tile("KV cache, now", percent(used), f"{percent(cached)} kept for reuse", "Share of its blocks in use."),
-    ]
+        Tile(
+            "Queue, now", f"{now['num_waiting']:,.0f}", f"{now['num_running']:,.0f} running",
+            f"Requests that wait. {since}", fleet.over_time(seen, "num_waiting"),
+        ),
+        Tile(
+            "KV cache, now", percent(used), f"{percent(cached)} reusable",
+            f"Share of its blocks in use, and of free ones that are kept for reuse. {since}",
+            fleet.over_time(seen, "kv_blocks_used", "kv_blocks_total"),
+        ),
+    ]  # fmt: skip
 
 
 def draw_charts(client: AdminClient, window: Window, inks: Mapping[str, str]) -> None:
@@ -158,7 +167,8 @@ def classes_of_hour(classes: Answer, sums: Answer, engines: Answer | None) -> pd
     for one in sums.data["data"]:
         known = merged.setdefault(one["group"]["service_class"], {"group": one["group"], "totals": {}})
         known["totals"] = add_totals(known["totals"], one["totals"])
-    return fleet.classes_frame(classes.data["data"], list(merged.values()), engines.data["data"] if engines else [])
+    listed = engines.data["data"] if engines else []
+    return fleet.classes_frame(classes.data["data"], list(merged.values()), listed, datetime.now(UTC))
 
 
 def add_totals(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def lease_columns() -> dict[str, Any]:
         "granted": "Granted",
         "settled": column.TextColumn("Settled", help="Booked as used"),
         "left": "Left",
-        "expires": column.DatetimeColumn("Renewed until", format="HH:mm:ss"),
+        "expires": panels.time_column("Renewed until", "HH:mm:ss"),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import streamlit as st
 
-from moiety_dashboard import charts, colours, panels
+from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.figures import percent, short
 from moiety_dashboard.frames import fleet, series, simulations
@@ -77,7 +77,11 @@ def ask(client: AdminClient, known: Mapping[str, Any]) -> None:
         body = ask_traffic(client, first, second) | ask_device(engines, known, third) | ask_replicas(engines, known)
         st.caption("Classes as they are; change what you want to try. Nothing is applied. Times are seconds.")
         edited = st.data_editor(
-            simulations.terms_frame(classes), column_config=term_columns(classes), hide_index=True, width="stretch"
+            simulations.terms_frame(classes),
+            column_config=term_columns(classes),
+            hide_index=True,
+            width="stretch",
+            placeholder="–",
         )
         if st.form_submit_button("Simulate", type="primary", icon=":material/science:"):
             body["classes"] = simulations.changes(classes, edited)
@@ -165,7 +169,7 @@ def draw_ended(page: Page, client: AdminClient, ended: list[dict[str, Any]], kno
 
 
 def label_of(one: Mapping[str, Any]) -> str:
-    at = datetime.fromisoformat(one["created_at"]).astimezone()
+    at = datetime.fromisoformat(one["created_at"]).astimezone(session.zone())
     return f"{at:%H:%M:%S} · {simulations.in_words(one['settings'])}"
 
 
@@ -176,7 +180,8 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
     inks = colours.of_classes(terms["name"] for terms in classes)
     frame = simulations.sides_frame(result)
     left_out = f", {short(result['num_unserved'])} without lengths left out" if result["num_unserved"] else ""
-    note = f"by class, one replica, steps {result['device']}"
+    st.caption(f"Of one replica. How long its steps take: {result['device']}.")
+    note = "by class, of one replica"
     figures = {
         "Promises kept": charts.Figure("attainment", "of the class's requests", ".1%"),
         "Share of the work asked for": charts.Figure("demand_share", "of device time", ".1%"),
@@ -185,8 +190,9 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
         "Preemptions": charts.Figure("num_preemptions", "preemptions"),
         "Refused": charts.Figure("num_rejected", "requests"),
     }
-    columns = st.columns(2)
     for number, (title, figure) in enumerate(figures.items()):
+        if number % 2 == 0:
+            columns = st.columns(2)
         measured = frame[frame[figure.column].notna()]
         if not measured[figure.column].any():
             measured = measured.head(0)  # says more than bars without height

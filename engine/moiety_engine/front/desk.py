@@ -167,14 +167,16 @@ class RequestDesk:
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def take_step(self, step: CoreStep) -> None:
-        for traced in step.traced:  # before the ends, which tell them
-            self._tell_step(traced)
         for admission in step.admissions:
             found = self._open.get(admission.key)
             if found is not None:
                 request, session = found
                 self._post(session, request.accept(admission))
                 self._meter.begin(session.replica_id, request)
+        for (
+            traced
+        ) in step.traced:  # after the admissions, which tell the classes, and before the ends, which tell steps
+            self._tell_step(traced)
         for output in step.outputs:
             found = self._open.get(output.key)
             if found is None:
@@ -198,7 +200,7 @@ class RequestDesk:
     def _tell_step(self, traced: TracedStep) -> None:
         """To each request that ran in it."""
         requests = [found[0] for key in traced.keys if (found := self._open.get(key)) is not None]
-        classes = Counter(request.served_class for request in requests)
+        classes = Counter(request.served_class for request in requests if request.submit.foresees is None)
         packed = encode_step(msgspec.structs.replace(traced.step, classes=dict(classes)))
         for request in requests:
             request.ran_in(packed)

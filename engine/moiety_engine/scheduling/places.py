@@ -27,7 +27,7 @@ class Places:
     def __init__(self) -> None:
         self.by_key: dict[int, Sequence] = {}
         self.waiting: dict[int, Sequence] = {}  # by key
-        self._waiting_of_rank: dict[int, dict[int, Sequence]] = {}
+        self._waiting_of: dict[tuple[int, str], dict[int, Sequence]] = {}  # by rank and class
         self.running: list[Sequence] = []
         self.decoding: dict[Sequence, Chunk] = {}  # of them, those that lack only their newest token: their rows
         self.verifying: dict[Sequence, None] = {}  # those whose draft runs: what they lack is known with its result
@@ -42,17 +42,28 @@ class Places:
     def add(self, sequence: Sequence) -> None:
         self.by_key[sequence.key] = sequence
         self.waiting[sequence.key] = sequence
-        self._waiting_of_rank.setdefault(sequence.service.rank, {})[sequence.key] = sequence
+        self._waiting_of.setdefault(_queue_of(sequence), {})[sequence.key] = sequence
 
     def newest_of_worst_rank(self) -> Sequence | None:
         """The waiting request that is missed least; None if none waits."""
-        worst = max((rank for rank, members in self._waiting_of_rank.items() if members), default=None)
-        return None if worst is None else next(reversed(self._waiting_of_rank[worst].values()))
+        queues = {queue: members for queue, members in self._waiting_of.items() if members}
+        worst = max((rank for rank, _ in queues), default=None)
+        newest = (next(reversed(members.values())) for (rank, _), members in queues.items() if rank == worst)
+        return max(newest, key=by_arrival, default=None)
 
     def oldest_unix_ns(self, now_ns: int) -> int:
         """When the first of those that wait or return came; now if there is none."""
         firsts = [*self.returning[:1], *islice(self.waiting.values(), 1)]
         return min((sequence.queued_unix_ns for sequence in firsts), default=now_ns)
+
+    def oldest_unix_s(self) -> dict[str, float]:
+        """By class, when the first of those that wait or return came."""
+        firsts = [next(iter(members.values())) for members in self._waiting_of.values() if members]
+        oldest: dict[str, float] = {}
+        for sequence in (*firsts, *self.returning):
+            came_s = sequence.queued_unix_ns / 1e9
+            oldest[sequence.service.name] = min(came_s, oldest.get(sequence.service.name, came_s))
+        return oldest
 
     @property
     def worst_rank_running(self) -> int:
@@ -176,4 +187,8 @@ class Places:
 
     def _wait_no_more(self, sequence: Sequence) -> None:
         del self.waiting[sequence.key]
-        del self._waiting_of_rank[sequence.service.rank][sequence.key]
+        del self._waiting_of[_queue_of(sequence)][sequence.key]
+
+
+def _queue_of(sequence: Sequence) -> tuple[int, str]:
+    return sequence.service.rank, sequence.service.name

@@ -13,6 +13,7 @@ knows no tensors and no clock: times are handed in.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 
@@ -98,6 +99,7 @@ class Scheduler:
         guesser = guesser or LookupGuesser()
         self.speculator = Speculator(draft_tokens, self.step_time, guesser) if draft_tokens else None
         self.output_tokens_total = self.recomputed_tokens_total = 0
+        self.prefill_seconds_total = self.decode_seconds_total = 0.0  # of steps with prompt tokens in them, and without
         self.drafted_tokens_total = self.accepted_tokens_total = 0
         self.overshot_tokens_total = 0  # sampled for sequences that had ended by then
 
@@ -260,6 +262,10 @@ class Scheduler:
             self.step_time.observe(plan.shape, seconds)
         if plan.chunks and seconds > 0 and not plan.is_foresight:
             self.policy.stepped(seconds, plan.shape, now_ns / 1e9)
+            if plan.shape.prefill_rows:
+                self.prefill_seconds_total += seconds
+            else:
+                self.decode_seconds_total += seconds
         return outputs
 
     # ── what is there ──
@@ -294,7 +300,15 @@ class Scheduler:
 
     def class_loads(self) -> list[ClassLoad]:
         """Every class's state and counters."""
-        return self.tally.loads(self.policy.predicted_ttft_s())
+        return self.tally.loads(self.policy.predicted_ttft_s(), self.places.oldest_unix_s())
+
+    def tenant_blocks(self, most: int) -> dict[str, int]:
+        """Blocks that sequences hold, by tenant, of so many tenants that hold most. A block that several sequences
+        share counts for each of them."""
+        held = Counter[str]()
+        for sequence in (*self.places.running, *self.places.parked, *self.places.returning):
+            held[sequence.tenant] += len(sequence.blocks)
+        return {tenant: count for tenant, count in held.most_common(most) if count}
 
     def kv_slots(self) -> tuple[int, int]:
         """(slots allocated to running sequences, slots of them that hold a token)."""

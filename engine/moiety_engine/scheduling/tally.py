@@ -42,7 +42,7 @@ class Tally:
     def preempted(self, name: str, reason: Reason) -> None:
         self.of(name).preempted[reason.value] += 1
 
-    def loads(self, predicted_ttft_s: dict[str, float]) -> list[ClassLoad]:
+    def loads(self, predicted_ttft_s: dict[str, float], oldest_unix_s: dict[str, float]) -> list[ClassLoad]:
         """For the wire, in order of name."""
         return [
             ClassLoad(
@@ -57,6 +57,7 @@ class Tally:
                 relegated_total=tally.relegated,
                 boosted_total=tally.boosted,
                 recomputed_tokens_total=tally.recomputed_tokens,
+                oldest_waiting_unix_s=oldest_unix_s.get(name, 0.0),
             )
             for name, tally in sorted(self._classes.items())
         ]

@@ -59,6 +59,7 @@ class ScriptedEngine:
         self._answers: list[ToFront] = []
         self._blocks_used = 0
         self._counters = {"steps": 0, "prompt": 0, "output": 0, "requests": 0}
+        self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._classes: defaultdict[str, ClassCounters] = defaultdict(ClassCounters)
         self._sampler = StepSampler(script.traced_steps_per_s)
 
@@ -118,6 +119,9 @@ class ScriptedEngine:
         failures, self._failures = self._failures, []
         admissions, self._admissions = self._admissions, []
         batch = list(self._running.values())
+        if batch:
+            kind = "decode" if all(request.num_output for request in batch) else "prefill"
+            self._seconds[kind] += self.script.step_delay_s
         traced = [self._look(batch)] if self._sampler.is_due(self._clock_ns()) else []
         outputs += [self._advance(request) for request in batch]
         return CoreStep(outputs, failures, self.load(), admissions, traced)
@@ -157,20 +161,35 @@ class ScriptedEngine:
             cached_tokens_total=0,
             output_tokens_total=self._counters["output"],
             requests_total=self._counters["requests"],
+            prefill_seconds_total=self._seconds["prefill"],
+            decode_seconds_total=self._seconds["decode"],
+            tenant_kv_blocks=self._tenant_blocks(),
             classes=self._class_loads(),
         )
+
+    def _tenant_blocks(self) -> dict[str, int]:
+        held = Counter[str]()
+        for request in (*self._running.values(), *self._parked.values(), *self._returning):
+            held[request.submit.tenant_id] += request.num_blocks
+        return dict(held)
 
     def _class_loads(self) -> list[ClassLoad]:
         waiting = Counter(request.served_class for request in (*self._waiting, *self._returning))
         running = Counter(request.served_class for request in self._running.values())
         predicted = self.script.predicted_ttft_s
         names = sorted({*self._classes, *predicted})
-        return [self._classes[n].load(n, waiting[n], running[n], predicted.get(n, 0.0)) for n in names]
+        oldest: dict[str, float] = {}
+        for request in (*self._waiting, *self._returning):
+            came_s = request.queued_unix_ns / 1e9
+            oldest[request.served_class] = min(came_s, oldest.get(request.served_class, came_s))
+        return [
+            self._classes[n].load(n, waiting[n], running[n], predicted.get(n, 0.0), oldest.get(n, 0.0)) for n in names
+        ]
 
     # ── coming in ──
 
     def _submit(self, submit: CoreSubmit) -> None:
-        request = ScriptedRequest(submit, self.script)
+        request = ScriptedRequest(submit, self.script, self._clock_ns())
         self._counters["requests"] += 1
         if request.num_blocks > self.script.num_blocks:
             message = f"the request needs {request.num_blocks} KV blocks, the engine has {self.script.num_blocks}"

@@ -17,7 +17,7 @@ from moiety_wire.notes import EventKind
 class ScriptedRequest:
     """Owned by the ScriptedEngine."""
 
-    def __init__(self, submit: CoreSubmit, script: Script) -> None:
+    def __init__(self, submit: CoreSubmit, script: Script, now_unix_ns: int) -> None:
         self.submit = submit
         self.served_class = ""  # until it is admitted
         self.answer = list(script.tokens) if script.tokens else submit.prompt_ids
@@ -25,6 +25,7 @@ class ScriptedRequest:
         self.credit_is_last = False
         self.num_output = len(submit.resumed_ids or ())
         self.num_blocks = -(-(len(submit.prompt_ids) + submit.max_tokens) // script.block_size)
+        self.queued_unix_ns = now_unix_ns
         self.scheduled_unix_ns = 0
         self.first_token_unix_ns = 0
         self.events: list[CoreEvent] = []
@@ -114,7 +115,9 @@ class ClassCounters:
             case _:
                 pass
 
-    def load(self, name: str, num_waiting: int, num_running: int, predicted_ttft_s: float) -> ClassLoad:
+    def load(
+        self, name: str, num_waiting: int, num_running: int, predicted_ttft_s: float, oldest_unix_s: float
+    ) -> ClassLoad:
         return ClassLoad(
             name=name,
             num_waiting=num_waiting,
@@ -127,4 +130,5 @@ class ClassCounters:
             relegated_total=self.relegated,
             boosted_total=self.boosted,
             recomputed_tokens_total=self.recomputed,
+            oldest_waiting_unix_s=oldest_unix_s,
         )

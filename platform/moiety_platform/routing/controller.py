@@ -46,6 +46,7 @@ class ClassLoadView(msgspec.Struct, frozen=True):
     relegated_total: int
     boosted_total: int
     recomputed_tokens_total: int
+    oldest_waiting_unix_s: float
 
     @classmethod
     def of(cls, load: ClassLoad) -> ClassLoadView:
@@ -117,6 +118,9 @@ class LoadView(msgspec.Struct, frozen=True):
     rank_balancedness: float
     rank_balancedness_planned: float
     masked_ranks: int
+    prefill_seconds_total: float
+    decode_seconds_total: float
+    tenant_kv_blocks: dict[str, int]
     classes: list[ClassLoadView]
 
     @classmethod

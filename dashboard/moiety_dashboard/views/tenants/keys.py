@@ -21,7 +21,7 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     projects = client.list("/projects", tenant_id=tenant["id"])
     keys = client.list("/keys", tenant_id=tenant["id"])
     show_made()
-    frame = keys_frame(keys.data, projects.data)
+    frame = keys_frame(keys.data, projects.data, session.zone())
     with panels.panel("Keys", "by their last four characters", [keys, projects], key="keys", frame=frame):
         panels.table(frame, columns(), "No key yet: make one below, and send it with every request.")
     if not session.may("keys.write"):

@@ -109,7 +109,7 @@ def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[d
         return f"{limits.amount(quota['kind'], quota['cap'])} {limits.KINDS[quota['kind']]} on {quota['level']} {name}"
 
     chosen = st.selectbox("Limit", list(mine), format_func=label)
-    st.caption(f"Set {show_time(mine[chosen]['created_at'])}.")
+    st.caption(f"Set {show_time(mine[chosen]['created_at'], session.zone())}.")
     if st.button("Take it away", icon=":material/delete:"):
         panels.ask_first(
             f"Take away **{label(chosen)}**? From the next request on nothing holds back what it held back.",

@@ -160,7 +160,7 @@ def step_columns(frame: pd.DataFrame) -> dict[str, Any]:
             "Balancedness", format="percent", help="Tokens of a mean expert over those of the busiest, in that time"
         ),
         "classes": column.TextColumn("Of the classes"),
-        "engine": column.TextColumn("Engine", width=150),
+        "engine": column.TextColumn("Engine", width=185),
     }
     return {name: one for name, one in shown.items() if frame[name].notna().any() or name not in OPTIONAL}
 

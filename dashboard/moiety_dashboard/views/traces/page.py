@@ -118,7 +118,7 @@ def columns(frame: pd.DataFrame) -> dict[str, Any]:
     column = st.column_config
     longest = float(frame["duration_ms"].max()) if len(frame) else 1.0
     shown: dict[str, Any] = {
-        "at": column.DatetimeColumn("Began", format="YYYY-MM-DD HH:mm:ss.SSS", width=180),
+        "at": panels.time_column("Began", "YYYY-MM-DD HH:mm:ss.SSS", width=180),
         "tenant": "Tenant",
         "class": "Class",
         "operation": column.TextColumn("Asked for", width="small"),
