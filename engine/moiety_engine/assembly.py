@@ -32,6 +32,7 @@ from moiety_engine.errors import EngineError, InvalidConfig, RanksError
 from moiety_engine.model.loading import Share, load_share
 from moiety_engine.runner.follower import ExpertFollower, Follower, Obeying
 from moiety_engine.runner.overlap import steps_overlap
+from moiety_kernels.cpu.gemm import arithmetic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -184,10 +185,13 @@ def _join(
     device = torch.device(_device(config, meeting))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    versions = {"torch": str(torch.__version__), "numpy": np.__version__}
+    if device.type == "cpu":
+        versions["products"] = arithmetic()
     crew = join(
         layout,
         meeting,
-        settings=named | {"torch": str(torch.__version__), "numpy": np.__version__},
+        settings=named | versions,
         checkpoint=fingerprint(Path(config.model)),
         device_type=device.type,
         timeout_s=config.join_timeout_s,

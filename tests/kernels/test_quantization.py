@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_kernels.checks import KernelInputError
+from moiety_kernels.cpu.gemm import chunk_rows, is_unpacked
+from moiety_kernels.cpu.unpacking import UNPACKED_BYTES
 from moiety_kernels.linear import cpu as linear_cpu
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import SILU, dense_glu, experts
@@ -20,6 +22,10 @@ from moiety_kernels.quantization.reference import MAGNITUDES, pack, round_to, un
 
 WHOLE = [INT8, INT4, WeightFormat("int4", 4, 128)]
 FORMATS = [*WHOLE, FP8, MXFP4]
+
+
+def is_multiplied_as_it_lies(arithmetic: str, form: WeightFormat) -> bool:
+    return not form.is_float8 and (arithmetic == "packed" or (arithmetic == "packed eights" and form.bits == 8))
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -79,7 +85,7 @@ def test_a_product_is_that_with_the_weight_it_stands_for(
     x, weight, bias = drawn(rows, k).bfloat16().float(), quantize(drawn(n, k), form), drawn(n)
     assert linear_cpu.fits(x, weight)
     ours = linear(x, weight, bias)
-    if arithmetic == "packed" and not form.is_float8:  # as it lies: nothing is lost to bfloat16
+    if is_multiplied_as_it_lies(arithmetic, form):  # nothing of it is lost to bfloat16
         expected = x.double() @ dequantize(weight).double().T + bias.double()
         worst = float((ours - expected).abs().max() / (expected - bias).abs().max().clamp(min=0.1))
         assert worst < (2e-4 if form.bits == 8 else 1e-5)
@@ -89,17 +95,42 @@ def test_a_product_is_that_with_the_weight_it_stands_for(
         assert torch.equal(linear(x[some], weight, bias), ours[some]), "a row is alone in every batch"
 
 
-@pytest.mark.parametrize("form", [WeightFormat("int8", 8, 32), WeightFormat("int8", 8, 128), INT8, INT4, MXFP4])
-@pytest.mark.parametrize("k", [32, 96, 160, 1056])
-def test_widths_that_are_no_whole_number_of_groups_are_multiplied_too(
-    arithmetic: str, form: WeightFormat, k: int
-) -> None:
-    if not form.takes(k):
-        return
-    x, weight = drawn(9, k).bfloat16().float(), quantize(drawn(6, k), form)
+@pytest.mark.parametrize(
+    ("form", "k"),
+    [
+        (form, k)
+        for form in (INT8, INT4, MXFP4, *(WeightFormat("int8", 8, group) for group in (32, 64, 128, 256)))
+        for k in (32, 96, 160, 256, 768, 1056)
+        if form.takes(k)
+    ],
+)
+def test_any_number_of_groups_and_of_any_size_is_multiplied(arithmetic: str, form: WeightFormat, k: int) -> None:
+    x, weight = drawn(9, k).bfloat16().float(), quantize(drawn(6, k) * torch.logspace(-2, 1, k), form)
     expected = x.double() @ dequantize(weight).double().T
-    bound = 2e-2 if arithmetic != "packed" else 2e-4 if form.bits == 8 else 1e-5
+    bound = 2e-2
+    if is_multiplied_as_it_lies(arithmetic, form):
+        bound = 2e-4 if form.bits == 8 else 1e-5
     assert float((linear(x, weight) - expected).abs().max() / expected.abs().max()) < bound
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_weight_of_many_rows_is_multiplied_in_parts_that_a_thread_has_memory_for(
+    arithmetic: str, form: WeightFormat
+) -> None:
+    x, weight = drawn(16, 1024).bfloat16().float(), quantize(drawn(4096, 1024), form)
+    found = linear(x, weight)
+    assert torch.equal(found[:, 2048:2560], linear(x, QuantizedWeight(*rows_of(weight, slice(2048, 2560)), form)))
+    for wide in (1024, 4096, 14_336, 32_768):
+        one = QuantizedWeight(torch.empty(16, wide, dtype=torch.int8), torch.empty(16, 1), replace(form, bits=8))
+        for rows in (1, 16, 500):
+            for together in (1, 2):
+                chunk = chunk_rows(one, 8192, rows, 4, together)
+                assert chunk % 16 == 0 and chunk > 0
+                assert not is_unpacked(one) or together * chunk * 2 * wide <= UNPACKED_BYTES
+
+
+def rows_of(weight: QuantizedWeight, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    return weight.values_NK[rows].contiguous(), weight.scales_NG[rows].contiguous()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -138,7 +169,7 @@ def test_experts_are_those_of_the_weights_they_stand_for(
     assert experts_cpu.fits(x, expert, up, down, None, None)
     plain = dequantize(up).bfloat16(), dequantize(down).bfloat16()
     ours = experts(x, weight, expert, up, down)
-    if arithmetic != "packed" or form.is_float8:
+    if not is_multiplied_as_it_lies(arithmetic, form):
         assert torch.equal(ours, experts(x, weight, expert, *plain))
     assert torch.equal(ours[:1], experts(x[:1], weight[:1], expert[:1], up, down)), "a row is alone in every batch"
     reference = experts_reference.experts(x, weight, expert, up, down, activation=SILU)
@@ -149,7 +180,7 @@ def test_experts_are_those_of_the_weights_they_stand_for(
 def test_a_dense_feed_forward_takes_them_too(arithmetic: str, form: WeightFormat) -> None:
     up, down, x = quantize(drawn(256, 128), form), quantize(drawn(128, 128), form), drawn(6, 128).bfloat16().float()
     ours, theirs = dense_glu(x, up, down), dense_glu(x, dequantize(up).bfloat16(), dequantize(down).bfloat16())
-    if arithmetic == "packed" and not form.is_float8:
+    if is_multiplied_as_it_lies(arithmetic, form):
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
     else:
         assert torch.equal(ours, theirs)

@@ -1,6 +1,6 @@
 """Dot products of packed rows with the rows of a weight, two inputs a lane, where there are no matrix tiles.
 
-Rows are packed once for all of the weight's rows. For a weight of bfloat16, or in four bits, whose numbers are exact in
+Each task packs the rows that it multiplies. For a weight of bfloat16, or in four bits, whose numbers are exact in
 bfloat16, they become bfloat16 and are multiplied in pairs (AVX512-BF16). For a weight in eight bits they become whole
 numbers of 16 bits, of which each GROUP share a scale (AVX512-BW; one instruction with VNNI): that takes fewer
 operations than widening it, and keeps more of the rows. Sums run over the inputs in one order, so a row's result is the
@@ -13,6 +13,7 @@ each part of the rows for its share, so that memory is read while there is compu
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-PAIRS_FEW, NARROW_FEW = 2, 8  # rows, of a weight of bfloat16 and in few bits
+PAIRS_FEW, NARROW_FEW = 2, 4  # rows, of a weight of bfloat16 and in few bits
 COLS = 4
 PAIRS_ROWS = 6  # that multiply COLS weight rows at once: their sums fill the registers
 NARROW_ROWS = 3  # likewise, of a weight in few bits, where a group's sums are beside those of all
@@ -128,9 +129,10 @@ def _pack_whole(e: Emitter) -> None:
 
     (top,) = e.loop(count, LANES, [ir.Constant(VI32, [0] * LANES)], body)
     top = builder.bitcast(e.reduce(top, larger), VF)
-    is_zero = builder.fcmp_ordered("<", top, constant(_LEAST))
-    scale = builder.select(is_zero, constant(0.0), builder.fmul(top, constant(1.0 / _GREATEST)))
-    inverse = builder.select(is_zero, constant(0.0), builder.fdiv(constant(_GREATEST), top))
+    is_some = builder.fcmp_unordered(">=", top, constant(_LEAST))
+    scale = builder.select(is_some, builder.fmul(top, constant(1.0 / _GREATEST)), constant(0.0))
+    is_number = builder.and_(is_some, builder.fcmp_ordered("<", top, constant(math.inf)))
+    inverse = builder.select(is_number, builder.fdiv(constant(_GREATEST), top), constant(0.0))
     e.store(builder.extract_element(scale, I32(0)), scale_at)
 
     def write(i: ir.Value) -> list[ir.Value]:

@@ -18,12 +18,8 @@ from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.packed import (
     DESCRIPTION_BYTES,
-    NUMBERS,
-    PACKED_BYTES,
     describe,
     multiply_packed,
-    pack,
-    packed_stride,
 )
 from moiety_kernels.cpu.team import SCRATCH_BYTES, team
 from moiety_kernels.cpu.tiles import (
@@ -74,7 +70,7 @@ ROWS_AT = 0  # addresses of the rows, up to 1,024
 PADDED_AT = 8 << 10  # those of one panel's rows
 CONFIG_AT = 9 << 10  # the tiles' configuration
 DESCRIBED_AT = 10 << 10  # two weights that are multiplied as they lie
-WIDE_AT = 16 << 10  # a panel of widened weight rows, at least TILE_COLS of them, or rows packed for tiles
+WIDE_AT = 16 << 10  # a panel of widened weight rows, at least TILE_COLS of them, or packed rows
 AREA_AT = WIDE_AT + TILE_COLS * (4 * MAX_WIDTH + PANEL_PAD)  # the tiles' sums of two products
 AREA_BYTES = 2 * 4 * TILES_ROWS * TILES_MOST_COLUMNS
 TEMP_AT = AREA_AT + AREA_BYTES
@@ -99,11 +95,18 @@ def product_kind(weight: Tensor | QuantizedWeight) -> int:
     return PACKED if dots.usable(lies_in_bits) else BFLOAT16
 
 
-def row_bytes(weight: Tensor | QuantizedWeight) -> int:
-    """Of memory that a row of the weight takes as it is read."""
-    if isinstance(weight, QuantizedWeight):
-        return weight.shape[-1] * weight.format.bits // 8
-    return weight.shape[-1] * weight.element_size()
+def arithmetic() -> str:
+    """By what this machine multiplies, in words. Machines that do so differently may choose different experts for the
+    same token: the ranks of a group must all do it alike."""
+    if tiles.usable():
+        return "matrix tiles"
+    pairs = [str(bits) for bits in (16, 8, 4) if dots.usable(bits)]
+    return f"pairs, of weights in {', '.join(pairs)} bits" if pairs else "floats"
+
+
+def is_unpacked(weight: Tensor | QuantizedWeight) -> bool:
+    """Whether a task widens its rows of the weight before it multiplies them."""
+    return isinstance(weight, QuantizedWeight) and (product_kind(weight) != PACKED or weight.format.is_float8)
 
 
 def is_multipliable(*weights: Tensor | QuantizedWeight) -> bool:
@@ -271,27 +274,14 @@ def _multiply_tiles(
 
 
 @jit
-def _multiply_packed(
-    rows: int, m: int, w: int, other_w: int, n: int, k: int, out: int, other_out: int, out_stride: int, scratch: int
-) -> None:
-    """out[:m, :n] of rows that are packed first, and for a second weight if there is one (else 0)."""
-    panel, at_once = scratch + WIDE_AT, max(1, PACKED_BYTES // packed_stride(k))
-    for first in range(0, m, at_once):
-        count, below = min(at_once, m - first), first * out_stride
-        pack(rows + 8 * first, count, k, load_i64(w, NUMBERS), panel)
-        multiply_packed(panel, count, w, n, k, out + below, out_stride)
-        if other_w:
-            multiply_packed(panel, count, other_w, n, k, other_out + below, out_stride)
-
-
-@jit
 def multiply(rows: int, m: int, w: int, kind: int, n: int, k: int, out: int, out_stride: int, scratch: int) -> None:
-    """out[:m, :n] = rows · wᵀ; `rows` is the address of m row addresses, `kind` that of the product."""
+    """out[:m, :n] = rows · wᵀ; `rows` is the address of m row addresses, `kind` that of the product, `w` what
+    `weight_rows` returned."""
     if kind == BFLOAT16_TILES:
         _multiply_tiles(rows, m, w, 0, n, k, out, 0, out_stride, scratch)
         return
     if kind == PACKED:
-        _multiply_packed(rows, m, w, 0, n, k, out, 0, out_stride, scratch)
+        multiply_packed(rows, m, w, 0, n, k, out, 0, out_stride, scratch + WIDE_AT)
         return
     narrow = kind == BFLOAT16
     if narrow and m < WIDEN_ROWS:
@@ -328,7 +318,7 @@ def multiply_both(
         _multiply_tiles(rows, m, w, other_w, n, k, out, other_out, stride, scratch)
         return
     if kind == PACKED:
-        _multiply_packed(rows, m, w, other_w, n, k, out, other_out, stride, scratch)
+        multiply_packed(rows, m, w, other_w, n, k, out, other_out, stride, scratch + WIDE_AT)
         return
     multiply(rows, m, w, kind, n, k, out, stride, scratch)
     multiply(rows, m, other_w, kind, n, k, other_out, stride, scratch)
@@ -365,9 +355,18 @@ def row_block(kind: int, width: int) -> int:
     return min(TILES_ROWS, max(ROW_BLOCK, TILES_BLOCK_BYTES // (2 * min(width, TILES_DEPTH)) // ROWS * ROWS))
 
 
-def chunk_rows(kind: int, width: int, row_bytes: int, num_rows: int, rows_at_once: int, num_items: int) -> int:
-    """How many of a weight's `num_rows` rows, of `width` columns, a task takes that multiplies `rows_at_once` rows: a
-    multiple of 16. There are `num_items` such weights or blocks of rows; every thread should have some tasks."""
+def chunk_rows(
+    weight: Tensor | QuantizedWeight, num_rows: int, rows_at_once: int, num_items: int, together: int = 1
+) -> int:
+    """How many of a weight's `num_rows` rows a task takes that multiplies `rows_at_once` rows, of each of as many
+    weights as it takes `together`: a multiple of 16. There are `num_items` such weights or blocks of rows; every thread
+    should have some tasks."""
+    kind, width, row_bytes = product_kind(weight), weight.shape[-1], 2 * weight.shape[-1]
+    if not isinstance(weight, QuantizedWeight):
+        row_bytes = width * weight.element_size()
+    elif not is_unpacked(weight):
+        row_bytes = width * weight.format.bits // 8
+    row_bytes *= together
     if rows_at_once >= WIDEN_ROWS:
         most = MANY_ROWS_CHUNK_BYTES
     else:
@@ -375,6 +374,8 @@ def chunk_rows(kind: int, width: int, row_bytes: int, num_rows: int, rows_at_onc
     chunk = max(16, most // row_bytes // 16 * 16)
     if kind == BFLOAT16_TILES and width > TILES_DEPTH:
         chunk = TILES_MOST_COLUMNS
+    if is_unpacked(weight):
+        chunk = min(chunk, UNPACKED_BYTES // row_bytes // 16 * 16)
     if kind in (BFLOAT16_TILES, PACKED):
         while chunk > 2 * ROWS and num_items * -(-num_rows // chunk) < TASKS_PER_THREAD * team().num_threads:
             chunk = chunk // 2 // 16 * 16

@@ -73,30 +73,6 @@ def pack(rows: int, m: int, k: int, numbers: int, packed: int) -> None:
 
 
 @jit
-def multiply_packed(packed: int, m: int, weight: int, n: int, k: int, out: int, out_stride: int) -> None:
-    """out[:m, :n] of packed rows with the weight that is described at `weight`."""
-    is_plain, stride = load_i64(weight, NUMBERS) == PLAIN, packed_stride(k)
-    few, most = (PAIRS_FEW, PAIRS_ROWS) if is_plain else (NARROW_FEW, NARROW_ROWS)
-    tiles, parts = 0 if m <= few else n // COLS, (m + most - 1) // most
-    tile_bytes, share = COLS * load_i64(weight, ROW_BYTES), (COLS << SHARE_BITS) // parts
-    for tile in range(tiles):
-        first, i, part = COLS * tile, 0, 0
-        following = load_i64(weight, VALUES) + (tile + TILES_AHEAD) * tile_bytes
-        while i < m:
-            step = _even_part(m - i, most)
-            ahead, target = following + tile_bytes * part // parts, out + i * out_stride + 4 * first
-            _dots(step, packed + i * stride, stride, k, weight, first, True, ahead, share, target, out_stride)
-            i += step
-            part += 1
-    first, i = COLS * tiles, 0
-    while i < m and first < n:
-        step = _even_part(m - i, few)
-        target = out + i * out_stride + 4 * first
-        _dots(step, packed + i * stride, stride, k, weight, first, False, n - first, 0, target, out_stride)
-        i += step
-
-
-@jit
 def _even_part(left: int, most: int) -> int:
     """How many of the rows that are left are next, so that all parts are of about one size."""
     parts = (left + most - 1) // most
@@ -104,31 +80,53 @@ def _even_part(left: int, most: int) -> int:
 
 
 @jit
-def _dots(
-    m: int, rows: int, stride: int, k: int, weight: int, first: int, many: bool, ahead: int, share: int, out: int,
-    out_stride: int,
-) -> None:  # fmt: skip
-    """Of m packed rows and weight rows from `first` on: COLS of them, or `ahead`."""
-    numbers, shift = load_i64(weight, NUMBERS), load_i64(weight, SHIFT)
-    w_bytes, s_bytes = load_i64(weight, ROW_BYTES), load_i64(weight, SCALES_BYTES)
-    w, s, x_s = load_i64(weight, VALUES) + first * w_bytes, load_i64(weight, SCALES) + first * s_bytes, 2 * k
-    table, to = int(numbers == E2M1), out_stride
-    if numbers == PLAIN:
-        if many:
-            pairs_many(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
-        else:
-            pairs_few(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
-    elif numbers != INT8:
-        if many:
-            fours_many(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
-        else:
-            fours_few(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
-    elif shift == WHOLE_ROW:
-        if many:
-            eights_many(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
-        else:
-            eights_few(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
-    elif many:
-        grouped_eights_many(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
-    else:
-        grouped_eights_few(m, rows, stride, k, x_s, w, w_bytes, ahead, share, s, s_bytes, shift, table, out, to)
+def multiply_packed(  # noqa: PLR0912 - what a function calls is compiled again with it: one level less
+    rows: int, m: int, weight: int, other: int, n: int, k: int, out: int, other_out: int, out_stride: int, area: int
+) -> None:
+    """out[:m, :n] of the m rows whose addresses are at `rows` with the weight that is described at `weight`, and of
+    another of the same kind if there is one (else 0). `area`: memory for packed rows, PACKED_BYTES or one row."""
+    numbers, shift, stride, x_s = load_i64(weight, NUMBERS), load_i64(weight, SHIFT), packed_stride(k), 2 * k
+    w_bytes, s_bytes, table = load_i64(weight, ROW_BYTES), load_i64(weight, SCALES_BYTES), int(numbers == E2M1)
+    few, most = (PAIRS_FEW, PAIRS_ROWS) if numbers == PLAIN else (NARROW_FEW, NARROW_ROWS)
+    at_once = max(1, PACKED_BYTES // stride)
+    for start in range(0, m, at_once):
+        count = min(at_once, m - start)
+        pack(rows + 8 * start, count, k, numbers, area)
+        tiles, parts = 0 if count <= few else n // COLS, (count + most - 1) // most
+        share = (COLS << SHARE_BITS) // parts
+        for turn in range((2 if other else 1) * (tiles + 1)):
+            tile, of = turn % (tiles + 1), other if turn > tiles else weight
+            many, first, i, part = tile < tiles, COLS * tile, 0, 0
+            w, s = load_i64(of, VALUES) + first * w_bytes, load_i64(of, SCALES) + first * s_bytes
+            column = (other_out if turn > tiles else out) + start * out_stride + 4 * first
+            if first == n:
+                continue
+            while i < count:
+                step = _even_part(count - i, most if many else few)
+                x, to, by = area + i * stride, column + i * out_stride, out_stride
+                if many:  # from where on to ask
+                    a = w + COLS * w_bytes * TILES_AHEAD + COLS * w_bytes * part // parts
+                    if numbers == PLAIN:
+                        pairs_many(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
+                    elif numbers != INT8:
+                        fours_many(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
+                    elif shift == WHOLE_ROW:
+                        eights_many(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
+                    else:
+                        grouped_eights_many(
+                            step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by
+                        )
+                else:  # how many weight rows are left
+                    a = n - first
+                    if numbers == PLAIN:
+                        pairs_few(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
+                    elif numbers != INT8:
+                        fours_few(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
+                    elif shift == WHOLE_ROW:
+                        eights_few(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
+                    else:
+                        grouped_eights_few(
+                            step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by
+                        )
+                i += step
+                part += 1

@@ -17,7 +17,6 @@ from moiety_kernels.cpu.gemm import (
     point_rows,
     product_kind,
     row_block,
-    row_bytes,
     weight_rows,
 )
 from moiety_kernels.cpu.memory import load_i64
@@ -58,7 +57,7 @@ def multiply_heads(x_MHK: Tensor, weight_HNK: Tensor, out_MHN: Tensor) -> None:
     kind = product_kind(weight_HNK)
     block = row_block(kind, k)
     blocks = -(-m // block)
-    chunk = chunk_rows(kind, k, row_bytes(weight_HNK), n, m, heads * blocks)
+    chunk = chunk_rows(weight_HNK, n, m, heads * blocks)
     chunks = -(-n // chunk)
     team().run(
         task_address(_task),

@@ -18,7 +18,6 @@ from moiety_kernels.cpu.gemm import (
     point_rows,
     product_kind,
     row_block,
-    row_bytes,
     weight_rows,
 )
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32
@@ -55,7 +54,7 @@ def linear(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | N
         return out_MN
     kind = product_kind(weight_NK)
     block = row_block(kind, k)
-    chunk = chunk_rows(kind, k, row_bytes(weight_NK), n, m, -(-m // block))
+    chunk = chunk_rows(weight_NK, n, m, -(-m // block))
     tasks = -(-m // block) * -(-n // chunk)
     bias = 0 if bias_N is None else bias_N.data_ptr()
     values, scales, bits, shift = format_of(weight_NK)

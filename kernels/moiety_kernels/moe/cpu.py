@@ -23,7 +23,6 @@ from moiety_kernels.cpu.gemm import (
     multiply,
     multiply_both,
     product_kind,
-    row_bytes,
     weight_rows,
 )
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
@@ -163,9 +162,8 @@ def _kinds_and_chunks(
     num_experts, width, hidden = w_down_EDF.shape
     up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
     items = min(num_experts, rows)
-    up_bytes, down_bytes = 2 * row_bytes(w_gate_up_E2FD), row_bytes(w_down_EDF)
-    up_chunk = chunk_rows(up_kind, width, up_bytes, hidden, rows // num_experts, items)
-    down_chunk = chunk_rows(down_kind, hidden, down_bytes, width, rows // num_experts, items)
+    up_chunk = chunk_rows(w_gate_up_E2FD, hidden, rows // num_experts, items, together=2)
+    down_chunk = chunk_rows(w_down_EDF, width, rows // num_experts, items)
     return up_kind, down_kind, min(up_chunk, _MAX_CHUNK), down_chunk
 
 
