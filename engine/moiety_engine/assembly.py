@@ -24,11 +24,11 @@ from moiety_engine.distribution.crew import join
 from moiety_engine.distribution.group import ALONE
 from moiety_engine.distribution.joining import open_store
 from moiety_engine.distribution.layout import Layout, layout_of, leaving
-from moiety_engine.distribution.lifeline import Loaded
-from moiety_engine.distribution.losses import WITHIN_S, Losses
+from moiety_engine.distribution.lifeline import Loaded, explaining
+from moiety_engine.distribution.losses import Losses
 from moiety_engine.distribution.meeting import Meeting, require_hosts_apart, require_ranks
 from moiety_engine.distribution.spawning import Children
-from moiety_engine.errors import EngineError, InvalidConfig, RanksError
+from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, OutOfMemory, RanksError
 from moiety_engine.model.loading import Share, load_share
 from moiety_engine.runner.follower import ExpertFollower, Follower, Obeying
 from moiety_engine.runner.overlap import steps_overlap
@@ -45,7 +45,16 @@ if TYPE_CHECKING:
     from moiety_engine.model.transformer import Transformer
 
 # settings in which ranks may differ
-_OF_ONE_RANK = ("model", "name", "num_threads", "join_timeout_s", "mask_after_s", "rank_losses", "mask_after_losses")
+_OF_ONE_RANK = (
+    "model",
+    "name",
+    "num_threads",
+    "join_timeout_s",
+    "mask_after_s",
+    "rank_losses",
+    "mask_after_losses",
+    "rank_losses_within_s",
+)
 
 log = structlog.get_logger()
 
@@ -95,7 +104,7 @@ def follow(config: EngineConfig, meeting: Meeting) -> None:
         share = _load(config, meeting, crew.ranks, None)
         follower = _follower(share, crew, config)
         crew.lifeline.tell(Loaded())
-        with crew.explaining():
+        with explaining():
             follower.run()
     crew.close()
 
@@ -116,12 +125,13 @@ def telling(crew: Crew | None) -> Iterator[None]:
     except EngineError as exc:
         if crew is None:
             raise
+        own = isinstance(exc, CheckpointError | OutOfMemory)  # what else is wrong is so on all ranks
         if not crew.masked or isinstance(exc, RanksError):
-            crew.abandon(str(exc))
+            crew.abandon(str(exc), own=own)
             raise
         parts = "its part" if len(crew.masked) == 1 else "their parts"
         reason = f"{exc} (the group does without {_named(crew.masked)}, and has {parts} of the model)"
-        crew.abandon(reason)
+        crew.abandon(reason, own=own)
         raise RanksError(reason) from exc
 
 
@@ -150,7 +160,7 @@ def _spawn(config: EngineConfig) -> tuple[Crew, Meeting]:
     layout = layout_of(config)
     own = Meeting(0, layout.num_ranks, local_num_ranks=layout.num_ranks)
     _device(config, own)
-    losses, given_up = _losses(config, layout)
+    losses, given_up = losses_of(config, layout, own)
     store = open_store(own, config.join_timeout_s)
     places = [replace(own, rank=rank, local_rank=rank, port=store.port) for rank in range(1, layout.num_ranks)]
     children = Children(
@@ -167,7 +177,7 @@ def _spawn(config: EngineConfig) -> tuple[Crew, Meeting]:
 
 def _lead(config: EngineConfig, meeting: Meeting) -> Crew:
     """Meet those that a launcher has started."""
-    losses, given_up = _losses(config, layout_of(config))
+    losses, given_up = losses_of(config, layout_of(config), meeting)
     return _join(config, meeting, losses=losses, gone=lambda: given_up)
 
 
@@ -188,7 +198,7 @@ def _join(
     versions = {"torch": str(torch.__version__), "numpy": np.__version__}
     if device.type == "cpu":
         versions["products"] = arithmetic()
-    crew = join(
+    return join(
         layout,
         meeting,
         settings=named | versions,
@@ -198,28 +208,33 @@ def _join(
         store=store,
         mask_after_s=config.mask_after_s,
         gone=gone,
+        note=None if losses is None else losses.note,
     )
-    if losses is not None:
-        crew.lifeline.note_losses(losses.note)
-    return crew
 
 
-def _losses(config: EngineConfig, layout: Layout) -> tuple[Losses | None, dict[int, str]]:
-    """Rank 0's file of them, and the ranks that are not to take part, by it, with the reason."""
+def losses_of(config: EngineConfig, layout: Layout, meeting: Meeting) -> tuple[Losses | None, dict[int, str]]:
+    """Rank 0's file of them, and the ranks that are not to take part, by it, with the reason: those that were lost
+    most often, as long as the others can do without."""
     if not config.rank_losses:
         return None, {}
-    losses = Losses(Path(config.rank_losses))
-    often = {rank: n for rank, n in losses.lost_often(config.mask_after_losses).items() if 0 < rank < layout.num_ranks}
-    try:
-        leaving(layout, often)
-    except InvalidConfig as exc:
-        log.warning("ranks_not_masked", lost_often=sorted(often), reason=str(exc))
-        return losses, {}
-    return losses, {
-        rank: f"rank {rank} was lost {times} times in {WITHIN_S / 60:g} minutes, by {config.rank_losses}: the group "
-        "does without it; once it is mended, empty that file, or let the time pass, and start the group again"
-        for rank, times in often.items()
-    }
+    within_s, given_up = config.losses_within_s, dict[int, str]()
+    sizes = {name: getattr(layout, name) for name in ("tp", "dp", "ep", "pp", "expert_ranks")}
+    group = f"{config.name} at {meeting.host}, {', '.join(f'{name} {n}' for name, n in sizes.items())}"
+    losses = Losses(Path(config.rank_losses), group, within_s=within_s)
+    often = losses.lost_often(config.masked_after_losses)
+    for rank, times in sorted(often.items(), key=lambda one: -one[1]):
+        if not 0 < rank < layout.num_ranks:
+            continue
+        try:
+            leaving(layout, (*given_up, rank))
+        except InvalidConfig as exc:
+            log.warning("rank_not_masked", rank=rank, lost_times=times, reason=str(exc))
+            continue
+        given_up[rank] = (
+            f"rank {rank} was lost {times} times in {within_s:g} s, by {config.rank_losses}: the group does "
+            "without it; once it is mended, empty that file, or let the time pass, and start the group again"
+        )
+    return losses, given_up
 
 
 def _load(config: EngineConfig, meeting: Meeting, ranks: Ranks, progress: Callable[[int, int], None] | None) -> Share:

@@ -132,7 +132,8 @@ def engine(
     join_timeout_s: rank_options.JoinTimeoutOption = 60.0,
     mask_after_s: rank_options.MaskAfterOption = None,
     rank_losses: rank_options.RankLossesOption = None,
-    mask_after_losses: rank_options.MaskAfterLossesOption = 3,
+    mask_after_losses: rank_options.MaskAfterLossesOption = None,
+    rank_losses_within_s: rank_options.RankLossesWithinOption = None,
     adapter: options.AdapterOption = None,
     adapter_memory_bytes: options.AdapterMemoryBytesOption = "",
     adapter_disk_bytes: options.AdapterDiskBytesOption = "4GiB",
@@ -221,6 +222,7 @@ def engine(
                 mask_after_s=mask_after_s,
                 rank_losses=str(rank_losses.resolve()) if rank_losses else "",
                 mask_after_losses=mask_after_losses,
+                rank_losses_within_s=rank_losses_within_s,
                 offload=OffloadConfig(
                     what=offload,
                     memory_bytes=parse_size(expert_memory_bytes) if expert_memory_bytes else None,

@@ -85,6 +85,8 @@ QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 KV_DTYPES = ("auto", "bf16", "fp8", "int8")
 MAX_TRACED_PER_S = 1000
 REBALANCE_EVERY_S = 60.0  # where experts are redundant, which is of no use if they stay where they are
+MASK_AFTER_LOSSES = 3  # where --rank-losses is given
+LOSSES_WITHIN_S = 600.0
 
 
 class MoeKernel(StrEnum):
@@ -161,7 +163,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
     mask_after_s: float | None = None  # and for those that can be done without; None: for all of them alike
     rank_losses: str = ""  # rank 0's file of which ranks were lost; "": none
-    mask_after_losses: int = 3  # a rank that is in it so often, of late, is done without
+    mask_after_losses: int | None = None  # a rank that is in it so often, of late, is done without; None: three times
+    rank_losses_within_s: float | None = None  # what is of late; None: ten minutes
     transfer: TransferConfig = TransferConfig()
     offload: OffloadConfig = OffloadConfig()
     adapters: dict[str, str] = {}  # of the operator: name → folder
@@ -257,7 +260,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if transfer.landing_bytes is not None and transfer.landing_bytes < 1:
             raise InvalidConfig("kv_landing_bytes must be at least 1; leave it out to have it chosen")
 
+    @property
+    def masked_after_losses(self) -> int:
+        return MASK_AFTER_LOSSES if self.mask_after_losses is None else self.mask_after_losses
+
+    @property
+    def losses_within_s(self) -> float:
+        return LOSSES_WITHIN_S if self.rank_losses_within_s is None else self.rank_losses_within_s
+
     def _check_masking(self) -> None:
+        if not self.rank_losses and (self.mask_after_losses is not None or self.rank_losses_within_s is not None):
+            raise InvalidConfig(
+                "--mask-after-losses and --rank-losses-within-s are for the file that --rank-losses names: name one, "
+                "or leave them out"
+            )
         if self.mask_after_s is None:
             if self.rank_losses:
                 raise InvalidConfig(
@@ -267,13 +283,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.num_ranks == 1:
             raise InvalidConfig("--mask-after-s is for several ranks, and there is one: leave it out")
-        if not 0 <= self.mask_after_s <= self.join_timeout_s:
+        if not 0 < self.mask_after_s <= self.join_timeout_s:
             raise InvalidConfig(
-                f"--mask-after-s {self.mask_after_s:g} must lie between 0 and --join-timeout-s, which is "
-                f"{self.join_timeout_s:g}: the ranks that have come wait no longer than that"
+                f"--mask-after-s {self.mask_after_s:g} must be more than 0, or ranks would not be waited for at all, "
+                f"and no more than --join-timeout-s, which is {self.join_timeout_s:g}: nobody waits longer than that"
             )
-        if self.mask_after_losses < 1:
+        if self.masked_after_losses < 1:
             raise InvalidConfig(f"--mask-after-losses must be at least 1, not {self.mask_after_losses}")
+        if not self.losses_within_s > 0:
+            raise InvalidConfig(f"--rank-losses-within-s must be more than 0, not {self.rank_losses_within_s}")
 
     def _check_disk_cache(self) -> None:
         if not self.disk_cache:

@@ -43,12 +43,30 @@ def without(placement: Placement, ranks: Collection[int]) -> Survivors:
 def start_without(ranks: Collection[int], *, num_ranks: int, num_experts: int, slots_each: int) -> Ints:
     """[R]: the expert of each slot of a layer on the ranks that live, one rank's slots after the other's. Before ranks
     died each had its share of the experts, in order, and in the slots beyond these the first ones of the next share;
-    what is lost then comes back by `rebalance`, as if all experts had as much to do. Raises BadNumbers as `without`, or
-    NoRoom if the slots are too few."""
+    what is lost then comes back by `rebalance`, as if all experts had as much to do. No rank has an expert twice.
+    Raises BadNumbers as `without`, or if a rank has more slots than there are experts, and NoRoom if the slots are too
+    few."""
+    if slots_each > num_experts:
+        raise BadNumbers(
+            f"a rank has {slots_each} slots, and there are {num_experts} experts: {num_experts} is the most"
+        )
     first_G = np.arange(num_ranks) * num_experts // num_ranks
     slots_GS = (first_G[:, None] + np.arange(slots_each)) % num_experts
     whole = Placement.of(slots_GS.reshape(1, -1), num_experts=num_experts, num_ranks=num_ranks)
     left = without(whole, ranks).placement
     done = rebalance(left, np.ones((1, num_experts)), move_cost=0.0).placement
     slots_R = done.physical_to_logical_LR[0]
-    return np.asarray(slots_R[slots_R != EMPTY])
+    slots_GS = slots_R[slots_R != EMPTY].reshape(-1, slots_each)
+    _replace_doubles(slots_GS, num_experts)
+    return np.asarray(slots_GS.ravel())
+
+
+def _replace_doubles(slots_GS: Ints, num_experts: int) -> None:
+    """Where a rank has an expert twice, a second slot is of no use: one that it has not takes it, of these one with the
+    fewest replicas."""
+    for own_S in slots_GS:
+        for place in range(len(own_S)):
+            if own_S[place] in own_S[:place]:
+                counts_E = np.bincount(slots_GS.ravel(), minlength=num_experts)
+                counts_E[own_S] = slots_GS.size + 1
+                own_S[place] = counts_E.argmin()

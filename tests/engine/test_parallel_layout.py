@@ -14,6 +14,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.shares import own_spec
 
+NOTED = {"dp_attention": 2, "mask_after_s": 5, "rank_losses": "losses"}
 LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 
 
@@ -36,9 +37,17 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
         ({"tp": 2, "redundant_experts": 2, "rebalance_every_s": 0}, "spread the experts with --ep"),
         ({"redundant_experts": -1}, "redundant_experts must be 0"),
         ({"mask_after_s": 5}, "--mask-after-s is for several ranks"),
-        ({"tp": 2, "mask_after_s": 61}, "between 0 and --join-timeout-s, which is 60"),
-        ({"tp": 2, "mask_after_s": 5, "mask_after_losses": 0}, "--mask-after-losses must be at least 1"),
+        ({"tp": 2, "mask_after_s": 61}, "no more than --join-timeout-s, which is 60"),
+        ({"dp_attention": 2, "mask_after_s": 0}, "must be more than 0, or ranks would not be waited for"),
+        ({"tp": 4, "mask_after_s": 5}, "here each is needed"),
+        ({"tp": 2, "pp": 2, "mask_after_s": 5}, "here each is needed"),
+        ({"dp_attention": 2, "pp": 2, "mask_after_s": 5}, "here each is needed"),
+        ({"tp": 3, "expert_ranks": 1, "mask_after_s": 5}, "here each is needed"),
+        (NOTED | {"mask_after_losses": 0}, "--mask-after-losses must be at least 1"),
+        (NOTED | {"rank_losses_within_s": 0}, "--rank-losses-within-s must be more than 0"),
         ({"tp": 2, "rank_losses": "losses"}, "which a group does with --mask-after-s only"),
+        ({"tp": 2, "mask_after_losses": 9}, "for the file that --rank-losses names"),
+        ({"dp_attention": 2, "mask_after_s": 5, "rank_losses_within_s": 60}, "for the file that --rank-losses names"),
     ],
 )
 def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -40,3 +40,15 @@ def test_while_this_process_is_kept_from_running_nobody_is_taken_for_lost() -> N
 
 def test_a_rank_that_hangs_on_an_overloaded_machine_is_noticed_by_the_time_that_there_was_to_run() -> None:
     assert noticed_after_s(4 * TURN_S) == pytest.approx(4 * (SILENCE_S + TURN_S))
+
+
+def test_those_that_were_last_heard_a_little_later_than_one_that_is_lost_are_told_from_those_that_live() -> None:
+    silence, now_s = Silence([1, 2, 3], limit_s=SILENCE_S, turn_s=TURN_S, now_s=0.0), 0.0
+    while not silence.too_long():
+        now_s += TURN_S
+        silence.turn(now_s)
+        silence.heard(3)
+        if now_s <= 2 * TURN_S:
+            silence.heard(2)
+    assert silence.too_long() == [1]
+    assert silence.longer_than(SILENCE_S / 2) == [1, 2]

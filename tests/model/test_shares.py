@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from moiety_engine.distribution.group import ALONE
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, Seat, without
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.loading import load_share
 from moiety_engine.model.residence import named_tensors
-from moiety_engine.model.shares import check_cuts
-from moiety_engine.model.weights import products_of
+from moiety_engine.model.shares import check_cuts, own_places, own_spec, whole_places
+from moiety_engine.model.weights import allocate, products_of
 from moiety_engine.quantize.writing import write_quantized
 from moiety_kernels.quantization import INT4, MXFP4, WeightFormat, dequantize
 from moiety_kernels.quantization.weight import GPU_PACK
@@ -121,6 +121,25 @@ def test_slots_of_several_experts_and_stacks_of_them_are_read_from_where_they_ar
         for name in of_experts:
             assert first[name].shape[0] == 8
             assert torch.equal(first[name].roll(4, 0), second[name]), name
+
+
+def test_each_slot_of_ranks_that_do_without_another_is_filled_and_none_would_stay_empty(make_checkpoint: Any) -> None:
+    folder = make_checkpoint("deepseek_v3").folder
+    whole = dict(weights_of(folder))
+    layout = without(Layout(dp=4, ep=4, redundant_experts=16), (3,))
+    seats = [Seat(layout, rank) for rank in range(3)]
+    for seat in seats:
+        held = list(seat.slots_of(16))
+        for name, tensor in weights_of(folder, seat):
+            if name.endswith(OF_EXPERTS):
+                assert torch.equal(tensor, whole[name][held]), name
+    spec = read_spec(folder)
+    own = own_spec(spec, seats[0])
+    *layers, last = own.layers
+    twice = replace(own, layers=(*layers, replace(last, ffn=replace(last.ffn, held=(5,) * len(last.ffn.held)))))
+    weights = allocate(twice, device=CPU, dtype=torch.float32)
+    with pytest.raises(AssertionError, match=r"experts\.5\..* would fill one of two places"):
+        own_places(twice, weights, seats[0], 0, whole_places(spec, set()))
 
 
 OF_EXPERTS = ("gate_up_E2FD", "down_EDF", "gate_up_bias_E2F", "down_bias_ED")

@@ -127,12 +127,20 @@ def test_a_start_without_dead_ranks_has_every_expert_spread_evenly_over_the_livi
 ) -> None:
     dead = data.draw(st.sets(st.integers(0, num_ranks - 1), max_size=num_ranks - 1))
     living = [rank for rank in range(num_ranks) if rank not in dead]
-    each = min(num_experts, -(-num_experts // len(living)) + data.draw(st.integers(0, 2)))
+    each = min(num_experts, -(-num_experts // len(living)) + data.draw(st.integers(0, num_experts)))
     slots_R = start_without(dead, num_ranks=num_ranks, num_experts=num_experts, slots_each=each)
     placement = Placement.of([slots_R], num_experts=num_experts, num_ranks=len(living))
     assert placement.counts_LE.min() >= 1
     alike = rank_loads(placement, np.ones((1, num_experts)))
-    assert alike.max() <= alike.mean() + 1
+    assert alike.max() <= alike.mean() + 2
+    assert all(len(set(own_S.tolist())) == each for own_S in slots_R.reshape(len(living), each))
+
+
+def test_a_start_without_a_dead_rank_puts_no_expert_twice_on_one_that_lives() -> None:
+    slots_R = start_without({3}, num_ranks=4, num_experts=16, slots_each=8)
+    assert [len(set(own_S.tolist())) for own_S in slots_R.reshape(3, 8)] == [8, 8, 8]
+    with pytest.raises(BadNumbers, match="a rank has 5 slots, and there are 4 experts"):
+        start_without({1}, num_ranks=2, num_experts=4, slots_each=5)
 
 
 def test_what_has_no_room_or_is_no_rank_is_refused_with_numbers() -> None:

@@ -3,8 +3,6 @@ lifelines. Owns what is to be given up at the end."""
 
 from __future__ import annotations
 
-import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,12 +13,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from moiety_engine.distribution.channel import Channel
 from moiety_engine.distribution.group import Across, Crossing, Exchange, Group, Pipeline, Ranks
-from moiety_engine.distribution.joining import LONGEST_WAIT, Sparing, meet, open_store
+from moiety_engine.distribution.joining import LONGEST_WAIT, Met, Sparing, meet, open_store
 from moiety_engine.distribution.layout import Layout, Seat, without
-from moiety_engine.distribution.lifeline import SILENCE_S
+from moiety_engine.distribution.lifeline import explaining
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from moiety_engine.distribution.lifeline import Lifeline
     from moiety_engine.distribution.meeting import Meeting
@@ -51,24 +49,15 @@ class Crew:
         """Whether each rank did what it was told; all of them ask at the same place."""
         return not self.ranks.everyone.sum(torch.tensor([int(not did)])).item()
 
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """What fails within may be a collective that has lost a rank: its lifeline ends this process, and says why."""
-        try:
-            yield
-        except RuntimeError:
-            time.sleep(SILENCE_S + 1)
-            raise
-
     def waited_s(self) -> tuple[float, float]:
         """How long the first rank, which this is, has waited for experts on ranks of their own, and those, on average,
         for attention; they told it half a second ago."""
         of_experts = sum(self.lifeline.waited_s.values())  # the others say 0
         return self.ranks.waited.seconds, of_experts / max(1, self.ranks.seat.layout.expert_ranks)
 
-    def abandon(self, reason: str) -> None:
-        """This rank cannot go on: the others are told why."""
-        self.lifeline.fail(reason)
+    def abandon(self, reason: str, *, own: bool = False) -> None:
+        """This rank cannot go on: the others are told why. `own`: they might without it."""
+        self.lifeline.fail(reason, own=own)
         dist.destroy_process_group()
         if self.children is not None:
             self.children.wait()
@@ -85,13 +74,20 @@ def join(
     store: Store | None = None,
     mask_after_s: float | None = None,
     gone: Callable[[], Mapping[int, str]] = lambda: {},
+    note: Callable[[int], None] | None = None,
 ) -> Crew:
     """Meet the others and make the groups. `store`: the one that rank 0 has already opened. After `mask_after_s` the
-    group does without those that have not come, if it can; then the others have new numbers. `gone`: as `meet` has it.
-    Raises RanksError."""
+    group does without those that have not come, if it can; then the others have new numbers. `gone` and `note`: as
+    `meet` has them. A loss while the groups are made ends the process. Raises RanksError."""
     store = store or open_store(meeting, timeout_s)
     sparing = None if mask_after_s is None else Sparing(layout, mask_after_s)
-    met = meet(meeting, store, settings, checkpoint, timeout_s=timeout_s, sparing=sparing, gone=gone)
+    met = meet(meeting, store, settings, checkpoint, timeout_s=timeout_s, sparing=sparing, gone=gone, note=note)
+    with met.lifeline.guarding(), explaining():
+        return _crew_of(layout, meeting, store, met, device_type)
+
+
+def _crew_of(layout: Layout, meeting: Meeting, store: Store, met: Met, device_type: str) -> Crew:
+    """All ranks make the same groups."""
     lifeline, masked = met.lifeline, met.masked
     layout, rank = without(layout, masked), meeting.rank - sum(one < meeting.rank for one in masked)
     dist.init_process_group(

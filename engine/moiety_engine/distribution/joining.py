@@ -17,8 +17,9 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from moiety_engine.distribution.arrivals import Arrivals
 from moiety_engine.distribution.layout import leaving
-from moiety_engine.distribution.lifeline import Failed, Hello, Lifeline, Line, Welcome, Word
+from moiety_engine.distribution.lifeline import Failed, Hello, Lifeline, Line, Welcome
 from moiety_engine.errors import InvalidConfig, RanksError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.meeting import Meeting
 
 _VERDICT_GRACE_S = 5.0
-_HELLO_S = 5.0  # for which one that has come is waited for to say who it is
+_SHARES_HEADS = "rank {rank} is done without, as another rank that it shares heads with did not come"
 _ADDRESS = "lifeline"  # the key in the store under which rank 0 says where it waits
 _MASKED = "masked"  # and the one under which it says whom it does not wait for any more
 LONGEST_WAIT = timedelta(days=365)  # of collectives: who waits for a lost rank is ended by its lifeline
@@ -47,6 +48,9 @@ class Sparing:
             return leaving(self.layout, away), ""
         except InvalidConfig as exc:
             return (), f". The others cannot start without: {exc}"
+
+    def can_without(self, away: Collection[int]) -> bool:
+        return not away or bool(self.leaving(away)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +90,11 @@ def meet(
     timeout_s: float,
     sparing: Sparing | None = None,
     gone: Callable[[], Mapping[int, str]] = lambda: {},
+    note: Callable[[int], None] | None = None,
 ) -> Met:
     """Wait for the others; returns when all are there and have the same settings and checkpoint, or all but some that
-    can be done without. `gone`: the ranks that are known not to come, and why. Raises RanksError, on each rank for the
-    same reason."""
+    can be done without. `gone`: the ranks that are known not to come, and why. `note` is told on rank 0 which ones are
+    lost, from now on until the lifeline ends. Raises RanksError, on each rank for the same reason."""
     store = PrefixStore(f"moiety/{meeting.attempt}", store)
     if meeting.rank:
         line, masked = _arrive(meeting, store, settings, checkpoint, timeout_s)
@@ -99,20 +104,19 @@ def meet(
         where = [meeting.host, listener.getsockname()[1], secret]
         store.set(_ADDRESS, msgspec.json.encode(where).decode())
         own = Hello(0, secret, settings, checkpoint)
-        lines: dict[int, Line] = {}
-        try:
-            masked = _receive_all(listener, own, lines, meeting.num_ranks, timeout_s, sparing, gone)
-        except RanksError as exc:
-            for line in lines.values():
-                with contextlib.suppress(OSError):
-                    line.send(Failed(str(exc)))
-                line.close()
-            raise
+        with contextlib.closing(Arrivals(listener, own, meeting.num_ranks, note)) as arrivals:
+            try:
+                masked = _receive_all(arrivals, meeting.num_ranks, timeout_s, sparing, gone)
+            except RanksError as exc:
+                arrivals.dismiss_all(str(exc))
+                raise
+            lines = arrivals.take()
         if masked:
             store.set(_MASKED, msgspec.json.encode(masked).decode())
     for line in lines.values():
-        line.send(Welcome(masked))
-    return Met(Lifeline(0, lines), masked)
+        with contextlib.suppress(OSError):  # the lifeline says that it is lost
+            line.send(Welcome(masked))
+    return Met(Lifeline(0, lines, note), masked)
 
 
 def _listener(host: str) -> socket.socket:
@@ -163,88 +167,42 @@ def _masked_in(store: Store) -> tuple[int, ...]:
 
 
 def _receive_all(
-    listener: socket.socket,
-    own: Hello,
-    lines: dict[int, Line],
+    arrivals: Arrivals,
     num_ranks: int,
     timeout_s: float,
     sparing: Sparing | None,
     gone: Callable[[], Mapping[int, str]],
 ) -> tuple[int, ...]:
-    """Those that are done without."""
-    listener.settimeout(0.2)
-    begin_s = time.monotonic()
-    while missing := [rank for rank in range(1, num_ranks) if rank not in lines]:
-        left, waited_s = gone(), time.monotonic() - begin_s
-        for rank, why in left.items():
-            if rank in lines or sparing is None:
-                raise RanksError(why)
+    """Those that are done without. Nobody is as long as there is somebody to hear who may be one of them."""
+    begin_s, rather = time.monotonic(), set[int]()
+    while True:
+        left = {rank: why for rank, why in gone().items() if rank not in rather}
+        busy = arrivals.turn(left)
+        arrivals.lose(left.keys() - arrivals.held_back)
+        missing, waited_s = arrivals.missing, time.monotonic() - begin_s
+        if not missing:
+            return ()
+        if sparing is None and left:
+            raise RanksError(next(iter(left.values())))
+        if busy and waited_s < timeout_s + _VERDICT_GRACE_S / 2:
+            continue  # there may be more to hear
         why_not, none_will_come = "", left.keys() >= set(missing)
         if sparing is not None and (none_will_come or waited_s > sparing.after_s):
             masked, why_not = sparing.leaving(missing)
             if masked:
-                _dismiss(set(masked) & lines.keys(), lines)
+                together = set(masked) - set(missing)
+                arrivals.dismiss(left | {rank: _SHARES_HEADS.format(rank=rank) for rank in together})
                 return masked
+            if (held_back := arrivals.held_back) and sparing.can_without(set(missing) - held_back):
+                rather |= held_back  # the group starts with those, or not at all
+                arrivals.let_in()
+                continue
         if none_will_come:
             raise RanksError("; ".join(left.values()) + why_not)
         if waited_s > timeout_s:
+            unseen = ", ".join(str(rank) for rank in missing if rank not in left)
+            known = "".join(f". And {left[rank]}" for rank in missing if rank in left)
             raise RanksError(
-                f"of {num_ranks} ranks these did not come in time: {', '.join(map(str, missing))}. See that they were "
-                "started, and that they reach this host; --join-timeout-s sets how long they are waited for" + why_not
+                f"of {num_ranks} ranks these did not come in time: {unseen}. See that they were started, and that they "
+                f"reach this host; --join-timeout-s sets how long they are waited for{known}{why_not}"
             )
-        try:
-            line = Line(listener.accept()[0])
-        except OSError:
-            continue
-        hello = _hello(line)
-        if not isinstance(hello, Hello) or not secrets.compare_digest(hello.secret.encode(), own.secret.encode()):
-            line.close()
-            continue
-        if hello.rank in left:
-            with contextlib.suppress(OSError):
-                line.send(Failed(left[hello.rank]))
-            line.close()
-            continue
-        known = hello.rank in lines or not 0 < hello.rank < num_ranks
-        lines[hello.rank] = line
-        if known:
-            raise RanksError(f"a rank {hello.rank} of {num_ranks} came twice, or cannot be: see what started it")
-        _compare(own, hello)
-    return ()
-
-
-def _dismiss(ranks: Collection[int], lines: dict[int, Line]) -> None:
-    for rank in ranks:
-        line = lines.pop(rank)
-        with contextlib.suppress(OSError):
-            line.send(Failed(f"rank {rank} is done without, as another rank that it shares heads with did not come"))
-        line.close()
-
-
-def _hello(line: Line) -> Word | None:
-    """What comes first over a new line, in however many pieces; None where it is no word of ours, or none comes."""
-    line.socket.settimeout(_HELLO_S)
-    until_s = time.monotonic() + _HELLO_S
-    try:
-        while not (words := line.receive()):
-            if time.monotonic() > until_s:
-                return None
-    except (OSError, EOFError, msgspec.DecodeError):
-        return None
-    return words[0]
-
-
-def _compare(own: Hello, other: Hello) -> None:
-    if own.settings != other.settings:
-        names = own.settings.keys() | other.settings.keys()
-        differing = "; ".join(
-            f"{name} is {other.settings.get(name)} there and {own.settings.get(name)} on rank 0"
-            for name in sorted(names)
-            if own.settings.get(name) != other.settings.get(name)
-        )
-        raise RanksError(f"rank {other.rank} was started with other settings: {differing}. Give all ranks the same")
-    if own.checkpoint != other.checkpoint:
-        raise RanksError(
-            f"rank {other.rank} has another checkpoint than rank 0: config.json or the safetensors files differ. Give "
-            "all ranks copies of the same"
-        )

@@ -188,6 +188,11 @@ def layout_of(config: EngineConfig) -> Layout:
             "--redundant-experts and --rebalance-every-s are for experts that are spread over ranks: leave them out, "
             "or spread the experts with --ep"
         )
+    if config.mask_after_s is not None and layout.expert_ranks < 2 and (layout.dp == 1 or layout.pp > 1):
+        raise InvalidConfig(
+            "--mask-after-s is for ranks that others can have the parts of, and here each is needed: leave it out, or "
+            "choose --dp-attention without --pp, or two --expert-ranks or more"
+        )
     return layout
 
 

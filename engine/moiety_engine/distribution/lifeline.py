@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,11 +26,12 @@ from moiety_engine.distribution.silence import Silence
 from moiety_engine.errors import RanksError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 LOST_RANK = 5  # exit code
 BEAT_INTERVAL_S = 0.5
 SILENCE_S = 4.0
+_TOGETHER_S = 0.1  # within which those of one host are found lost
 _LENGTH = struct.Struct("!I")
 _RECEIVE_BYTES = 1 << 16
 _MOST_BYTES = 1 << 20  # of a message; what says that more will come is none of ours
@@ -61,9 +63,10 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The rank, or the whole group, ends because of this."""
+    """The rank, or the whole group, ends because of this. `own`: others could have gone on, so it counts as lost."""
 
     reason: str
+    own: bool = False
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
@@ -111,21 +114,32 @@ class Line:
         self.socket.close()
 
 
+@contextmanager
+def explaining() -> Iterator[None]:
+    """What fails within may be a collective that has lost a rank: its lifeline ends this process, and says why."""
+    try:
+        yield
+    except RuntimeError:
+        time.sleep(SILENCE_S + 1)
+        raise
+
+
 class Lifeline:
     """A rank's lines: rank 0 has one to each other, they have one to rank 0. Beats in a thread of its own.
 
-    Until `guard` is called a loss is only noted, and raised by `check` and `wait_loaded`; from then on it ends the
-    process, which may be in the middle of a computation with those that are lost.
+    Until `guard` is called, and but for within `guarding`, a loss is only noted, and raised by `check` and
+    `wait_loaded`; then it ends the process, which may be in the middle of a computation with those that are lost.
     """
 
-    def __init__(self, rank: int, lines: Mapping[int, Line]) -> None:
+    def __init__(self, rank: int, lines: Mapping[int, Line], note: Callable[[int], None] | None = None) -> None:
+        """`note` is told which ranks at the other ends were lost, and those that were with them."""
         self.rank = rank
         self._lines = dict(lines)
         self.waited_s: dict[int, float] = {}  # as the others have said last
         self._waited = Waited()
         self._loaded: set[int] = set()
         self._reason: str | None = None
-        self._note: Callable[[int], None] = lambda rank: None
+        self._note = note
         self._changed = threading.Condition()
         self._guards = self._over = False
         self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
@@ -146,10 +160,6 @@ class Lifeline:
         """From now on the others hear how long this rank has waited."""
         self._waited = waited
 
-    def note_losses(self, note: Callable[[int], None]) -> None:
-        """From now on this is told which rank at the other end was lost, if it did not say why."""
-        self._note = note
-
     def wait_loaded(self) -> None:
         """Until all others have their shares. Raises RanksError."""
         with self._changed:
@@ -163,9 +173,19 @@ class Lifeline:
         if self._reason is not None:
             self._end_process(self._reason)
 
-    def fail(self, reason: str) -> None:
-        """This rank cannot go on: say why, and hang up."""
-        self._hang_up(Failed(reason))
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Within, a loss ends the process."""
+        self.guard()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._guards = False
+
+    def fail(self, reason: str, *, own: bool = False) -> None:
+        """This rank cannot go on: say why, and hang up. `own`: as `Failed` has it."""
+        self._hang_up(Failed(reason, own))
 
     def close(self) -> None:
         """The group ends in order."""
@@ -195,14 +215,15 @@ class Lifeline:
                 if now_s - beat_at_s >= BEAT_INTERVAL_S:
                     beat_at_s = now_s
                     self.tell(Beat(self._waited.seconds))
-                for rank in silence.too_long():
-                    self._lose(rank, f"rank {rank} has said nothing for {SILENCE_S:g} s: it hangs, or its host is away")
+                if silent := silence.too_long():
+                    reason = f"rank {silent[0]} has said nothing for {SILENCE_S:g} s: it hangs, or its host is away"
+                    self._lose(reason, silence.longer_than(SILENCE_S / 2))
 
     def _hear(self, rank: int) -> None:
         try:
             words: Iterable[Word] = self._lines[rank].receive()
         except (OSError, EOFError, msgspec.DecodeError):
-            self._lose(rank, f"rank {rank} is lost: its process has ended, or the connection to its host")
+            self._lose(f"rank {rank} is lost: its process has ended, or the connection to its host", [rank])
             return
         for word in words:
             if isinstance(word, Beat):
@@ -212,23 +233,44 @@ class Lifeline:
                     self._loaded.add(rank)
                     self._changed.notify_all()
             elif isinstance(word, Failed):
-                self._lose(None, word.reason if rank == 0 else f"rank {rank}: {word.reason}")
+                self._lose(word.reason if rank == 0 else f"rank {rank}: {word.reason}", [rank] if word.own else [])
             elif isinstance(word, Bye):
                 self._over = True
 
-    def _lose(self, rank: int | None, reason: str) -> None:
+    def _lose(self, reason: str, ranks: list[int]) -> None:
         if self._over:
             return
         self._over = True
+        if ranks and self._note is not None:
+            for rank in sorted({*ranks, *self._lost_with(ranks)}):
+                self._note(rank)
         self.tell(Failed(reason))  # rank 0 to those that are left; the others to a rank 0 that may hear it
-        if rank is not None:
-            self._note(rank)
         with self._changed:
             self._reason = reason
             guards = self._guards
             self._changed.notify_all()
         if guards:
             self._end_process(reason)
+
+    def _lost_with(self, ranks: list[int]) -> list[int]:
+        """Whose lines have ended as well by now, as those of one host do; but not of those that say that they end since
+        they have lost this one."""
+        found, until_s = [], time.monotonic() + _TOGETHER_S
+        with selectors.DefaultSelector() as selector:
+            for rank, line in self._lines.items():
+                if rank not in ranks:
+                    selector.register(line.socket, selectors.EVENT_READ, rank)
+            while (left_s := until_s - time.monotonic()) > 0:
+                for key, _ in selector.select(left_s):
+                    try:
+                        words = self._lines[key.data].receive()
+                    except (OSError, EOFError, msgspec.DecodeError):
+                        found.append(key.data)
+                    else:
+                        if not any(isinstance(word, Failed | Bye) for word in words):
+                            continue
+                    selector.unregister(key.fileobj)
+        return found
 
     def _end_process(self, reason: str) -> None:
         structlog.get_logger().error("rank_lost", rank=self.rank, reason=reason, advice="start the engine again")

@@ -1,49 +1,63 @@
 """Which ranks were lost, and when, in a file of rank 0's: so that one that comes back only to be lost again is known.
 
-A line a loss: seconds since the epoch, and the rank. Lines that are nothing of the kind are passed over.
+The first line says whose losses they are. Then a line a loss: seconds since the epoch, and the rank; lines that are
+nothing of the kind are passed over. Lines are only ever added, so whoever empties the file has forgotten them all.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from io import SEEK_END
 from pathlib import Path
+from typing import TextIO
 
 import structlog
 
 from moiety_engine.errors import InvalidConfig
 
-WITHIN_S = 600.0  # losses count for so long
-_KEPT = 1000  # lines, of which few are so young
+_ROUNDED_S = 0.001
+_HEAD = "lost ranks of "
+_MOST_BYTES = 1 << 20  # that are read; so many lines are of years, or it is no such file
 
 
 class Losses:
     """Of one group. Losses are noted in one thread."""
 
-    def __init__(self, file: Path) -> None:
-        """Raises InvalidConfig for a file that cannot be had."""
-        self._file = file
+    def __init__(self, file: Path, group: str, *, within_s: float) -> None:
+        """`group`: in one line, which ranks these are. Losses count for so long. Raises InvalidConfig for a file that
+        cannot be written, or is another group's or none of losses."""
+        self._file, self._head, self._within_s = file, _HEAD + group, within_s
         try:
-            file.touch()
-            self._lines = file.read_text(errors="replace").splitlines()[-_KEPT:]
-        except OSError as exc:
-            raise InvalidConfig(f"--rank-losses {file} cannot be written: {exc.strerror}; choose another file") from exc
+            with file.open("a+") as lines:
+                self._begin(lines)
+                lines.seek(0)
+                first, *self._lines = lines.read(_MOST_BYTES).splitlines() or [""]
+        except (OSError, UnicodeDecodeError) as exc:
+            reason = exc.strerror if isinstance(exc, OSError) else "it is no text"
+            raise InvalidConfig(f"--rank-losses {file} cannot be used: {reason}; choose another file") from exc
+        if first != self._head:
+            of = f"has the {first}, and these are of {group}" if first.startswith(_HEAD) else "is no file of lost ranks"
+            raise InvalidConfig(f"--rank-losses {file} {of}: choose another file, or empty this one")
 
     def lost_often(self, times: int) -> dict[int, int]:
-        """The ranks that were lost so many times of late, or more, and how many."""
-        since = time.time() - WITHIN_S
-        counts = Counter(rank for at, rank in map(_read, self._lines) if at >= since)
+        """The ranks that were lost so many times of late, or more, and how many; when it was opened."""
+        now = time.time() + _ROUNDED_S  # what lies beyond is of a clock that was set back since
+        counts = Counter(rank for at, rank in map(_read, self._lines) if now - self._within_s <= at <= now)
         return {rank: count for rank, count in sorted(counts.items()) if count >= times}
 
     def note(self, rank: int) -> None:
         """It is lost now."""
-        self._lines.append(f"{time.time():.3f} {rank}")
-        partial = self._file.with_name(f".{self._file.name}.partial")
         try:
-            partial.write_text("\n".join(self._lines) + "\n")
-            partial.replace(self._file)
+            with self._file.open("a+") as lines:
+                self._begin(lines)
+                lines.write(f"{time.time():.3f} {rank}\n")
         except OSError as exc:
             structlog.get_logger().warning("rank_loss_not_noted", rank=rank, reason=str(exc))
+
+    def _begin(self, lines: TextIO) -> None:
+        if not lines.seek(0, SEEK_END):
+            lines.write(f"{self._head}\n")
 
 
 def _read(line: str) -> tuple[float, int]:

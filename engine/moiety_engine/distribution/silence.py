@@ -29,4 +29,7 @@ class Silence:
 
     def too_long(self) -> list[int]:
         """Those that have been silent beyond the limit. To be asked when all that there is to hear was heard."""
-        return [rank for rank, heard_s in self._heard_s.items() if self._counted_s - heard_s > self.limit_s]
+        return self.longer_than(self.limit_s)
+
+    def longer_than(self, silent_s: float) -> list[int]:
+        return [rank for rank, heard_s in self._heard_s.items() if self._counted_s - heard_s > silent_s]

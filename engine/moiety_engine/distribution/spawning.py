@@ -30,7 +30,7 @@ class Children:
         """The ranks whose processes have ended, and what is to be said of it."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         return {
-            rank: f"rank {rank} ended with exit code {code} before it could join: its log says why"
+            rank: f"rank {rank} ended with exit code {code} before all had joined: its log says why"
             for rank, code in codes.items()
             if code is not None
         }

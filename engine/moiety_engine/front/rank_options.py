@@ -101,7 +101,7 @@ MaskAfterOption = Annotated[
     float | None,
     typer.Option(
         envvar="MOIETY_ENGINE_MASK_AFTER_S",
-        min=0,
+        min=1,
         rich_help_panel=RANKS,
         help="Seconds after which ranks start without those that have not come, if they can have their experts. "
         "Left out: they wait for all.",
@@ -117,11 +117,20 @@ RankLossesOption = Annotated[
     ),
 ]
 MaskAfterLossesOption = Annotated[
-    int,
+    int | None,
     typer.Option(
         envvar="MOIETY_ENGINE_MASK_AFTER_LOSSES",
         min=1,
         rich_help_panel=RANKS,
-        help="A rank that was lost so often in ten minutes, by --rank-losses, is done without.",
+        help="A rank that was lost so often of late, by --rank-losses, is done without. Left out: 3 times.",
+    ),
+]
+RankLossesWithinOption = Annotated[
+    float | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_RANK_LOSSES_WITHIN_S",
+        min=1,
+        rich_help_panel=RANKS,
+        help="Seconds for which a loss counts; more than so many starts of the group take. Left out: 600.",
     ),
 ]

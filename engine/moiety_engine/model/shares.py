@@ -68,6 +68,7 @@ def own_places(
         if not math.prod(place.shape):
             continue
         name = _of_layer(_of_expert(own, own_name), first_layer)
+        assert name not in cut, f"{name} would fill one of two places on a rank, and the other never"
         cut[name] = _cut(name, place, wholes[name].shape, seat)
     return cut
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from moiety_engine.distribution.lifeline import explaining
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.model.batch import Spread
 from moiety_engine.moe.tenants import NOBODY
@@ -179,7 +180,7 @@ class Orders:
 
     def explaining(self) -> AbstractContextManager[None]:
         """Around what all ranks do together, for the case that one of them is lost."""
-        return nullcontext() if self._crew is None else self._crew.explaining()
+        return nullcontext() if self._crew is None else explaining()
 
     def close(self) -> None:
         """The others end, and what connects them with this one."""
