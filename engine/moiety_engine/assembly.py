@@ -32,7 +32,6 @@ from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, Ou
 from moiety_engine.model.loading import Share, load_share
 from moiety_engine.runner.follower import ExpertFollower, Follower, Obeying
 from moiety_engine.runner.overlap import steps_overlap
-from moiety_kernels.cpu.gemm import arithmetic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -197,6 +196,8 @@ def _join(
         torch.cuda.set_device(device)
     versions = {"torch": str(torch.__version__), "numpy": np.__version__}
     if device.type == "cpu":
+        from moiety_kernels.cpu.gemm import arithmetic  # noqa: PLC0415  # a GPU's engine never loads the compiler
+
         versions["products"] = arithmetic()
     return join(
         layout,

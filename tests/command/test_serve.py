@@ -201,14 +201,13 @@ def test_a_second_signal_ends_at_once_and_the_running_answer_is_still_accounted_
         running.process.wait(DEADLINE_S)
     assert "stopping at once" in running.output
     assert gone(processes)
-    if not usage_rows(
-        running
-    ):  # a busy machine did not let it write in the two seconds that it has: the next start does
+    rows = usage_rows(running)
+    assert all((outcome, error_code) != ("failed", "gateway_killed") for outcome, error_code, _ in rows)
+    if not rows:  # a busy machine gave it no time to write, in two seconds: the next start does
         again = start_serve("--no-dashboard", "--no-traces", data_dir=running.data_dir)
         again.wait_for_line("moiety is ready at")
         assert again.stop() == 0
-    ((outcome, _, prompt_tokens),) = usage_rows(running)
-    assert outcome in ("cancelled", "failed")
+    ((_, _, prompt_tokens),) = usage_rows(running)
     assert prompt_tokens > 0
 
 

@@ -147,15 +147,15 @@ def _pack_whole(e: Emitter) -> None:
 class _Dots:
     """Emits out[m, n] = Σ_k row_m[k] · w[n, k] for `rows` packed rows. One column: over N weight rows, one after the
     other. Several: over these alone, asking for others. Arguments: packed rows, their stride, k, where in one its
-    scales begin, w, bytes between its rows, N or from where on to ask, how many bytes for each of a weight row's
-    (times 2^SHARE_BITS), the weight's scales, bytes between its rows of them, the shift from an input to its scale,
+    scales begin, w, bytes between its rows, N, from where on to ask, how many bytes for each of a weight row's (times
+    2^SHARE_BITS), the weight's scales, bytes between its rows of them, the shift from an input to its scale,
     which table of numbers it has, out, out stride."""
 
-    num_arguments = 14
+    num_arguments = 15
 
     def __init__(self, e: Emitter, rows: int, cols: int) -> None:
         self.e, self.rows, self.cols = e, rows, cols
-        (packed, stride, self.count, x_scales, self.w, self.w_stride, self.ahead, self.share, self.scales,
+        (packed, stride, self.count, x_scales, self.w, self.w_stride, self.num_w, self.ahead, self.share, self.scales,
          self.scales_stride, self.shift, self.table, self.out, self.out_stride) = e.function.args  # fmt: skip
         self.starts = self.spaced(packed, stride, rows)
         self.x_scales = self.spaced(e.builder.add(packed, x_scales), stride, rows)
@@ -172,7 +172,7 @@ class _Dots:
             self.columns(w, scales, add(self.out, mul(I64(4), n)))
             return []
 
-        self.e.loop(self.ahead, 1, [], column)
+        self.e.loop(self.num_w, 1, [], column)
 
     def columns(self, w: ir.Value, scales: ir.Value, out: ir.Value) -> None:
         """`cols` weight rows."""
@@ -370,30 +370,27 @@ def _bfloat16_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0]) >> 16
 
 
-def _family(name: str, is_there: bool, most: int, cols: int, kind: type[_Dots]) -> Any:
-    """The function for a number of rows, up to `most`, that is known only when it runs: its first argument. Code of
-    nothing where the processor lacks the instructions: it is never called there."""
-    kinds = [I64] * _Dots.num_arguments
+def _choose(e: Emitter) -> None:
+    """Call the function of a kind, for few rows or many, and a number of rows that are known only when it runs."""
+    kind, is_many, rows, *args = e.function.args
+    builder = e.builder
+    which = builder.add(builder.mul(kind, I64(2)), is_many)
+    others = builder.append_basic_block()
+    choice = builder.switch(builder.add(builder.mul(which, I64(_MOST_ROWS)), rows), others)
+    for number, (name, is_there, dots_of, few, many) in enumerate(_KINDS):
+        variants = [(m, 1) for m in range(1, few + 1)] + [(m, COLS) for m in range(1, many + 1)]
+        for m, cols in variants if is_there else ():
 
-    def choose(e: Emitter) -> None:
-        rows, *args = e.function.args
-        builder = e.builder
-        others = builder.append_basic_block()
-        choice = builder.switch(rows, others)
-        for m in range(1, most + 1):
+            def emit(inner: Emitter, dots_of: type[_Dots] = dots_of, m: int = m, cols: int = cols) -> None:
+                dots_of(inner, m, cols).emit()
 
-            def emit(inner: Emitter, m: int = m) -> None:
-                kind(inner, m, cols).emit()
-
-            one = emit_once(e.module, f"moiety_{name}_{m}_{cols}", kinds, emit, VOID)
+            one = emit_once(e.module, f"moiety_{name}_{m}_{cols}", [I64] * _Dots.num_arguments, emit, VOID)
             block = builder.append_basic_block()
-            choice.add_case(m, block)
+            choice.add_case(I64((2 * number + int(cols > 1)) * _MOST_ROWS + m), block)
             builder.position_at_end(block)
             builder.call(one, args)
             builder.ret_void()
-        builder.position_at_end(others)
-
-    return function(f"moiety_{name}s_{cols}", [I64, *kinds], choose if is_there else lambda _: None)
+    builder.position_at_end(others)
 
 
 def _packing(name: str, num_arguments: int, emit: Callable[[Emitter], None], is_there: bool) -> Any:
@@ -403,14 +400,16 @@ def _packing(name: str, num_arguments: int, emit: Callable[[Emitter], None], is_
 pack_pairs_row = _packing("pairs", 3, _pack_pairs, PAIRS_IN_HARDWARE)
 pack_fours_row = _packing("fours", 3, _pack_fours, FOURS_IN_HARDWARE)
 pack_whole_group = _packing("whole", 4, _pack_whole, WHOLE_IN_HARDWARE)
-pairs_few, pairs_many = (
-    _family("pair", PAIRS_IN_HARDWARE, most, cols, _Pairs) for most, cols in ((PAIRS_FEW, 1), (PAIRS_ROWS, COLS))
+
+# kinds of weights: of bfloat16, in four bits, in eight with a scale a row, or with scales of groups
+PAIRS, FOURS, EIGHTS, GROUPED_EIGHTS = range(4)
+_KINDS = (
+    ("pairs", PAIRS_IN_HARDWARE, _Pairs, PAIRS_FEW, PAIRS_ROWS),
+    ("fours", FOURS_IN_HARDWARE, _Fours, NARROW_FEW, NARROW_ROWS),
+    ("eights", WHOLE_IN_HARDWARE, _Eights, NARROW_FEW, NARROW_ROWS),
+    ("grouped_eights", WHOLE_IN_HARDWARE, _GroupedEights, NARROW_FEW, NARROW_ROWS),
 )
-(fours_few, fours_many), (eights_few, eights_many), (grouped_eights_few, grouped_eights_many) = (
-    [_family(name, is_there, most, cols, kind) for most, cols in ((NARROW_FEW, 1), (NARROW_ROWS, COLS))]
-    for name, is_there, kind in (
-        ("four", FOURS_IN_HARDWARE, _Fours),
-        ("eight", WHOLE_IN_HARDWARE, _Eights),
-        ("grouped_eight", WHOLE_IN_HARDWARE, _GroupedEights),
-    )
-)
+_MOST_ROWS = 16  # more than any of them takes at once
+# (kind, whether there are many rows, their number, and what `_Dots` takes); of a kind that the processor lacks
+# instructions for there is no code, and it is never asked for
+dots = function("moiety_dots", [I64] * (3 + _Dots.num_arguments), _choose)

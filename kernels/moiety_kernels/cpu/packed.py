@@ -6,23 +6,20 @@ from __future__ import annotations
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.dots import (
     COLS,
+    EIGHTS,
+    FOURS,
     GROUP,
+    GROUPED_EIGHTS,
     NARROW_FEW,
     NARROW_ROWS,
+    PAIRS,
     PAIRS_FEW,
     PAIRS_ROWS,
     SHARE_BITS,
-    eights_few,
-    eights_many,
-    fours_few,
-    fours_many,
-    grouped_eights_few,
-    grouped_eights_many,
+    dots,
     pack_fours_row,
     pack_pairs_row,
     pack_whole_group,
-    pairs_few,
-    pairs_many,
 )
 from moiety_kernels.cpu.memory import load_i64, store_i64
 from moiety_kernels.cpu.unpacking import E2M1, INT8, PLAIN, WHOLE_ROW
@@ -80,14 +77,17 @@ def _even_part(left: int, most: int) -> int:
 
 
 @jit
-def multiply_packed(  # noqa: PLR0912 - what a function calls is compiled again with it: one level less
+def multiply_packed(
     rows: int, m: int, weight: int, other: int, n: int, k: int, out: int, other_out: int, out_stride: int, area: int
 ) -> None:
     """out[:m, :n] of the m rows whose addresses are at `rows` with the weight that is described at `weight`, and of
     another of the same kind if there is one (else 0). `area`: memory for packed rows, PACKED_BYTES or one row."""
-    numbers, shift, stride, x_s = load_i64(weight, NUMBERS), load_i64(weight, SHIFT), packed_stride(k), 2 * k
+    numbers, shift, stride = load_i64(weight, NUMBERS), load_i64(weight, SHIFT), packed_stride(k)
     w_bytes, s_bytes, table = load_i64(weight, ROW_BYTES), load_i64(weight, SCALES_BYTES), int(numbers == E2M1)
     few, most = (PAIRS_FEW, PAIRS_ROWS) if numbers == PLAIN else (NARROW_FEW, NARROW_ROWS)
+    kind = PAIRS if numbers == PLAIN else FOURS
+    if numbers == INT8:
+        kind = EIGHTS if shift == WHOLE_ROW else GROUPED_EIGHTS
     at_once = max(1, PACKED_BYTES // stride)
     for start in range(0, m, at_once):
         count = min(at_once, m - start)
@@ -103,30 +103,10 @@ def multiply_packed(  # noqa: PLR0912 - what a function calls is compiled again 
                 continue
             while i < count:
                 step = _even_part(count - i, most if many else few)
-                x, to, by = area + i * stride, column + i * out_stride, out_stride
-                if many:  # from where on to ask
-                    a = w + COLS * w_bytes * TILES_AHEAD + COLS * w_bytes * part // parts
-                    if numbers == PLAIN:
-                        pairs_many(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
-                    elif numbers != INT8:
-                        fours_many(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
-                    elif shift == WHOLE_ROW:
-                        eights_many(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
-                    else:
-                        grouped_eights_many(
-                            step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by
-                        )
-                else:  # how many weight rows are left
-                    a = n - first
-                    if numbers == PLAIN:
-                        pairs_few(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
-                    elif numbers != INT8:
-                        fours_few(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
-                    elif shift == WHOLE_ROW:
-                        eights_few(step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by)
-                    else:
-                        grouped_eights_few(
-                            step, x, stride, k, x_s, w, w_bytes, a, share, s, s_bytes, shift, table, to, by
-                        )
+                ahead = w + COLS * w_bytes * TILES_AHEAD + COLS * w_bytes * part // parts
+                dots(
+                    kind, int(many), step, area + i * stride, stride, k, 2 * k, w, w_bytes, n - first, ahead, share, s,
+                    s_bytes, shift, table, column + i * out_stride, out_stride,
+                )  # fmt: skip
                 i += step
                 part += 1
