@@ -6,8 +6,10 @@ Two gateways as `moiety bench gateway` starts them, on one core, with keys, limi
 one without. They are loaded in turn, for a moment each, in an order that changes from pair to pair, so that what else
 the machine does falls on both; and started anew some times, since no two processes are quite the same. `--add` adds to
 the pairs that the output has, so that a machine need be quiet for two minutes only. The figure to go by is the
-gateway's processor time a request, which other load changes least. Also told: what counting a request and telling all
-metrics take by themselves.
+gateway's processor time a request, which other load changes least.
+
+Settings are those that are shipped: of the traces that nothing speaks for 2 % are kept, metrics go out once a minute.
+Also told: what counting a request and telling all metrics take by themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18
 MOST = 0.05  # of the gateway's processor time a request: what the whole interval must lie below
 ROWS = 20_000
 OUTPUT_TOKENS, WARM_UP_S = 16, 3.0
-METRIC_SETTINGS = "MOIETY_OTLP_METRICS_ENDPOINT", "MOIETY_OTLP_METRICS_INTERVAL_MS"
+METRICS_ENDPOINT = "MOIETY_OTLP_METRICS_ENDPOINT"
 
 Pair = dict[str, dict[str, float]]  # figures of the gateway with all of it (on), and of that without (off)
 
@@ -98,10 +100,9 @@ def measure(options: argparse.Namespace, seed: int) -> list[Pair]:
     """The pairs of one start of both gateways."""
     with contextlib.ExitStack() as stack:
         off = stack.enter_context(running(Path(stack.enter_context(folder())), traces=False))
-        os.environ |= stack.enter_context(receiver())
+        os.environ[METRICS_ENDPOINT] = stack.enter_context(receiver())
         on = stack.enter_context(running(Path(stack.enter_context(folder())), traces=True))
-        for name in METRIC_SETTINGS:
-            del os.environ[name]
+        del os.environ[METRICS_ENDPOINT]
         return asyncio.run(load_in_turn({"on": on, "off": off}, options, Random(seed)))
 
 
@@ -131,14 +132,13 @@ async def load_in_turn(gateways: dict[str, RunningGateway], options: argparse.Na
 
 
 @contextlib.contextmanager
-def receiver() -> Iterator[dict[str, str]]:
-    """What takes metrics, and the settings that send them to it every second."""
+def receiver() -> Iterator[str]:
+    """What takes metrics; its address."""
     command = [sys.executable, str(HERE / "telemetry_outage.py"), "--receive"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        endpoint = f"http://127.0.0.1:{int(process.stdout.readline())}/v1/metrics"
         try:
-            yield dict(zip(METRIC_SETTINGS, (endpoint, "1000"), strict=True))
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1/metrics"
         finally:
             process.kill()
 
