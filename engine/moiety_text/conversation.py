@@ -50,8 +50,12 @@ def texts_of(value: Any) -> Iterator[str]:
         elif isinstance(item, (list, tuple)):
             waiting += item
         elif isinstance(item, (dict, Mapping)):  # nearly always a dict, and to ask for that is quick
-            waiting += item.keys()
-            waiting += item.values()
+            yield from item
+            for inner in item.values():
+                if isinstance(inner, str):
+                    yield inner
+                else:
+                    waiting.append(inner)
 
 
 class ConversationEncoder:

@@ -180,7 +180,8 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         self._header_bytes += len(name) + len(value) + 4
-        if self._is_too_large():
+        limits = self._limits  # looked at here, since a call for every header would show
+        if self._header_bytes + len(self.url) > limits.max_header_bytes or len(self.headers) > limits.max_headers:
             raise self._head_too_large()  # stops the parser
 
     def on_headers_complete(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
+import threading
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -21,6 +23,45 @@ _SHARED: tuple[structlog.typing.Processor, ...] = (
 
 class _Logger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type: ignore[misc]  # a class made at run time
     """What every logger is once it was used. Its methods are those of the level; see `set_log_level`."""
+
+
+class Lines:
+    """Writes what is told: of one turn of an event loop in one go, since each request tells something and to write it
+    alone would cost a system call; with a warning, and what is told in threads, at once."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._waiting: list[str] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which they are to be written
+        self._lock = threading.Lock()
+
+    def gather(self, line: str) -> None:
+        """Write it by the end of this turn."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.write(line)
+            return
+        with self._lock:
+            self._waiting.append(line)
+            is_first, self._loop = self._loop is not loop, loop
+        if is_first:
+            loop.call_soon(self._write)
+
+    def write(self, line: str) -> None:
+        with self._lock:
+            self._waiting.append(line)
+        self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            lines, self._waiting, self._loop = self._waiting, [], None
+            if lines:
+                self._stream.write("\n".join([*lines, ""]))
+                self._stream.flush()
+
+    debug = info = msg = gather
+    warn = warning = error = err = exception = critical = fatal = failure = log = write
 
 
 _METHODS = [name for name in vars(structlog.make_filtering_bound_logger(logging.DEBUG)) if not name.startswith("_")]
@@ -46,10 +87,11 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
         tail = [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
     else:
         tail = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
+    lines = Lines(stream)  # of all loggers, so that what they tell stands in its order
     structlog.configure(
         processors=[*_SHARED, *tail] if on_terminal else [_as_json],
         wrapper_class=_Logger,
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        logger_factory=lambda *_: lines,
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(stream)

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moiety_platform.classes.terms import Catalogue, ChosenClass, ClassTerms
+from moiety_platform.completions.tariffs import FREE, Tariffs
 from moiety_platform.prices.terms import ANY_CLASS, Price, PriceList, dollars, parse_dollars
+from moiety_wire.classes import FLEX, STANDARD
 
 amounts = st.integers(0, 10**12)
 tenths = st.integers(0, 10)
@@ -72,3 +75,23 @@ async def test_prices_are_set_changed_listed_and_deleted(admin: Any) -> None:
 async def test_a_price_that_makes_no_sense_is_refused(admin: Any, change: dict[str, str]) -> None:
     answer = await admin.call("PUT", "prices", 400, json={"model": "m", "input": "0.1", "output": "0.6", **change})
     assert answer["error"]["message"]
+
+
+def test_requests_have_a_tariff_in_common_until_prices_or_classes_are_read_again() -> None:
+    tariffs = Tariffs()
+    catalogue = Catalogue({"standard": ClassTerms(STANDARD), "flex": ClassTerms(FLEX, price_factor=0.5)})
+    chosen = ChosenClass(STANDARD, FLEX)
+    listed = PriceList({("m", ANY_CLASS): Price(100, 10, 1000), ("m:a", "flex"): Price(300, 20, 40)})
+    tariff = tariffs.of(listed, catalogue, chosen, "m", "m")
+    assert tariff.prices == {"standard": Price(100, 10, 1000), "flex": Price(50, 5, 500)}
+    assert (tariff.dearest, tariff.is_complete) == (Price(100, 10, 1000), True)
+    assert tariffs.of(listed, catalogue, chosen, "m", "m") is tariff
+    adapted = tariffs.of(listed, catalogue, chosen, "m:a", "m")
+    assert adapted.prices == {"standard": Price(100, 10, 1000), "flex": Price(300, 20, 40)}
+    assert adapted.dearest == Price(300, 20, 1000)
+    free = tariffs.of(PriceList({}), catalogue, chosen, "m", "m")
+    assert (free.prices, free.dearest, free.is_complete) == ({}, FREE, False)
+    dearer = Catalogue({"standard": ClassTerms(STANDARD, price_factor=2.0), "flex": ClassTerms(FLEX)})
+    assert tariffs.of(listed, dearer, chosen, "m", "m").prices["standard"] == Price(200, 20, 2000)
+    alone = tariffs.of(listed, dearer, ChosenClass(STANDARD, None), "m", "m")
+    assert set(alone.prices) == {"standard"}

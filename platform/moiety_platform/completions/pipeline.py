@@ -19,8 +19,8 @@ from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.placement import Placement
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
-from moiety_platform.completions.spending import Tariff
 from moiety_platform.completions.submits import Origin, check_limits, most_output_tokens, submits_of
+from moiety_platform.completions.tariffs import Tariffs
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import Overloaded, PlatformError
@@ -54,6 +54,7 @@ class Pipeline:
         self.texts = texts
         self._classes = classes
         self._prices = prices
+        self._tariffs = Tariffs()
         self.gate = gate
         self._clock = clock
         self.credit_window, self.max_sequences = credit_window, max_sequences
@@ -112,7 +113,8 @@ class Pipeline:
         num_prompt_tokens = sum(map(len, prompts))
         is_extensible = are_extensible(choice.states, card.model)
         own = "" if choice.adapter is None else f":{choice.adapter.engine_name}"  # names of adapters are their tenants'
-        tariff = await self._tariff(card.model + own, card.model, catalogue, chosen)
+        prices = await self._prices.current()
+        tariff = self._tariffs.of(prices, catalogue, chosen, card.model + own, card.model)
         record.trace.enter(Phase.HOLD)
         credit = await record.spending.begin(
             num_prompt_tokens,
@@ -140,16 +142,6 @@ class Pipeline:
         submits = submits_of(origin, generation, prompts, longest, text)
         placement = Placement(self._replicas, card.model, chosen.service, failover_wait_s)
         return Run(record, chosen, prompts, text, placement, self._clock, credit_window), submits
-
-    async def _tariff(self, model: str, base: str, catalogue: Catalogue, chosen: ChosenClass) -> Tariff:
-        """The model's own prices, or those of the one that it is with an adapter."""
-        prices = await self._prices.current()
-        by_class = {}
-        for service in (chosen.service, chosen.fallback):
-            if service is not None:
-                name, factor = service.name, catalogue[service.name].price_factor
-                by_class[name] = prices.of(model, name, factor) or prices.of(base, name, factor)
-        return Tariff(by_class)
 
 
 class HeldRun:

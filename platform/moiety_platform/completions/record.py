@@ -135,7 +135,7 @@ class RequestRecord:
             return
         self.served = served
         self.admission_outcome = "downgraded" if is_downgraded else "admitted"
-        self.admission_reason = reason.value
+        self.admission_reason = str(reason)
 
     def failed_over(self, failover: Failover, num_recomputed_tokens: int) -> None:
         """A sequence goes on at another engine, which computes so many tokens again; they are metered, not billed."""

@@ -119,7 +119,9 @@ class RequestRecorder:
 
     def _tell(self, record: RequestRecord) -> None:
         record.trace.enter(Phase.SETTLE)
-        row = self._row(record, record.spending.settle(record.used))
+        used = record.used
+        cost = record.spending.cost(used)
+        row = self._row(record, used, cost, record.spending.settle(used, cost))
         # not the record's own method: with it all that a request was would stay in memory until its row is stored
         self._usage.record(row, partial(settle, record.sequences) if record.sequences else None)
         self._metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
@@ -165,6 +167,7 @@ class RequestRecorder:
 
     def _bill(self, record: RequestRecord, num_prompt_tokens: int) -> Bill:
         spending, used = record.spending, Used(record.service_class, num_prompt_tokens, 0, 0)
+        cost = spending.cost(used)
         principal, generation = record.principal, record.generation
         row = UsageRow(
             request_id=record.request_id,
@@ -173,12 +176,12 @@ class RequestRecorder:
             key_id=principal.key_id,
             endpoint=record.endpoint,
             model=record.served_model,
-            service_class=record.service_class,
+            service_class=used.service_class,
             started_at=record.started_at,
             num_choices=generation.num_sequences if generation else 0,
             prompt_tokens=num_prompt_tokens,
-            cost_nanodollars=spending.cost(used),
-            charges=spending.charges(used),
+            cost_nanodollars=cost,
+            charges=spending.charges(used, cost),
             **KILLED,
         )
         return Bill(
@@ -189,8 +192,8 @@ class RequestRecorder:
             generation.num_choices if generation else 1,
         )
 
-    def _row(self, record: RequestRecord, charges: tuple[Charge, ...]) -> UsageRow:
-        principal, generation = record.principal, record.generation
+    def _row(self, record: RequestRecord, used: Used, cost: int, charges: tuple[Charge, ...]) -> UsageRow:
+        principal, generation, now_s = record.principal, record.generation, self._clock.monotonic()
         ttft_s = None if record.first_token_s is None else record.first_token_s - record.started_s
         return UsageRow(
             request_id=record.request_id,
@@ -199,7 +202,7 @@ class RequestRecorder:
             key_id=principal.key_id,
             endpoint=record.endpoint,
             model=record.served_model if generation else "",  # whatever a client calls one that there is not
-            service_class=record.service_class,
+            service_class=used.service_class,
             started_at=record.started_at,
             outcome=record.outcome,
             http_status=record.http_status,
@@ -209,11 +212,11 @@ class RequestRecorder:
             output_tokens=record.output_tokens,
             queue_ms=record.queue_ms,
             ttft_ms=None if ttft_s is None else ttft_s * 1000,
-            duration_ms=(self._clock.monotonic() - record.started_s) * 1000,
+            duration_ms=(now_s - record.started_s) * 1000,
             error_code=record.error_code,
             num_preemptions=record.num_preemptions,
-            sla_attained=record.sla_attained(self._clock.monotonic()),
-            cost_nanodollars=record.spending.cost(record.used),
+            sla_attained=record.sla_attained(now_s),
+            cost_nanodollars=cost,
             foreseen_used_tokens=record.num_foreseen_tokens,
             charges=charges,
         )

@@ -99,7 +99,7 @@ class Run:
         """Return when every sequence is admitted; what comes meanwhile is kept for the reader. Raises what an engine
         turns one of them away with: then none is to be answered."""
         while False in [sequence.is_admitted for sequence in self._sequences]:
-            self._early.append(await self._receive())
+            self._early.append(self._received() or await self._receive())
         for sequence in self._sequences:
             assert sequence.accepted is not None
             self._record.admitted(self._served(sequence), sequence.accepted.reason)
@@ -109,7 +109,8 @@ class Run:
 
     async def __anext__(self) -> tuple[int, Tokens | Finished]:
         if self._relaying is not None:
-            await self._extend(self._relaying)
+            if self._lacks(self._relaying):
+                await self._extend(self._relaying)
             self._relaying = None
         if self._num_open == 0:
             raise StopAsyncIteration
@@ -125,9 +126,23 @@ class Run:
 
     async def _next(self) -> tuple[Sequence, Tokens | Finished]:
         while True:
-            sequence, message = self._early.popleft() if self._early else await self._receive()
+            sequence, message = self._early.popleft() if self._early else self._received() or await self._receive()
             if not isinstance(message, Accepted):
                 return sequence, message
+
+    def _received(self) -> tuple[Sequence, Delivery] | None:
+        """What has come already, unless there is more to do for it than to take it: nearly all that comes of a request
+        comes together."""
+        deliveries = self._inbox.deliveries
+        if not deliveries:
+            return None
+        stream, message = deliveries[0]
+        if isinstance(message, PlatformError) or _is_handed_over(message):
+            return None
+        deliveries.popleft()
+        sequence = self._of_stream[stream]
+        sequence.take(message)
+        return sequence, message
 
     async def _receive(self) -> tuple[Sequence, Delivery]:
         """The next that comes of any sequence, from whichever engine."""
@@ -136,7 +151,7 @@ class Run:
             sequence = self._of_stream[stream]
             if isinstance(message, PlatformError):
                 await self._fail_over(sequence, message)
-            elif isinstance(message, Finished) and message.reason is FinishReason.HANDED_OVER:
+            elif isinstance(message, Finished) and _is_handed_over(message):
                 await self._hand_over(sequence, message)
             else:
                 sequence.take(message)
@@ -209,18 +224,19 @@ class Run:
             record.first_token_s = now_s
         sequence.progress.take(num_tokens, now_s - record.started_s)
 
-    async def _extend(self, sequence: Sequence) -> None:
-        """Keep a window of credit ahead of what was relayed; renewed by halves, so that few messages are needed. Where
-        a limit has nothing left, the sequence ends with the credit that it has."""
+    def _lacks(self, sequence: Sequence) -> int:
+        """How much more credit it is to have now; renewed by halves, so that few messages are needed."""
         window, stream = self._credit_window, sequence.stream
-        target = min(sequence.max_tokens, stream.num_output_tokens + window)
-        more = target - stream.credit_tokens
-        if (
-            stream.ended
-            or stream.credit_is_last
-            or more <= 0
-            or stream.credit_tokens - stream.num_output_tokens > window // 2
-        ):
+        num_left = stream.credit_tokens - stream.num_output_tokens
+        if stream.ended or stream.credit_is_last or num_left > window // 2:
+            return 0
+        return max(0, min(sequence.max_tokens, stream.num_output_tokens + window) - stream.credit_tokens)
+
+    async def _extend(self, sequence: Sequence) -> None:
+        """Keep a window of credit ahead of what was relayed. Where a limit has nothing left, the sequence ends with the
+        credit that it has."""
+        more, stream = self._lacks(sequence), sequence.stream
+        if not more:
             return
         reserved = self._num_prompt_tokens + sum(other.num_claimed_tokens for other in self._sequences)
         spending = self._record.spending
@@ -244,13 +260,13 @@ class Run:
 
     def usage(self) -> Usage:
         """What has been generated so far; exact when every stream has ended."""
-        first_choices = self._sequences[:: max(1, len(self._sequences) // len(self.prompts))]
-        return Usage(
-            prompt_tokens=self._num_prompt_tokens,
-            cached_tokens=sum([sequence.num_cached_tokens for sequence in first_choices]),
-            output_tokens=sum([sequence.num_tokens for sequence in self._sequences]),
-            reasoning_tokens=self._num_thought_tokens(),
-        )
+        num_choices = max(1, len(self._sequences) // len(self.prompts))
+        cached_tokens = output_tokens = 0
+        for number, sequence in enumerate(self._sequences):
+            output_tokens += sequence.stream.num_output_tokens
+            if number % num_choices == 0:
+                cached_tokens += sequence.num_cached_tokens
+        return Usage(self._num_prompt_tokens, cached_tokens, output_tokens, self._num_thought_tokens())
 
     def _num_thought_tokens(self) -> int | None:
         if not self.text.thinks or self._record.generation is None:
@@ -295,7 +311,11 @@ class Run:
             if finished is None or finished.reason is FinishReason.HANDED_OVER:
                 continue
             if not finished.embedding:
-                record.finish_reasons.append(finished.reason.value)
+                record.finish_reasons.append(str(finished.reason))
             record.was_cut_by_limit |= finished.detail == CREDIT_REFUSED
         if queues_ns:
             record.queue_ms = max(queues_ns) / 1e6
+
+
+def _is_handed_over(message: Delivery) -> bool:
+    return isinstance(message, Finished) and message.reason is FinishReason.HANDED_OVER

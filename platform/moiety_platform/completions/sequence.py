@@ -23,6 +23,8 @@ from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Token
 class Sequence:
     """Owned by its Run. It may be submitted to one engine after another: each goes on where the last one ended."""
 
+    stream: EngineStream  # at the engine that has it; there is none before it is submitted
+
     def __init__(self, index: int, submit: Submit) -> None:
         self.index = index
         self.prefix = Prefix(submit.cache_salt, submit.prompt_ids)
@@ -37,16 +39,10 @@ class Sequence:
         self._was_handed_over = False  # to the engine that has it, and has not taken it in yet
         self._submit = submit
         self._output_ids: list[int] = []  # that came, from whichever engine
-        self._stream: EngineStream | None = None
         self._connection: Connection | None = None
         self._is_taken_in = False  # by that engine
         self._cached_tokens: int | None = None  # as the first engine said, if output came from several
         self._held: AbstractAsyncContextManager[EngineStream] | None = None
-
-    @property
-    def stream(self) -> EngineStream:
-        assert self._stream is not None, "submitted before it is read"
-        return self._stream
 
     @property
     def request_id(self) -> str:
@@ -113,7 +109,7 @@ class Sequence:
         with what came of it. `transfer_id`: of its prompt's KV, which the engine before has sent there. Raises
         Unavailable if the engine is gone."""
         await self.close()
-        earlier = self._stream
+        earlier = None if self._connection is None else self.stream
         submit = self._submit if earlier is None or self.accepted is None else self._resumed(earlier, service)
         self._place, self._was_handed_over = place, False
         if transfer_id:
@@ -124,7 +120,7 @@ class Sequence:
         held = place.client.open(submit, inbox)
         stream = await held.__aenter__()
         self._held = held
-        self._stream, self._connection, self._is_taken_in = stream, place.connection, False
+        self.stream, self._connection, self._is_taken_in = stream, place.connection, False
         if earlier is None:
             return
         if earlier.num_output_tokens and self._cached_tokens is None:

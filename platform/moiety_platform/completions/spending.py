@@ -4,12 +4,11 @@ generated, so that no token is generated that no limit has room for."""
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Mapping
 
 import msgspec
 
 from moiety_platform.auth.principal import Principal
+from moiety_platform.completions.tariffs import FREE, NO_TARIFF, Tariff
 from moiety_platform.errors import Forbidden, Unavailable
 from moiety_platform.prices.terms import MILLION, Price
 from moiety_platform.quota.errors import QuotaExceeded
@@ -21,30 +20,9 @@ from moiety_platform.quota.standing import headers
 PAUSE_S = 0.5
 THROTTLED_S = 120.0  # for how long a sequence waits until a rate has room again, before it ends
 
-FREE = Price(0, 0, 0)
-
 
 class Throttled(Exception):
     """A rate has no room just now; asked again later it may have."""
-
-
-class Tariff(msgspec.Struct, frozen=True):
-    """The prices of the classes that a request may be served in; None is a model without a price."""
-
-    by_class: Mapping[str, Price | None]
-
-    @property
-    def is_complete(self) -> bool:
-        return None not in self.by_class.values()
-
-    @property
-    def dearest(self) -> Price:
-        """At most this is charged, whichever class serves."""
-        prices = [price or FREE for price in self.by_class.values()]
-        return functools.reduce(Price.most, prices) if prices else FREE
-
-    def of(self, service_class: str) -> Price:
-        return self.by_class.get(service_class) or FREE
 
 
 class Used(msgspec.Struct, frozen=True):
@@ -72,10 +50,10 @@ class Spending:
         self._keeper = keeper
         self._scopes = scopes_of(principal)
         self._hold: Hold | None = None
-        self._tariff = Tariff({})
+        self._tariff = NO_TARIFF
         self._dearest = FREE
         self._prompt_tokens = 0
-        self._reserved = 0  # tokens
+        self._reserved = self._reserved_cost = 0  # tokens, and the most that they cost
         self.refusal_code = QuotaExceeded.default_code  # why it could not be extended, if it could not
 
     async def begin(self, num_prompt_tokens: int, num_sequences: int, credit_tokens: int, tariff: Tariff) -> int:
@@ -84,15 +62,16 @@ class Spending:
         self._prompt_tokens, self._tariff, self._dearest = num_prompt_tokens, tariff, tariff.dearest
         while True:
             tokens = num_prompt_tokens + num_sequences * credit_tokens
+            amounts = self._amounts(tokens)
             try:
-                self._hold = await self._keeper.hold(self._scopes, self._amounts(tokens))
+                self._hold = await self._keeper.hold(self._scopes, amounts)
             except QuotaExceeded as refusal:
                 affordable = self._affordable(refusal.unit, 0, refusal.room) - num_prompt_tokens
                 credit_tokens = min(credit_tokens - 1, affordable // num_sequences)
                 if credit_tokens < 1:
                     raise
             else:
-                self._reserved = tokens
+                self._reserved, self._reserved_cost = tokens, amounts[Unit.MONEY]
                 self._require_price()
                 return credit_tokens
 
@@ -106,9 +85,11 @@ class Spending:
         Raises Throttled where it will have again, or Unavailable."""
         assert self._hold is not None, "begun before it is extended"
         while more > 0:
-            refusal = await self._keeper.extend(self._hold, self._amounts(tokens + more))
+            amounts = self._amounts(tokens + more)
+            refusal = await self._keeper.extend(self._hold, amounts)
             if refusal is None:
                 self._reserved = max(self._reserved, tokens + more)
+                self._reserved_cost = max(self._reserved_cost, amounts[Unit.MONEY])
                 return more
             more = min(more - 1, self._affordable(refusal.limit.kind.unit, self._reserved, refusal.room) - tokens)
             if more <= 0 and refusal.limit.kind.meter is Meter.RATE:
@@ -133,21 +114,21 @@ class Spending:
 
     def cost(self, used: Used) -> int:
         """What that costs in the class that served it, nano-dollars."""
-        price = self._tariff.of(used.service_class)
+        price = self._tariff.prices.get(used.service_class, FREE)
         return price.cost(used.prompt_tokens, used.cached_tokens, used.output_tokens)
 
-    def charges(self, used: Used) -> tuple[Charge, ...]:
-        """How that would be charged."""
-        return self._hold.charges(self._spent(used)) if self._hold is not None else ()
+    def charges(self, used: Used, cost: int) -> tuple[Charge, ...]:
+        """How that, at that cost, would be charged."""
+        return self._hold.charges(self._spent(used, cost)) if self._hold is not None else ()
 
-    def settle(self, used: Used) -> tuple[Charge, ...]:
-        """The end: so much was used, of what was reserved."""
-        return self._hold.settle(self._spent(used)) if self._hold is not None else ()
+    def settle(self, used: Used, cost: int) -> tuple[Charge, ...]:
+        """The end: so much was used, at that cost, of what was reserved."""
+        return self._hold.settle(self._spent(used, cost)) if self._hold is not None else ()
 
     @property
     def prices(self) -> dict[str, Price]:
         """By class, of those that it may be served in."""
-        return {name: price for name, price in self._tariff.by_class.items() if price is not None}
+        return self._tariff.prices
 
     @property
     def stocks(self) -> list[tuple[WindowId, Unit]]:
@@ -168,11 +149,10 @@ class Spending:
         """Of so many, prompt included."""
         return self._dearest.cost(self._prompt_tokens, 0, tokens - self._prompt_tokens)
 
-    def _spent(self, used: Used) -> dict[Unit, int]:
+    def _spent(self, used: Used, cost: int) -> dict[Unit, int]:
         """A request of which nothing is billed does not count as one either."""
         tokens = min(used.prompt_tokens + used.output_tokens, self._reserved)
-        cost = min(self.cost(used), self._most_cost(self._reserved))
-        return {Unit.TOKENS: tokens, Unit.REQUESTS: min(1, tokens), Unit.MONEY: cost}
+        return {Unit.TOKENS: tokens, Unit.REQUESTS: min(1, tokens), Unit.MONEY: min(cost, self._reserved_cost)}
 
     def _affordable(self, unit: Unit, reserved: int, room: int) -> int:
         """How many tokens the request can have in all, with `reserved` of them reserved and `room` more of a unit."""

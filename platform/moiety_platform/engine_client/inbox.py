@@ -17,11 +17,11 @@ class Inbox(Generic[Sender]):
     """Deliveries in order of arrival. What may stand in it is bounded by the credit of the streams that share it."""
 
     def __init__(self) -> None:
-        self._deliveries: deque[tuple[Sender, Delivery | PlatformError]] = deque()
+        self.deliveries: deque[tuple[Sender, Delivery | PlatformError]] = deque()  # come, and taken by nobody yet
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, stream: Sender, message: Delivery | PlatformError) -> None:
-        self._deliveries.append((stream, message))
+        self.deliveries.append((stream, message))
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -34,10 +34,10 @@ class Inbox(Generic[Sender]):
 
     async def get_any(self) -> tuple[Sender, Delivery | PlatformError]:
         """The next delivery, or what a stream failed with, which is the last of that stream."""
-        while not self._deliveries:
+        while not self.deliveries:
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
             finally:
                 self._reader = None
-        return self._deliveries.popleft()
+        return self.deliveries.popleft()

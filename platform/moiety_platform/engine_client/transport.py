@@ -230,7 +230,11 @@ class HeldStream:
         return stream
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
+        if self._session is None:
+            return
+        if self._stream.ended:  # as nearly every one has by then
+            self._forget(self._session)
+        else:
             await self._leave(self._session)
 
     async def _leave(self, session: Session) -> None:
@@ -239,7 +243,10 @@ class HeldStream:
         try:
             await stream.wait_ended(ABORT_WAIT_S)
         finally:
-            session.streams.pop(stream.request_id, None)
-            session.num_foreseeing -= self._submit.foresees is not None
+            self._forget(session)
             if not stream.ended:
                 log.warning("engine_abort_unanswered", request_id=stream.request_id, engine=session.address)
+
+    def _forget(self, session: Session) -> None:
+        session.streams.pop(self._stream.request_id, None)
+        session.num_foreseeing -= self._submit.foresees is not None

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
 
 from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.errors import Unavailable
@@ -135,7 +134,7 @@ class KnownScope:
     read_s: float
     used_s: float
     accounts: list[Account] | None = None  # of its limits in the windows of `day`; None where they are to be found
-    day: datetime | None = None
+    day: int | None = None  # since 1970, in UTC
 
 
 def fail(waiters: Iterable[asyncio.Future[Grant]], error: BaseException) -> None:

@@ -26,7 +26,7 @@ from moiety_platform.edits import Edits
 from moiety_platform.errors import Unavailable
 from moiety_platform.quota.account import Account, KnownScope, fail
 from moiety_platform.quota.errors import Refusal, store_unavailable
-from moiety_platform.quota.kinds import Meter, Period, Scope, Unit, window_end, window_start
+from moiety_platform.quota.kinds import Meter, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit, load_limits
 from moiety_platform.quota.quarantine import Quarantine
@@ -42,6 +42,7 @@ LIMITS_FRESH_S = 1.9
 MARGIN = 0.25  # of the time to live, by which this process believes its leases to end early
 OUTAGE_PAUSE_S = 0.5
 ANSWER_S = 4.0  # for which a request waits for the store
+DAY_NS = 86_400 * 10**9
 _RATE_MEAN_S = 5.0
 _FORGET_AFTER_S = 60.0
 
@@ -100,8 +101,11 @@ class QuotaKeeper:
     async def hold(self, scopes: Sequence[Scope], amounts: Mapping[Unit, int]) -> Hold:
         """Reserve so much under every limit of these scopes. Raises QuotaExceeded, or Unavailable while the store is
         away and what is leased does not do."""
-        hold = Hold([account.lease for account in await self._accounts_of(scopes)])
-        refusal = await self.extend(hold, amounts)
+        accounts = self._known_accounts(scopes)
+        if accounts is None:
+            accounts = await self._accounts_of(scopes)
+        hold = Hold([account.lease for account in accounts])
+        refusal = None if self.extend_now(hold, amounts) else await self.extend(hold, amounts)
         if refusal is not None:
             error = refusal.error(self._clock.now())
             error.headers = headers(self.standings(hold))
@@ -132,7 +136,7 @@ class QuotaKeeper:
 
     def require_current(self, hold: Hold) -> None:
         """What was reserved is still leased. Raises Unavailable: the process stood still, and its leases ran out."""
-        if self._clock.monotonic() >= hold.good_until_s:
+        if not hold.is_good(self._clock.monotonic()):
             raise store_unavailable()
 
     def standings(self, hold: Hold) -> list[Standing]:
@@ -153,7 +157,7 @@ class QuotaKeeper:
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:
         """The same from what is leased already, without waiting."""
-        return self._clock.monotonic() < hold.good_until_s and hold.reserve(amounts)
+        return hold.is_good(self._clock.monotonic()) and hold.reserve(amounts)
 
     def stats(self) -> LeaseStats:
         """How it stands now."""
@@ -303,11 +307,25 @@ class QuotaKeeper:
         self._rounds.wake()
         return future
 
+    def _known_accounts(self, scopes: Sequence[Scope]) -> list[Account] | None:
+        """The same without waiting; None where not all are known yet in their windows of now."""
+        found: list[Account] = []
+        today, now_s = self._clock.unix_ns() // DAY_NS, self._clock.monotonic()
+        for scope in scopes:
+            known = self._scopes.get(scope)
+            if known is None or known.accounts is None or known.day != today:
+                return None
+            known.used_s = now_s
+            found += known.accounts
+        for account in found:
+            account.used_s = now_s
+        return found
+
     async def _accounts_of(self, scopes: Sequence[Scope]) -> list[Account]:
         """Of all limits of the scopes, in their windows of now."""
         found: list[Account] = []
         known = await self._known(scopes)
-        today, now_s = window_start(Period.DAY, self._clock.now()), self._clock.monotonic()
+        today, now_s = self._clock.unix_ns() // DAY_NS, self._clock.monotonic()
         for one in known:
             if one.accounts is None or one.day != today:
                 one.accounts, one.day = [self._account(limit) for limit in one.limits], today

@@ -9,7 +9,6 @@ used is settled, the rest is free again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -68,10 +67,12 @@ class Hold:
         self._has_begun = False
         self.is_over = False
 
-    @property
-    def good_until_s(self) -> float:
-        """By the replica's monotonic clock: until then all that it may reserve of is leased."""
-        return min([lease.good_until_s for lease in self.leases], default=math.inf)
+    def is_good(self, now_s: float) -> bool:
+        """By the replica's monotonic clock: whether all that it may reserve of is leased."""
+        for lease in self.leases:  # noqa: SIM110 - a generator would cost every request more than the loop
+            if now_s >= lease.good_until_s:
+                return False
+        return True
 
     def lacking(self, amounts: Mapping[Unit, int]) -> dict[Lease, int]:
         """What each lease lacks for the request to have reserved so much in all; empty if nothing does."""
@@ -86,17 +87,19 @@ class Hold:
         """Have so much reserved in all, of every lease; less than before changes nothing. False, and nothing is taken,
         where a lease has not that much free."""
         assert not self.is_over, "a hold that was settled takes no more"
-        more = {unit: add for unit, wanted in amounts.items() if (add := wanted - self._reserved[unit]) > 0}
-        of_lease = [(lease, more.get(lease.unit, 0)) for lease in self.leases]
-        for lease, add in of_lease:
-            if 0 < add > lease.granted - lease.settled - lease.held:
+        reserved = self._reserved
+        more = dict.fromkeys(reserved, 0)
+        for unit, wanted in amounts.items():
+            more[unit] = max(0, wanted - reserved[unit])
+        for lease in self.leases:
+            if 0 < more[lease.unit] > lease.granted - lease.settled - lease.held:
                 return False
         num_holds, self._has_begun = not self._has_begun, True
-        for lease, add in of_lease:
-            lease.held += add
+        for lease in self.leases:
+            lease.held += more[lease.unit]
             lease.num_holds += num_holds
         for unit, add in more.items():
-            self._reserved[unit] += add
+            reserved[unit] += add
         return True
 
     def drop(self, window: WindowId) -> None:
@@ -121,14 +124,14 @@ class Hold:
         second end."""
         if self.is_over:
             raise ValueError("this hold was settled already")
-        of_lease = [(lease, used.get(lease.unit, 0), self._reserved[lease.unit]) for lease in self.leases]
-        for _, amount, reserved in of_lease:
-            if amount > reserved:
-                raise ValueError(f"used {used}, reserved {self._reserved}: spending runs ahead of the hold")
+        reserved = self._reserved
+        for lease in self.leases:
+            if used.get(lease.unit, 0) > reserved[lease.unit]:
+                raise ValueError(f"used {used}, reserved {reserved}: spending runs ahead of the hold")
         self.is_over = True
-        for lease, amount, reserved in of_lease:
-            lease.held -= reserved
+        for lease in self.leases:
+            lease.held -= reserved[lease.unit]
             lease.num_holds -= self._has_begun
             if lease.meter is not Meter.SLOTS:
-                lease.settled += amount
+                lease.settled += used.get(lease.unit, 0)
         return self.charges(used)

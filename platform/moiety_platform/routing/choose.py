@@ -67,8 +67,10 @@ def cards_of(engines: Sequence[EngineState]) -> dict[str, Card]:
 
 def are_extensible(engines: Sequence[EngineState], model: str) -> bool:
     """Whether every engine of that model takes more credit later; else a request needs all of it at once."""
-    cards = [engine.card for engine in engines if engine.card is not None and engine.card.model == model]
-    return False not in [card.extensible for card in cards]
+    for engine in engines:  # as in `able_engines`
+        if engine.card is not None and engine.card.model == model and not engine.card.extensible:
+            return False
+    return True
 
 
 def model_not_found(model: str, served: Sequence[str]) -> str:
@@ -78,8 +80,12 @@ def model_not_found(model: str, served: Sequence[str]) -> str:
 
 def able_engines(engines: Sequence[EngineState], model: str) -> list[EngineState]:
     """Those of that model that can take requests. Raises NotFound or Unavailable."""
-    candidates = [engine for engine in engines if engine.card is not None and engine.card.model == model]
-    able = [engine for engine in candidates if engine.can_take]
+    candidates, able = [], []
+    for engine in engines:  # some times for each request, and a comprehension would be a call
+        if engine.card is not None and engine.card.model == model:
+            candidates.append(engine)
+            if engine.can_take:
+                able.append(engine)
     if able:
         return able
     if not candidates:

@@ -49,8 +49,12 @@ def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
             raise Unavailable(
                 "No engine that serves adapters can take a request now; try again shortly.", retry_after_s=1
             )
-    if able and not [engine for engine in able if _role(engine) is not EngineRole.BOTH]:  # as nearly everywhere
-        return list(able)
+    for engine in able:
+        if _role(engine) is not EngineRole.BOTH:
+            break
+    else:  # as nearly everywhere
+        if able:
+            return list(able)
     roles: dict[EngineRole, list[EngineState]] = {role: [] for role in EngineRole}
     for engine in able:
         roles[_role(engine)].append(engine)

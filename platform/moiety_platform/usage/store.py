@@ -43,7 +43,6 @@ _numbers_of = attrgetter(
 )
 _columns_of = attrgetter(*(column.name for column in UsageRecord.__table__.columns))
 _insert_usage = BulkInsert(UsageRecord)
-_times_of = attrgetter("queue_ms", "ttft_ms", "duration_ms")
 
 
 async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
@@ -127,9 +126,12 @@ def storable(row: UsageRow) -> UsageRow:
 def _is_storable(row: UsageRow) -> bool:
     """Whether it is beyond doubt as it is, which nearly every row is; by few and cheap looks, since each row is asked
     twice."""
-    numbers, times = _numbers_of(row), [time or 0.0 for time in _times_of(row)]
+    name, numbers = row.request_id, _numbers_of(row)
+    times = row.queue_ms or 0.0, row.ttft_ms or 0.0, row.duration_ms or 0.0
     return (
-        _are_plain(row.request_id)
+        name.isascii()
+        and name.isprintable()
+        and len(name) <= MAX_TEXT_LENGTH
         and _are_plain_names(*_names_of(row))
         and min(numbers) >= 0
         and max(numbers) <= _INT32_MAX

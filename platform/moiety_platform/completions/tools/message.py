@@ -35,7 +35,7 @@ def has_called(parts: Parts) -> bool:
 
 def finish_reason_of(finished: Finished, has_called: bool) -> str:
     """An answer that its limit has cut says so, whatever it has called."""
-    return CALLED if has_called and finished.reason is FinishReason.STOP else finished.reason.value
+    return CALLED if has_called and finished.reason is FinishReason.STOP else str(finished.reason)
 
 
 def new_call_id() -> str:

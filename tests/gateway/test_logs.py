@@ -1,0 +1,60 @@
+"""What is told within one turn of the loop is written in one go, in its order; a warning is not waited with."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+from moiety_platform.logs import Lines
+
+
+class Writes(io.StringIO):
+    """Remembers what was written at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.made.append(text)
+        return super().write(text)
+
+
+async def test_what_one_turn_tells_is_written_in_one_go() -> None:
+    writes = Writes()
+    lines = Lines(writes)
+    lines.info("one")
+    lines.debug("two")
+    assert writes.made == []
+    await asyncio.sleep(0)
+    assert writes.made == ["one\ntwo\n"]
+    lines.info("three")
+    await asyncio.sleep(0)
+    assert writes.made == ["one\ntwo\n", "three\n"]
+
+
+async def test_a_warning_is_written_at_once_after_what_was_told_before_it() -> None:
+    writes = Writes()
+    lines = Lines(writes)
+    lines.info("one")
+    lines.warning("two")
+    assert writes.getvalue() == "one\ntwo\n"
+    await asyncio.to_thread(lines.info, "in a thread")
+    assert writes.getvalue() == "one\ntwo\nin a thread\n"
+
+
+def test_what_is_told_without_a_loop_or_to_one_that_has_ended_is_not_lost() -> None:
+    writes = Writes()
+    lines = Lines(writes)
+
+    async def tell_and_stop(loop: asyncio.AbstractEventLoop) -> None:
+        loop.stop()  # this turn is the last, so what it leaves to the next one does not run
+        lines.info("one")
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(tell_and_stop(loop))
+    loop.run_forever()
+    assert task.done()
+    loop.close()
+    lines.info("two")
+    assert writes.getvalue() == "one\ntwo\n"
