@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-DEVICES = ("a10g-llama2-7b", "a100-llama3-8b", "h200-qwen3-30b-a3b")  # the simulator's presets
+DEVICES = (
+    "a10g-llama2-7b",
+    "a100-llama3-8b",
+    "a100-llama3-8b-qoserve",
+    "h200-qwen3-30b-a3b",
+)  # the simulator's presets
 POLICIES = (  # by which requests are scheduled
     *("moiety", "fcfs", "strict-priority", "edf", "vtc", "dlpm"),
     *("qoserve-chunking", "qoserve-relegation", "qoserve"),

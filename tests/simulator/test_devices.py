@@ -12,6 +12,7 @@ from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.simulator.devices import (
     A10G_LLAMA2_7B,
     A100_LLAMA3_8B,
+    A100_LLAMA3_8B_QOSERVE,
     H200_QWEN3_30B_A3B,
     PRESETS,
     Device,
@@ -39,9 +40,15 @@ def test_the_vtc_setting_has_its_pool_and_the_step_times_of_its_artefact() -> No
     )
 
 
-def test_the_qoserve_setting_has_the_published_chunk_times() -> None:
+def test_the_a100_alone_is_a_quarter_faster_than_the_published_chunk() -> None:
     assert 0.033 < A100_LLAMA3_8B.step_s(256 + 30, 31, 30 * 2000, 256 * 1000) < 0.042
     assert 9_500 < 2048 / A100_LLAMA3_8B.step_s(2048, 1, 0, 2048 * 1024) < 12_000
+
+
+def test_the_qoserve_setting_has_the_published_profile_of_steps() -> None:
+    chunk, large = (A100_LLAMA3_8B_QOSERVE.step_s(rows, 1, 0, rows * 500) for rows in (256, 2500))
+    assert 0.043 < chunk < 0.05
+    assert (2500 / large) / (256 / chunk) == pytest.approx(2.0, rel=0.1)
 
 
 @pytest.mark.parametrize(("tokens", "layer_us"), [(1, 18), (64, 278), (1024, 302), (16384, 1566)])

@@ -75,5 +75,6 @@ class Pace:
 
     def _blend_of_mixed(self, rank: int, now_s: float) -> float:
         excess = self.demand.overload(rank, self._flow.served_per_s, now_s) - 1
-        over = max(0.0, min(1.0, excess) - self._tuning.mixed_excess) / (1 - self._tuning.mixed_excess)
-        return max(self._tuning.mixed_blend_least, self._tuning.mixed_blend * over**2)
+        (from_excess, to_excess), (least, most) = self._tuning.mixed_excess, self._tuning.mixed_blend
+        part = (excess - from_excess) / (to_excess - from_excess)
+        return least + (most - least) * max(0.0, min(1.0, part))

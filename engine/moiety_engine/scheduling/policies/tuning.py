@@ -16,7 +16,7 @@ class Tuning:
     # a step
     slack_used: float = 0.35  # of the time until the next token is due
     slack_used_if_urgent: float = 0.5  # the same, while prompts of the best rank are at risk
-    step_range_s: tuple[float, float] = (0.15, 0.2)  # of the longest step; but decoding alone may take half of one
+    step_range_s: tuple[float, float] = (0.15, 0.4)  # of the longest step; but decoding alone may take half of one
     unpromised_step_s: float = 1.0  # the longest step while nobody was promised a first token or a pace of late
     ttft_part: float = 0.06  # of the shortest TTFT promised of late, that a step may take within that range
     decode_part: float = 0.75  # of the shortest pace promised of late, that decoding alone may take
@@ -27,9 +27,8 @@ class Tuning:
     risk_factor: float = 2.0  # at risk when this many times the predicted need is left
     length_margin: float = 3.0  # of an answer's expected length, for which there must be time before the end promised
     blend: float = 300.0  # under load, seconds that a deadline moves for each second of work left
-    mixed_blend_least: float = 80.0  # where less is due: places that were made at different times must agree
-    mixed_excess: float = 0.4  # of what is due over what can be done, up to which that is enough
-    mixed_blend: float = 2000.0  # the same in ranks of mixed promises, where twice as much is due as can be done
+    mixed_blend: tuple[float, float] = (400.0, 1200.0)  # the same in ranks of mixed promises, from here
+    mixed_excess: tuple[float, float] = (0.4, 0.6)  # to there while what is due exceeds what can be done by so much
     loaded_s: float = 10.0  # predicted wait at which that holds in full, and ranks of mixed promises go by it alone
     boost_part: float = 0.02  # of the time, for those who waited too long
     lane_saved_s: float = 0.1  # the most of that time that may be saved for later
