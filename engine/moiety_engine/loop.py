@@ -339,11 +339,10 @@ class EngineLoop:
         return CoreStep(outputs, failures, self.load() if tells else None, admissions, traced)
 
     def load(self) -> CoreLoad:
-        totals = self.steps_total, self._requests_total
-        parts = self.disk, self.model.expert_cache, self.rebalancing
+        parts = self.disk, self.model.expert_cache, self.rebalancing, self.steps_total, self._requests_total
         held = self._tenant_blocks.read(self.scheduler, self._clock_ns())
         orders = self._orders.waited_s(), self._orders.masked_ranks
-        return load_of(self.scheduler, self.exchange, *parts, *totals, *orders, held)
+        return load_of(self.scheduler, self.exchange, *parts, *orders, held)
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""

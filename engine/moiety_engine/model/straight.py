@@ -4,6 +4,7 @@ find; and wait for each other after each tensor."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +57,7 @@ class Straight:
         first, end = entry["data_offsets"]
         if end - first != view.nbytes:
             return False
-        target = view.view(-1).view(torch.uint8).numpy().data
+        target = _memory_of(view)
         for at in range(0, len(target), self._most_at_once):
             self._parts.append(_Part(path, begin + first + at, target[at : at + self._most_at_once]))
         self._views.append(view)
@@ -80,6 +81,11 @@ class Straight:
                 length = int.from_bytes(file.read(8), "little")
                 self._headers[path] = 8 + length, json.loads(file.read(length))
         return self._headers[path]
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """Its bytes, for as long as it is there. As an array of numpy's its storage could not be given up any more."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _read(part: _Part, file: int) -> int:
