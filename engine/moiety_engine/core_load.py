@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TENANTS_TOLD = 20
 TENANTS_COUNTED_EACH_NS = 250_000_000
+TOLD_EACH_NS = 50_000_000
 
 
 def load_of(
@@ -90,6 +91,21 @@ class TenantBlocks:
         elif now_ns - self._counted_ns >= TENANTS_COUNTED_EACH_NS:
             self._counted, self._counted_ns = scheduler.tenant_blocks(TENANTS_TOLD), now_ns
         return self._counted
+
+
+class Telling:
+    """When the load goes along with a step's outputs: figures by the dozen, which the front needs some times a second,
+    would be a good part of what a short step takes beside the model."""
+
+    def __init__(self) -> None:
+        self._told_ns = -TOLD_EACH_NS
+
+    def is_due(self, now_ns: int, *, is_news: bool) -> bool:
+        """`is_news`: somebody came or went with this step. By the wall clock, which may be put back."""
+        if not is_news and 0 <= now_ns - self._told_ns < TOLD_EACH_NS:
+            return False
+        self._told_ns = now_ns
+        return True
 
 
 def _load_of(

@@ -25,7 +25,7 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.prefix import tenant_mark
 from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
-from moiety_engine.core_load import TenantBlocks, load_of
+from moiety_engine.core_load import Telling, TenantBlocks, load_of
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
@@ -119,7 +119,7 @@ class EngineLoop:
         self._forgotten: set[str] = set()  # tenants
         self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
-        self._tenant_blocks = TenantBlocks()
+        self._tenant_blocks, self._telling = TenantBlocks(), Telling()
         self.steps_total = 0
 
     @property
@@ -330,19 +330,19 @@ class EngineLoop:
         traced = self._tracer.take()
         if not self._outputs and not failures and not admissions and not traced:
             return None
-        for ended in (*(output.key for output in self._outputs if output.finish), *(one.key for one in failures)):
-            self.adapters.ended(ended)
+        ended = [output.key for output in self._outputs if output.finish] + [one.key for one in failures]
+        for key in ended:
+            self.adapters.ended(key)
         outputs = self.exchange.told(self._outputs, failures)
-        step = CoreStep(outputs, failures, self.load(), admissions, traced)
+        tells = self._telling.is_due(self._clock_ns(), is_news=bool(ended or admissions))
         self._outputs, self._failures = [], []
-        return step
+        return CoreStep(outputs, failures, self.load() if tells else None, admissions, traced)
 
     def load(self) -> CoreLoad:
-        totals = self.steps_total, self._requests_total
-        parts = self.disk, self.model.expert_cache, self.rebalancing
+        parts = self.disk, self.model.expert_cache, self.rebalancing, self.steps_total, self._requests_total
         held = self._tenant_blocks.read(self.scheduler, self._clock_ns())
         orders = self._orders.waited_s(), self._orders.masked_ranks
-        return load_of(self.scheduler, self.exchange, *parts, *totals, *orders, held)
+        return load_of(self.scheduler, self.exchange, *parts, *orders, held)
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""

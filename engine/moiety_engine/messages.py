@@ -158,7 +158,7 @@ class CoreFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoreLoad(Figures, frozen=True, array_like=True):
-    """The core's figures, of which each step brings new ones; without names, since these are many."""
+    """The core's figures, of which new ones come some times a second; without names, since these are many."""
 
 
 class CoreState(StrEnum):
@@ -195,9 +195,11 @@ class TracedStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoreStep(msgspec.Struct, frozen=True, tag="step"):
+    """`load`: None where the one that was told last may stand a moment longer, since nobody came or went."""
+
     outputs: list[CoreOutput]
     failures: list[CoreFailure]
-    load: CoreLoad
+    load: CoreLoad | None
     admissions: list[CoreAdmission] = []
     traced: list[TracedStep] = []
 

@@ -16,6 +16,7 @@ from moiety_engine.config import EngineConfig, Overlap
 from moiety_engine.messages import (
     CoreAbort,
     CoreHello,
+    CoreLoad,
     CoreRest,
     CoreRested,
     CoreShutdown,
@@ -68,6 +69,12 @@ class Front:
             pass
         assert isinstance(message, CoreStep)
         return message
+
+    def told(self) -> tuple[CoreStep, CoreLoad]:
+        """The next of them that tells the load."""
+        while (load := (step := self.beat()).load) is None:
+            pass
+        return step, load
 
     def step(self) -> CoreStep:
         while True:
@@ -128,17 +135,19 @@ def test_the_core_tells_its_load_while_prompts_bring_no_output_and_while_it_is_i
     front: Front = start(str(checkpoint), max_batch_tokens=1, max_running=1)  # type: ignore[operator]
     front.hello()
     front.send(_submit(1, num_prompt=500))  # as many steps, the last of which brings the first output
-    while (beat := front.beat()).load.num_running == 0:
+    while (told := front.told())[1].num_running == 0:
         pass
+    beat, load = told
     assert (beat.outputs, beat.failures) == ([], [])
-    assert 0 < beat.load.steps_total < 500
+    assert 0 < load.steps_total < 500
     front.send(CoreAbort(1, FinishReason.ABORT))
     while (step := front.step()).outputs[0].finish is None:
         pass
     for _ in range(3):
-        idle = front.beat()
-        assert (idle.outputs, idle.load.num_running, idle.load.kv_blocks_used) == ([], 0, 0)
-        assert idle.load.steps_total == step.load.steps_total
+        idle, load = front.told()
+        assert (idle.outputs, load.num_running, load.kv_blocks_used) == ([], 0, 0)
+        assert step.load is not None, "with an end the load is told"
+        assert load.steps_total == step.load.steps_total
 
 
 def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: object, checkpoint: Path) -> None:
@@ -154,6 +163,7 @@ def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: o
             break
     assert (len(received), finish.reason) == (5, FinishReason.LENGTH)
     assert 0 < finish.scheduled_unix_ns <= finish.first_token_unix_ns <= finish.finished_unix_ns
+    assert step.load is not None, "with an end the load is told"
     assert step.load.kv_blocks_used == 0
 
     front.send(_submit(2, max_tokens=400))
@@ -177,8 +187,8 @@ def test_the_core_sleeps_and_wakes_when_told_and_answers_the_same_with_steps_tha
         answers.append([token for step in front.steps_to_the_end() for token in step.outputs[0].token_ids])
         front.send(CoreRest(asleep=True))
         assert front.rested() == CoreRested(asleep=True)
-        idle = front.beat()  # it is alive
-        assert idle.load.kv_blocks_cached == 0
+        _, load = front.told()  # it is alive
+        assert load.kv_blocks_cached == 0
         front.send(CoreRest(asleep=False))
         assert front.rested() == CoreRested(asleep=False)
     assert len(answers[0]) == 5

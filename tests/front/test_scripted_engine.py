@@ -62,6 +62,7 @@ def test_credit_is_never_exceeded_blocks_are_conserved_and_everything_ends_once(
                 assert output.finish.num_output_tokens == emitted[output.key]
                 ended.add(output.key)
         load = step.load
+        assert load is not None, "a scripted engine tells it with each step"
         assert 0 <= load.kv_blocks_used <= 8
         assert load.num_running <= 3
         assert load.output_tokens_total == sum(emitted.values())
@@ -130,6 +131,7 @@ def test_requests_are_rejected_and_downgraded_as_scripted() -> None:
         CoreAdmission(2, "flex", Reason.KV_PEAK, 7.0),
         CoreAdmission(3, "standard", Reason.ACCEPTED_LATE, None),  # it has no fallback
     ]
+    assert step.load is not None, "a scripted engine tells it with each step"
     classes = {load.name: load for load in step.load.classes}
     assert classes["priority"].rejected_total == {"predicted_late": 1}
     assert (classes["standard"].downgraded_total, classes["standard"].admitted_total) == (1, 1)

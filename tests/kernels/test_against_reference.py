@@ -12,6 +12,8 @@ from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.cpu.team import team
+from moiety_kernels.embedding import embedding
+from moiety_kernels.embedding.reference import embedding as embedding_reference
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.kv_store import kv_store
@@ -119,6 +121,16 @@ def test_head_linear(rows: int, heads: int, n: int, k: int, dtype: torch.dtype) 
 
 def test_linear_of_no_rows_is_empty() -> None:
     assert linear(normal(0, 64), normal(10, 64)).shape == (0, 10)
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize("tokens", [1, 31, 70])
+@pytest.mark.parametrize(("width", "factor"), [(16, 1.0), (1024, 32.0), (48, 0.3), (60, 2.0)])
+def test_embedding_finds_the_very_rows(tokens: int, width: int, factor: float, dtype: torch.dtype) -> None:
+    whole = normal(50, width + 16).to(dtype)
+    table, token_ids = whole[:, :width], torch.randint(50, (tokens,), device=DEVICE)
+    found = embedding(token_ids, table, torch.float32, factor)
+    assert torch.equal(found, embedding_reference(token_ids, table, torch.float32, factor))
 
 
 @pytest.mark.parametrize("rows", [1, 31, 70])

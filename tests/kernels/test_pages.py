@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_kernels.cpu.pages import LARGE_PAGE, enlarge
+from moiety_kernels.cpu.pages import LARGE_PAGE, enlarge, prefer
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 gives_large_pages = pytest.mark.skipif(
@@ -58,3 +58,14 @@ def test_memory_is_in_large_pages_once_it_is_gathered() -> None:
     if gathering is not None:
         gathering.join(60)
     assert gathering is None or in_large_pages(filled) >= LARGE_PAGE
+
+
+def test_memory_that_is_to_come_in_large_pages_keeps_what_it_has() -> None:
+    tensors = [torch.arange(count, dtype=torch.int64) for count in (3, 1 << 20, 1 << 22)]
+    before = [one.clone() for one in tensors]
+    prefer(tensors)
+    assert all(torch.equal(one, values) for one, values in zip(tensors, before, strict=True))
+
+
+def test_large_pages_are_not_asked_for_where_few_would_be_needed() -> None:
+    assert not prefer([torch.empty(2 * LARGE_PAGE, dtype=torch.uint8)])

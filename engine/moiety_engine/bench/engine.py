@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def _measure(
     loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], seed: int, on_done: Callable[[int], None]
 ) -> dict[str, Any]:
     loop.warm_up()
+    gc.freeze()  # as the core does
     ready_s = time.time() - psutil.Process().create_time()
     rng = random.Random(seed)
     submits = [make_request(loop, key, one, rng) for key, one in enumerate(lengths)]

@@ -251,7 +251,7 @@ class Front:
     def on_message(self, message: ToFront) -> None:
         match message:
             case CoreStep():
-                self._load = message.load
+                self._load = message.load or self._load
                 self._desk.take_step(message)
             case ExpertLoad():
                 self._experts.answer(message)

@@ -1,4 +1,4 @@
-"""Filling a decoder's weights from a checkpoint's safetensors files, memory-mapped; complaints name the tensors.
+"""Filling a decoder's weights from a checkpoint's safetensors files; complaints name the tensors.
 
 `names` says which tensor on disk goes to which part of which weight, `narrow` how one that is kept in few bits is read.
 """
@@ -21,6 +21,7 @@ from moiety_engine.model.names.place import Place
 from moiety_engine.model.narrow import sources
 from moiety_engine.model.offloading import expert_names
 from moiety_engine.model.shares import own_places, own_spec, whole_places
+from moiety_engine.model.straight import Straight
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
@@ -51,9 +52,10 @@ def load(
     offloading: Offloading | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
-    """Read the checkpoint's safetensors, memory-mapped, into freshly allocated weights, those of products in few bits
-    if a `form` says so. Of a model over several ranks, what the rank in this `seat` has of it, and nothing else. With
-    `offloading` the products of experts are in its store; if all are there already, they are not read.
+    """Read the checkpoint's safetensors into freshly allocated weights, those of products in few bits if a `form` says
+    so; memory-mapped, but for what host memory gets as it is. Of a model over several ranks, what the rank in this
+    `seat` has of it, and nothing else. With `offloading` the products of experts are in its store; if all are there
+    already, they are not read.
 
     `progress` is called with (bytes read, bytes in all). Raises WeightsError, naming the tensors, when one is missing,
     unexpected or of another shape.
@@ -83,12 +85,15 @@ def load(
     if form is not None:
         fewer_bits = _fewer_bits((spec, own, seat, form), weights, wanted, found, device, offloading)
     starting_at = {found[name].names[0]: name for name in wanted}
-    done = 0
+    done, straight = 0, Straight()
     for path in shards:
         with safe_open(path, framework="pt") as file:
             for start in file.keys():  # noqa: SIM118 - not a mapping
                 name = starting_at.get(start)
                 if name is None or shard_of[start] != path:
+                    continue
+                as_it_is = fewer_bits is None and len(found[name].names) == 1
+                if as_it_is and straight.take(path, start, wanted[name]):
                     continue
                 of_one = ((part, shard_of[part]) for part in found[name].names)
                 parts = [file.get_tensor(part) if where == path else _tensor(where, part) for part, where in of_one]
@@ -96,6 +101,10 @@ def load(
                 done += sum(part.numel() * part.element_size() for part in parts)
                 if progress is not None:
                     progress(min(done, total), total)
+    for num_bytes in straight.read(torch.get_num_threads()):
+        done += num_bytes
+        if progress is not None:
+            progress(min(done, total), total)
     if progress is not None:
         progress(total, total)
     return weights if fewer_bits is None else fewer_bits.finish(dtype)

@@ -4,13 +4,18 @@ At a handful of rows the interpreter would take a good part of a step, and at so
 that the layers run for a number of sequences are recorded once, on buffers that stay, and then replayed in one call,
 like a GPU's graph: at once for a handful, for more once a number of sequences has come back often enough to pay for it.
 A pass that does anything beside our kernels cannot be recorded and runs as before.
+
+Where the tokens' rows of the embedding and, of a handful, the logits are our kernels' too, they are recorded with the
+layers: then a step is a few arrays copied, and one call.
+
+S sequences, T tokens of the step (as many), D model width, V vocabulary, B blocks a row.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +27,14 @@ from moiety_kernels.cpu.team import Program, team
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+
     from moiety_engine.model.batch import Batch, KvCache
+    from moiety_kernels.cpu.team import Job
 
 MAX_SEQUENCES = 64
 FEW_SEQUENCES = 8  # up to which a step is recorded when it is first seen
+MOST_LOGITS = 1 << 20  # values that a program keeps its own memory for
 STEPS_TO_PAY = 4  # that come before, where there are more: each recording keeps its own buffers
 MIN_TABLE_WIDTH = 64  # blocks; a wider table is recorded anew, at twice the width
 
@@ -54,22 +63,102 @@ class _Watch(TorchFunctionMode):
         return result
 
 
+class Decodes(Protocol):
+    """As much of a step in host memory as its decodes depend on: see runner.inputs.HostBatch."""
+
+    @property
+    def token_ids_T(self) -> np.ndarray: ...  # noqa: N802
+    @property
+    def positions_T(self) -> np.ndarray: ...  # noqa: N802
+    @property
+    def slots_T(self) -> np.ndarray: ...  # noqa: N802
+    @property
+    def owner_T(self) -> np.ndarray: ...  # noqa: N802
+    @property
+    def context_len_S(self) -> np.ndarray: ...  # noqa: N802
+    @property
+    def block_table_SB(self) -> np.ndarray: ...  # noqa: N802
+    @property
+    def adapter_T(self) -> np.ndarray | None: ...  # noqa: N802
+
+
+class Pass(Protocol):
+    """The model, in the parts that are recorded."""
+
+    def begin(self, token_ids_T: Tensor) -> Tensor:
+        """x_TD, of tokens alone."""
+        ...
+
+    def layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        """What the layers make of x, which may be overwritten."""
+        ...
+
+    @property
+    def num_logits(self) -> int:
+        """Of one token."""
+        ...
+
+    def logits(self, hidden_SD: Tensor) -> Tensor: ...
+
+
+class _Inputs:
+    """The memory that a program reads a step's decodes from, as arrays."""
+
+    __slots__ = ("adapter_T", "context_len_S", "owner_T", "positions_T", "slots_T", "table_SB", "token_ids_T", "width")
+
+    def __init__(self, own: Batch) -> None:
+        self.token_ids_T, self.positions_T = own.token_ids_T.numpy(), own.positions_T.numpy()
+        self.slots_T, self.context_len_S = own.slots_T.numpy(), own.context_len_S.numpy()
+        self.owner_T = None if own.owner_T is None else own.owner_T.numpy()
+        self.adapter_T = None if own.adapted is None else own.adapted.slot_T.numpy()
+        self.table_SB = own.block_table_SB.numpy()
+        self.width = self.table_SB.shape[1]
+
+    def take(self, step: Decodes) -> bool:
+        """False, and nothing has changed, where they have no room for it."""
+        table_SB, owner_T = step.block_table_SB, self.owner_T
+        width = table_SB.shape[1]
+        if width > self.width or (owner_T is None and step.owner_T.any()):
+            return False
+        self.token_ids_T[:] = step.token_ids_T
+        self.positions_T[:] = step.positions_T
+        self.slots_T[:] = step.slots_T
+        self.context_len_S[:] = step.context_len_S
+        self.table_SB[:, :width] = table_SB
+        if owner_T is not None:
+            owner_T[:] = step.owner_T
+        if self.adapter_T is not None:
+            self.adapter_T[:] = step.adapter_T
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a step was made into: valid until the next. Of logits that are not recorded both are None."""
+
+    hidden_TD: Tensor
+    logits_SV: Tensor | None
+    logits: np.ndarray | None  # the same memory
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A program, the inputs that it reads, and all memory that it writes."""
+    """Programs, the inputs that they read, and all memory that they write."""
 
-    program: Program
+    layers: Program
+    whole: Program | None  # from the tokens to all that was made
     x_TD: Tensor
     batch: Batch
-    output_TD: Tensor
+    inputs: _Inputs
+    made: Replayed
     tensors: list[Tensor]
 
 
 class DecodePrograms:
     """Owns the recorded programs, by kind of step, for one cache."""
 
-    def __init__(self, layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> None:
-        self._layers = layers
+    def __init__(self, parts: Pass) -> None:
+        self._parts = parts
         self._cache: KvCache | None = None
         self._recorded: dict[_Kind, _Recorded] = {}
         self._times_seen: Counter[_Kind] = Counter()  # of those that are not recorded yet
@@ -95,6 +184,17 @@ class DecodePrograms:
         """Weights or cache are about to move: what was recorded would read them where they were."""
         self._cache, self._recorded = None, {}
 
+    def decode(self, step: Decodes, kv: KvCache, *, with_logits: bool) -> Replayed | None:
+        """A step of decodes alone, from their tokens on, and if `with_logits` not without these. None where no such
+        step is recorded: `run` records it. Calls nothing of torch's."""
+        known = self._recorded.get((len(step.token_ids_T), step.adapter_T is not None))
+        if known is None or known.whole is None or kv is not self._cache:
+            return None
+        if (with_logits and known.made.logits is None) or not known.inputs.take(step):
+            return None
+        team().replay(known.whole)
+        return known.made
+
     def run(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """What the layers make of x; valid until the next run."""
         if kv is not self._cache:
@@ -104,36 +204,63 @@ class DecodePrograms:
             return self._record(x_TD, batch, kv)
         known.x_TD.copy_(x_TD)
         _refill(known.batch, batch)
-        team().replay(known.program)
-        return known.output_TD
+        team().replay(known.layers)
+        return known.made.hidden_TD
 
     def _record(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        sequences, width = batch.block_table_SB.shape
-        wide = max(MIN_TABLE_WIDTH, 1 << (width - 1).bit_length())
-        own = replace(
-            batch,
-            positions_T=batch.positions_T.clone(),
-            slots_T=batch.slots_T.clone(),
-            query_start_S1=batch.query_start_S1.clone(),
-            context_len_S=batch.context_len_S.clone(),
-            owner_T=None if batch.owner_T is None else batch.owner_T.clone(),
-            block_table_SB=torch.zeros(sequences, wide, dtype=torch.int32),
-            max_context=wide * kv.block_size,
-            adapted=None if batch.adapted is None else AdaptedRows(batch.adapted.slot_T.clone()),
-        )
+        own = _own(batch, kv)
         _refill(own, batch)
+        begin_jobs, begun_TD, begun = _watched(lambda: self._parts.begin(own.token_ids_T))
+        own_x_TD = begun_TD if begun.only_kernels and begun_TD.shape == x_TD.shape else torch.empty_like(x_TD)
         for _ in range(2):  # the first time there may be tables to compute once, and code to compile
-            own_x_TD = x_TD.clone()
-            with team().recording() as jobs, _Watch() as watch:
-                output_TD = self._layers(own_x_TD, own, kv)
+            own_x_TD.copy_(x_TD)
+            jobs, output_TD, watch = _watched(lambda: self._parts.layers(own_x_TD, own, kv))
             if watch.only_kernels:
-                recorded = _Recorded(Program(jobs), own_x_TD, own, output_TD, watch.tensors)
-                self._recorded[_kind_of(batch)] = recorded
+                tensors = begun.tensors + watch.tensors
+                logits_jobs, logits_SV = self._logits(output_TD, tensors)
+                whole = Program([*begin_jobs, *jobs, *logits_jobs]) if own_x_TD is begun_TD else None
+                made = Replayed(output_TD, logits_SV, None if logits_SV is None else logits_SV.numpy())
+                kept = own_x_TD, own, _Inputs(own), made, tensors
+                self._recorded[_kind_of(batch)] = _Recorded(Program(jobs), whole, *kept)
                 return output_TD
             if own.owner_T is not None:
                 own.owner_T.zero_()  # its experts are counted: the second time they are nobody's
         self._recordable = False
         return output_TD
+
+    def _logits(self, output_TD: Tensor, tensors: list[Tensor]) -> tuple[list[Job], Tensor | None]:
+        """What makes them, if our kernels do and they are not too many; `tensors` has then what they are made in."""
+        if len(output_TD) * self._parts.num_logits > MOST_LOGITS:
+            return [], None
+        jobs, logits_SV, watch = _watched(lambda: self._parts.logits(output_TD))
+        if not watch.only_kernels:
+            return [], None
+        tensors += watch.tensors
+        return jobs, logits_SV
+
+
+def _watched(compute: Callable[[], Tensor]) -> tuple[list[Job], Tensor, _Watch]:
+    with team().recording() as jobs, _Watch() as watch:
+        result = compute()
+    return jobs, result, watch
+
+
+def _own(batch: Batch, kv: KvCache) -> Batch:
+    """One of the same kind, in memory that stays, with room for longer contexts."""
+    sequences, width = batch.block_table_SB.shape
+    wide = max(MIN_TABLE_WIDTH, 1 << (width - 1).bit_length())
+    return replace(
+        batch,
+        token_ids_T=batch.token_ids_T.clone(),
+        positions_T=batch.positions_T.clone(),
+        slots_T=batch.slots_T.clone(),
+        query_start_S1=batch.query_start_S1.clone(),
+        context_len_S=batch.context_len_S.clone(),
+        owner_T=None if batch.owner_T is None else batch.owner_T.clone(),
+        block_table_SB=torch.zeros(sequences, wide, dtype=torch.int32),
+        max_context=wide * kv.block_size,
+        adapted=None if batch.adapted is None else AdaptedRows(batch.adapted.slot_T.clone()),
+    )
 
 
 def _kind_of(batch: Batch) -> _Kind:
@@ -148,6 +275,7 @@ def _has_room(own: Batch, batch: Batch) -> bool:
 
 
 def _refill(own: Batch, batch: Batch) -> None:
+    own.token_ids_T.copy_(batch.token_ids_T)
     own.positions_T.copy_(batch.positions_T)
     own.slots_T.copy_(batch.slots_T)
     if own.owner_T is not None:

@@ -26,6 +26,7 @@ from moiety_engine.model.shares import check_cuts, own_spec
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import ModelWeights
+from moiety_kernels.cpu.beginning import begin
 from moiety_kernels.mla_attention import reads_whole_numbers
 from moiety_kernels.moe import MOE_KERNELS, unavailable
 from moiety_kernels.quantization import FORMATS
@@ -140,12 +141,13 @@ def load_share(
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    where = torch.device(device)
+    compiler = begin() if where.type == "cpu" else None
     spec = foretelling_spec(read_spec(folder)) if foretelling else _spec(folder, load_format, keeps_hidden=keeps_hidden)
     if dtype == "auto":
         dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
-    where = torch.device(device)
     stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
     wanted = _form(quantization, stored)
     own = own_spec(spec, ranks.seat)
@@ -180,6 +182,8 @@ def load_share(
         staged = ranks.seat.layout.pp > 1 and spec.moe_layers
         one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far or staged else None
         undo.pop_all()
+    if compiler is not None:
+        compiler.join()
     return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden)
 
 

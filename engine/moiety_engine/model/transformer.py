@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.group import Group
     from moiety_engine.distribution.layout import Seat
     from moiety_engine.model.adapted import Key
-    from moiety_engine.model.decode_programs import DecodePrograms
+    from moiety_engine.model.decode_programs import DecodePrograms, Decodes, Replayed
     from moiety_engine.model.spec import DenseSpec
     from moiety_engine.model.weights import NormWeights
     from moiety_engine.offload.cache import ExpertCache
@@ -92,7 +92,7 @@ class Transformer:
         kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
         on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
         recordable = on_cpu_alone and ranks.everyone.size == 1 and expert_cache is None
-        self._programs = _decode_programs(lambda *step: self._layers(*step)[1]) if recordable else None
+        self._programs = _decode_programs(_Pass(self)) if recordable else None
         self._attentions = [
             self._whole(
                 attention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm.eps, arithmetic, factors),
@@ -266,6 +266,13 @@ class Transformer:
         hidden_LD = self.ranks.across.bring_first(hidden_LD, spread.num_wanted)
         return hidden_LD if self.ranks.across.rank else hidden_LD.index_select(0, spread.order_L)
 
+    def decode(self, step: Decodes, kv: KvCache, *, with_logits: bool) -> Replayed | None:
+        """`hidden`, and perhaps `logits`, if `with_logits` surely, of a step in which every sequence has one token,
+        which is wanted, if it can be replayed whole. Else None, and nothing was computed."""
+        if self._programs is None or kv.hidden is not None:
+            return None
+        return self._programs.decode(step, kv, with_logits=with_logits)
+
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """logits_LV, float32, of hidden states after the final norm; on another rank than the first some of them,
@@ -372,6 +379,27 @@ class Transformer:
         return ranks.pipeline.bring_columns_home(all_TC, [experts.top_k * layers_of[s] for s in range(layout.pp)])
 
 
+class _Pass:
+    """A model's, in the parts that are recorded."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+
+    def begin(self, token_ids_T: Tensor) -> Tensor:
+        model = self._model
+        return model.vocabulary.look_up(token_ids_T, model.activation_dtype, model.spec.embedding_multiplier)
+
+    def layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        return self._model._layers(x_TD, batch, kv)[1]
+
+    @property
+    def num_logits(self) -> int:
+        return self._model.spec.vocab_size
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        return self._model.logits(hidden_SD)
+
+
 def _times(factor: float, values: Tensor) -> Tensor:
     return values if factor == 1.0 else values * factor
 
@@ -418,7 +446,7 @@ def _expert_shape(spec: ModelSpec, weights: ModelWeights, seat: Seat, expert_byt
     )
 
 
-def _decode_programs(layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> DecodePrograms:
+def _decode_programs(parts: _Pass) -> DecodePrograms:
     from moiety_engine.model.decode_programs import DecodePrograms  # noqa: PLC0415 - numba, of no use on a GPU
 
-    return DecodePrograms(layers)
+    return DecodePrograms(parts)

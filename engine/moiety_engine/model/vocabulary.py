@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from moiety_kernels.embedding import embedding
 from moiety_kernels.linear import linear
 
 if TYPE_CHECKING:
@@ -38,7 +39,14 @@ class Vocabulary:
         x_TD = functional.embedding(torch.where(here_T, local_T, 0), rows_CD).to(dtype)
         return self._group.sum(torch.where(here_T.unsqueeze(1), x_TD, 0))
 
+    def look_up(self, token_ids_T: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+        """The same, times `factor`, on the only rank; of ids that are known to be tokens'."""
+        return embedding(token_ids_T, self._weights.embedding_VD, dtype, factor)
+
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """[L, V], float32, on the first rank; on the others what they have of it."""
-        own_LC = linear(hidden_LD, self._weights.head_VD, self._weights.head_bias_V, invariant=self._invariant).float()
-        return self._group.gather_columns(own_LC)[:, : self._size]
+        own_LC = linear(hidden_LD, self._weights.head_VD, self._weights.head_bias_V, invariant=self._invariant)
+        if own_LC.dtype is not torch.float32:
+            own_LC = own_LC.float()
+        whole_LC = self._group.gather_columns(own_LC)
+        return whole_LC if whole_LC.shape[1] == self._size else whole_LC[:, : self._size]

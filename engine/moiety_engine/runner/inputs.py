@@ -6,6 +6,7 @@ samples.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -112,7 +113,10 @@ class BatchBuilder:
     def arrange(self, plan: Plan) -> HostBatch:
         """`wanted_rows` are those of the chunks that sample, of each its newest token and its draft, then of those that
         embed, then those before the tokens that are scored, each in the plan's order."""
-        self._tables.keep_only([chunk.sequence for chunk in plan.chunks])
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        self._tables.keep_only(sequences)
+        if plan.num_decode == len(sequences) > 0 and all(map(_decodes_one, plan.chunks)):
+            return self._arrange_decodes(sequences)
         return self._arrange(plan, self._tenants)
 
     def arrange_groups(self, plan: Plan, num_groups: int) -> list[HostBatch]:
@@ -128,6 +132,47 @@ class BatchBuilder:
         slots = self._tenants.slots_of([chunk.sequence.tenant for chunk in chunks], num_tokens)
         return [replace(hosts[0], owner_T=np.repeat(np.array(slots, dtype=np.int64), num_tokens)), *hosts[1:]]
 
+    def _arrange_decodes(self, sequences: list[Sequence]) -> HostBatch:
+        """What `_arrange` makes of one decode each, which is all that most steps have, with fewer arrays on the way."""
+        size, every = self._block_size, range(len(sequences))
+        positions = [sequence.num_computed for sequence in sequences]
+        token_ids = [sequences[s].tokens[positions[s]] for s in every]
+        blocks = [sequences[s].blocks[positions[s] // size] for s in every]
+        pending = [s for s in every if token_ids[s] == PENDING]
+        for s in pending:
+            token_ids[s] = 0
+        ones, rows, starts = _of_decodes(len(sequences))
+        owners = [NOBODY] * len(ones)
+        if self._tenants is not None:
+            owners = self._tenants.slots_of([sequence.tenant for sequence in sequences], ones)
+        return HostBatch(
+            token_ids_T=np.array(token_ids, dtype=np.int64),
+            positions_T=np.array(positions, dtype=np.int64),
+            slots_T=np.array([blocks[s] * size + positions[s] % size for s in every], dtype=np.int64),
+            owner_T=np.array(owners, dtype=np.int64),
+            query_start_S1=starts,
+            context_len_S=np.array([position + 1 for position in positions], dtype=np.int32),
+            block_table_SB=self._table_of(sequences),
+            wanted_rows_L=rows,
+            num_scored=0,
+            pending_rows_P=np.array(pending, dtype=np.int64),
+            sampled_rows_P=np.array([sequences[s].pending_row for s in pending], dtype=np.int64),
+            num_decode=len(sequences),
+            max_context=max(positions) + 1,
+            max_query=1,
+            adapter_T=self._adapters_of(sequences, np.array(ones)) if self._adapters else None,
+        )
+
+    def _table_of(self, sequences: list[Sequence]) -> np.ndarray:
+        """[S, B], int32, padded with 0."""
+        if len(sequences) == 1:
+            return self._tables.of(sequences[0])[None, :]
+        width = max([len(sequence.blocks) for sequence in sequences])
+        tables_SB = np.zeros((len(sequences), width), dtype=np.int32)
+        for s, sequence in enumerate(sequences):
+            tables_SB[s, : len(sequence.blocks)] = self._tables.of(sequence)
+        return tables_SB
+
     def _arrange(self, plan: Plan, tenants: TenantSlots | None) -> HostBatch:
         chunks, parts = plan.chunks, self._parts(plan)
         sequences, count = parts.sequences, len(parts.sequences)
@@ -136,9 +181,7 @@ class BatchBuilder:
         firsts = np.array(parts.firsts, dtype=np.int64)
         starts = np.zeros(count + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
-        tables = np.zeros((count, max(len(sequence.blocks) for sequence in sequences)), dtype=np.int32)
-        for s, sequence in enumerate(sequences):
-            tables[s, : len(sequence.blocks)] = self._tables.of(sequence)
+        tables = self._table_of(sequences)
         sequence_T = np.repeat(np.arange(count), lengths)
         positions = np.arange(starts[-1]) + (firsts - starts[:-1])[sequence_T]
         in_block, offset = np.divmod(positions, self._block_size)
@@ -208,6 +251,17 @@ class BatchBuilder:
         if not any(names):
             return None
         return np.repeat(np.array([slot_of[name] if name else -1 for name in names], dtype=np.int64), lengths)
+
+
+def _decodes_one(chunk: Chunk) -> bool:
+    return chunk.num_tokens == 1 and chunk.samples and not chunk.num_pad
+
+
+@functools.cache
+def _of_decodes(count: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Of one token each, which nobody changes: their numbers of tokens, their rows, and where each begins."""
+    starts = np.arange(count + 1, dtype=np.int32)
+    return [1] * count, np.arange(count, dtype=np.int64), starts
 
 
 def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, staging: Staging) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moiety_engine.guiding.follower import ASTRAY, TOO_COSTLY, Follower
-from moiety_engine.sampling import Drawn
+from moiety_engine.sampling import Best, Drawn
 from moiety_engine.sampling.allowed import Allowed, write_out
 from moiety_engine.sampling.rows import Row
 from moiety_engine.sequence import Sequence
@@ -32,7 +32,7 @@ class Launched(Protocol):
     """The step before, whose tokens may be on their way."""
 
     @property
-    def drawn(self) -> Drawn: ...
+    def drawn(self) -> Drawn | Best: ...
     @property
     def done(self) -> Mark: ...
 

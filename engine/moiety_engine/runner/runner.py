@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,10 +29,14 @@ from moiety_engine.runner.micro_batches import WHOLE, Cutting, cut
 from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.scoring import Scores, score
 from moiety_engine.runner.spreading import order_of, spread_of
-from moiety_engine.sampling import Drawn, Sampler, rows_of
+from moiety_engine.sampling import Best, Drawn, Sampler, is_plain, rows_of
+from moiety_engine.sampling.rows import Row
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark, Staging
 from moiety_engine.transfer.departures import Departures
+
+if TYPE_CHECKING:
+    from moiety_engine.model.decode_programs import Replayed  # which imports numba
 
 _IN_ORDER = np.zeros(0, dtype=np.int64)  # of one group of ranks
 
@@ -41,7 +46,7 @@ class Flight:
     """A step that was launched. Its results are in host memory once the mark has been passed."""
 
     plan: Plan
-    drawn: Drawn
+    drawn: Drawn | Best
     unit_ED: Tensor | None
     scores: Scores | None
     done: Mark
@@ -88,33 +93,67 @@ class Runner:
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
         self._num_groups = model.ranks.across.size
         self._newest: Flight | None = None
-        self.sampled_L: Tensor | None = None  # by the newest step
+        self._sampled: Drawn | Best | None = None  # by the newest step
         self.graphs: DecodeGraphs | None = None
 
-    @torch.inference_mode()
+    @property
+    def sampled_L(self) -> Tensor | None:  # noqa: N802
+        """By the newest step, on the device."""
+        return None if self._sampled is None else self._sampled.token_L
+
     def launch(self, plan: Plan) -> Flight:
         """Queue the step. A token that is pending in its sequences is one that the step launched before it samples."""
-        with one_torch_thread() if self._model.only_kernels else contextlib.nullcontext():
-            return self._launch(plan)
-
-    def _launch(self, plan: Plan) -> Flight:
         self.staging.turn()
-        hosts, before_L = self._arrange(plan), self.sampled_L
-        rows = rows_of(plan)
+        hosts, rows = self._arrange(plan), rows_of(plan)
+        best = self._best(hosts, rows)
+        if best is None:
+            self._newest = self._launch(plan, hosts, rows)
+        else:
+            self._sampled = best
+            self._newest = Flight(plan, best, None, None, Mark(None), [])
+        return self._newest
+
+    def _best(self, hosts: list[HostBatch], rows: list[Row]) -> Best | None:
+        """What most steps on a CPU are: decodes that the model replays whole, and of each the likeliest token. Done
+        without torch, of which each call takes 50 µs and more where a step's weights have just gone through the caches.
+        None for other steps, and nothing was computed."""
+        if self._departures is not None or not all(map(is_plain, rows)):
+            return None
+        made = self._decode(hosts, with_logits=True)
+        return None if made is None or made.logits is None else Best.of(made.logits)
+
+    def _decode(self, hosts: list[HostBatch], *, with_logits: bool) -> Replayed | None:
+        """A step that the model can replay whole; None for others, and nothing was computed."""
+        if len(hosts) > 1 or not hosts[0].decodes_only or len(hosts[0].pending_rows_P):
+            return None
+        return self._model.decode(hosts[0], self._kv, with_logits=with_logits)
+
+    @torch.inference_mode()
+    def _launch(self, plan: Plan, hosts: list[HostBatch], rows: list[Row]) -> Flight:
+        with one_torch_thread() if self._model.only_kernels else contextlib.nullcontext():
+            return self._compute(plan, hosts, rows)
+
+    def _compute(self, plan: Plan, hosts: list[HostBatch], rows: list[Row]) -> Flight:
+        before_L = self.sampled_L
         masks = self._masks.begin(rows, self._newest)
         order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
         num_micro_batches = self._cutting.count(hosts)
         self._orders.step(hosts, order_L, len(rows), num_micro_batches)
         leaving = None if self._departures is None else self._departures.of(plan, self._kv)
-        if self.graphs is not None and leaving is None and self.graphs.takes(hosts[0]):
+        made = None if leaving is not None else self._decode(hosts, with_logits=False)
+        logits_LV: Tensor | None = None
+        if made is not None:
+            hidden_LD, logits_LV = made.hidden_TD, made.logits_SV
+        elif self.graphs is not None and leaving is None and self.graphs.takes(hosts[0]):
             hidden_LD = self.graphs.run(hosts[0], before_L)
         else:
             spread = spread_of(hosts, self.staging.upload(order_L)) if len(hosts) > 1 else None
             batch = self._builder.upload(hosts[0], before_L, spread, cut(hosts[0], num_micro_batches))
             hidden_LD = self._model.hidden(batch, self._kv, leaving)
-        logits_LV = self._model.logits(hidden_LD[: len(rows)])
+        if logits_LV is None:
+            logits_LV = self._model.logits(hidden_LD[: len(rows)])
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
-        self.sampled_L = drawn.token_L
+        self._sampled = drawn
         self._orders.tell_tokens(drawn.token_L)
         num_scored = sum(host.num_scored for host in hosts)
         unit_ED, scores, end = None, None, len(hidden_LD) - num_scored
@@ -123,8 +162,7 @@ class Runner:
         if num_scored:
             scores = score(self._model, hidden_LD[end:], scored(plan), self.staging)
         astray = [] if masks is None else masks.problems
-        self._newest = Flight(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), astray)
-        return self._newest
+        return Flight(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), astray)
 
     def _arrange(self, plan: Plan) -> list[HostBatch]:
         """What each group of ranks has of the step."""

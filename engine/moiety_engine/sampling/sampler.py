@@ -73,6 +73,25 @@ class Drawn:
         return token_ids, logprobs
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The tokens of the largest logits, which the host knows. Stands for a `Drawn` with no log-probabilities."""
+
+    token_ids: list[int]
+
+    @classmethod
+    def of(cls, logits: np.ndarray) -> Best:
+        """Of [L, V], float32: the first of each row's largest, of a NaN where there is one."""
+        return cls(logits.argmax(axis=1).tolist())
+
+    @property
+    def token_L(self) -> Tensor:  # noqa: N802 - a tensor's name, as that of Drawn's
+        return torch.tensor(self.token_ids)
+
+    def unpack(self) -> tuple[list[int], list[CoreLogprob | None]]:
+        return self.token_ids, [None] * len(self.token_ids)
+
+
 class Sampler:
     """Stateless but for the vocabulary's size and the way to the device."""
 
@@ -225,6 +244,14 @@ def _filter(
     by_p_L = (top_k_L == vocab_size) & (top_p_L < 1) & ~in_p_LK[:, -1]
     enough_L = by_k_L | by_p_L | ~in_min_LK[:, -1]
     return best_LK * (in_k_LK & in_p_LK & in_min_LK), enough_L
+
+
+def is_plain(row: Row) -> bool:
+    """Whether its token is that of the largest logit as it is, of which nothing is told."""
+    sampling = row.submit.sampling
+    if sampling.temperature > 0 or sampling.num_logprobs is not None or row.guide is not None:
+        return False
+    return not has_bias_or_ban(row) and not has_penalty(row)
 
 
 def _best(logits_LV: Tensor) -> Tensor:

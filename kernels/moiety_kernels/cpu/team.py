@@ -124,6 +124,7 @@ class Program:
             [(driver_address(job.driver), job.function, args.ctypes.data, job.num_tasks) for job, args in rows],
             dtype=np.int64,
         )
+        self.address, self.num_jobs = self.table.ctypes.data, len(jobs)
 
 
 def _aligned(num_bytes: int) -> NDArray[np.uint8]:
@@ -189,7 +190,7 @@ class Team:
         with self._calling:
             self._wake_all()
             state, scratch, _ = self.addresses
-            _replay(state, scratch, program.table.ctypes.data, len(program.table))
+            _replay(state, scratch, program.address, program.num_jobs)
 
     def _wake_all(self) -> None:
         for index, asleep in enumerate(self._asleep):

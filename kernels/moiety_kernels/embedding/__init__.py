@@ -1,0 +1,25 @@
+"""Rows of a table by number: what the tokens of a step begin as."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moiety_kernels.asked_for import when_asked
+from moiety_kernels.checks import require_shape
+from moiety_kernels.embedding import reference
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_cpu = when_asked(__name__, "cpu")
+
+
+def embedding(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+    """Row token_ids_T[t], int64, of the table for each t, times `factor`, in `dtype`. An id beyond the table is the
+    caller's mistake, and not looked for."""
+    require_shape("table", table_VD, (-1, -1))
+    if table_VD.is_cpu and _cpu().fits(token_ids_T, table_VD, dtype):
+        rows: Tensor = _cpu().embedding(token_ids_T, table_VD, factor)
+        return rows
+    return reference.embedding(token_ids_T, table_VD, dtype, factor)
