@@ -39,7 +39,7 @@ Four = Literal["", "int4", "mxfp4"]
 # Instructions a weight costs before a tensor core takes it.
 WIDENING = {"wide": 0.0, "int8": 1.5, "fp8": 1.5, "int4": 4.0, "mxfp4": 8.0}
 # And where none takes it: those of the loop over a row's steps for Hopper, by its weights.
-LANE_OPERATIONS = {"wide": 5.8, "int8": 5.9, "fp8": 5.6, "int4": 4.3, "mxfp4": 5.9}
+LANE_OPERATIONS = {"wide": 5.8, "int8": 5.9, "fp8": 5.6, "int4": 4.4, "mxfp4": 5.4}
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,8 +105,8 @@ def power_of_two(exponent):
 
 @triton.jit
 def place(i_byte, HALF: tl.constexpr):
-    """Where `numbers` finds those of a word's bytes, the last ones moved to that of the third."""
-    return tl.minimum(i_byte % 4, 2) * 8 + HALF
+    """Where `numbers` finds those of a word's bytes, the second and the last moved to the places before theirs."""
+    return i_byte % 4 // 2 * 16 + HALF
 
 
 @triton.jit
@@ -133,17 +133,19 @@ def numbers(words, FOUR: tl.constexpr):
     """Of words [BN, chunks, 4], the numbers in the lower halves of their bytes and those in the upper ones, in the
     order of the bytes, [BN, chunks, 16] float32."""
     above = words >> 8
-    low = in_order(number(words, 0, FOUR), number(words, 8, FOUR), number(words, 16, FOUR), number(above, 16, FOUR))
-    high = in_order(number(words, 4, FOUR), number(words, 12, FOUR), number(words, 20, FOUR), number(above, 20, FOUR))
+    low = in_order(number(words, 0, FOUR), number(above, 0, FOUR), number(words, 16, FOUR), number(above, 16, FOUR))
+    high = in_order(number(words, 4, FOUR), number(above, 4, FOUR), number(words, 20, FOUR), number(above, 20, FOUR))
     return low, high
 
 
 @triton.jit
 def number(words, AT: tl.constexpr, FOUR: tl.constexpr):
     """The number in the four bits from AT on, if int4 and the place are counted as above."""
-    bits = words & (15 << AT)
-    if FOUR == "mxfp4":  # three bits to where exponent and significand meet, and one to the sign
-        bits = (bits * (65 << (22 - AT))) & 0x81C00000
+    if FOUR == "int4":
+        bits = words & (15 << AT)
+    else:  # three bits to where exponent and significand meet, and one to the sign, where their neighbour does not get
+        pair = words & (0x000F000F << (AT % 16))
+        bits = (pair * (65 << (22 - AT))) & 0x81C00000
     return bits.to(tl.float32, bitcast=True)
 
 
