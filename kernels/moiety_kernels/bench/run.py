@@ -24,7 +24,7 @@ LAYERS = (MOE_LAYER, *moe_layer.NARROW)
 KERNELS = (*LAYERS, *OPERATIONS)
 OURS, OURS_IN_BF16, OURS_BY_TILES = "moiety", "moiety_bf16", "moiety_tiles"
 # In bfloat16, two ways of the same sums come to some 0.005; of weights and rows in float8 to some 0.07; of random
-# weights in four bits, that are rounded by a tenth or more, to some 0.15 and 0.2.
+# weights in mxfp4 to some 0.26, and int4 rounds less.
 LARGEST_DIFFERENCE = {MOE_LAYER: 0.03, "moe_layer_fp8": 0.15, "moe_layer_int4": 0.3, "moe_layer_mxfp4": 0.4}
 _MEMORY_SHARE = 0.9  # of what is free
 _LONGEST_POINT_S = 2.0
