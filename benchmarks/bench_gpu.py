@@ -112,7 +112,7 @@ def assemble(
     options: argparse.Namespace, machine: dict[str, Any], outcomes: list[Outcome], stages: list[Stage]
 ) -> dict[str, Any]:
     found = {stage.name: read_result(stage.result) for stage in stages if stage.result is not None}
-    parts = [found.get(name, {}) for name in ("moe_layer", "fp8_layer", "kernels")]
+    parts = [found.get(name, {}) for name in ("moe_layer", "fp8_layer", "four_layer", "kernels")]
     inner: dict[str, Any] = next((part["environment"] for part in parts if part.get("environment")), {})
     revision = {} if options.revision is None else {"git_revision": options.revision}
     return {

@@ -18,6 +18,8 @@ NO_MUTANTS = "not mutant"  # they are faulty on purpose, and a process whose GPU
 LAYERS = "Qwen3-30B-A3B,E128-2816x704,Mixtral-8x7B,DeepSeek-V3,Qwen3-235B,gpt-oss-20b,OLMoE,GLM-4.5-Air"
 FP8_LAYERS = "E128-2816x704,Qwen3-30B-A3B,Mixtral-8x7B,DeepSeek-V3"
 FP8_LAYER = ("--kernels", "moe_layer_fp8", "--tokens", "16384,1,64", "--routing", "uniform")
+FOUR_LAYERS = "gpt-oss-20b,Qwen3-30B-A3B"
+FOUR_LAYER = ("--kernels", "moe_layer_mxfp4,moe_layer_int4", "--tokens", "1,4,16", "--routing", "uniform")
 OTHERS = "paged_attention_decode,paged_attention_prefill,rms_norm,add_rms_norm,invariant_linear,route,sample"
 OTHERS_OF = "Qwen3-30B-A3B,gpt-oss-20b"
 SANITIZERS = ("memcheck", "racecheck")
@@ -35,6 +37,7 @@ def on_gpu(scratch: Path, arch: str) -> list[Stage]:
         Stage("tune", [*KERNELS, "tune", "--shapes", LAYERS], 80.0),
         _measuring("moe_layer", [*bench, "100", "--kernels", "moe_layer", "--shapes", LAYERS], 130.0, scratch),
         _measuring("fp8_layer", [*bench, "20", *FP8_LAYER, "--shapes", FP8_LAYERS], 40.0, scratch),
+        _measuring("four_layer", [*bench, "15", *FOUR_LAYER, "--shapes", FOUR_LAYERS], 35.0, scratch),
         _measuring("kernels", [*bench, "25", "--kernels", OTHERS, "--shapes", OTHERS_OF], 45.0, scratch),
         _measuring("engine", [str(ROOT / "benchmarks" / "gpu_engine.py")], 120.0, scratch, needs=("msgspec",)),
         Stage("engine_tests", pytest_command(scratch, *engine_tests), 45.0, needs=("msgspec",)),
@@ -55,6 +58,7 @@ def rehearsal(scratch: Path) -> list[Stage]:
         Stage("tune", [*KERNELS, "tune", "--help"], 30.0),
         _measuring("moe_layer", [*bench, *small, "moe_layer"], 120.0, scratch),
         _measuring("fp8_layer", [*bench, *small, "moe_layer_fp8"], 60.0, scratch),
+        _measuring("four_layer", [*bench, *small, "moe_layer_mxfp4,moe_layer_int4"], 60.0, scratch),
         _measuring("kernels", [*bench, *small, "rms_norm"], 60.0, scratch),
         _measuring("engine", engine, 120.0, scratch, needs=("msgspec",)),
         Stage("smallest_tests", pytest_command(scratch, "-p", "gpu_smallest", *tests), 60.0),

@@ -7,11 +7,12 @@ from typing import Any
 
 Row = dict[str, Any]
 SLACK, EXTRA_US = 1.15, 10.0  # of the time for the bytes, where they are what takes time
-LAYERS = ("moe_layer", "moe_layer_fp8")
-OURS_IN_BF16 = "moiety_bf16"
+LAYERS = ("moe_layer", "moe_layer_fp8", "moe_layer_int4", "moe_layer_mxfp4")
+OURS_IN_BF16, OURS_BY_TILES = "moiety_bf16", "moiety_tiles"
 GAIN = 1.4  # of float8 over bfloat16
 SKEW = 1.1  # of the even time for the same bytes and operations
-NO_RIVALS = ("cublas_batched", "cublas_dense")  # bounds: they route, gather and combine nothing
+# Bounds, that route, gather and combine nothing; and ourselves.
+NO_RIVALS = ("cublas_batched", "cublas_dense", OURS_BY_TILES)
 
 
 def render(report: Row) -> str:
@@ -45,7 +46,7 @@ def render(report: Row) -> str:
 
 def verdicts(rows: list[Row]) -> list[tuple[str, list[tuple[float, Row]]]]:
     """Each target with the points that it speaks of, and by what factor each keeps (1 or less) or misses it."""
-    layers, in_float8 = ([row for row in rows if row["kernel"] == kernel] for kernel in LAYERS)
+    layers, in_float8 = ([row for row in rows if row["kernel"] == kernel] for kernel in LAYERS[:2])
     even = [row for row in layers if row["routing"] == "uniform"]
     return [
         ("bound by memory, up to half the ridge: ≤ 1.15 × floor + 10 µs", _each(even, _memory)),
@@ -54,6 +55,7 @@ def verdicts(rows: list[Row]) -> list[tuple[str, list[tuple[float, Row]]]]:
         ("skewed: ≤ 1.1 × the even time for the same bytes and operations", _each(layers, _skew_of(even))),
         (f"16,384 tokens in float8: ≥ {GAIN} × as fast as in bfloat16", _each(in_float8, _gain)),
         ("faster than every rival in the run", _each(layers, _rivals)),
+        ("few tokens: no slower than in tiles", _each(rows, _by_rows)),
     ]
 
 
@@ -67,6 +69,10 @@ def _memory(row: Row) -> float | None:
     if row["arithmetic_us"] > row["floor_us"] / 2:
         return None
     return row["time_us"] / (SLACK * row["floor_us"] + EXTRA_US)
+
+
+def _by_rows(row: Row) -> float | None:
+    return row["time_us"] / row["rivals"][OURS_BY_TILES] if OURS_BY_TILES in row["rivals"] else None
 
 
 def _prefill(row: Row) -> float | None:

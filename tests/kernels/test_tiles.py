@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from moiety_kernels.gpu.targets import GFX942, H200, SM_80, DeviceModel
 from moiety_kernels.grouped_gemm.tiles import (
+    LATENCY_S,
     Problem,
     Scales,
     TileConfig,
     Weights,
+    bytes_on_their_way,
     candidates,
     choose,
     expected_tiles,
@@ -30,6 +32,7 @@ SHAPES = {  # experts, top-k, model width, expert width
     "Mixtral-8x7B": (8, 2, 4096, 14336),
     "OLMoE": (64, 8, 2048, 1024),
     "Qwen3-30B-A3B": (128, 8, 2048, 768),
+    "Qwen3-235B": (128, 8, 4096, 1536),
     "GLM-4.5-Air": (128, 8, 4096, 1408),
     "DeepSeek-V3": (256, 8, 7168, 2048),
     "gpt-oss-20b": (32, 4, 2880, 2880),
@@ -40,6 +43,8 @@ KINDS: tuple[tuple[Weights, Scales], ...] = (
     ("int8", "row"),
     ("fp8", "row"),
     ("fp8", "block"),
+    ("int4", "group"),
+    ("mxfp4", "group"),
 )  # of weights
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
 
@@ -136,4 +141,33 @@ def test_float8_weights_are_multiplied_as_such_where_an_expert_has_many_rows(sca
 def test_tiles_for_weights_of_four_bits_know_of_which_kind(problem: Problem, device: DeviceModel) -> None:
     packed = problem.weights if problem.scales == "group" and problem.element_bytes == 2 else ""
     assert {config.four for config in candidates(problem, device)} == {packed}
-    assert not packed or all(block.BK == 64 for one in candidates(problem, device) for block in (one.up, one.down))
+    tiled = [config for config in candidates(problem, device) if config.BM > 1]
+    assert not packed or all(block.BK == 64 for one in tiled for block in (one.up, one.down))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("weights", "scales"), KINDS)
+def test_few_tokens_ask_for_as_much_as_keeps_memory_busy(
+    shape: tuple[int, int, int, int], weights: Weights, scales: Scales
+) -> None:
+    """So that splitting inner dimensions over more programs would gain nothing."""
+    for tokens in (1, 2, 4, 8, 16):
+        for invariant in (False, True) if scales != "group" else (False,):
+            problem = Problem(*shape, tokens, weights=weights, scales=scales, invariant=invariant)
+            config = choose(problem, H200)
+            for gated in (True, False):
+                asked = bytes_on_their_way(problem, config, H200, gated=gated)
+                assert asked >= H200.memory_bytes_per_s * LATENCY_S, (tokens, invariant, config.name, gated)
+
+
+@pytest.mark.parametrize(("weights", "gain"), [("int4", 1.8), ("mxfp4", 1.8)])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_one_token_beside_weights_of_four_bits_is_predicted_to_be_faster_by_rows(
+    shape: tuple[int, int, int, int], weights: Weights, gain: float
+) -> None:
+    problem = Problem(*shape, 1, weights=weights, scales="group")
+    tiled = min(seconds(problem, one, H200) for one in candidates(problem, H200) if one.BM > 1)
+    assert choose(problem, H200).BM == 1
+    assert gain * seconds(problem, choose(problem, H200), H200) < tiled
+    assert all(one.BM > 1 for one in candidates(replace(problem, tokens=17), H200))
+    assert all(one.BM > 1 for one in candidates(replace(problem, invariant=True), H200))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,15 +15,30 @@ from torch import Tensor
 from moiety_kernels.bench.clocks import Call
 from moiety_kernels.bench.routings import draw_logits, spec_of
 from moiety_kernels.bench.shapes import LayerShape
+from moiety_kernels.grouped_gemm import tiles
 from moiety_kernels.moe import experts, grouped
 from moiety_kernels.moe.reference import activate
-from moiety_kernels.quantization import FP8, QuantizedWeight, quantize
+from moiety_kernels.quantization import FP8, INT4, MXFP4, QuantizedWeight, WeightFormat, quantize
+from moiety_kernels.quantization.weight import GPU_PACK
 from moiety_kernels.route import route
 from moiety_kernels.route.reference import route as route_in_torch
 
 _CONTENDERS = 6
 FLOAT8 = "float8"
+# Of layers in few bits: what their weights are kept as, and what that is called.
+NARROW: dict[str, tuple[WeightFormat, str]] = {
+    "moe_layer_fp8": (FP8, FLOAT8),
+    "moe_layer_int4": (INT4, "int4"),
+    "moe_layer_mxfp4": (MXFP4, "mxfp4"),
+}
 NarrowWeights = tuple[QuantizedWeight, QuantizedWeight]
+# And how the expert layer's cost model calls them, by the format.
+_WIDE: tuple[tiles.Weights, tiles.Scales, tiles.Four] = ("wide", "none", "")
+_KINDS: dict[str, tuple[tiles.Weights, tiles.Scales, tiles.Four]] = {
+    "fp8": ("fp8", "row", ""),
+    "int4": ("int4", "group", "int4"),
+    "mxfp4": ("mxfp4", "group", "mxfp4"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +102,8 @@ def ours(inputs: Inputs) -> Callable[[], Tensor]:
     return run
 
 
-def ours_in_float8(inputs: Inputs, narrow: NarrowWeights) -> Callable[[], Tensor]:
-    """The same layer with weights in float8, by scales of rows, as `--quantization fp8` has them."""
+def ours_narrow(inputs: Inputs, narrow: NarrowWeights) -> Callable[[], Tensor]:
+    """The same layer with weights in few bits: those of eight by scales of rows, as `--quantization fp8` has them."""
     kernel = "triton" if inputs.x_TD.is_cuda else "auto"
     spec = spec_of(inputs.shape)
 
@@ -99,9 +114,44 @@ def ours_in_float8(inputs: Inputs, narrow: NarrowWeights) -> Callable[[], Tensor
     return run
 
 
-def in_float8(weights: Weights) -> NarrowWeights:
-    """Gate and up, and down."""
-    return quantize(weights.gate_up_E2FD, FP8), quantize(weights.down_EDF, FP8)
+def ours_by_tiles(inputs: Inputs, narrow: NarrowWeights | None) -> Callable[[], Tensor] | None:
+    """On a GPU, the same layer with few rows taken in tiles as many are; None where they are anyway."""
+    if not inputs.x_TD.is_cuda:
+        return None
+    from moiety_kernels.gpu.devices import device_model  # noqa: PLC0415 - Triton, which only a GPU has a use for
+    from moiety_kernels.grouped_gemm.kernel import experts as triton_experts  # noqa: PLC0415
+
+    shape, spec, model = inputs.shape, spec_of(inputs.shape), device_model(inputs.x_TD.device)
+    weights, scales, four = _WIDE if narrow is None else _KINDS[narrow[0].format.name]
+    layer = shape.num_experts, shape.top_k, shape.width, shape.hidden, inputs.x_TD.shape[0]
+    problem = tiles.Problem(*layer, weights=weights, scales=scales)
+    if tiles.choose(problem, model).BM > 1:
+        return None
+    tiled = [config for config in tiles.candidates(problem, model) if config.BM > 1]
+    config = min(tiled, key=lambda one: tiles.seconds(problem, one, model))
+    gate_up, gate_up_scale, down, down_scale = _held(inputs.weights, narrow)
+
+    def run() -> Tensor:
+        weight_TK, expert_TK = route(inputs.logits_TE, spec)
+        held = inputs.x_TD, weight_TK, expert_TK, gate_up, down
+        return triton_experts(*held, gate_up_scale=gate_up_scale, down_scale=down_scale, four=four, config=config)
+
+    return run
+
+
+def _held(weights: Weights, narrow: NarrowWeights | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Gate and up with their scales, and down with its, as the Triton kernels take them."""
+    if narrow is None:
+        return weights.gate_up_E2FD, None, weights.down_EDF, None
+    scales = [one.scales_NG.squeeze(-1) if one.format.group is None else one.scales_NG for one in narrow]
+    return narrow[0].values_NK, scales[0], narrow[1].values_NK, scales[1]
+
+
+def in_few_bits(weights: Weights, form: WeightFormat) -> NarrowWeights:
+    """Gate and up, and down, packed as the device's kernels read them."""
+    if form.bits == 4 and weights.down_EDF.is_cuda:
+        form = replace(form, pack=GPU_PACK)
+    return quantize(weights.gate_up_E2FD, form), quantize(weights.down_EDF, form)
 
 
 def rivals(inputs: Inputs, *, is_bound_by_memory: bool) -> dict[str, Call]:

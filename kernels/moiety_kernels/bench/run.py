@@ -19,12 +19,13 @@ from moiety_kernels.bench.shapes import LayerShape
 from moiety_kernels.bench.speeds import measure_speeds, roofline_speeds
 from moiety_kernels.bench.work import Speeds, Work, floor_s
 
-MOE_LAYER, IN_FLOAT8 = "moe_layer", "moe_layer_fp8"
-LAYERS = (MOE_LAYER, IN_FLOAT8)
+MOE_LAYER = "moe_layer"
+LAYERS = (MOE_LAYER, *moe_layer.NARROW)
 KERNELS = (*LAYERS, *OPERATIONS)
-OURS, OURS_IN_BF16 = "moiety", "moiety_bf16"
-# In bfloat16, two ways of the same sums come to some 0.005; of weights and rows in float8 to some 0.07.
-LARGEST_DIFFERENCE = {MOE_LAYER: 0.03, IN_FLOAT8: 0.15}
+OURS, OURS_IN_BF16, OURS_BY_TILES = "moiety", "moiety_bf16", "moiety_tiles"
+# In bfloat16, two ways of the same sums come to some 0.005; of weights and rows in float8 to some 0.07; of random
+# weights in mxfp4 to some 0.26, and int4 rounds less.
+LARGEST_DIFFERENCE = {MOE_LAYER: 0.03, "moe_layer_fp8": 0.15, "moe_layer_int4": 0.3, "moe_layer_mxfp4": 0.4}
 _MEMORY_SHARE = 0.9  # of what is free
 _LONGEST_POINT_S = 2.0
 Row = dict[str, Any]
@@ -127,13 +128,13 @@ def free_bytes(device: torch.device) -> int:
 
 def _run_moe_layer(state: _Run, kernel: str, shape: LayerShape) -> None:
     settings = state.settings
-    refused = state.refusal(moe_layer.weight_bytes(shape) * (2 if kernel == IN_FLOAT8 else 1))
+    refused = state.refusal(moe_layer.weight_bytes(shape) * (2 if kernel in moe_layer.NARROW else 1))
     if refused is not None:
         state.points_left -= len(settings.tokens) * len(settings.routings)
         state.skip(kernel, shape, settings.tokens, refused)
         return
     weights = moe_layer.make_weights(shape, state.device)
-    narrow = moe_layer.in_float8(weights) if kernel == IN_FLOAT8 else None
+    narrow = moe_layer.in_few_bits(weights, moe_layer.NARROW[kernel][0]) if kernel in moe_layer.NARROW else None
     for tokens in settings.tokens:
         for routing in settings.routings:
             state.on_point(f"{kernel} {shape.name}, {tokens} tokens, {routing}", state.report)
@@ -142,11 +143,14 @@ def _run_moe_layer(state: _Run, kernel: str, shape: LayerShape) -> None:
                 state.points_left -= 1
                 state.skip(kernel, shape, [tokens], refused)
                 continue
-            state.measure(kernel, shape, tokens, partial(_moe_row, state, shape, (weights, narrow), tokens, routing))
+            state.measure(
+                kernel, shape, tokens, partial(_moe_row, state, kernel, shape, (weights, narrow), tokens, routing)
+            )
 
 
 def _moe_row(
     state: _Run,
+    kernel: str,
     shape: LayerShape,
     held: tuple[moe_layer.Weights, moe_layer.NarrowWeights | None],
     tokens: int,
@@ -154,15 +158,18 @@ def _moe_row(
 ) -> Row:
     weights, narrow = held
     inputs = moe_layer.make_inputs(shape, weights, tokens, routing, state.settings.seed)
-    kernel, dtype = (MOE_LAYER, shape.dtype) if narrow is None else (IN_FLOAT8, moe_layer.FLOAT8)
-    ours = moe_layer.ours(inputs) if narrow is None else moe_layer.ours_in_float8(inputs, narrow)
+    dtype = shape.dtype if narrow is None else moe_layer.NARROW[kernel][1]
+    ours = moe_layer.ours(inputs) if narrow is None else moe_layer.ours_narrow(inputs, narrow)
     least = work.moe_layer(shape, tokens, inputs.active, dtype=dtype)
     distance = checked_difference(ours(), moe_layer.grouped_mm(inputs)(), LARGEST_DIFFERENCE[kernel])
     rivals: dict[str, Call] = {}
     if narrow is not None:
-        rivals = {OURS_IN_BF16: moe_layer.ours(inputs)}  # what float8 gains
+        rivals = {OURS_IN_BF16: moe_layer.ours(inputs)}  # what few bits gain
     elif state.settings.rivals:
         rivals = moe_layer.rivals(inputs, is_bound_by_memory=work.is_bound_by_memory(least, state.report.speeds))
+    tiled = moe_layer.ours_by_tiles(inputs, narrow)
+    if tiled is not None:
+        rivals[OURS_BY_TILES] = tiled  # what a way of its own gains few rows
     row = _row(state, kernel, shape, tokens, Point(ours, rivals, least, dtype))
     row["routing"] = routing
     row["active_experts"] = inputs.active

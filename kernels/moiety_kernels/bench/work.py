@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from moiety_kernels.bench.shapes import LayerShape
 
-ITEM_BYTES = {"float8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
+_FOUR_BITS = 0.5 + 4 / 32  # and a number's part of the scale that 32 have
+ITEM_BYTES = {"int4": _FOUR_BITS, "mxfp4": _FOUR_BITS, "float8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
 
 
 @dataclass(frozen=True, slots=True)

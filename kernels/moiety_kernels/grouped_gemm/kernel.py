@@ -14,7 +14,7 @@ from moiety_kernels.gpu.devices import device_model
 from moiety_kernels.grouped_gemm.choice import configuration
 from moiety_kernels.grouped_gemm.kernels.cases import compile_cases
 from moiety_kernels.grouped_gemm.kernels.down import combine, down
-from moiety_kernels.grouped_gemm.kernels.launching import kind_of_scales
+from moiety_kernels.grouped_gemm.kernels.launching import WORD, kind_of_scales
 from moiety_kernels.grouped_gemm.kernels.rounding import round_rows
 from moiety_kernels.grouped_gemm.kernels.rows import down_rows, up_rows
 from moiety_kernels.grouped_gemm.kernels.up import up, up_rounded
@@ -69,6 +69,8 @@ def _unfit_four(w_ENK: Tensor, scale: Tensor, x_TD: Tensor) -> str | None:
         return f"beside weights of 4 bits activations are {x_TD.dtype}, not of 16 bits"
     if inner % GPU_PACK:
         return f"rows of 4 bits have {inner} inputs, not a multiple of {GPU_PACK}"
+    if w_ENK.data_ptr() % WORD or any(stride % WORD for stride in w_ENK.stride()[:2]):
+        return f"rows of 4 bits do not begin at multiples of {WORD} bytes"
     if tuple(scale.shape) != (experts, rows, inner // 32) or not scale.is_contiguous():
         return f"scales {tuple(scale.shape)} of 4 bits are not {(experts, rows, inner // 32)}, contiguous"
     return None
@@ -111,8 +113,10 @@ def experts(
         config = (choose if x_TD.is_cpu else configuration)(problem, device_model(x_TD.device))
     assert config.four == four, "a choice for other weights"
     if config.BM == 1:
-        inner_RF = up_rows(x_TD, expert_TK, w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F, activation, config.up)
-        return down_rows(inner_RF, expert_TK, weight_TK, w_down_EDF, down_scale, down_bias_ED, config.down)
+        inner_RF = up_rows(
+            x_TD, expert_TK, w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F, activation, config.up, four
+        )
+        return down_rows(inner_RF, expert_TK, weight_TK, w_down_EDF, down_scale, down_bias_ED, config.down, four)
     groups = group(expert_TK, num_experts, config.BM)
     gate_up, downwards = (w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F), (w_down_EDF, down_scale, down_bias_ED)
     if config.eight:

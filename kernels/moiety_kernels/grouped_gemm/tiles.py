@@ -19,15 +19,16 @@ LATENCY_S = 1.0e-6  # from asking for memory to having it, so bandwidth × this 
 FILL_S = 2.0e-6  # a tile's indices and first operands, which nothing hides unless the loops are flattened
 LAUNCH_S = 2.5e-6  # of one kernel in a graph: its start, its first bytes and its last
 L2_OVER_MEMORY = 1.7  # how much faster than memory L2 hands out what it holds
-LANE_OPERATIONS = 2  # instructions a weight costs where no tensor core multiplies it: widen, multiply-add
 LANES_PER_S = 128 * 1.7e9  # of one multiprocessor
+SM_BYTES_PER_S = 64 * 1.7e9  # that L2 hands one multiprocessor
 WGMMA_ROWS = 64  # that a warpgroup's product has at least
 OVERLAP = 4  # computing, copying and memory hide each other so well that the sum of their powers counts
 EIGHT_ROWS = 64  # an expert, below which memory is the bound, and rounding rows would gain nothing
 _MANY_ROWS = 512  # an expert; from here on how full last tiles are is as good as uniform
 STORED_BYTES = 32 * 1024  # of a tile that the compiler rearranges at a time, through shared memory, to store it
 INVARIANT_BK = 64  # the steps in which a row is summed where its bits must not depend on the choice
-MOST_ROW_TOKENS = 8  # whose rows are computed one by one, at most
+MOST_ROW_TOKENS = 8  # whose rows are computed one by one, at most; more where tiles have to widen four bits
+MOST_ROW_TOKENS_OF_FOUR_BITS = 16
 BLOCK_SCALED_ROWS = 64  # of a tile, at most, where blocks have scales: sums of a step are kept beside those of all
 MMA_SHARE = 0.85  # of the rate of large products that a loop like ours keeps, when nothing else binds it
 
@@ -37,6 +38,8 @@ Scales = Literal["none", "row", "block", "group"]
 Four = Literal["", "int4", "mxfp4"]
 # Instructions a weight costs before a tensor core takes it.
 WIDENING = {"wide": 0.0, "int8": 1.5, "fp8": 1.5, "int4": 4.0, "mxfp4": 8.0}
+# And where none takes it: those of the loop over a row's steps for Hopper, by its weights.
+LANE_OPERATIONS = {"wide": 5.8, "int8": 5.9, "fp8": 5.6, "int4": 4.4, "mxfp4": 5.4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Block:
     BK: int
     warps: int
     stages: int
-    per_sm: int = 1  # programs that share a multiprocessor
+    per_sm: int = 1  # programs that share a multiprocessor; of rows, as many as registers and shared memory allow
     flat: bool = False  # tiles and steps as one loop: the next tile's operands are fetched while one is stored
 
 
@@ -110,7 +113,8 @@ def _block_name(block: Block) -> str:
     return f"{block.BN}x{block.BK}w{block.warps}s{block.stages}{'f' if block.flat else ''}"
 
 
-ROWS = TileConfig(1, Block(4, 512, 4, 3), Block(4, 256, 4, 8))
+ROWS = TileConfig(1, Block(4, 512, 4, 3, 6), Block(4, 512, 2, 5, 11))
+ROWS_EIGHT = TileConfig(1, Block(4, 512, 4, 3, 6), Block(8, 512, 2, 8, 6))
 HOPPER = (
     ROWS,
     TileConfig(16, Block(64, 64, 4, 6, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), swap_ab=True),
@@ -122,7 +126,7 @@ HOPPER = (
     TileConfig(128, Block(128, 64, 8, 4, flat=True), Block(256, 64, 8, 4, flat=True)),
 )
 NARROW = (  # weights of 8 bits, widened in registers, from where only swapped products take them
-    ROWS,
+    ROWS_EIGHT,
     TileConfig(16, Block(64, 64, 4, 8, 2, flat=True), Block(128, 64, 4, 8, 2, flat=True), swap_ab=True),
     TileConfig(64, Block(64, 64, 4, 5, 2, flat=True), Block(128, 64, 4, 5, 2, flat=True), swap_ab=True),
     TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),  # too many sums for blocks' scales
@@ -132,6 +136,7 @@ FOUR = (  # bits, widened in registers
     TileConfig(64, Block(64, 64, 4, 6, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), swap_ab=True),
     TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),
 )
+ROWS_FOUR = TileConfig(1, Block(8, 1024, 4, 3, 5), Block(8, 1024, 2, 6, 5))
 EIGHT = (  # float8 by float8: a step is the columns that share a row's scale, 64 of the second product, as many as
     # the first one's tiles have; with sums of a step beside those of all, more would not fit in registers
     TileConfig(64, Block(64, 128, 4, 4, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), eight=True),
@@ -179,7 +184,8 @@ def _configs(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
     portable = device.target.backend != "cuda" or int(device.target.arch) < 90
     if problem.scales == "group":
         four: Four = "mxfp4" if problem.weights == "mxfp4" else "int4"
-        return tuple(replace(config, four=four) for config in (PORTABLE if portable else FOUR) if config.BM > 1)
+        tiles = PORTABLE[1:] if portable else FOUR
+        return tuple(replace(config, four=four) for config in (ROWS_FOUR, *tiles))
     if portable:
         return PORTABLE
     if problem.weights == "wide":
@@ -189,7 +195,8 @@ def _configs(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
 
 def _takes(config: TileConfig, problem: Problem, device: DeviceModel) -> bool:
     if config.BM == 1:
-        return problem.tokens <= MOST_ROW_TOKENS and not problem.invariant and problem.scales != "block"
+        most = MOST_ROW_TOKENS_OF_FOUR_BITS if config.four else MOST_ROW_TOKENS
+        return problem.tokens <= most and not problem.invariant and problem.scales != "block"
     if config.eight and problem.rows < EIGHT_ROWS * problem.num_experts:
         return False
     if problem.scales == "block" and config.BM > BLOCK_SCALED_ROWS and not config.eight:
@@ -211,7 +218,7 @@ def choose(problem: Problem, device: DeviceModel) -> TileConfig:
 def seconds(problem: Problem, config: TileConfig, device: DeviceModel) -> float:
     """Predicted time of a layer from grouping to combining, with weights in memory and not in L2."""
     if config.BM == 1:
-        return 2 * LAUNCH_S + _rows_seconds(problem, device)
+        return 2 * LAUNCH_S + sum(_rows_seconds(problem, config, device, gated=gated) for gated in (True, False))
     up = _product_seconds(problem, config, device, gated=True)
     down = _product_seconds(problem, config, device, gated=False)
     combined_bytes = (problem.rows + problem.tokens) * problem.width * problem.element_bytes
@@ -231,7 +238,7 @@ def expected_tiles(problem: Problem, height: int) -> float:
             total += 1.0 - below - chance
         below += chance
         chance *= mean / (n + 1)
-    return min(problem.num_experts * total, float(problem.rows))
+    return max(problem.active_experts, min(problem.num_experts * total, float(problem.rows)))
 
 
 def _weight_bytes(problem: Problem) -> float:
@@ -239,13 +246,33 @@ def _weight_bytes(problem: Problem) -> float:
     return 3.0 * problem.width * problem.hidden * problem.weight_bytes
 
 
-def _rows_seconds(problem: Problem, device: DeviceModel) -> float:
+def num_pieces(problem: Problem, config: TileConfig, *, gated: bool) -> float:
+    """What one of the two products is cut into: blocks of columns of tiles, of pairs, or of tokens with all experts."""
+    block, columns = (config.up, problem.hidden) if gated else (config.down, problem.width)
+    if config.BM == 1:
+        return (problem.rows if gated else problem.tokens) * math.ceil(columns / block.BN)
+    return expected_tiles(problem, config.BM) * math.ceil(columns / block.BN)
+
+
+def bytes_on_their_way(problem: Problem, config: TileConfig, device: DeviceModel, *, gated: bool) -> float:
+    """What the programs of one of the two products that run at once have asked memory for, at a time."""
+    block, inner = (config.up, problem.width) if gated else (config.down, problem.hidden)
+    running = min(num_pieces(problem, config, gated=gated), device.num_sms * block.per_sm)
+    step_bytes = stage_bytes(config, block, problem, gated=gated)
+    if config.BM > 1:
+        return running * (block.stages - 1) * step_bytes
+    steps = math.ceil(inner / block.BK)
+    ahead = min(block.stages - 1, steps if gated else steps * problem.top_k)
+    return running * ahead * step_bytes * inner / (steps * block.BK)  # an expert's last step asks for less
+
+
+def _rows_seconds(problem: Problem, config: TileConfig, device: DeviceModel, *, gated: bool) -> float:
     """Every pair reads its expert's weights; what two share comes from L2 the second time, if it is still there."""
-    per_expert = _weight_bytes(problem)
-    memory = problem.active_experts * per_expert / device.memory_bytes_per_s
-    again = (problem.rows - problem.active_experts) * per_expert / device.memory_bytes_per_s
-    weights = problem.rows * per_expert / problem.weight_bytes
-    return max(memory + again, weights * LANE_OPERATIONS / (device.num_sms * LANES_PER_S))
+    moved = problem.rows * _weight_bytes(problem) * (2 if gated else 1) / 3
+    on_their_way = bytes_on_their_way(problem, config, device, gated=gated)
+    operations = moved / problem.weight_bytes * LANE_OPERATIONS[problem.weights]
+    rate = min(device.memory_bytes_per_s, on_their_way / LATENCY_S)
+    return max(moved / rate, operations / (device.num_sms * LANES_PER_S))
 
 
 def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, *, gated: bool) -> float:
@@ -253,7 +280,7 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
     columns, inner = (problem.hidden, problem.width) if gated else (problem.width, problem.hidden)
     weight_rows, steps = block.BN * (2 if gated else 1), math.ceil(inner / block.BK)
     tiles = expected_tiles(problem, config.BM)
-    pieces, slots = tiles * math.ceil(columns / block.BN), device.num_sms * block.per_sm
+    pieces, slots = num_pieces(problem, config, gated=gated), device.num_sms * block.per_sm
     step_bytes = stage_bytes(config, block, problem, gated=gated)
     peak = device.flops_fp8 if config.eight else device.flops_bf16
     rate = peak * MMA_SHARE * _mma_share(config, block) / slots
@@ -262,17 +289,23 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
     computing += _lane_operations(problem, config, block, weight_rows) * steps * block.per_sm / LANES_PER_S
     missing = config.BM - problem.rows / tiles if gated else 0.0  # rows that a tile lacks are not fetched, if gathered
     fetched_bytes = step_bytes - missing * block.BK * row_bytes(config, problem)
-    copying = fetched_bytes * steps * slots / (device.memory_bytes_per_s * L2_OVER_MEMORY)
+    copying = fetched_bytes * steps / _copy_rate(min(pieces, slots), device)
     piece = _together(computing, copying) + FILL_S / (4 if block.flat else block.per_sm)
     rounds = max(pieces / slots, 1.0)
     if pieces / slots < 4:  # a last round with few pieces takes as long as a full one
         rounds = (rounds + math.ceil(rounds)) / 2
-    on_their_way = (block.stages - 1) * step_bytes * min(slots, pieces)
+    on_their_way = bytes_on_their_way(problem, config, device, gated=gated)
     memory_rate = min(device.memory_bytes_per_s, on_their_way / LATENCY_S)
     moved = problem.active_experts * _weight_bytes(problem) * (2 if gated else 1) / 3
     read, written = row_bytes(config, problem), row_bytes(config, problem) if gated else problem.element_bytes
     moved += problem.rows * (columns * written + inner * read)
     return _together(rounds * piece, moved / memory_rate)
+
+
+def _copy_rate(running: float, device: DeviceModel) -> float:
+    """Of one program of so many: its share of what L2 gives out, and no more than of its multiprocessor's."""
+    of_all = device.memory_bytes_per_s * L2_OVER_MEMORY / max(running, 1.0)
+    return min(of_all, SM_BYTES_PER_S / math.ceil(max(running, 1.0) / device.num_sms))
 
 
 def _lane_operations(problem: Problem, config: TileConfig, block: Block, weight_rows: int) -> float:

@@ -19,7 +19,12 @@ def test_rows_have_times_rivals_and_fractions(tmp_path: Path) -> None:
     output = tmp_path / "kernels.json"
     done = bench(
         *("--device", "cpu", "--shapes", "moiety-demo", "--tokens", "2", "--routing", "zipf", "--threads", "1"),
-        *("--kernels", "moe_layer,moe_layer_fp8,rms_norm,paged_attention_decode", "--time-budget", "240"),
+        *(
+            "--kernels",
+            "moe_layer,moe_layer_fp8,moe_layer_mxfp4,rms_norm,paged_attention_decode",
+            "--time-budget",
+            "240",
+        ),
         *("--json", "--output", str(output)),
     )
     assert done.returncode == 0, done.stderr
@@ -31,6 +36,7 @@ def test_rows_have_times_rivals_and_fractions(tmp_path: Path) -> None:
     assert [row["kernel"] for row in report["rows"]] == [
         "moe_layer",
         "moe_layer_fp8",
+        "moe_layer_mxfp4",
         "rms_norm",
         "paged_attention_decode",
     ]

@@ -122,16 +122,20 @@ def test_of_every_file_the_sanitizer_gets_the_first_tests_and_no_mutants(stages:
 @pytest.mark.parametrize(
     ("rows", "kept"),
     [
-        ([layer(time_us=124.9)], [1, 0, 0, 0, 0, 1]),  # 1.15 × 100 + 10
-        ([layer(time_us=125.1)], [0, 0, 0, 0, 0, 1]),
-        ([layer(time_us=400.0, arithmetic_us=51.0)], [0, 0, 0, 0, 0, 0]),  # beyond half the ridge, slower than a rival
-        ([layer(shape="E128-2816x704", tokens=4096, arithmetic_us=90.0, tflops=450.0)], [0, 1, 0, 0, 0, 1]),
-        ([layer(tokens=16384, arithmetic_us=100.0, rows_per_expert=1024.0, tflops=549.0)], [0, 0, 0, 0, 0, 1]),
-        ([layer(tokens=16384, arithmetic_us=100.0, rows_per_expert=1024.0, tflops=551.0)], [0, 0, 1, 0, 0, 1]),
-        ([layer(), layer(routing="zipf", time_us=60.4, floor_us=50.0)], [1, 0, 0, 1, 0, 2]),  # 1.1 × 110 × 50 / 100
-        ([float8(71.4)], [0, 0, 0, 0, 1, 0]),
-        ([float8(71.5)], [0, 0, 0, 0, 0, 0]),
-        ([layer(), layer(routing="zipf", time_us=60.6, floor_us=50.0)], [1, 0, 0, 0, 0, 2]),
+        ([layer(time_us=124.9)], [1, 0, 0, 0, 0, 1, 0]),  # 1.15 × 100 + 10
+        ([layer(time_us=125.1)], [0, 0, 0, 0, 0, 1, 0]),
+        (
+            [layer(time_us=400.0, arithmetic_us=51.0)],
+            [0, 0, 0, 0, 0, 0, 0],
+        ),  # beyond half the ridge, slower than a rival
+        ([layer(shape="E128-2816x704", tokens=4096, arithmetic_us=90.0, tflops=450.0)], [0, 1, 0, 0, 0, 1, 0]),
+        ([layer(tokens=16384, arithmetic_us=100.0, rows_per_expert=1024.0, tflops=549.0)], [0, 0, 0, 0, 0, 1, 0]),
+        ([layer(tokens=16384, arithmetic_us=100.0, rows_per_expert=1024.0, tflops=551.0)], [0, 0, 1, 0, 0, 1, 0]),
+        ([layer(), layer(routing="zipf", time_us=60.4, floor_us=50.0)], [1, 0, 0, 1, 0, 2, 0]),  # 1.1 × 110 × 50 / 100
+        ([layer(rivals={"moiety_tiles": 110.0}), layer(rivals={"moiety_tiles": 109.0})], [2, 0, 0, 0, 0, 0, 1]),
+        ([float8(71.4)], [0, 0, 0, 0, 1, 0, 0]),
+        ([float8(71.5)], [0, 0, 0, 0, 0, 0, 0]),
+        ([layer(), layer(routing="zipf", time_us=60.6, floor_us=50.0)], [1, 0, 0, 0, 0, 2, 0]),
     ],
 )
 def test_targets_hold_where_the_figures_keep_them(summary: Any, rows: list[dict[str, Any]], kept: list[int]) -> None:

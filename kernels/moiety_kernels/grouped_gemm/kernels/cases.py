@@ -117,10 +117,13 @@ def _tile_cases(
 
 def _row_cases() -> list[CompileCase]:
     """Of few tokens; what adds biases also has the clipped activation."""
-    config, cases = tiles.ROWS, []
-    for weights, scales in (("wide", "none"), *_EIGHT_BITS[:2]):
-        pointers = dict.fromkeys(("p_x", "p_inner", "p_out"), "*bf16") | {"p_w": f"*{_KEPT.get(weights, 'bf16')}"}
-        only = ("sm_90", "sm_100") if weights == "fp8" else ()
+    cases = []
+    for weights, scales in (("wide", "none"), *_EIGHT_BITS[:2], *((four, "group") for four in _FOUR_BITS)):
+        four = weights if scales == "group" else ""
+        config = tiles.ROWS_FOUR if four else tiles.ROWS if weights == "wide" else tiles.ROWS_EIGHT
+        kept = "i32" if four else _KEPT.get(weights, "bf16")
+        pointers = dict.fromkeys(("p_x", "p_inner", "p_out"), "*bf16") | {"p_w": f"*{kept}"}
+        only = {"fp8": ("sm_90", "sm_100"), "int4": ("sm_90",)}.get(weights, ())
         for bias in (False, True):
             kind = f"{'' if weights == 'wide' else f' {weights}'}{' special' if bias else ''}"
             activation = {"ACTIVATION": "clipped" if bias else "silu"}
@@ -128,11 +131,10 @@ def _row_cases() -> list[CompileCase]:
                 ("up", rows._up_rows, config.up, activation),
                 ("down", rows._down_rows, config.down, {}),
             ):
-                constants = {"BN": block.BN, "BK": block.BK, "STAGES": block.stages, "SCALES": scales, "BIAS": bias}
+                constants: dict[str, Any] = {"BN": block.BN, "BK": block.BK, "STAGES": block.stages}
+                constants |= {"SCALES": scales, "FOUR": four, "BIAS": bias} | more
                 signature = _COMMON | pointers
-                cases.append(
-                    CompileCase(f"{name} rows{kind}", kernel, signature, constants | more, block.warps, only=only)
-                )
+                cases.append(CompileCase(f"{name} rows{kind}", kernel, signature, constants, block.warps, only=only))
     rounded = {"p_x": "*bf16", "p_rounded": "*fp8e4nv", "p_scale": "*fp32", "width": "i32", "x_stride": "i32"}
     combined = _COMMON | {"p_rows": "*bf16", "p_out": "*bf16"}
     return [

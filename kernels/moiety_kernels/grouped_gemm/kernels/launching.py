@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 GROUP = 8  # tiles that go through the blocks of columns together
 _INTERPRETED_PROGRAMS = 3  # so that programs have more than one piece, and unlike numbers of them
+WORD = 4  # bytes, of eight weights of four bits
 ALIGNMENT = 16  # bytes, of rows that are fetched so many at once
 
 
@@ -43,6 +44,11 @@ def weight_argument(w_ENK: Tensor, block: Block, engine: bool) -> Tensor | Tenso
     experts, rows, inner = w_ENK.shape
     a_step = block.BK // (2 if w_ENK.dtype is torch.uint8 else 1)  # bytes of two numbers each
     return TensorDescriptor(w_ENK, [experts * rows, inner], [w_ENK.stride(1), 1], [block.BN, a_step])
+
+
+def in_words(w_ENK: Tensor) -> Tensor:
+    """Packed weights of four bits, eight of them in an int32, [E, N, K ÷ 8]: the same memory."""
+    return w_ENK.view(torch.int32)
 
 
 def kind_of_scales(scale: Tensor | None) -> Scales:
