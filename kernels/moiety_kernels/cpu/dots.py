@@ -77,6 +77,12 @@ def narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
     return e.builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], side_effect=False)
 
 
+def add_pairs(e: Emitter, sums: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value:
+    """In each of 16 lanes, two products of bfloat16 added to a float (by AVX512-BF16)."""
+    kind = ir.FunctionType(VF, [VF, x.type, w.type])
+    return e.builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, x, w], side_effect=False)
+
+
 def _pack_pairs(e: Emitter) -> None:
     """out[i] = bfloat16(row[i]); arguments: row, count, out."""
     row, count, out = e.function.args
@@ -213,10 +219,6 @@ class _Dots:
             for line in range(0, self.cols * num_bytes, LINE):
                 self.e.prefetch(self.ahead, self.e.builder.add(start, I64(line)), locality=2)
 
-    def add_pairs(self, sums: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(VF, [VF, VI32, VI32])
-        return self.e.builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, x, w], side_effect=False)
-
 
 class _Pairs(_Dots):
     """A weight of bfloat16."""
@@ -228,7 +230,7 @@ class _Pairs(_Dots):
             self.ask(at, 2 * _PAIR_LANES)
             for m, start in enumerate(self.starts):
                 x = self.load(start, at, VI32)
-                results += [self.add_pairs(sums[m * self.cols + n], x, w) for n, w in enumerate(loaded)]
+                results += [add_pairs(self.e, sums[m * self.cols + n], x, w) for n, w in enumerate(loaded)]
             return results
 
         return self.e.loop(self.count, _PAIR_LANES, starts, body)
@@ -287,7 +289,7 @@ class _Fours(_Dots):
             for n, (numbers, scale) in enumerate(zip(parts, scales, strict=True)):
                 products = constant(0.0)
                 for x, w in zip(loads, numbers, strict=True):
-                    products = self.add_pairs(products, x, w)
+                    products = add_pairs(self.e, products, x, w)
                 results.append(self.e.fma(products, scale, sums[m * self.cols + n]))
         return results
 
