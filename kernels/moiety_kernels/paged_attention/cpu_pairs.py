@@ -92,7 +92,7 @@ def _slot(args: int, table: int, head: int, position: int) -> int:
     """Which of the cache's rows the position of a sequence has."""
     places = load_i64(args, PLACES)
     block = load_i32(table, position // places)
-    return (block * load_i64(args, KV_HEADS) + head) * places + position % places
+    return int((block * load_i64(args, KV_HEADS) + head) * places + position % places)
 
 
 @jit
