@@ -1,10 +1,17 @@
-"""How a CPU multiplies, of the ways that this machine has."""
+"""How a CPU multiplies, of the ways that this machine has; and sequences in a paged cache."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.kv_store import kv_store
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 PACKED = {"packed": (16, 8, 4), "packed eights": (8,), "vectors": ()}  # bits of the weights that are
 
@@ -23,3 +30,31 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tiles, "usable", lambda: False)
     monkeypatch.setattr(dots, "usable", lambda bits: bits in PACKED[way])
     return way
+
+
+def _paged(
+    queries: list[int], contexts: list[int], heads: int, kv_heads: int, width: int, places: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Random queries and a cache whose slots beyond each context, and blocks of nobody, are NaN."""
+    widths = [-(-context // places) for context in contexts]
+    blocks = torch.randperm(sum(widths) + 3, device=DEVICE)
+    k, v = (torch.full((len(blocks), kv_heads, places, width), float("nan"), device=DEVICE) for _ in range(2))
+    table = torch.zeros(len(contexts), max(widths), dtype=torch.int32, device=DEVICE)
+    first = 0
+    for s, (context, count) in enumerate(zip(contexts, widths, strict=True)):
+        table[s, :count] = blocks[first : first + count]
+        first += count
+        at = torch.arange(context, device=DEVICE)
+        slots = table[s, at // places].long() * places + at % places
+        keys, values = (torch.randn(context, kv_heads, width, device=DEVICE) for _ in range(2))
+        kv_store(keys, values, k, v, slots)
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    return torch.randn(sum(queries), heads, width, device=DEVICE), k, v, starts, lengths, table
+
+
+@pytest.fixture
+def paged() -> Any:
+    """(queries of each sequence, their contexts, heads, key-value heads, width, places a block): what `paged_attention`
+    takes first."""
+    return _paged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -224,26 +225,6 @@ def test_large_gates_do_not_overflow() -> None:
     assert ours[1, 1].abs() < 1e-6
 
 
-def paged(
-    queries: list[int], contexts: list[int], heads: int, kv_heads: int, width: int, places: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Random queries and a cache whose slots beyond each context, and blocks of nobody, are NaN."""
-    widths = [-(-context // places) for context in contexts]
-    blocks = torch.randperm(sum(widths) + 3, device=DEVICE)
-    k, v = (torch.full((len(blocks), kv_heads, places, width), float("nan"), device=DEVICE) for _ in range(2))
-    table = torch.zeros(len(contexts), max(widths), dtype=torch.int32, device=DEVICE)
-    first = 0
-    for s, (context, count) in enumerate(zip(contexts, widths, strict=True)):
-        table[s, :count] = blocks[first : first + count]
-        first += count
-        at = torch.arange(context, device=DEVICE)
-        slots = table[s, at // places].long() * places + at % places
-        kv_store(normal(context, kv_heads, width), normal(context, kv_heads, width), k, v, slots)
-    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
-    lengths = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    return normal(sum(queries), heads, width), k, v, starts, lengths, table
-
-
 @pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 1, 256), (4, 2, 10)]
@@ -252,7 +233,14 @@ def paged(
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("kept", CACHES)
 def test_paged_attention(
-    heads: int, kv_heads: int, width: int, places: int, window: int | None, with_sinks: bool, kept: torch.dtype
+    paged: Any,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    places: int,
+    window: int | None,
+    with_sinks: bool,
+    kept: torch.dtype,
 ) -> None:
     queries, contexts = [1, 1, 7, 130, 40], [1, 300, 7, 150, 290]
     q, k_cache, v_cache, *sequences = paged(queries, contexts, heads, kv_heads, width, places)
@@ -262,7 +250,7 @@ def test_paged_attention(
     assert close(ours, paged_attention_reference(*inputs, width**-0.5, window, sinks), 2e-5)
 
 
-def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing() -> None:
+def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing(paged: Any) -> None:
     inputs = paged([1], [1], 4, 2, 16, 4)
     value = inputs[2][inputs[5][0, 0], :, 0].repeat_interleave(2, dim=0)
     score = (inputs[0][0] * inputs[1][inputs[5][0, 0], :, 0].repeat_interleave(2, dim=0)).sum(-1)
@@ -276,7 +264,7 @@ def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing() -> None:
 @pytest.mark.parametrize("workspace", [1, 1 << 30])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_paged_attention_through_torchs_own(
-    num_decode: int, window: int | None, workspace: int, with_sinks: bool
+    paged: Any, num_decode: int, window: int | None, workspace: int, with_sinks: bool
 ) -> None:
     inputs = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], 8, 2, 64, 16)
     sinks = normal(8, scale=3) if with_sinks else None
@@ -288,7 +276,7 @@ def test_paged_attention_through_torchs_own(
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(1, 32, 16), (16, 48, 16), (128, 64, 32), (3, 20, 10)])
 @pytest.mark.parametrize("places", [16, 5])
 @pytest.mark.parametrize("kept", CACHES)
-def test_mla_attention(heads: int, latent: int, rotated: int, places: int, kept: torch.dtype) -> None:
+def test_mla_attention(paged: Any, heads: int, latent: int, rotated: int, places: int, kept: torch.dtype) -> None:
     q, cache, _, *sequences = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], heads, 1, latent + rotated, places)
     cache = cache.to(kept)
     inputs = q, cache[:, 0], latent, *sequences, 0.2
@@ -309,7 +297,7 @@ def test_experts_through_torchs_grouped_product() -> None:
     assert close(ours.float(), experts_reference(x, weight, expert, gate_up, down).float(), 0.02)
 
 
-def test_paged_attention_survives_large_scores() -> None:
+def test_paged_attention_survives_large_scores(paged: Any) -> None:
     q, *rest = paged([3], [200], 4, 2, 32, 16)
     ours = paged_attention(q * 300, *rest, 1.0, max_query=3, max_context=200)
     assert close(ours, paged_attention_reference(q * 300, *rest, 1.0), 1e-3)
@@ -405,7 +393,7 @@ def test_rope_leaves_lengths_and_the_rest_of_a_head_as_they_are() -> None:
     assert not close(rotated, x)
 
 
-def test_a_wrong_shape_is_named() -> None:
+def test_a_wrong_shape_is_named(paged: Any) -> None:
     with pytest.raises(KernelInputError, match=r"weight has shape \(4, 32\)"):
         linear(normal(2, 16), normal(4, 32))
     with pytest.raises(KernelInputError, match="logits has shape"):

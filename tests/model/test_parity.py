@@ -141,15 +141,16 @@ def test_any_block_size_gives_the_same_logprobs(
     "variant",
     ["qwen3_moe", "mixtral, sliding window", "olmoe", "llama, llama3 rope", *ROUTED_OTHERWISE, *ATTENDING_OTHERWISE],
 )
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_cpu_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(
-    make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str, dtype: str
 ) -> None:
     checkpoint = make_checkpoint(variant)
     prompts = [tokens(checkpoint.vocab_size, count, seed=count) for count in (150, 90, 33)]
-    alone = [make_driver(checkpoint.folder).prefill(make_sequence(prompt), 1000) for prompt in prompts]
-    driver = make_driver(checkpoint.folder)
-    together = driver.step([(make_sequence(prompt), len(prompt)) for prompt in prompts])
-    one_by_one = [make_driver(checkpoint.folder).prefill(make_sequence(prompt), 1) for prompt in prompts]
+    drivers = [make_driver(checkpoint.folder, dtype=dtype) for _ in range(7)]
+    alone = [driver.prefill(make_sequence(one), 1000) for driver, one in zip(drivers[:3], prompts, strict=True)]
+    together = drivers[3].step([(make_sequence(prompt), len(prompt)) for prompt in prompts])
+    one_by_one = [driver.prefill(make_sequence(one), 1) for driver, one in zip(drivers[4:], prompts, strict=True)]
     for a, b, c in zip(alone, together, one_by_one, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)

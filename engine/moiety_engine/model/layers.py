@@ -61,9 +61,13 @@ class GroupedQueryAttention:
         norm_eps: float,
         arithmetic: Arithmetic,
         adapters: LayerFactors,
+        *,
+        rounds: bool,
     ) -> None:
+        """`rounds`: what attention multiplies may be rounded to bfloat16, as the model's weights are."""
         self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
+        self._rounds = rounds
         self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
@@ -99,6 +103,7 @@ class GroupedQueryAttention:
             num_decode=batch.num_decode,
             max_query=batch.max_query,
             max_context=batch.max_context,
+            rounds=self._rounds,
         )
         heads_TC = out_THd.view(out_THd.shape[0], -1)
         out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
@@ -242,13 +247,15 @@ def attention(
     norm_eps: float,
     arithmetic: Arithmetic,
     adapters: LayerFactors,
+    *,
+    rounds: bool,
 ) -> Attention:
-    """The attention that the spec describes."""
+    """The attention that the spec describes. `rounds`: see GroupedQueryAttention."""
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         return LatentAttention(spec, weights, rotary, arithmetic)
     assert isinstance(weights, AttentionWeights)
-    return GroupedQueryAttention(spec, weights, rotary, norm_eps, arithmetic, adapters)
+    return GroupedQueryAttention(spec, weights, rotary, norm_eps, arithmetic, adapters, rounds=rounds)
 
 
 def feed_forward(

@@ -93,9 +93,10 @@ class Transformer:
         on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
         recordable = on_cpu_alone and ranks.everyone.size == 1 and expert_cache is None
         self._programs = _decode_programs(_Pass(self)) if recordable else None
+        attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16)
         self._attentions = [
             self._whole(
-                attention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm.eps, arithmetic, factors),
+                attend(one.attention, w.attention, rotaries[one.attention.rope], spec.norm.eps, adapters=factors),
                 ranks.tensor,
                 w.attention_post_norm,
             )

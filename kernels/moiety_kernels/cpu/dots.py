@@ -1,20 +1,20 @@
 """Dot products of packed rows with the rows of a weight, two inputs a lane, where there are no matrix tiles.
 
-Each task packs the rows that it multiplies. For a weight of bfloat16, or in four bits, whose numbers are exact in
-bfloat16, they become bfloat16 and are multiplied in pairs (AVX512-BF16). For a weight in eight bits they become whole
-numbers of 16 bits, of which each GROUP share a scale (AVX512-BW; one instruction with VNNI): that takes fewer
-operations than widening it, and keeps more of the rows. Sums run over the inputs in one order, so a row's result is the
-same bits whatever rows are beside it.
+Each task packs the rows that it multiplies. For a weight of bfloat16, or in four bits, whose numbers times their scales
+are rounded to it, they become bfloat16 and are multiplied in pairs (AVX512-BF16). For a weight in eight bits they
+become whole numbers of 16 bits, of which each GROUP share a scale (AVX512-BW; one instruction with VNNI): that takes
+fewer operations than widening it, and keeps more of the rows. Sums run over the inputs in one order, so a row's result
+is the same bits whatever rows are beside it.
 
-Few rows multiply one weight row after the other: memory is then read in one line, which the processor foresees. More
-rows multiply COLS weight rows at a time, so that they themselves are read less often, and ask for those that come next,
-each part of the rows for its share, so that memory is read while there is computing to do.
+Few rows multiply one weight row after the other: memory is then read in one line, which the processor foresees (those
+of four bits are so short that several are read at once). More rows multiply COLS weight rows at a time, so that they
+themselves are read less often, and ask for those that come next, each part of the rows for its share, so that memory is
+read while there is computing to do. A weight in four bits is unpacked for them, COLS rows at a time.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from typing import TYPE_CHECKING
 
 import llvmlite.binding as llvm
@@ -42,10 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-PAIRS_FEW, NARROW_FEW = 2, 4  # rows, of a weight of bfloat16 and in few bits
-COLS = 4
+PAIRS_FEW, FOURS_FEW, EIGHTS_FEW, COLS = 2, 4, 4, 4  # rows, of a weight of bfloat16, in four and in eight bits
 PAIRS_ROWS = 6  # that multiply COLS weight rows at once: their sums fill the registers
-NARROW_ROWS = 3  # likewise, of a weight in few bits, where a group's sums are beside those of all
+EIGHTS_ROWS = 3  # likewise, of a weight in eight bits, where a group's sums are beside those of all
 GROUP = 128  # inputs of a row of whole numbers that share a scale
 BLOCKS = 64  # inputs of four bits that are read at once: two blocks
 LINE = 64
@@ -75,6 +74,12 @@ def narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
     """The nearest bfloat16 of 32 floats, ties to even, as 16 pairs (by AVX512-BF16)."""
     kind = ir.FunctionType(VI32, [VF, VF])
     return e.builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], side_effect=False)
+
+
+def add_pairs(e: Emitter, sums: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value:
+    """In each of 16 lanes, two products of bfloat16 added to a float (by AVX512-BF16)."""
+    kind = ir.FunctionType(VF, [VF, x.type, w.type])
+    return e.builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, x, w], side_effect=False)
 
 
 def _pack_pairs(e: Emitter) -> None:
@@ -213,10 +218,6 @@ class _Dots:
             for line in range(0, self.cols * num_bytes, LINE):
                 self.e.prefetch(self.ahead, self.e.builder.add(start, I64(line)), locality=2)
 
-    def add_pairs(self, sums: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(VF, [VF, VI32, VI32])
-        return self.e.builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, x, w], side_effect=False)
-
 
 class _Pairs(_Dots):
     """A weight of bfloat16."""
@@ -228,76 +229,114 @@ class _Pairs(_Dots):
             self.ask(at, 2 * _PAIR_LANES)
             for m, start in enumerate(self.starts):
                 x = self.load(start, at, VI32)
-                results += [self.add_pairs(sums[m * self.cols + n], x, w) for n, w in enumerate(loaded)]
+                results += [add_pairs(self.e, sums[m * self.cols + n], x, w) for n, w in enumerate(loaded)]
             return results
 
         return self.e.loop(self.count, _PAIR_LANES, starts, body)
 
 
+class _FourBits:
+    """Emits how numbers of four bits become bfloat16, each times its scale and rounded: a table of all 16 times the
+    scales of two blocks, which their numbers are read from."""
+
+    def __init__(self, e: Emitter, kind: ir.Value, shift: ir.Value) -> None:
+        """`kind`: 0 for whole numbers, else e2m1; `shift`: from an input to its scale."""
+        self.e, self.shift = e, shift
+        tables = [ir.Constant(VF, one) for one in (_INT4, _E2M1)]
+        self.numbers = e.builder.select(e.builder.icmp_signed("==", kind, I64(0)), *tables)
+
+    def two_blocks(self, values: ir.Value, scales: ir.Value, i: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The inputs from i on, in the order of `_pack_fours`."""
+        builder = self.e.builder
+        wide = builder.zext(self._load(values, i, _BYTES), _WORDS)
+        second = _words([0] * LANES + [16] * LANES)  # its block's half of the table
+        lower = builder.or_(builder.and_(wide, _words([15] * _PAIR_LANES)), second)
+        upper = builder.or_(builder.lshr(wide, _words([4] * _PAIR_LANES)), second)
+        table = self._table(self._scaled(scales, i), self._scaled(scales, builder.add(i, I64(BLOCKS // 2))))
+        return self._read(table, lower), self._read(table, upper)
+
+    def block(self, values: ir.Value, scales: ir.Value, i: ir.Value) -> ir.Value:
+        """The last inputs, in their own order."""
+        builder = self.e.builder
+        low = builder.zext(self._load(values, i, _HALF_BYTES), _HALF_WORDS)
+        high = builder.lshr(low, ir.Constant(_HALF_WORDS, [4] * LANES))
+        scaled, both = self._scaled(scales, i), ir.Constant(ir.VectorType(I32, _PAIR_LANES), list(range(_PAIR_LANES)))
+        return self._read(self._table(scaled, scaled), builder.shuffle_vector(low, high, both))
+
+    def _load(self, values: ir.Value, i: ir.Value, kind: ir.Type) -> ir.Value:
+        return self.e.builder.load(self.e.pointer(values, self.e.builder.lshr(i, I64(1))), typ=kind, align=1)
+
+    def _scaled(self, scales: ir.Value, i: ir.Value) -> ir.Value:
+        at = self.e.builder.mul(self.e.builder.lshr(i, self.shift), I64(4))
+        return self.e.builder.fmul(self.numbers, self.e.splat(self.e.load_scalar(scales, at)))
+
+    def _table(self, first: ir.Value, second: ir.Value) -> ir.Value:
+        return self.e.builder.bitcast(narrowed(self.e, first, second), _WORDS)
+
+    def _read(self, table: ir.Value, index: ir.Value) -> ir.Value:
+        """By the lowest five bits of words."""
+        name = "llvm.x86.avx512.permvar.hi.512"
+        return self.e.builder.bitcast(self.e.intrinsic(name, _WORDS, [_WORDS] * 2, table, index), VI32)
+
+
+def _words(values: Sequence[int]) -> ir.Constant:
+    return ir.Constant(_WORDS, list(values))
+
+
+def _unpack_fours(e: Emitter) -> None:
+    """out = bfloat16 of a weight row in four bits, in the order of `_pack_fours`; arguments: values, scales, k, shift,
+    kind, out."""
+    values, scales, count, shift, kind, out = e.function.args
+    builder, bits = e.builder, _FourBits(e, kind, shift)
+    whole = builder.and_(count, I64(-BLOCKS))
+
+    def both(i: ir.Value) -> list[ir.Value]:
+        for number, part in enumerate(bits.two_blocks(values, scales, i)):
+            e.store(part, out, builder.mul(builder.add(i, I64(_PAIR_LANES * number)), I64(2)))
+        return []
+
+    def last(i: ir.Value) -> list[ir.Value]:
+        at = builder.add(i, whole)
+        e.store(bits.block(values, scales, at), out, builder.mul(at, I64(2)))
+        return []
+
+    e.loop_if_any(whole, BLOCKS, [], both)
+    e.loop_if_any(builder.sub(count, whole), _PAIR_LANES, [], last)
+
+
 class _Fours(_Dots):
-    """A weight in four bits, of groups of one or more blocks. Its numbers are read from a table."""
+    """A weight in four bits, of groups of one or more blocks, for few rows: the products of what `_unpack_fours` makes
+    of it, in their order."""
 
     def prepare(self) -> None:
-        tables = [ir.Constant(_WORDS, [_bfloat16_bits(number) for number in (*one, *one)]) for one in (_INT4, _E2M1)]
-        self.numbers = self.e.builder.select(self.e.builder.icmp_signed("==", self.table, I64(0)), *tables)
+        self.bits = _FourBits(self.e, self.table, self.shift)
 
     def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
         builder = self.e.builder
         whole = builder.and_(self.count, I64(-BLOCKS))
-        sums = self.e.loop_if_any(whole, BLOCKS, starts, lambda i, *sums: self._two_blocks(i, w_N, scales_N, sums))
-        return self.e.loop_if_any(
-            builder.sub(self.count, whole), _PAIR_LANES, sums,
-            lambda i, *sums: self._block(builder.add(whole, i), w_N, scales_N, sums),
-        )  # fmt: skip
 
-    def _two_blocks(
-        self, i: ir.Value, w_N: list[ir.Value], scales_N: list[ir.Value], sums: tuple[ir.Value, ...]
-    ) -> list[ir.Value]:
-        """Whose sums are in a half of the lanes each."""
-        builder, at = self.e.builder, self.e.builder.lshr(i, I64(1))
-        self.ask(at, BLOCKS // 2)
-        wide = [builder.zext(self.load(w, at, _BYTES), _WORDS) for w in w_N]
-        four = ir.Constant(_WORDS, [4] * _PAIR_LANES)
-        parts = [(self._numbers(one), self._numbers(builder.lshr(one, four))) for one in wide]
-        is_first = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [n < LANES // 2 for n in range(LANES)])
-        later = builder.add(i, I64(BLOCKS // 2))
-        scales = [builder.select(is_first, self._scale(one, i), self._scale(one, later)) for one in scales_N]
-        return self._added(i, parts, scales, sums)
+        def both(i: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+            self.ask(builder.lshr(i, I64(1)), BLOCKS // 2)
+            parts = [self.bits.two_blocks(w, scales, i) for w, scales in zip(w_N, scales_N, strict=True)]
+            return self._added(i, parts, sums)
 
-    def _block(
-        self, i: ir.Value, w_N: list[ir.Value], scales_N: list[ir.Value], sums: tuple[ir.Value, ...]
-    ) -> list[ir.Value]:
-        builder, parts = self.e.builder, []
-        for w in w_N:
-            low = builder.zext(self.load(w, builder.lshr(i, I64(1)), _HALF_BYTES), _HALF_WORDS)
-            high = builder.lshr(low, ir.Constant(_HALF_WORDS, [4] * LANES))
-            lanes = ir.Constant(ir.VectorType(I32, _PAIR_LANES), list(range(_PAIR_LANES)))
-            parts.append((self._numbers(builder.shuffle_vector(low, high, lanes)),))
-        return self._added(i, parts, [self._scale(one, i) for one in scales_N], sums)
+        def last(i: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+            at = builder.add(whole, i)
+            parts = [(self.bits.block(w, scales, at),) for w, scales in zip(w_N, scales_N, strict=True)]
+            return self._added(at, parts, sums)
 
-    def _added(
-        self, i: ir.Value, parts: Sequence[Sequence[ir.Value]], scales: list[ir.Value], sums: tuple[ir.Value, ...]
-    ) -> list[ir.Value]:
-        results = []
-        for m, start in enumerate(self.starts):
-            loads = [
-                self.load(start, self.e.builder.mul(self.e.builder.add(i, I64(_PAIR_LANES * part)), I64(2)), VI32)
-                for part in range(len(parts[0]))
-            ]
-            for n, (numbers, scale) in enumerate(zip(parts, scales, strict=True)):
-                products = constant(0.0)
-                for x, w in zip(loads, numbers, strict=True):
-                    products = self.add_pairs(products, x, w)
-                results.append(self.e.fma(products, scale, sums[m * self.cols + n]))
+        sums = self.e.loop_if_any(whole, BLOCKS, starts, both)
+        return self.e.loop_if_any(builder.sub(self.count, whole), _PAIR_LANES, sums, last)
+
+    def _added(self, i: ir.Value, parts: Sequence[Sequence[ir.Value]], sums: Sequence[ir.Value]) -> list[ir.Value]:
+        builder, results = self.e.builder, list(sums)
+        for part in range(len(parts[0])):
+            at = builder.mul(builder.add(i, I64(_PAIR_LANES * part)), I64(2))
+            for m, start in enumerate(self.starts):
+                x = self.load(start, at, VI32)
+                for n, words in enumerate(parts):
+                    results[m * self.cols + n] = add_pairs(self.e, results[m * self.cols + n], x, words[part])
         return results
-
-    def _numbers(self, index: ir.Value) -> ir.Value:
-        """Of the lowest five bits of words, the fifth of which does not matter."""
-        name = "llvm.x86.avx512.permvar.hi.512"
-        return self.e.builder.bitcast(self.e.intrinsic(name, _WORDS, [_WORDS] * 2, self.numbers, index), VI32)
-
-    def _scale(self, scales: ir.Value, i: ir.Value) -> ir.Value:
-        return self.e.splat(self.e.load_scalar(scales, self.e.builder.mul(self.e.builder.lshr(i, self.shift), I64(4))))
 
 
 class _Eights(_Dots):
@@ -365,11 +404,6 @@ class _GroupedEights(_Eights):
         return self.e.splat(self.e.load_scalar(scales, self.e.builder.mul(self.e.builder.lshr(i, self.shift), I64(4))))
 
 
-def _bfloat16_bits(value: float) -> int:
-    """Of a number that is exact in bfloat16."""
-    return int(struct.unpack("<I", struct.pack("<f", value))[0]) >> 16
-
-
 def _choose(e: Emitter) -> None:
     """Call the function of a kind, for few rows or many, and a number of rows that are known only when it runs."""
     kind, is_many, rows, *args = e.function.args
@@ -399,15 +433,16 @@ def _packing(name: str, num_arguments: int, emit: Callable[[Emitter], None], is_
 
 pack_pairs_row = _packing("pairs", 3, _pack_pairs, PAIRS_IN_HARDWARE)
 pack_fours_row = _packing("fours", 3, _pack_fours, FOURS_IN_HARDWARE)
+unpack_fours_row = _packing("out_fours", 6, _unpack_fours, FOURS_IN_HARDWARE)
 pack_whole_group = _packing("whole", 4, _pack_whole, WHOLE_IN_HARDWARE)
 
 # kinds of weights: of bfloat16, in four bits, in eight with a scale a row, or with scales of groups
 PAIRS, FOURS, EIGHTS, GROUPED_EIGHTS = range(4)
 _KINDS = (
     ("pairs", PAIRS_IN_HARDWARE, _Pairs, PAIRS_FEW, PAIRS_ROWS),
-    ("fours", FOURS_IN_HARDWARE, _Fours, NARROW_FEW, NARROW_ROWS),
-    ("eights", WHOLE_IN_HARDWARE, _Eights, NARROW_FEW, NARROW_ROWS),
-    ("grouped_eights", WHOLE_IN_HARDWARE, _GroupedEights, NARROW_FEW, NARROW_ROWS),
+    ("fours", FOURS_IN_HARDWARE, _Fours, FOURS_FEW, FOURS_FEW),
+    ("eights", WHOLE_IN_HARDWARE, _Eights, EIGHTS_FEW, EIGHTS_ROWS),
+    ("grouped_eights", WHOLE_IN_HARDWARE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS),
 )
 _MOST_ROWS = 16  # more than any of them takes at once
 # (kind, whether there are many rows, their number, and what `_Dots` takes); of a kind that the processor lacks

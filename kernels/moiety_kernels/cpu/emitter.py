@@ -166,6 +166,21 @@ class Emitter:
             width = half
         return level[0]
 
+    def transposed(self, rows: Sequence[ir.Value]) -> list[ir.Value]:
+        """As many vectors as lanes as their columns: rounds in which blocks of half the size change places."""
+        current, size = list(rows), LANES
+        while size > 1:
+            half = size // 2
+            keep = [lane if lane % size < half else LANES + lane - half for lane in range(LANES)]
+            swap = [lane + half if lane % size < half else LANES + lane for lane in range(LANES)]
+            following = list(current)
+            for row in (row for row in range(LANES) if row % size < half):
+                upper, lower = current[row], current[row + half]
+                following[row] = self.builder.shuffle_vector(upper, lower, ir.Constant(VI32, keep))
+                following[row + half] = self.builder.shuffle_vector(upper, lower, ir.Constant(VI32, swap))
+            current, size = following, half
+        return current
+
     def reduce(self, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
         """All lanes combined in a fixed tree, in every lane."""
         width = LANES

@@ -7,11 +7,12 @@ from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.dots import (
     COLS,
     EIGHTS,
+    EIGHTS_FEW,
+    EIGHTS_ROWS,
     FOURS,
+    FOURS_FEW,
     GROUP,
     GROUPED_EIGHTS,
-    NARROW_FEW,
-    NARROW_ROWS,
     PAIRS,
     PAIRS_FEW,
     PAIRS_ROWS,
@@ -20,13 +21,15 @@ from moiety_kernels.cpu.dots import (
     pack_fours_row,
     pack_pairs_row,
     pack_whole_group,
+    unpack_fours_row,
 )
 from moiety_kernels.cpu.memory import load_i64, store_i64
 from moiety_kernels.cpu.unpacking import E2M1, INT8, PLAIN, WHOLE_ROW
+from moiety_kernels.cpu.vectors import fetch
 
 PACKED_BYTES = 512 << 10  # of rows at once, to stay in the L2 cache
 PAD = 64  # bytes between packed rows, so that they do not all fall on the same cache sets
-TILES_AHEAD = 2  # of COLS weight rows: how far ahead memory is asked for them
+TILES_AHEAD, FOURS_AHEAD = 2, 8  # of COLS weight rows: how far ahead memory is asked for them, of four bits as far
 
 # a weight as it lies: int64 values
 VALUES, SCALES, NUMBERS, SHIFT, ROW_BYTES, SCALES_BYTES = range(6)
@@ -81,18 +84,21 @@ def multiply_packed(
     rows: int, m: int, weight: int, other: int, n: int, k: int, out: int, other_out: int, out_stride: int, area: int
 ) -> None:
     """out[:m, :n] of the m rows whose addresses are at `rows` with the weight that is described at `weight`, and of
-    another of the same kind if there is one (else 0). `area`: memory for packed rows, PACKED_BYTES or one row."""
+    another of the same kind if there is one (else 0). `area`: PACKED_BYTES for packed rows, and COLS unpacked ones."""
     numbers, shift, stride = load_i64(weight, NUMBERS), load_i64(weight, SHIFT), packed_stride(k)
     w_bytes, s_bytes, table = load_i64(weight, ROW_BYTES), load_i64(weight, SCALES_BYTES), int(numbers == E2M1)
-    few, most = (PAIRS_FEW, PAIRS_ROWS) if numbers == PLAIN else (NARROW_FEW, NARROW_ROWS)
+    few, most, tiles_ahead = PAIRS_FEW, PAIRS_ROWS, TILES_AHEAD
     kind = PAIRS if numbers == PLAIN else FOURS
     if numbers == INT8:
-        kind = EIGHTS if shift == WHOLE_ROW else GROUPED_EIGHTS
+        kind, few, most = EIGHTS if shift == WHOLE_ROW else GROUPED_EIGHTS, EIGHTS_FEW, EIGHTS_ROWS
+    elif kind == FOURS:
+        few, tiles_ahead = FOURS_FEW, FOURS_AHEAD
     at_once = max(1, PACKED_BYTES // stride)
     for start in range(0, m, at_once):
         count = min(at_once, m - start)
         pack(rows + 8 * start, count, k, numbers, area)
-        tiles, parts = 0 if count <= few else n // COLS, (count + most - 1) // most
+        unpacks, alone = kind == FOURS and count > few, kind != FOURS and count <= few
+        tiles, parts = 0 if alone else n // COLS, (count + most - 1) // most
         share = (COLS << SHARE_BITS) // parts
         for turn in range((2 if other else 1) * (tiles + 1)):
             tile, of = turn % (tiles + 1), other if turn > tiles else weight
@@ -101,12 +107,34 @@ def multiply_packed(
             column = (other_out if turn > tiles else out) + start * out_stride + 4 * first
             if first == n:
                 continue
+            if many and unpacks:
+                panel = area + PACKED_BYTES
+                _unpack(w, w_bytes, s, s_bytes, k, shift, table, panel)
+                while i < count:
+                    step = _even_part(count - i, most)
+                    dots(
+                        PAIRS, 1, step, area + i * stride, stride, k, 0, panel, 2 * k + PAD, COLS, panel, 0, 0, 0, 0,
+                        0, column + i * out_stride, out_stride,
+                    )  # fmt: skip
+                    i += step
             while i < count:
-                step = _even_part(count - i, most if many else few)
-                ahead = w + COLS * w_bytes * TILES_AHEAD + COLS * w_bytes * part // parts
+                step = _even_part(count - i, most if many and kind != FOURS else few)
+                ahead = w + COLS * w_bytes * tiles_ahead + COLS * w_bytes * part // parts
                 dots(
                     kind, int(many), step, area + i * stride, stride, k, 2 * k, w, w_bytes, n - first, ahead, share, s,
                     s_bytes, shift, table, column + i * out_stride, out_stride,
                 )  # fmt: skip
                 i += step
                 part += 1
+
+
+@jit
+def _unpack(
+    values: int, row_bytes: int, scales: int, scales_bytes: int, k: int, shift: int, table: int, panel: int
+) -> None:
+    """COLS weight rows in four bits as bfloat16; those that follow are asked for."""
+    fetch(values + COLS * row_bytes * FOURS_AHEAD, COLS * row_bytes)
+    for row in range(COLS):
+        unpack_fours_row(
+            values + row * row_bytes, scales + row * scales_bytes, k, shift, table, panel + row * (2 * k + PAD)
+        )

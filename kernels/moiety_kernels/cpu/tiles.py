@@ -41,22 +41,6 @@ def _lanes(values: Sequence[int]) -> ir.Constant:
     return ir.Constant(VI32, list(values))
 
 
-def _transpose(e: Emitter, rows: Sequence[ir.Value]) -> list[ir.Value]:
-    """16 vectors of 16 elements as their columns: four rounds in which blocks of half the size change places."""
-    current, size = list(rows), ROWS
-    while size > 1:
-        half = size // 2
-        keep = _lanes([lane if lane % size < half else ROWS + lane - half for lane in range(ROWS)])
-        swap = [lane + half if lane % size < half else ROWS + lane for lane in range(ROWS)]
-        following = list(current)
-        for row in (row for row in range(ROWS) if row % size < half):
-            upper, lower = current[row], current[row + half]
-            following[row] = e.builder.shuffle_vector(upper, lower, keep)
-            following[row + half] = e.builder.shuffle_vector(upper, lower, _lanes(swap))
-        current, size = following, half
-    return current
-
-
 def _pack(e: Emitter, rows: int) -> None:
     """panel[k / 2][16][2] of `rows` float32 rows; what the panel holds of further rows is zero. Arguments: row
     addresses, k, panel."""
@@ -71,7 +55,7 @@ def _pack(e: Emitter, rows: int) -> None:
             low, high = e.load(start, offset), e.load(start, builder.add(offset, I64(4 * LANES)))
             pairs.append(narrowed(e, low, high))
         target = builder.mul(i, I64(2 * ROWS))
-        for pair, vector in enumerate(_transpose(e, [*pairs, *[_lanes([0] * LANES)] * (ROWS - rows)])):
+        for pair, vector in enumerate(e.transposed([*pairs, *[_lanes([0] * LANES)] * (ROWS - rows)])):
             e.store(vector, panel, builder.add(target, I64(4 * ROWS * pair)))
         return []
 
@@ -128,7 +112,7 @@ def _unpack(e: Emitter) -> None:
     """out[m, :16] = sums[:, m] for m < rows ≤ 16; arguments: sums, rows, out, out stride."""
     sums, rows, out, out_stride = e.function.args
     builder = e.builder
-    turned = _transpose(e, [e.load(sums, 4 * ROWS * row) for row in range(ROWS)])
+    turned = e.transposed([e.load(sums, 4 * ROWS * row) for row in range(ROWS)])
     end = builder.append_basic_block()
     choice = builder.switch(rows, end)
     following = end

@@ -36,6 +36,7 @@ def paged_attention(
     num_decode: int = 0,
     max_query: int,
     max_context: int,
+    rounds: bool = False,
 ) -> Tensor:
     """Attention of each sequence's queries, its last tokens in the cache, to what is at or before them.
 
@@ -44,7 +45,8 @@ def paged_attention(
     device. `window`: a query sees so many positions, itself included. `sinks_H`, float32: a score for each query head
     that takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. A cache of 8
     bits (float8_e4m3fn, int8) is to be multiplied by `k_scale` and `v_scale`, float32, both or none; one of bfloat16
-    goes with float32 queries on a CPU.
+    goes with float32 queries on a CPU. `rounds`: there queries, keys, values and weights may be rounded to bfloat16, as
+    they are on a GPU.
     """
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
     require(scale > 0, "scale must be positive")
@@ -52,7 +54,7 @@ def paged_attention(
     tensors = q_THd, k_cache_NGPd, v_cache_NGPd, query_start_S1, context_len_S, block_table_SB
     scales = k_scale_NGP, v_scale_NGP
     if q_THd.is_cpu and k_scale_NGP is None and _cpu().fits(q_THd, k_cache_NGPd, v_cache_NGPd, block_table_SB):
-        fast: Tensor = _cpu().paged_attention(*tensors, scale, window, sinks_H)
+        fast: Tensor = _cpu().paged_attention(*tensors, scale, window, sinks_H, rounds=rounds)
         return fast
     if q_THd.is_cuda and _kernel().fits(q_THd, k_cache_NGPd, v_cache_NGPd):
         on_gpu: Tensor = _kernel().paged_attention(

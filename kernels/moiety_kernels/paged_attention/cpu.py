@@ -1,5 +1,6 @@
 """Attention over the paged cache on a CPU, reading keys and values where they lie, in the manner of FlashAttention.
-They are float32, or bfloat16 and widened in registers.
+They are float32, or bfloat16 and widened in registers; or they, queries and weights may be rounded to bfloat16, and are
+where the processor multiplies that in pairs (`cpu_pairs.py`).
 
 A task is one sequence, one key-value head and up to ROWS_AT_ONCE query rows (tokens × the heads that share that head).
 It goes through the keys in chunks at fixed positions and keeps a running softmax for each row, so that a row's result
@@ -22,21 +23,42 @@ from moiety_kernels.cpu.gemm import ROWS_AT, TEMP_AT, multiply_narrow, multiply_
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
 from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, fetch, scale_row, softmax_step
+from moiety_kernels.paged_attention import cpu_pairs
+from moiety_kernels.paged_attention.cpu_arguments import (
+    CHUNK,
+    CONTEXT_LEN,
+    HEADS,
+    ITEMS,
+    K_CACHE,
+    KV_HEADS,
+    OUT,
+    PLACES,
+    Q_STRIDE,
+    QUERY_START,
+    SCALE,
+    SEQUENCES,
+    SINKS,
+    SIZE,
+    TABLE,
+    TABLE_WIDTH,
+    TASK,
+    TOKENS_AT_ONCE,
+    V_CACHE,
+    VALUE_STRIDE,
+    VALUE_WIDTH,
+    WIDTH,
+    WINDOW,
+    Q,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS_AT_ONCE = 48
-CHUNK = 128  # positions
 _LAYOUT = struct.Struct("22qd")
 _AXPY_VECTORS = 4
 _FETCH_AHEAD = 2  # blocks: each lies by itself, so the processor does not foresee the next
 _MAX_SHARING = 256  # query heads a key-value head
-
-# arguments
-Q, K_CACHE, V_CACHE, OUT, QUERY_START, CONTEXT_LEN, TABLE = 0, 1, 2, 3, 4, 5, 6
-SEQUENCES, TABLE_WIDTH, HEADS, KV_HEADS, WIDTH, PLACES, Q_STRIDE, WINDOW = 7, 8, 9, 10, 11, 12, 13, 14
-ITEMS, TOKENS_AT_ONCE, TASK, SINKS, VALUE_WIDTH, VALUE_STRIDE, SIZE, SCALE = 15, 16, 17, 18, 19, 20, 21, 22
 
 # some rows or one, several vectors or one, of float32 values or of bfloat16 ones
 _some_several_f32, _some_one_f32 = (axpy_tile(AXPY_ROWS, vectors, widen=False) for vectors in (_AXPY_VECTORS, 1))
@@ -85,13 +107,17 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks_H: Tensor | None = None,
+    *,
+    rounds: bool = False,
 ) -> Tensor:
     """out_THd, contiguous, as wide as a value."""
     tokens, heads, width = q_THd.shape
     _, kv_heads, places, _ = k_cache_NGPd.shape
     sequences = context_len_S.shape[0]
-    at_once = max(1, ROWS_AT_ONCE // (heads // kv_heads))
-    value_width = v_cache_NGPd.shape[3]
+    value_width, sharing = v_cache_NGPd.shape[3], heads // kv_heads
+    in_pairs = rounds and cpu_pairs.usable() and cpu_pairs.takes(width, value_width, sharing)
+    rows = cpu_pairs.rows_at_once(tokens, heads) if in_pairs else ROWS_AT_ONCE
+    at_once = max(1, rows // sharing)
     out_THd = torch.empty(tokens, heads, value_width)
     items = torch.empty(3 * (sequences + tokens // at_once), dtype=torch.int64)
     team().drive(
@@ -116,7 +142,7 @@ def paged_attention(
         0 if window is None else window,
         items.data_ptr(),
         at_once,
-        task_address(_task),
+        task_address(cpu_pairs.task if in_pairs else _task),
         0 if sinks_H is None else sinks_H.data_ptr(),
         value_width,
         v_cache_NGPd.itemsize * v_cache_NGPd.stride(2),

@@ -1,0 +1,9 @@
+"""Where the arguments of attention on a CPU stand, which its tasks share."""
+
+from __future__ import annotations
+
+CHUNK = 128  # positions of keys that a task takes at once, at fixed places
+
+Q, K_CACHE, V_CACHE, OUT, QUERY_START, CONTEXT_LEN, TABLE = 0, 1, 2, 3, 4, 5, 6
+SEQUENCES, TABLE_WIDTH, HEADS, KV_HEADS, WIDTH, PLACES, Q_STRIDE, WINDOW = 7, 8, 9, 10, 11, 12, 13, 14
+ITEMS, TOKENS_AT_ONCE, TASK, SINKS, VALUE_WIDTH, VALUE_STRIDE, SIZE, SCALE = 15, 16, 17, 18, 19, 20, 21, 22

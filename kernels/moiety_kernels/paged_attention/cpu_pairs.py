@@ -1,0 +1,221 @@
+"""Attention's task where queries, keys, weights and values may be rounded to bfloat16 and the processor multiplies
+those in pairs (`cpu/panels.py`). Scores, sums and the softmax are float32.
+
+A chunk's keys and values are packed once for all rows of the task, up to ROWS_AT_ONCE. What is packed of positions
+that no row sees is zeros, or a key whose scores are masked, so that memory beyond a context is never read.
+"""
+
+from __future__ import annotations
+
+import math
+
+from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.cpu.compiling import jit
+from moiety_kernels.cpu.dots import pack_pairs_row
+from moiety_kernels.cpu.gemm import TASKS_PER_THREAD, UNPACKED_AT, WIDE_AT
+from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.panels import (
+    DEPTH,
+    MOST_ROWS,
+    PANEL,
+    TOGETHER,
+    add_weighted_values,
+    pack_keys,
+    pack_narrow_keys,
+    pack_narrow_values,
+    pack_values,
+    score_rows,
+    weigh_masked_scores,
+    weigh_scores,
+)
+from moiety_kernels.cpu.team import team
+from moiety_kernels.cpu.vectors import copy_row, fetch, scale_row
+from moiety_kernels.paged_attention.cpu_arguments import (
+    CHUNK,
+    CONTEXT_LEN,
+    HEADS,
+    ITEMS,
+    K_CACHE,
+    KV_HEADS,
+    OUT,
+    PLACES,
+    Q_STRIDE,
+    QUERY_START,
+    SCALE,
+    SINKS,
+    SIZE,
+    TABLE,
+    TABLE_WIDTH,
+    V_CACHE,
+    VALUE_STRIDE,
+    VALUE_WIDTH,
+    WIDTH,
+    WINDOW,
+    Q,
+)
+
+ROWS_AT_ONCE = 128
+LEAST_ROWS_AT_ONCE = 32  # where there would be too few tasks
+LOG2_E = 1 / math.log(2)
+
+_GROUP = TOGETHER * PANEL  # keys that are packed and scored together
+_FETCH_AHEAD = 2 * PANEL  # positions: blocks lie by themselves, so the processor does not foresee the next
+
+# a thread's scratch
+_POINTERS_AT = WIDE_AT  # of a panel's keys
+_STATES_AT = _POINTERS_AT + 8 * PANEL  # two floats a row
+
+
+def usable() -> bool:
+    """Whether the processor multiplies pairs, and has no matrix tiles, beside which this was never measured."""
+    return dots.usable(16) and not tiles.usable()
+
+
+def rows_at_once(tokens: int, heads: int) -> int:
+    """How many rows a task takes of so many tokens: a power of two less where tasks would be too few."""
+    rows = ROWS_AT_ONCE
+    while rows // 2 >= LEAST_ROWS_AT_ONCE and tokens * heads < rows * TASKS_PER_THREAD * team().num_threads:
+        rows //= 2
+    return rows
+
+
+def takes(width: int, value_width: int, sharing: int) -> bool:
+    """Whether the task takes heads as wide as that, so many of which share a key-value head."""
+    rows = max(ROWS_AT_ONCE, sharing)
+    row_bytes = 16 + 2 * width + 4 * value_width + 6 * CHUNK
+    fits = _STATES_AT + rows * row_bytes + (CHUNK + 4) * 2 * (width + value_width) <= UNPACKED_AT
+    return width % DEPTH == 0 and value_width % DEPTH == 0 and fits
+
+
+@jit
+def _slot(args: int, table: int, head: int, position: int) -> int:
+    """Which of the cache's rows the position of a sequence has."""
+    places = load_i64(args, PLACES)
+    block = load_i32(table, position // places)
+    return int((block * load_i64(args, KV_HEADS) + head) * places + position % places)
+
+
+@jit
+def _ask(args: int, table: int, head: int, first: int, end: int) -> None:
+    """For keys and values of the positions from `first` to `end`."""
+    places, key_bytes = load_i64(args, PLACES), load_i64(args, SIZE) * load_i64(args, WIDTH)
+    value_bytes = load_i64(args, VALUE_STRIDE)
+    while first < end:
+        run, slot = min(places - first % places, end - first), _slot(args, table, head, first)
+        fetch(load_i64(args, K_CACHE) + slot * key_bytes, run * key_bytes)
+        fetch(load_i64(args, V_CACHE) + slot * value_bytes, run * value_bytes)
+        first += run
+
+
+@jit
+def _pack_chunk(
+    args: int, table: int, head: int, start: int, count: int, end: int, pointers: int, keys: int, values: int,
+    zeros: int,
+) -> None:  # fmt: skip
+    """Keys and values of the positions from `start` on, `count` of them and padding; those before `end` that follow are
+    asked for."""
+    places, size, width = load_i64(args, PLACES), load_i64(args, SIZE), load_i64(args, WIDTH)
+    k_cache, v_cache, key_bytes = load_i64(args, K_CACHE), load_i64(args, V_CACHE), size * width
+    value_width, value_bytes = load_i64(args, VALUE_WIDTH), load_i64(args, VALUE_STRIDE)
+    left, slot, before = 0, 0, zeros  # `left`: places of the block
+    for first in range(0, (count + _GROUP - 1) // _GROUP * _GROUP, PANEL):
+        ahead = start + first + _FETCH_AHEAD
+        _ask(args, table, head, ahead, min(ahead + PANEL, end))
+        for j in range(first, first + PANEL):
+            key = value = zeros
+            if j < count:
+                if left == 0:
+                    slot, left = _slot(args, table, head, start + j), places - (start + j) % places
+                key, value = k_cache + slot * key_bytes, v_cache + slot * value_bytes
+                slot, left = slot + 1, left - 1
+            store_i64(pointers, j - first, key)
+            if j % 2 == 0:
+                before = value
+            elif size == 4:
+                pack_values(before, value, value_width, values + 2 * (j - 1) * value_width)
+            else:
+                pack_narrow_values(before, value, value_width, values + 2 * (j - 1) * value_width)
+        panel = keys + 2 * width * (first // _GROUP * _GROUP) + 4 * (first % _GROUP)
+        if size == 4:
+            pack_keys(pointers, width, panel)
+        else:
+            pack_narrow_keys(pointers, width, panel)
+
+
+@jit
+def _weigh(args: int, position: int, sharing: int, start: int, count: int, padded: int, num_rows: int, scores: int,
+           weights: int, states: int, factors: int) -> None:  # fmt: skip
+    """Make weights of the scores of a chunk, masked; `position`: of the first query."""
+    factor, window = load_f64(args, SCALE) * LOG2_E, load_i64(args, WINDOW)
+    for i in range(num_rows):
+        seen = position + i // sharing + 1 - start
+        end, first = max(0, min(count, seen)), 0
+        if window:
+            first = max(0, seen - window)
+        score, weight, state = scores + 4 * CHUNK * i, weights + 2 * CHUNK * i, states + 8 * i
+        if first > 0 or end < padded:
+            weigh_masked_scores(score, padded, first, end, factor, state, weight, factors + 4 * i)
+        else:
+            weigh_scores(score, padded, first, end, factor, state, weight, factors + 4 * i)
+
+
+@jit
+def _next_rows(left: int) -> int:
+    """How many of the rows that are left the next tile takes, so that all tiles are of about one size."""
+    parts = (left + MOST_ROWS - 1) // MOST_ROWS
+    return (left + parts - 1) // parts
+
+
+def task(args: int, number: int, scratch: int) -> None:
+    """What `cpu.py`'s does: a sequence, a key-value head and some rows of queries."""
+    kv_heads, width, heads = load_i64(args, KV_HEADS), load_i64(args, WIDTH), load_i64(args, HEADS)
+    sharing, head, value_width = heads // kv_heads, number % kv_heads, load_i64(args, VALUE_WIDTH)
+    item = load_i64(args, ITEMS) + 24 * (number // kv_heads)
+    s, first, queries = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
+    begin, end = load_i32(load_i64(args, QUERY_START), s), load_i32(load_i64(args, QUERY_START), s + 1)
+    position = load_i32(load_i64(args, CONTEXT_LEN), s) - (end - begin) + first  # of the first query here
+    table = load_i64(args, TABLE) + 4 * s * load_i64(args, TABLE_WIDTH)
+    num_rows, sinks = queries * sharing, load_i64(args, SINKS)
+    pointers, states = scratch + _POINTERS_AT, scratch + _STATES_AT
+    factors = states + 8 * num_rows
+    zeros = (factors + 4 * num_rows + 63) // 64 * 64
+    packed = zeros + 4 * (width + value_width)
+    keys = packed + 2 * width * num_rows
+    values = keys + 2 * width * CHUNK
+    sums = values + 2 * value_width * CHUNK
+    weights = sums + 4 * value_width * num_rows
+    scores = weights + 2 * CHUNK * num_rows
+    for i in range(width + value_width):
+        store_f32(zeros, i, 0.0)
+    for i in range(num_rows):
+        token, shared = first + begin + i // sharing, head * sharing + i % sharing
+        row = load_i64(args, Q) + token * load_i64(args, Q_STRIDE) + 4 * shared * width
+        pack_pairs_row(row, width, packed + 2 * width * i)
+        store_f32(states, 2 * i, load_f32(sinks, shared) * LOG2_E if sinks else -math.inf)  # as if seen already
+        store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
+    for i in range(num_rows * value_width):
+        store_f32(sums, i, 0.0)
+    window, stop = load_i64(args, WINDOW), position + queries
+    lowest = max(0, position - window + 1) if window else 0
+    for start in range(lowest // CHUNK * CHUNK, stop, CHUNK):
+        count = min(CHUNK, stop - start)
+        padded = (count + _GROUP - 1) // _GROUP * _GROUP
+        _pack_chunk(args, table, head, start, count, stop, pointers, keys, values, zeros)
+        i = 0
+        while i < num_rows:
+            step = _next_rows(num_rows - i)
+            score_rows(step, packed + 2 * width * i, 2 * width, width // 2, keys, padded, scores + 4 * CHUNK * i,
+                       4 * CHUNK)  # fmt: skip
+            i += step
+        _weigh(args, position, sharing, start, count, padded, num_rows, scores, weights, states, factors)
+        i = 0
+        while i < num_rows:
+            step = _next_rows(num_rows - i)
+            add_weighted_values(step, weights + 2 * CHUNK * i, 2 * CHUNK, padded // 2, values, value_width,
+                                factors + 4 * i, sums + 4 * value_width * i)  # fmt: skip
+            i += step
+    for i in range(num_rows):
+        token, shared = first + begin + i // sharing, head * sharing + i % sharing
+        row = sums + 4 * value_width * i
+        scale_row(row, value_width, 1.0 / load_f32(states, 2 * i + 1))
+        copy_row(row, value_width, load_i64(args, OUT) + 4 * (token * heads + shared) * value_width)
