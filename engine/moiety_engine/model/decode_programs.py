@@ -5,8 +5,9 @@ that the layers run for a number of sequences are recorded once, on buffers that
 like a GPU's graph: at once for a handful, for more once a number of sequences has come back often enough to pay for it.
 A pass that does anything beside our kernels cannot be recorded and runs as before.
 
-Where the tokens' rows of the embedding and, of a handful, the logits are our kernels' too, they are recorded with the
-layers: then a step is a few arrays copied, and one call.
+Of a handful, where the tokens' rows of the embedding and the logits are our kernels' too, they are recorded with the
+layers: then a step is a few arrays copied, and one call. With 32 sequences that was a tenth slower than torch around the
+layers' program.
 
 S sequences, T tokens of the step (as many), D model width, V vocabulary, B blocks a row.
 """
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES = 64
 FEW_SEQUENCES = 8  # up to which a step is recorded when it is first seen
-MOST_LOGITS = 1 << 20  # values that a program keeps its own memory for
 STEPS_TO_PAY = 4  # that come before, where there are more: each recording keeps its own buffers
 MIN_TABLE_WIDTH = 64  # blocks; a wider table is recorded anew, at twice the width
 
@@ -93,11 +93,6 @@ class Pass(Protocol):
         """What the layers make of x, which may be overwritten."""
         ...
 
-    @property
-    def num_logits(self) -> int:
-        """Of one token."""
-        ...
-
     def logits(self, hidden_SD: Tensor) -> Tensor: ...
 
 
@@ -146,7 +141,7 @@ class _Recorded:
     """Programs, the inputs that they read, and all memory that they write."""
 
     layers: Program
-    whole: Program | None  # from the tokens to all that was made
+    whole: Program | None  # of a handful: from the tokens to all that was made
     x_TD: Tensor
     batch: Batch
     inputs: _Inputs
@@ -217,8 +212,10 @@ class DecodePrograms:
             jobs, output_TD, watch = _watched(lambda: self._parts.layers(own_x_TD, own, kv))
             if watch.only_kernels:
                 tensors = begun.tensors + watch.tensors
-                logits_jobs, logits_SV = self._logits(output_TD, tensors)
-                whole = Program([*begin_jobs, *jobs, *logits_jobs]) if own_x_TD is begun_TD else None
+                whole, logits_SV = None, None
+                if own_x_TD is begun_TD and batch.num_decode <= FEW_SEQUENCES:
+                    logits_jobs, logits_SV = self._logits(output_TD, tensors)
+                    whole = Program([*begin_jobs, *jobs, *logits_jobs])
                 made = Replayed(output_TD, logits_SV, None if logits_SV is None else logits_SV.numpy())
                 kept = own_x_TD, own, _Inputs(own), made, tensors
                 self._recorded[_kind_of(batch)] = _Recorded(Program(jobs), whole, *kept)
@@ -229,9 +226,7 @@ class DecodePrograms:
         return output_TD
 
     def _logits(self, output_TD: Tensor, tensors: list[Tensor]) -> tuple[list[Job], Tensor | None]:
-        """What makes them, if our kernels do and they are not too many; `tensors` has then what they are made in."""
-        if len(output_TD) * self._parts.num_logits > MOST_LOGITS:
-            return [], None
+        """What makes them, if our kernels do; `tensors` has then what they are made in."""
         jobs, logits_SV, watch = _watched(lambda: self._parts.logits(output_TD))
         if not watch.only_kernels:
             return [], None

@@ -393,10 +393,6 @@ class _Pass:
     def layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         return self._model._layers(x_TD, batch, kv)[1]
 
-    @property
-    def num_logits(self) -> int:
-        return self._model.spec.vocab_size
-
     def logits(self, hidden_SD: Tensor) -> Tensor:
         return self._model.logits(hidden_SD)
 
