@@ -6,8 +6,8 @@ like a GPU's graph: at once for a handful, for more once a number of sequences h
 A pass that does anything beside our kernels cannot be recorded and runs as before.
 
 Of a handful, where the tokens' rows of the embedding and the logits are our kernels' too, they are recorded with the
-layers: then a step is a few arrays copied, and one call. With 32 sequences that was a tenth slower than torch around the
-layers' program.
+layers: then a step is a few arrays copied, and one call. With 32 sequences that was a tenth slower than torch around
+the layers' program.
 
 S sequences, T tokens of the step (as many), D model width, V vocabulary, B blocks a row.
 """
