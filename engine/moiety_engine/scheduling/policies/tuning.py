@@ -27,7 +27,7 @@ class Tuning:
     risk_factor: float = 2.0  # at risk when this many times the predicted need is left
     length_margin: float = 3.0  # of an answer's expected length, for which there must be time before the end promised
     blend: float = 300.0  # under load, seconds that a deadline moves for each second of work left
-    mixed_blend: tuple[float, float] = (400.0, 1200.0)  # the same in ranks of mixed promises, from here
+    mixed_blend: tuple[float, float] = (0.0, 1200.0)  # the same in ranks of mixed promises, from here
     mixed_excess: tuple[float, float] = (0.4, 0.6)  # to there while what is due exceeds what can be done by so much
     loaded_s: float = 10.0  # predicted wait at which that holds in full, and ranks of mixed promises go by it alone
     boost_part: float = 0.02  # of the time, for those who waited too long
