@@ -39,7 +39,6 @@ from moiety_platform.gateway_parts.telemetry import Telemetry
 from moiety_platform.gateway_parts.tokens import TokenDoor
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
-from moiety_platform.large_pages import gathered
 from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging, set_log_level
@@ -97,9 +96,9 @@ async def _serve(source: SettingsSource[GatewaySettings], listener: socket.socke
         gc.collect()
         gc.set_threshold(*RARELY)
         gc.freeze()  # what lives as long as the process need not be looked at by every collection
-        async with gathered() as num_bytes, watching(services.reloader):
+        async with watching(services.reloader):
             engines = list(source.first.engines)
-            log.info("gateway_listening", host=host, port=port, engines=engines, large_pages_bytes=num_bytes)
+            log.info("gateway_listening", host=host, port=port, engines=engines)
             await server.serve([listener])
         log.info("gateway_stopped")
 
