@@ -206,6 +206,21 @@ class Emitter:
         return builder.select(vanishes, constant(0.0), builder.fmul(poly, power))
 
 
+def call_by_rows(e: Emitter, most: int, of_rows: Callable[[int], ir.Function]) -> None:
+    """(rows, …): call the function of so many rows, from 1 to `most`, with the other arguments; none for others."""
+    rows, *args = e.function.args
+    builder = e.builder
+    end = builder.append_basic_block()
+    choice = builder.switch(rows, end)
+    for count in range(1, most + 1):
+        block = builder.append_basic_block()
+        choice.add_case(count, block)
+        builder.position_at_end(block)
+        builder.call(of_rows(count), args)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
 def _numba_type(kind: ir.Type) -> Any:
     return {I64: types.int64, F32: types.float32, VOID: types.void}[kind]
 

@@ -29,6 +29,7 @@ from moiety_kernels.cpu.emitter import (
     VI32,
     VOID,
     Emitter,
+    call_by_rows,
     constant,
     emit_once,
     function,
@@ -233,18 +234,10 @@ def _by_rows(name: str, num_arguments: int, emit: Callable[..., None]) -> Any:
     kinds = [I64] * num_arguments
 
     def choose(e: Emitter) -> None:
-        rows, *args = e.function.args
-        builder = e.builder
-        others = builder.append_basic_block()
-        choice = builder.switch(rows, others)
-        for m in range(1, MOST_ROWS + 1):
-            one = emit_once(e.module, f"moiety_{name}_{m}", kinds, partial(emit, rows=m), VOID)
-            block = builder.append_basic_block()
-            choice.add_case(m, block)
-            builder.position_at_end(block)
-            builder.call(one, args)
-            builder.ret_void()
-        builder.position_at_end(others)
+        def one(rows: int) -> ir.Function:
+            return emit_once(e.module, f"moiety_{name}_{rows}", kinds, partial(emit, rows=rows), VOID)
+
+        call_by_rows(e, MOST_ROWS, one)
 
     return _function(name, [I64, *kinds], choose)
 

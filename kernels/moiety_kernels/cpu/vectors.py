@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
-from moiety_kernels.cpu.emitter import F32, I32, I64, LANES, VOID, WIDE, Emitter, constant, emit_once, function
+from moiety_kernels.cpu.emitter import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    VOID,
+    WIDE,
+    Emitter,
+    call_by_rows,
+    constant,
+    emit_once,
+    function,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -270,22 +282,14 @@ def dot_tile(rows: int, cols: int, *, widen: bool) -> Any:
 
 def dot_tiles(cols: int, *, widen: bool) -> Any:
     """The same for a number of rows, up to TILE_ROWS, that is known only when it runs: the first argument."""
-    kinds, void = [I64] * 6, VOID
+    kinds = [I64] * 6
 
     def choose(e: Emitter) -> None:
-        rows, *args = e.function.args
-        builder = e.builder
-        others = builder.append_basic_block()
-        choice = builder.switch(rows, others)
-        for m in range(1, TILE_ROWS + 1):
-            emit = partial(_dot, rows=m, cols=cols, widen=widen)
-            tile = emit_once(e.module, f"moiety_dot_{m}_{cols}_{widen}", kinds, emit, void)
-            block = builder.append_basic_block()
-            choice.add_case(m, block)
-            builder.position_at_end(block)
-            builder.call(tile, args)
-            builder.ret_void()
-        builder.position_at_end(others)
+        def tile(rows: int) -> ir.Function:
+            emit = partial(_dot, rows=rows, cols=cols, widen=widen)
+            return emit_once(e.module, f"moiety_dot_{rows}_{cols}_{widen}", kinds, emit, VOID)
+
+        call_by_rows(e, TILE_ROWS, tile)
 
     return function(f"moiety_dots_{cols}_{widen}", [I64, *kinds], choose)
 
