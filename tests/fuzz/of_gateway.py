@@ -233,9 +233,7 @@ def open_connections() -> Take:
     limits = ConnectionLimits(
         max_header_bytes=512, max_headers=12, header_timeout_s=60, body_timeout_s=60, send_timeout_s=60, keep_alive_s=60
     )  # fmt: skip
-    loop = asyncio.new_event_loop()
     failures: list[dict] = []
-    loop.set_exception_handler(lambda _, context: failures.append(context))
 
     async def app(scope: dict, receive, send) -> None:
         more = True
@@ -249,7 +247,8 @@ def open_connections() -> Take:
     config.load()
 
     async def feed(pieces: list[bytes]) -> _Socket:
-        socket = _Socket()
+        socket, loop = _Socket(), asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failures.append(context))
         connection = Connection(config, ServerState(), {}, loop)
         connection.connection_made(socket)
         for piece in pieces:
@@ -267,7 +266,7 @@ def open_connections() -> Take:
 
     def take(data: bytes) -> None:
         way, data = split(data, 2)
-        socket = loop.run_until_complete(feed(cut(data, 9) if way else [data]))
+        socket = asyncio.run(feed(cut(data, 9) if way else [data]))
         assert not failures, failures.pop()
         assert not socket.written or socket.written.startswith(b"HTTP/1.1 "), bytes(socket.written[:40])
 

@@ -25,7 +25,6 @@ def test_every_target_has_a_corpus(corpora) -> None:
     assert all(corpora.kept(name) for name in NAMES)
 
 
-@pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_all_that_was_kept_is_taken_or_refused_in_words(corpora, name: str) -> None:
     target, chance, num_taken = corpora.TARGETS[name], random.Random(name), 0
