@@ -97,15 +97,24 @@ def before(options: argparse.Namespace) -> list[list[Pair]]:
 
 
 def measure(options: argparse.Namespace, seed: int) -> list[Pair]:
-    """The pairs of one start of both gateways."""
-    cores = os.sched_getaffinity(0)
+    """The pairs of one start of both gateways, now this one first and now that one."""
+    rng, cores, gateways = Random(seed), os.sched_getaffinity(0), dict[str, RunningGateway]()
     with contextlib.ExitStack() as stack:
-        off = stack.enter_context(running(Path(stack.enter_context(folder())), traces=False))
-        os.sched_setaffinity(0, cores)  # a gateway's start leaves us without its core, which the next one has as well
-        os.environ[METRICS_ENDPOINT] = stack.enter_context(receiver())
-        on = stack.enter_context(running(Path(stack.enter_context(folder())), traces=True))
-        del os.environ[METRICS_ENDPOINT]
-        return asyncio.run(load_in_turn({"on": on, "off": off}, options, Random(seed)))
+        for name in ("on", "off") if seed % 2 else ("off", "on"):
+            os.sched_setaffinity(0, cores)  # a start leaves us without the core that the next one has as well
+            gateways[name] = stack.enter_context(started(name))
+        return asyncio.run(load_in_turn(gateways, options, rng))
+
+
+@contextlib.contextmanager
+def started(name: str) -> Iterator[RunningGateway]:
+    """The gateway with telemetry, or that without."""
+    with contextlib.ExitStack() as stack:
+        if name == "on":
+            os.environ[METRICS_ENDPOINT] = stack.enter_context(receiver())
+        gateway = stack.enter_context(running(Path(stack.enter_context(folder())), traces=name == "on"))
+        os.environ.pop(METRICS_ENDPOINT, None)
+        yield gateway
 
 
 def folder() -> tempfile.TemporaryDirectory[str]:
