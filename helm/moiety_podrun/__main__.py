@@ -16,10 +16,10 @@ import yaml
 
 from moiety_platform.cluster.fake_api import FakeSecretsApi
 from moiety_podrun.cluster import Cluster, values_of
-from moiety_podrun.errors import PodRunError
+from moiety_podrun.errors import Failed, PodRunError
 from moiety_podrun.forwarding import serve_inside, serve_outside
 from moiety_podrun.network import ROUTER
-from moiety_podrun.rendering import render
+from moiety_podrun.rendering import Release, database_of_ones_own, render
 
 INSIDE = "MOIETY_PODRUN_INSIDE"  # set for the process that has namespaces of its own
 API_PORT = 443
@@ -32,6 +32,14 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the release.")] = "moiety",
     namespace: Annotated[str, typer.Option(help="Namespace of the release.")] = "moiety",
     secret: Annotated[list[str] | None, typer.Option(help="NAME.ENTRY=VALUE of a Secret of yours; repeatable.")] = None,
+    database: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECRET",
+            help="Run a PostgreSQL beside the release, and put its address into this Secret, which values name as "
+            "database.existingSecret.",
+        ),
+    ] = None,
     forward: Annotated[
         list[str] | None, typer.Option(help="PORT=SERVICE: pass on what comes to this machine's port; repeatable.")
     ] = None,
@@ -48,7 +56,7 @@ def main(
     given = values_of({}, *(yaml.safe_load(one.read_text(encoding="utf-8")) or {} for one in values or ()))
     try:
         if INSIDE in os.environ:
-            asyncio.run(run(place, given, name, namespace, secret or [], list(forwards)))
+            asyncio.run(run(place, given, name, namespace, secret or [], database, list(forwards)))
         else:
             words = ["unshare", "--net", "--mount", sys.executable, "-m", "moiety_podrun", *sys.argv[1:]]
             inside = serve_outside([*words, "--folder", str(place)], os.environ | {INSIDE: "1"}, place, forwards)
@@ -59,7 +67,13 @@ def main(
 
 
 async def run(
-    folder: Path, values: dict[str, Any], name: str, namespace: str, secrets: list[str], forwarded: list[str]
+    folder: Path,
+    values: dict[str, Any],
+    name: str,
+    namespace: str,
+    secrets: list[str],
+    database: str | None,
+    forwarded: list[str],
 ) -> None:
     """Until a signal. Raises PodRunError."""
     release = render(values, name, namespace)
@@ -75,6 +89,8 @@ async def run(
             secret, _, entry = where.partition(".")
             api.store(secret, entry, value.encode())
         try:
+            if database is not None:
+                await cluster.keep_database(database_of_ones_own(namespace), api, database)
             await cluster.bring_in(release, api)
             write_secrets(api, folder / "secrets")
             typer.echo(f"everything is ready; logs are in {folder}/pods, Secrets in {folder}/secrets")
@@ -83,12 +99,21 @@ async def run(
                 await _either(stop, again)
                 if again.is_set():
                     again.clear()
-                    await cluster.bring_in(render(values, name, namespace, upgrade=True), api)
-                    typer.echo("everything was rolled out anew")
+                    await _upgrade(cluster, render(values, name, namespace, upgrade=True), api)
             for server in servers:
                 server.close()
         finally:
             await cluster.close()
+
+
+async def _upgrade(cluster: Cluster, release: Release, api: FakeSecretsApi) -> None:
+    """What a hook or a pod that fails leaves running goes on, as with Helm."""
+    try:
+        await cluster.bring_in(release, api)
+    except (Failed, TimeoutError) as error:
+        typer.echo(f"the upgrade failed: {error}")
+    else:
+        typer.echo("everything was rolled out anew")
 
 
 def write_secrets(api: FakeSecretsApi, folder: Path) -> None:

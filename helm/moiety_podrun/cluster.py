@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,20 @@ class Cluster:
         await asyncio.gather(*map(self._roll_out, workloads), *map(self._roll_out_groups, groups))
         for hook in release.after:
             await self._run_hook(hook)
+        self._changed()
+
+    async def keep_database(self, workload: Object, api: FakeSecretsApi, secret: str) -> None:
+        """A PostgreSQL that is no part of the release, as an operator has one; its address is the entry `url` of the
+        Secret. Raises Failed."""
+        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        (wanted,) = (one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one)
+        password = secrets.token_hex(16)
+        api.store(wanted["name"], wanted["key"], password.encode())
+        self._sources = Sources(api, self._folder, {})
+        await self._roll_out(workload)
+        (pod,) = self._sets[workload["kind"], workload["metadata"]["name"]]
+        port = pod.peer.ports["postgres"]
+        api.store(secret, "url", f"postgresql://moiety:{password}@{pod.peer.address}:{port}/moiety".encode())
 
     async def close(self) -> None:
         """Stop everything, in order."""

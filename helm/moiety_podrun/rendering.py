@@ -43,6 +43,17 @@ def render(values: Mapping[str, Any], name: str, namespace: str, *, upgrade: boo
     )
 
 
+def database_of_ones_own(namespace: str) -> Object:
+    """A PostgreSQL outside of any release: the one that the chart bundles, of another release of which nothing else
+    is brought in."""
+    (found,) = (one for one in render({}, "outside", namespace).of_kind("StatefulSet") if _is_database(one))
+    return found
+
+
+def _is_database(one: Object) -> bool:
+    return bool(one["metadata"]["labels"]["app.kubernetes.io/component"] == "database")
+
+
 def _hooks(objects: Sequence[Object], event: str) -> list[Object]:
     chosen = [one for one in objects if event in _annotations(one).get(HOOK, "").split(",")]
     return sorted(chosen, key=lambda one: (int(_annotations(one).get(WEIGHT, 0)), one["kind"] == "Job"))

@@ -47,6 +47,8 @@ class Sources:
                 wanted = one["valueFrom"]["secretKeyRef"]
                 entries = self.secret(wanted["name"])
                 if wanted["key"] not in entries:
+                    if wanted.get("optional"):
+                        continue
                     raise Failed(f"the Secret {wanted['name']} has no entry {wanted['key']}, which a pod wants")
                 found[one["name"]] = entries[wanted["key"]].decode()
             else:

@@ -24,7 +24,7 @@ from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.app import Services, create_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.pepper import resolve_pepper
+from moiety_platform.auth.pepper import pepper_of, turn_of
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import SystemClock
@@ -175,7 +175,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
     """Open everything that the application needs; close it again in reverse, so that no usage row is lost."""
     settings = source.first
     clock, metrics, live = SystemClock(), Metrics(settings.metrics_tenants), LiveSettings(settings)
-    pepper = resolve_pepper(settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir)
+    pepper, turn = pepper_of(settings), turn_of(settings)
     async with AsyncExitStack() as stack:
         process_id = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
         telemetry = Telemetry(settings, metrics.registry, process_id)
@@ -204,7 +204,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         )
         quotas.quarantine.is_proven = engines.replicas.have_settled_for
         foreseer = await stack.enter_async_context(Foreseer(usage, quotas, ForesightMetrics(metrics.registry), clock))
-        authenticator = Authenticator(database, pepper, clock)
+        authenticator = Authenticator(database, pepper, clock, turn=turn)
         classes, prices, adapters = (
             ClassCache(database, clock),
             PriceCache(database, clock),
@@ -214,7 +214,9 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         upkeep = await _keep_up(stack, settings, process_id, database, UpkeepMetrics(metrics.registry))
         told = ReloadMetrics(metrics.registry)
         reloader = None if source.path is None else Reloader(source, live, told, beside=key_files)
-        administration = Administration(settings, database, looked_at, pepper, clock, adapters, engines.replicas)
+        administration = Administration(
+            settings, database, looked_at, (pepper, turn), clock, adapters, engines.replicas
+        )
         await stack.enter_async_context(administration)
         telemetry.send_metrics(settings)
         parts = (looked_at, authenticator, classes, prices, quotas, pepper, clock)

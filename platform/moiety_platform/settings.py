@@ -50,6 +50,8 @@ class GatewaySettings(BaseSettings):
     data_dir: Path = fixed(Path(".moiety"), "for the pepper, the usage journal and SQLite")
     database_url: str | None = fixed(None, "of the store: sqlite:///FILE or postgresql://…; none: SQLite in data_dir")
     key_pepper: SecretStr | None = fixed(None, "mixed into the hash of every API key; lives outside the database")
+    key_pepper_next: SecretStr | None = fixed(None, "the one to come: keys that others have hashed with it are taken")
+    key_pepper_previous: SecretStr | None = fixed(None, "the one before: its keys are taken, and hashed anew when used")
 
     engines: Annotated[tuple[str, ...], NoDecode] = live(
         (), "addresses of engines, of names that several stand behind, or of servers of others"

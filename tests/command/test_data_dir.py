@@ -45,6 +45,8 @@ def test_a_database_without_its_pepper_is_refused(tmp_path: Path) -> None:
             opened.check_pepper()
         opened.pepper_path.write_text("p" * 64)
         opened.check_pepper()
+        opened.pepper_path.rename(tmp_path / "pepper.previous")  # it is being replaced
+        opened.check_pepper()
 
 
 def test_the_first_keys_come_back_from_a_private_file(tmp_path: Path) -> None:

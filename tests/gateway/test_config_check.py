@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 import pytest
 
@@ -31,6 +35,9 @@ def test_a_file_that_works_has_nothing_to_be_said_of_it(check) -> None:
     good = '[serve]\nport = 18000\nno_dashboard = true\n[gateway]\nlog_level = "info"\n[traces]\ntraces_port = 4319\n'
     assert "0 wrong, 0 warnings" in check(good)
     assert "0 wrong, 0 warnings" in check("gateway:\n  engines: [tcp://a:1]\n", "moiety.yaml")
+    assert "0 wrong, 0 warnings" in check(
+        "[engine]\nmax-running = 4\nkv_memory_bytes = '4GiB'\n[dashboard]\nport = 1\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,10 @@ def test_a_file_that_works_has_nothing_to_be_said_of_it(check) -> None:
         ("[gateway]\nengines = ['tcp://a:1', 'tcp://a:1']\n", ":2: gateway.engines: an engine address is listed twice"),
         ("[gateway]\noidc_issuer = 'https://i'\n", ":1: gateway: set oidc_issuer and oidc_audience together"),
         ("[serve]\nbatchin = 'none'\n", ":2: serve.batchin: is not known"),
+        ("[serve]\nport = 'x'\n", ":2: serve.port: Input should be a valid integer"),
+        ("[engine]\nbatchin = 'none'\n", ":2: engine.batchin: is not known; did you mean 'batching'?"),
+        ("[engine]\ntp = 1\nbatching = 'nono'\n", ":3: engine.batching: 'nono' is not one of 'none', 'static'"),
+        ("[dashboard]\nport = 99999\n", ":2: dashboard.port: Input should be less than or equal to 65535"),
         (
             "[gateway]\nport = 1\n[traces]\ntraces_prt = 1\n",
             ":4: traces.traces_prt: is not known; did you mean 'traces_po",
@@ -105,3 +116,31 @@ async def test_a_file_is_compared_with_the_gateway_that_runs(start_gateway, card
 def test_what_passes_is_what_the_gateway_takes(check, tmp_path) -> None:
     check("[gateway]\nmax_body_bytes = 2048\n")
     assert GatewaySettings.load(tmp_path / "moiety.toml").max_body_bytes == 2048
+
+
+def test_an_engine_takes_its_table_of_the_file_below_its_variables_and_options(tmp_path) -> None:
+    file = tmp_path / "moiety.yaml"
+    file.write_text(
+        "engine: {scripted: true, listen: 'tcp://127.0.0.1:0', max-context-tokens: 777, name: of-the-file}\n"
+    )
+    words = [sys.executable, "-m", "moiety_platform.cli", "engine", "--config", str(file)]
+
+    def ready(*options: str, **variables: str) -> tuple[str, int]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+        with subprocess.Popen([*words, *options], env=environment, stdout=PIPE, stderr=DEVNULL) as process:
+            told = json.loads(process.stdout.readline())
+            process.kill()
+        return told["model"], told["max_context_tokens"]
+
+    assert ready() == ("of-the-file", 777)
+    assert ready(MOIETY_ENGINE_NAME="of-the-environment") == ("of-the-environment", 777)
+    assert ready("--name", "of-the-option", MOIETY_ENGINE_NAME="of-the-environment") == ("of-the-option", 777)
+
+
+def test_an_engine_refuses_a_table_with_a_name_that_it_does_not_know(tmp_path, capsys) -> None:
+    file = tmp_path / "moiety.toml"
+    file.write_text("[engine]\nbatchin = 'none'\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["engine", "--config", str(file)])
+    assert ended.value.code == 2
+    assert "does not know batchin;" in " ".join(capsys.readouterr().err.replace("│", " ").split())

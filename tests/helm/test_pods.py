@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -17,9 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.conftest import free_port
 
-EXAMPLE = Path(__file__).parents[2] / "helm" / "moiety" / "examples" / "kind.yaml"
+from .running import NEEDS_ROOT, Running, environment, running
+
 VALUES = """
 networkPolicies: {enabled: true}
 gateway: {replicas: 2, deregisterSeconds: 1, drainSeconds: 20}
@@ -34,56 +32,19 @@ declared:
       projects: [{name: web, keys: [{name: ci, keySecret: initech-ci}]}]
   prices: [{model: scripted, input: 0.15, output: "0.60"}]
 """
-START_S = 150.0
 STREAMS_A_SECOND = 20
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(420),
-    pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="namespaces need Linux and its root user"),
+    NEEDS_ROOT,
 ]
-
-
-@dataclass
-class Running:
-    """A release that runs. `url` leads to its gateways."""
-
-    process: subprocess.Popen[bytes]
-    folder: Path
-    url: str
-
-    def said(self) -> str:
-        return (self.folder / "said.log").read_text()
-
-    def wait_for(self, words: str) -> None:
-        until = time.monotonic() + START_S
-        while words not in self.said():
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < until, self.said()
-            time.sleep(0.2)
-
-    @property
-    def owner_key(self) -> str:
-        return (self.folder / "secrets" / "rel-moiety-owner" / "key").read_text()
 
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("pods")
-    values = folder / "values.yaml"
-    values.write_text(VALUES)
-    port = free_port()
-    command = [sys.executable, "-m", "moiety_podrun", "--name", "rel", "--folder", str(folder)]
-    command += ["--values", str(EXAMPLE), "--values", str(values), "--forward", f"{port}=rel-moiety"]
-    with (folder / "said.log").open("wb") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=_environment())
-        running = Running(process, folder, f"http://127.0.0.1:{port}")
-        try:
-            running.wait_for("everything is ready")
-            yield running
-        finally:
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=90) == 0
+    with running(tmp_path_factory.mktemp("pods"), VALUES) as found:
+        yield found
 
 
 def test_a_release_is_installed_and_a_rolling_restart_of_everything_costs_no_stream_and_no_token(
@@ -100,7 +61,7 @@ def test_a_release_is_installed_and_a_rolling_restart_of_everything_costs_no_str
 
 
 def test_what_values_declare_is_there_after_each_job_and_the_declared_key_is_served(release: Running) -> None:
-    key = (release.folder / "secrets" / "initech-ci" / "key").read_text()
+    key = release.secret("initech-ci", "key")
     as_owner = {"Authorization": f"Bearer {release.owner_key}"}
     with httpx.Client(base_url=release.url, timeout=60, trust_env=False) as client:
 
@@ -124,7 +85,7 @@ def test_what_the_install_page_has_a_user_type_next_makes_a_tenant_and_a_key(rel
     for line in typed:
         command = line.replace(".venv/bin/moiety", f"{sys.executable} -m moiety_platform.cli")
         told = subprocess.run(
-            ["bash", "-c", command], env=_environment() | own, capture_output=True, text=True, check=True
+            ["bash", "-c", command], env=environment() | own, capture_output=True, text=True, check=True
         ).stdout
     (key,) = re.findall(r"mty_\w+\.\w+", told)
     body = {"model": "scripted", "prompt": "hello", "max_tokens": 5}
@@ -147,13 +108,8 @@ def test_a_pod_reaches_what_it_is_meant_to_and_nothing_else(
     source: str, target: str, port: int, reached: bool, release: Running
 ) -> None:
     """By a connection from inside one pod's network to another's address."""
-    pods = json.loads((release.folder / "pods.json").read_text())
-    address = next(one["address"] for one in pods if one["part"] == target)
-    inside = next(one["process"] for one in pods if one["part"] == source)
-    code = f"import socket; socket.create_connection(({address!r}, {port}), 3).close()"
-    done = subprocess.run(
-        ["nsenter", "--target", str(inside), "--net", sys.executable, "-c", code], capture_output=True, check=False
-    )
+    address = next(one["address"] for one in release.pods() if one["part"] == target)
+    done = release.run_inside(source, f"import socket; socket.create_connection(({address!r}, {port}), 3).close()")
     assert (done.returncode == 0) == reached, done.stderr.decode()
 
 
@@ -174,7 +130,7 @@ async def _restart_under_load(release: Running) -> tuple[list[Any], str, dict[st
         stop = asyncio.Event()
         load = asyncio.create_task(_load(client, key, stop))
         await asyncio.sleep(2)
-        release.process.send_signal(signal.SIGHUP)
+        release.upgrade()
         await asyncio.to_thread(release.wait_for, "everything was rolled out anew")
         await asyncio.sleep(2)
         stop.set()
@@ -238,7 +194,3 @@ def _take(stream: Stream, chunk: dict[str, Any]) -> None:
     stream.failure = str(chunk["error"]) if "error" in chunk else stream.failure
     stream.text += "".join(choice["text"] for choice in chunk.get("choices", ()))
     stream.usage = chunk.get("usage") or stream.usage
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

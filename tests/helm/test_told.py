@@ -8,7 +8,12 @@ from typing import Any
 import yaml
 
 from .conftest import CHART, Render
-from .test_pods import EXAMPLE, VALUES
+from .running import EXAMPLE
+from .test_groups import VALUES as OF_GROUPS
+from .test_own_database import VALUES as OF_OWN_DATABASE
+from .test_pods import VALUES as OF_PODS
+
+EXECUTED = (OF_PODS, OF_OWN_DATABASE, OF_GROUPS)
 
 Objects = list[dict[str, Any]]
 
@@ -32,6 +37,6 @@ def test_the_readme_says_of_every_object_what_was_done_with_it(all_objects: Obje
 
 
 def test_what_is_called_executed_is_in_what_the_runner_is_given(render: Render) -> None:
-    values = {**yaml.safe_load(EXAMPLE.read_text(encoding="utf-8")), **yaml.safe_load(VALUES)}
-    given = {part(one) for one in render(values)}
+    example = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    given = {part(one) for values in EXECUTED for one in render({**example, **yaml.safe_load(values)})}
     assert {one for one, was in told().items() if was == "executed"} <= given

@@ -60,6 +60,30 @@ def test_a_stranger_in_the_cluster_reaches_only_what_is_for_clients(
     assert allows(policies, Peer({"app": "theirs"}, "10.9.9.9", {}), peers[target], port) == (target in ANYBODY)
 
 
+@pytest.mark.parametrize(
+    ("values", "port"),
+    [
+        ({"traces": {"otlpEndpoint": "http://collector.observability:4318"}}, 4318),
+        ({"traces": {"otlpEndpoint": "http://collector:4317", "otlpProtocol": "grpc"}}, 4317),
+        ({"traces": {"otlpEndpoint": "http://collector/v1"}}, 80),
+        ({"gateway": {"settings": {"otlp_metrics_endpoint": "http://[fd00::7]:9090/v1/metrics"}}}, 9090),
+    ],
+)
+def test_a_collector_that_values_name_is_reached_on_its_port(render: Any, values: dict[str, Any], port: int) -> None:
+    collector = Peer({"app": "collector"}, "10.9.9.9", {})
+
+    def reached(values: dict[str, Any]) -> bool:
+        objects = render(values)
+        gateway = next(
+            one for one in objects if one["kind"] == "Deployment" and one["metadata"]["name"] == "rel-moiety-gateway"
+        )
+        source = Peer(gateway["spec"]["template"]["metadata"]["labels"], "10.77.0.1", {})
+        return allows([one["spec"] for one in objects if one["kind"] == "NetworkPolicy"], source, collector, port)
+
+    assert reached(values)
+    assert not reached({})
+
+
 def test_another_port_of_what_may_be_reached_stays_closed(
     peers: dict[str, Peer], policies: list[dict[str, Any]]
 ) -> None:

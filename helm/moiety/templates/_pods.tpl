@@ -68,6 +68,12 @@ valueFrom:
     key: {{ index . 1 }}
 {{- end -}}
 
+{{/* An entry that need not be there. */}}
+{{- define "moiety.fromSecretIfThere" -}}
+{{ include "moiety.fromSecret" . }}
+    optional: true
+{{- end -}}
+
 {{- define "moiety.databaseVariable" -}}
 {{- if .Values.database.bundled.enabled -}}
 {{- include "moiety.fromSecret" (list . "database-url" "MOIETY_DATABASE_URL") -}}

@@ -30,7 +30,7 @@
 {{- fail "ingress.enabled needs the name that clients use: set ingress.host, such as llm.example.com" -}}
 {{- end -}}
 {{- range $name, $value := .Values.gateway.settings -}}
-{{- if has $name (list "database_url" "key_pepper" "traces_token" "curve_secret_key" "foreign_api_key") -}}
+{{- if has $name (list "database_url" "key_pepper" "key_pepper_next" "key_pepper_previous" "traces_token" "curve_secret_key" "foreign_api_key") -}}
 {{- fail (printf "gateway.settings.%s is a secret and would stand in plain text in a ConfigMap: put it into a Secret and name that in gateway.extraEnv as MOIETY_%s" $name (upper $name)) -}}
 {{- end -}}
 {{- if has $name (list "host" "port" "engines" "drain_s" "data_dir" "traces_endpoint" "otlp_endpoint") -}}

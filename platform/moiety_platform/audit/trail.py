@@ -25,7 +25,7 @@ from moiety_platform.db.base import Base
 from moiety_platform.db.session import UNRESTRICTED, Database
 
 _CHANGES = "moiety_audit_changes"
-_SECRET = frozenset({"secret_hash"})
+_SECRET = frozenset({"secret_hash", "pepper_mark"})
 _ADVISORY_LOCK = 0x6175_6469  # "audi"
 
 

@@ -16,8 +16,10 @@ from typing import Any
 
 import structlog
 
-from moiety_platform.auth.keys import KeyText, derive_cache_salt, hash_key, hashes_match, parse_key
+from moiety_platform.auth.keys import KeyText, derive_cache_salt, hash_key, hashes_match, mark_of, parse_key
+from moiety_platform.auth.pepper import Turn
 from moiety_platform.auth.principal import Principal
+from moiety_platform.auth.rehashing import Rehashing
 from moiety_platform.auth.store import StoredKey, find_keys
 from moiety_platform.clock import Clock
 from moiety_platform.db.failures import RETRY_AFTER_S
@@ -29,6 +31,7 @@ from moiety_platform.tenants.models import TenantStatus
 TTL_S = 2.0
 GRACE_S = 60.0
 MAX_CACHED_KEYS = 10_000
+NO_TURN = Turn()
 IN_USE_S = 30.0  # a key that was used within this is read again before it has to be
 MAX_AT_ONCE = 1_000  # keys by one statement
 LOOKUP_TIMEOUT_S = 3.0
@@ -59,12 +62,16 @@ class Authenticator:
         pepper: bytes,
         clock: Clock,
         *,
+        turn: Turn = NO_TURN,
         ttl_s: float = TTL_S,
         grace_s: float = GRACE_S,
         max_cached_keys: int = MAX_CACHED_KEYS,
     ) -> None:
         self._database = database
         self._pepper = pepper
+        self._mark = mark_of(pepper)
+        self._turn = turn
+        self.rehashing = Rehashing(database, pepper, self.forget)
         self._clock = clock
         self._ttl_s = ttl_s
         self._grace_s = grace_s
@@ -86,10 +93,25 @@ class Authenticator:
         offered_hash = hash_key(key, self._pepper)
         entry = await self._find(key.key_id)
         stored = entry.stored
-        if stored is None or entry.principal is None or not hashes_match(stored.secret_hash, offered_hash):
+        if stored is None or entry.principal is None or not self._is_right(key, offered_hash, stored):
             raise Unauthenticated(f"This API key is not one of ours. Check that it is whole and current. {_HOW_TO}")
         self._check_standing(stored)
         return entry.principal
+
+    def _is_right(self, key: KeyText, offered_hash: bytes, stored: StoredKey) -> bool:
+        """By the present pepper or by one beside it; what is not marked as of the present one is to be."""
+        if hashes_match(stored.secret_hash, offered_hash):
+            if stored.pepper_mark != self._mark:
+                self.rehashing.note(key, stored.secret_hash)
+            return True
+        if self._matches(key, self._turn.previous, stored):
+            self.rehashing.note(key, stored.secret_hash)
+            return True
+        return self._matches(key, self._turn.coming, stored)
+
+    @staticmethod
+    def _matches(key: KeyText, pepper: bytes | None, stored: StoredKey) -> bool:
+        return pepper is not None and hashes_match(stored.secret_hash, hash_key(key, pepper))
 
     async def principal_of(self, key_id: str) -> Principal:
         """The holder of a key that was authenticated before, for work that was left under it. Raises what

@@ -15,6 +15,7 @@ ID_LENGTH = 16  # 95 bits: never taken twice
 SECRET_LENGTH = 32  # base62 characters: 190 bits
 HINT_LENGTH = 4
 MIN_PEPPER_BYTES = 16
+MARK_LENGTH = 16  # hexadecimal digits; the column's
 
 _ALPHABET = string.ascii_letters + string.digits
 _SHAPE = re.compile(rf"{PREFIX}([A-Za-z0-9]{{{ID_LENGTH}}})\.([A-Za-z0-9]{{{SECRET_LENGTH}}})", re.ASCII)
@@ -57,6 +58,12 @@ def hash_key(key: KeyText, pepper: bytes) -> bytes:
     keyed = _keyed(pepper).copy()
     keyed.update(key.text.encode())
     return keyed.digest()
+
+
+@functools.lru_cache(maxsize=4)
+def mark_of(pepper: bytes) -> str:
+    """By which a pepper is known among others; says nothing about it."""
+    return hmac.digest(pepper, b"mark", hashlib.sha256).hex()[:MARK_LENGTH]
 
 
 @functools.lru_cache(maxsize=4)

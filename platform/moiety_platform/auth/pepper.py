@@ -1,4 +1,8 @@
-"""The pepper: a secret of the deployment, outside the database, without which the stored hashes of keys are useless."""
+"""The pepper: a secret of the deployment, outside the database, without which the stored hashes of keys are useless.
+
+While it is replaced there are two: gateways that know the coming one take keys that others have hashed with it, and
+those that know the previous one hash anew what is used.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,13 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import SecretStr
+
 from moiety_platform.auth.keys import MIN_PEPPER_BYTES
+from moiety_platform.settings import GatewaySettings
 
 FILE_NAME = "pepper"
+PREVIOUS_FILE_NAME = "pepper.previous"
 _NEW_BYTES = 32
 
 
@@ -24,6 +32,29 @@ class Pepper:
     value: bytes = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The peppers beside the present one while it is replaced: the one that is coming, and the one that was."""
+
+    coming: bytes | None = field(default=None, repr=False)
+    previous: bytes | None = field(default=None, repr=False)
+
+
+def pepper_of(settings: GatewaySettings) -> bytes:
+    """The gateway's. Raises BadPepper."""
+    return resolve_pepper(_text(settings.key_pepper), settings.data_dir)
+
+
+def turn_of(settings: GatewaySettings) -> Turn:
+    """Those beside it; the previous one of a data directory is a file there. Raises BadPepper."""
+    coming, previous = _text(settings.key_pepper_next), _text(settings.key_pepper_previous)
+    file = settings.data_dir / PREVIOUS_FILE_NAME
+    kept = None if previous is None else _checked(previous.encode(), "MOIETY_KEY_PEPPER_PREVIOUS")
+    if kept is None and settings.key_pepper is None and file.exists():
+        kept = _checked(file.read_bytes().strip(), str(file))
+    return Turn(None if coming is None else _checked(coming.encode(), "MOIETY_KEY_PEPPER_NEXT"), kept)
+
+
 def resolve_pepper(configured: str | None, data_dir: Path) -> bytes:
     """The configured pepper; or else the one in `data_dir`, made there at the first start. Every gateway on one
     database needs the same. Raises BadPepper."""
@@ -33,6 +64,10 @@ def resolve_pepper(configured: str | None, data_dir: Path) -> bytes:
     if not path.exists():
         _create(path)
     return _checked(path.read_bytes().strip(), str(path))
+
+
+def _text(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()
 
 
 def _create(path: Path) -> None:

@@ -8,7 +8,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.roles import Role, tenant_complaint
-from moiety_platform.auth.keys import KeyText, generate_key, hash_key
+from moiety_platform.auth.keys import KeyText, generate_key, hash_key, mark_of
 from moiety_platform.auth.schemas import (
     MAX_ALLOWED_MODELS,
     MAX_GRACE_S,
@@ -130,6 +130,7 @@ async def rotate_key(
 async def _add_with_text(session: AsyncSession, key: ApiKey, pepper: bytes) -> KeyText:
     text = generate_key()
     key.id, key.secret_hash, key.hint = text.key_id, hash_key(text, pepper), text.hint
+    key.pepper_mark = mark_of(pepper)
     session.add(key)
     await session.flush()
     return text

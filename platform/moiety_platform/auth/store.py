@@ -22,6 +22,7 @@ class StoredKey:
     key_id: str
     root_id: str  # of the keys that were rotated to it, the first
     secret_hash: bytes
+    pepper_mark: str | None
     role: Role | None
     scopes: frozenset[str]
     allowed_models: frozenset[str] | None
@@ -40,6 +41,7 @@ _COLUMNS = (
     ApiKey.id,
     ApiKey.root_id,
     ApiKey.secret_hash,
+    ApiKey.pepper_mark,
     ApiKey.role,
     ApiKey.scopes,
     ApiKey.allowed_models,
@@ -73,6 +75,7 @@ def _stored(
     key_id: str,
     root_id: str | None,
     secret_hash: bytes,
+    pepper_mark: str | None,
     role: str | None,
     scopes: list[str],
     allowed_models: list[str] | None,
@@ -90,6 +93,7 @@ def _stored(
         key_id=key_id,
         root_id=root_id or key_id,
         secret_hash=secret_hash,
+        pepper_mark=pepper_mark,
         role=Role.of(role),
         scopes=frozenset(scopes),
         allowed_models=None if allowed_models is None else frozenset(allowed_models),

@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from moiety_platform.auth.bootstrap import ensure_owner
-from moiety_platform.auth.pepper import BadPepper, resolve_pepper
+from moiety_platform.auth.pepper import BadPepper, pepper_of
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.clock import SystemClock
 from moiety_platform.cluster.deployment import ensure_secrets, put_key
@@ -58,9 +58,7 @@ def make_owner(
     """Make the first owner's key, in a store that has none, and keep it in a Secret as the entry `key`."""
     try:
         settings = GatewaySettings.load()
-        pepper = resolve_pepper(
-            settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir
-        )
+        pepper = pepper_of(settings)
         with SecretsApi.of_pod(os.environ, account) as api:
             made = asyncio.run(_ensure_owner(settings.store_url, pepper, api, name, reissue=reissue))
     except (ClusterError, BadPepper, BadDatabaseUrl, PlatformError, ValidationError) as exc:

@@ -1,5 +1,5 @@
-"""`moiety config …`: whether a configuration file is what gateway, trace store and engine take, before they are started
-with it or read it again; and what a gateway goes by."""
+"""`moiety config …`: whether a configuration file is what the parts take, before they are started with it or read it
+again; and what a gateway goes by."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from pydantic_settings import BaseSettings
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, AdminKey, DataDir, Url, admin_command
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.cli.lazy import as_command
+from moiety_platform.cli.lazy import as_command, explain_missing_package, load_target
 from moiety_platform.cli.tables import show_json
 from moiety_platform.config_file import ConfigFileError, read_config_section
 from moiety_platform.reloading.reference import reference_of
@@ -29,6 +30,7 @@ from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.trace_receiver.settings import TraceSettings
 
 TRACES, SERVE = "traces", "serve"
+BY_OPTIONS = (SERVE, "engine", "dashboard")  # which have options and no settings
 NOT_IN_FILES = ("config", "help", "version")
 PLACEHOLDER = "x" * 16  # where a setting without a default comes from the environment
 WAITS = "waits for a restart"
@@ -145,14 +147,14 @@ def problems_of(file: Path) -> Iterator[Problem]:
     """Raises ConfigFileError."""
     document = read_config_section(file, None)
     lines = file.read_text(encoding="utf-8").splitlines()
-    known = {SECTION, TRACES, SERVE}
+    known = {SECTION, TRACES, *BY_OPTIONS}
     for section, table in document.items():
         if section not in known:
             yield Problem(_line(lines, section), section, f"no part reads this table; {_meant(section, known)}")
         elif not isinstance(table, dict):
             yield Problem(_line(lines, section), section, "must be a table of settings")
-        elif section == SERVE:
-            yield from _of_options(lines, table)
+        elif section in BY_OPTIONS:
+            yield from _of_options(lines, section, table)
         else:
             model = GatewaySettings if section == SECTION else TraceSettings
             yield from _of_settings(lines, section, table, model)
@@ -179,15 +181,32 @@ def _of_settings(
             yield Problem(_line(lines, name, section), where, told)
 
 
-def _of_options(lines: list[str], table: Mapping[str, Any]) -> Iterator[Problem]:
-    """`moiety serve` takes its options by their names."""
-    from moiety_platform.cli.serve import serve  # noqa: PLC0415  only for files that have its table
+def _of_options(lines: list[str], section: str, table: Mapping[str, Any]) -> Iterator[Problem]:
+    """`moiety serve` and the parts of other packages take their options by name."""
+    try:
+        command = as_command(_command(section), section)
+    except ModuleNotFoundError as exc:
+        told = f"cannot be checked here: {explain_missing_package(exc) or exc}"
+        yield Problem(_line(lines, section), section, told, is_warning=True)
+        return
+    known = {one.name: one for one in command.params if one.name and one.name not in NOT_IN_FILES}
+    for name, value in table.items():
+        option = known.get(name.replace("-", "_"))
+        if option is None:
+            told = f"is not known; {_meant(name, known)}"
+            yield Problem(_line(lines, name, section), f"{section}.{name}", told)
+            continue
+        try:
+            command.make_context(section, [], default_map={option.name: value}).close()
+        except typer.BadParameter as exc:
+            yield Problem(_line(lines, name, section), f"{section}.{name}", exc.message.removeprefix("Value error, "))
 
-    known = [one.name for one in as_command(serve, SERVE).params if one.name not in NOT_IN_FILES]
-    for name in table:
-        if name.replace("-", "_") not in known:
-            told = f"is not known; {_meant(name, [one for one in known if one])}"
-            yield Problem(_line(lines, name, SERVE), f"{SERVE}.{name}", told)
+
+def _command(section: str) -> Any:
+    if section == SERVE:
+        return load_target("moiety_platform.cli.serve:serve")
+    (point,) = entry_points(group="moiety.commands", name=section)
+    return point.load()
 
 
 def _in_clear(lines: list[str], section: str, name: str, value: Any, kind: Any) -> Iterator[Problem]:

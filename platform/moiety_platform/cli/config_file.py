@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -25,3 +28,26 @@ def take_defaults(context: typer.Context, path: Path | None) -> Path | None:
         raise typer.BadParameter(f"[{section}] in {path} does not know {', '.join(unknown)}; it knows: {names}")
     context.default_map = {**table, **(context.default_map or {})}
     return path
+
+
+FileOption = Annotated[
+    Path | None,
+    typer.Option(callback=take_defaults, is_eager=True, help="TOML or YAML file; its table of this name sets options."),
+]
+
+
+def with_file(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A command of a package that knows no file, with `--config` beside its own options."""
+
+    def command(**given: Any) -> Any:
+        del given["config"]
+        return function(**given)
+
+    own, keyword = inspect.signature(function).parameters.values(), inspect.Parameter.KEYWORD_ONLY
+    hints = get_type_hints(function, include_extras=True) | {"config": FileOption}
+    parameters = [one.replace(kind=keyword, annotation=hints[one.name]) for one in own]
+    parameters.append(inspect.Parameter("config", keyword, default=None, annotation=FileOption))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = hints
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    return command

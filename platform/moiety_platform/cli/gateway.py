@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from moiety_platform.auth.bootstrap import ensure_bootstrap
-from moiety_platform.auth.pepper import BadPepper, resolve_pepper
+from moiety_platform.auth.pepper import BadPepper, pepper_of
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.migrations import find_upgrade
 from moiety_platform.cli.settings_of import open_settings
@@ -81,7 +81,7 @@ def gateway(
 
 async def ensure_first_keys(settings: GatewaySettings, *, reissue: bool) -> FirstKeys | None:
     """New keys for the owner and for the tenant to try with, if the store has none at all or `reissue` is given."""
-    pepper = resolve_pepper(settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir)
+    pepper = pepper_of(settings)
     database = Database.open(settings.store_url)
     try:
         made = await ensure_bootstrap(database, pepper, SystemClock(), reissue=reissue)

@@ -99,13 +99,23 @@ def add_lazy_commands(
     points: EntryPoints,
     summaries: Mapping[str, str],
     grow: Mapping[str, Callable[[TyperGroup], None]] = MappingProxyType({}),
+    change: Mapping[str, Callable[[Any], Any]] = MappingProxyType({}),
 ) -> None:
     """Add our own commands (name → target, summary), then those of the entry points; an entry point whose name is in
     `summaries` is listed with that line, any other with the name of its module. Groups of our own whose name is in
-    `grow` are given to that once they are loaded."""
+    `grow` are given to that once they are loaded; what an entry point leads to is changed by that of its name."""
     for name, (target, summary) in own.items():
         group.add_command(LazyCommand(name, summary, partial(load_target, target), grow.get(name)))
     for point in points:
         if point.name not in own:
             summary = summaries.get(point.name, f"Provided by {point.module}.")
-            group.add_command(LazyCommand(point.name, summary, point.load))
+            load = partial(_load_changed, point.load, change.get(point.name, _as_it_is))
+            group.add_command(LazyCommand(point.name, summary, load))
+
+
+def _load_changed(load: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
+    return change(load())
+
+
+def _as_it_is(loaded: Any) -> Any:
+    return loaded

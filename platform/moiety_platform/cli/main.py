@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
+from moiety_platform.cli.config_file import with_file
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.lazy import add_lazy_commands, explain_missing_package
 
@@ -44,6 +45,7 @@ COMMANDS = {
     "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
     "usage": ("moiety_platform.cli.usage:app", "Show what was used, by tenant, model or hour, and check the books."),
 }
+WITH_FILE = ("engine", "dashboard")  # which other packages have, that know no file
 SUMMARIES = {
     "engine": "Run one engine (a model replica) alone.",
     "dashboard": "Run the dashboard alone.",
@@ -121,7 +123,8 @@ def build() -> TyperGroup:
     batches = partial(
         add_lazy_commands, own={}, points=points.select(group="moiety.batch_commands"), summaries=BATCH_SUMMARIES
     )
-    add_lazy_commands(group, COMMANDS, points.select(group="moiety.commands"), SUMMARIES, {"batch": batches})
+    commands = points.select(group="moiety.commands")
+    add_lazy_commands(group, COMMANDS, commands, SUMMARIES, {"batch": batches}, dict.fromkeys(WITH_FILE, with_file))
     benches = make_group("bench", bench)
     add_lazy_commands(benches, BENCHES, points.select(group="moiety.bench_commands"), BENCH_SUMMARIES)
     group.add_command(benches)

@@ -16,7 +16,7 @@ import httpx
 import typer
 from pydantic import SecretStr
 
-from moiety_platform.auth.pepper import FILE_NAME
+from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME
 from moiety_platform.cli.doctor.command import Patient, examine, patient_of
 from moiety_platform.cli.doctor.machine import versions
 from moiety_platform.cli.errors import CommandError
@@ -68,9 +68,10 @@ def secrets_of(patient: Patient) -> list[str]:
     settings = patient.settings
     found = [one.get_secret_value() for _, one in settings if isinstance(one, SecretStr)]
     found += [patient.admin_key or ""]
-    pepper, keys = settings.data_dir / FILE_NAME, settings.data_dir / KEYS_FILE
-    if pepper.exists():
-        found.append(pepper.read_text(errors="replace").strip())
+    keys = settings.data_dir / KEYS_FILE
+    for pepper in (settings.data_dir / FILE_NAME, settings.data_dir / PREVIOUS_FILE_NAME):
+        if pepper.exists():
+            found.append(pepper.read_text(errors="replace").strip())
     if keys.exists():
         found += [str(value) for name, value in json.loads(keys.read_text()).items() if name.endswith("key")]
     return found

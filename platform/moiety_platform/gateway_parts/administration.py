@@ -11,6 +11,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.controller import AdapterRoom, adapter_routes
+from moiety_platform.auth.pepper import Turn
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.erasure.controller import erasure_routes
@@ -40,14 +41,14 @@ class Administration:
         settings: GatewaySettings,
         database: Database,
         looked_at: Database,
-        pepper: bytes,
+        peppers: tuple[bytes, Turn],
         clock: Clock,
         adapters: AdapterCache,
         replicas: Replicas,
     ) -> None:
-        """`looked_at` is the same store for those who look."""
+        """`looked_at` is the same store for those who look; `peppers` are the present one and those beside it."""
         self._database = database
-        self._pepper = pepper
+        self._pepper, self._turn = peppers
         self._clock = clock
         self._adapters = adapters
         self._replicas = replicas
@@ -61,7 +62,7 @@ class Administration:
 
     async def __aenter__(self) -> Self:
         poster = await self._stack.enter_async_context(Poster(self._reach))
-        alerts = AlertSender(self._database, poster, self._pepper, self._clock)
+        alerts = AlertSender(self._database, poster, self._pepper, self._clock, previous_pepper=self._turn.previous)
         await alerts.start()
         self._stack.push_async_callback(alerts.stop)
         self._stack.push_async_callback(self.simulations.stop)

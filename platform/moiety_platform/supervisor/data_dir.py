@@ -3,6 +3,7 @@
 moiety.db      tenants, keys, usage            keys.json    the keys of the first start, 0600
 traces.db      kept traces
 pepper         key of the keys' hashes, 0600   serve.url    where the gateway is, or was
+pepper.previous  the one before, while it is replaced
 logs/NAME.log  what each part printed          serve.lock   held while a serve runs
 run/           sockets between the parts
 """
@@ -22,6 +23,7 @@ from moiety_platform.supervisor.errors import DataDirInUse, SupervisorError
 
 PRIVATE_UMASK = 0o077  # of every process that writes here, also where the directory was there before
 KEYS_FILE = "keys.json"
+PREVIOUS_PEPPER = "pepper.previous"  # while it is replaced
 URL_FILE = "serve.url"
 MAX_SOCKET_PATH_BYTES = 90  # the kernel's limit is 107, and the name gets a little longer
 MAX_LOG_BYTES = 16 * 1024 * 1024
@@ -94,7 +96,8 @@ class DataDir:
     def check_pepper(self) -> None:
         """Raises SupervisorError if there are keys but not the secret they were hashed with: the gateway would make a
         new one, under which every key is unknown."""
-        if self.database_path.exists() and not self.pepper_path.exists():
+        replaced = (self.path / PREVIOUS_PEPPER).exists()  # the gateway makes the new one, and takes keys of both
+        if self.database_path.exists() and not self.pepper_path.exists() and not replaced:
             raise SupervisorError(
                 f"{self.pepper_path} is missing but {self.database_path} exists; its keys are worthless without it: "
                 "restore the file, or choose another --data-dir"

@@ -14,6 +14,7 @@ from moiety_platform.db.base import Base, UtcDateTime
 MAX_NAME_LENGTH = 100
 ID_LENGTH = 32
 ROLE_LENGTH = 16
+MARK_LENGTH = 16
 
 
 class TenantStatus(StrEnum):
@@ -76,7 +77,8 @@ class Project(Base):
 class ApiKey(Base):
     """A key, by the keyed hash of its text; `hint` is the last four characters. A rotated key names its successor, and
     that the first of them all, whose limits are those of each. `role` and `tenant_id` are an administrator's; a
-    project's key has its tenant through the project."""
+    project's key has its tenant through the project. `pepper_mark` tells by which pepper the hash was made; None: that
+    was before there were marks."""
 
     __tablename__ = "api_keys"
     __table_args__ = (
@@ -106,3 +108,4 @@ class ApiKey(Base):
     role: Mapped[str | None] = mapped_column(String(ROLE_LENGTH))
     tenant_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
     root_id: Mapped[str | None] = mapped_column(String(ID_LENGTH))
+    pepper_mark: Mapped[str | None] = mapped_column(String(MARK_LENGTH))

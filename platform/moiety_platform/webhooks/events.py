@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from datetime import datetime
 
 import msgspec
@@ -62,7 +63,8 @@ def derive_secret(webhook_id: str, pepper: bytes) -> str:
     return SECRET_PREFIX + hmac.digest(pepper, b"webhook:" + webhook_id.encode(), hashlib.sha256).hex()
 
 
-def signature(secret: str, body: bytes, unix_s: int) -> str:
-    """The header's value: the time, and the HMAC-SHA256 of the time, a dot and the body."""
-    mac = hmac.digest(secret.encode(), b"%d." % unix_s + body, hashlib.sha256).hex()
-    return f"t={unix_s},v1={mac}"
+def signature(secrets: Sequence[str], body: bytes, unix_s: int) -> str:
+    """The header's value: the time, and for each secret the HMAC-SHA256 of the time, a dot and the body."""
+    signed = b"%d." % unix_s + body
+    macs = (hmac.digest(secret.encode(), signed, hashlib.sha256).hex() for secret in secrets)
+    return ",".join([f"t={unix_s}", *(f"v1={mac}" for mac in macs)])

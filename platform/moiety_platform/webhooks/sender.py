@@ -48,13 +48,14 @@ class AlertSender:
         pepper: bytes,
         clock: Clock,
         *,
+        previous_pepper: bytes | None = None,
         interval_s: float = INTERVAL_S,
         backoff: Backoff = BACKOFF,
         now: Now = now_ms,
     ) -> None:
         self._database = database
         self._poster = poster
-        self._pepper = pepper
+        self._peppers = [pepper] if previous_pepper is None else [pepper, previous_pepper]
         self._clock = clock
         self._rounds = Rounds("alert-sender", self.round, interval_s)
         self._backoff = backoff
@@ -96,11 +97,11 @@ class AlertSender:
         return len(results)
 
     async def _deliver(self, delivery: Delivery) -> Sent:
-        secret = derive_secret(delivery.webhook_id, self._pepper)
+        secrets = [derive_secret(delivery.webhook_id, pepper) for pepper in self._peppers]
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "moiety-webhooks",
-            SIGNATURE_HEADER: signature(secret, delivery.body, int(self._clock.now().timestamp())),
+            SIGNATURE_HEADER: signature(secrets, delivery.body, int(self._clock.now().timestamp())),
         }
         try:
             await self._poster.post(delivery.url, delivery.body, headers)

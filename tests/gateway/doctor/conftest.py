@@ -36,8 +36,8 @@ TOKEN = "a token of gateways"
 class World:
     """A healthy deployment, and means to hurt it."""
 
-    def __init__(self, patient: Patient, gateway, stack: AsyncExitStack) -> None:
-        self.patient, self.gateway, self.stack = patient, gateway, stack
+    def __init__(self, patient: Patient, gateway, stack: AsyncExitStack, tenant_key: str) -> None:
+        self.patient, self.gateway, self.stack, self.tenant_key = patient, gateway, stack, tenant_key
         self.clock = SystemClock()
 
     def changed(self, **settings) -> Patient:
@@ -102,7 +102,7 @@ async def world(tmp_path, migrated, start_gateway, card):
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(start_gateway([FakeEngineClient(card)]))
         patient = Patient(settings, gateway.url, keys.admin_key, None)
-        yield World(patient, gateway, stack)
+        yield World(patient, gateway, stack, keys.tenant_key)
 
 
 @pytest.fixture

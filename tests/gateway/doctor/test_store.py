@@ -12,6 +12,8 @@ from sqlalchemy import insert, text, update
 from tests.conftest import free_port
 
 from moiety_migrations import HEAD, downgrade
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.pepper import pepper_of, turn_of
 from moiety_platform.cli.gateway import ensure_first_keys
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
@@ -26,6 +28,8 @@ from moiety_platform.usage.journal import create_segment, to_line, write_all
 from moiety_platform.usage.models import UsageDayMark, UsageHour
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
+
+from .conftest import complaints
 
 ROW = UsageRow(
     request_id="r-left", tenant_id="ten_a", project_id="prj_a", key_id="key_a", endpoint="/v1/chat/completions",
@@ -109,6 +113,46 @@ async def pepper_that_all_can_read(world):
     advice = yield world.patient
     world.run(advice.command)
     yield world.patient
+
+
+async def previous_pepper_that_all_can_read(world):
+    await replace_pepper(world)
+    (world.patient.settings.data_dir / "pepper.previous").chmod(0o644)
+    advice = yield world.patient
+    world.run(advice.command)
+    yield world.patient
+
+
+async def pepper_that_is_being_replaced(world):
+    await replace_pepper(world)
+    yield world.patient
+    await use_keys(world)  # of a gateway with both peppers
+    (world.patient.settings.data_dir / "pepper.previous").unlink()
+    yield world.patient
+
+
+async def previous_pepper_that_nobody_needs(world):
+    await replace_pepper(world)
+    await use_keys(world)
+    yield world.patient
+    (world.patient.settings.data_dir / "pepper.previous").unlink()
+    yield world.patient
+
+
+async def replace_pepper(world):
+    data_dir = world.patient.settings.data_dir
+    (data_dir / "pepper").rename(data_dir / "pepper.previous")
+    pepper_of(world.patient.settings)  # as a gateway that starts makes it
+
+
+async def use_keys(world):
+    settings = world.patient.settings
+    database = Database.open(settings.store_url)
+    authenticator = Authenticator(database, pepper_of(settings), SystemClock(), turn=turn_of(settings))
+    for key in (world.patient.admin_key, world.tenant_key):
+        await authenticator.authenticate(f"Bearer {key}")
+    await authenticator.rehashing.idle()
+    await database.close()
 
 
 async def no_owner_left(world):
@@ -220,6 +264,8 @@ FAULTS = [
     (pepper_that_is_too_short, "pepper_bad"),
     (pepper_of_another_deployment, "pepper_other"),
     (pepper_that_all_can_read, "pepper_open"),
+    (pepper_that_is_being_replaced, "pepper_turning"),
+    (previous_pepper_that_nobody_needs, "pepper_previous"),
     (no_owner_left, "no_owner"),
     (usage_of_a_killed_gateway, "usage_left"),
     (clock_that_runs_ahead, "clock_skew"),
@@ -234,3 +280,15 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "code"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 async def test_a_planted_fault_is_found_and_its_advice_mends_it(heals, fault, code) -> None:
     assert await heals(fault, "store") == ([code], [])
+
+
+async def test_of_two_peppers_that_all_can_read_the_previous_one_counts_as_well(heals) -> None:
+    found, left = await heals(previous_pepper_that_all_can_read, "store")
+    assert (found, left) == (["pepper_open"], ["pepper_turning"])
+
+
+async def test_marks_tell_a_pepper_of_another_deployment_without_an_administrators_key(world) -> None:
+    (world.patient.settings.data_dir / "pepper").write_text("another pepper that is long enough")
+    found = await complaints(world, replace(world.patient, admin_key=None), "store")
+    assert [one.code for one in found] == ["pepper_other"]
+    assert "2 keys: first administrator" in found[0].found

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import shlex
-import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -17,9 +16,8 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.roles import Role
-from moiety_platform.auth.keys import hash_key, hashes_match, parse_key
-from moiety_platform.auth.pepper import FILE_NAME, BadPepper, resolve_pepper
 from moiety_platform.cli.doctor.finding import Finding, Level, ok, warn, wrong
+from moiety_platform.cli.doctor.peppers import look_at_pepper
 from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
@@ -50,7 +48,7 @@ async def look_at_store(settings: GatewaySettings, admin_key: str | None, clock:
     try:
         async with database.read() as session:
             yield await look_at_clock(session, clock)
-            yield await look_at_pepper(session, settings, admin_key)
+            yield await look_at_pepper(session, settings, admin_key, clock)
             yield await look_at_owners(session, clock)
             yield await look_at_prices(session, clock)
         async with database.read() as session:
@@ -94,34 +92,6 @@ async def look_at_clock(session: AsyncSession, clock: Clock) -> Finding:
         advice = "have both machines follow the same time servers (chrony, timesyncd), and step the wrong clock"
         return wrong(AREA, "clock_skew", told, advice, "chronyc makestep")
     return ok(AREA, "clock", told)
-
-
-async def look_at_pepper(session: AsyncSession, settings: GatewaySettings, admin_key: str | None) -> Finding:
-    """Whether the stored hashes were made with it; known for sure only where an administrator's key is given."""
-    keys = await session.scalar(select(func.count()).select_from(ApiKey).where(ApiKey.revoked_at.is_(None))) or 0
-    file = settings.data_dir / FILE_NAME
-    if settings.key_pepper is None and not file.exists():
-        if not keys:
-            return ok(AREA, "pepper", "there is none yet, and no key that needs it")
-        advice = f"put the pepper of the backup back at {file} (or in MOIETY_KEY_PEPPER); without it every key is lost"
-        return wrong(AREA, "pepper_missing", f"{keys} keys are stored, and there is no pepper", advice)
-    try:
-        pepper = resolve_pepper(
-            settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir
-        )
-    except BadPepper as exc:
-        return wrong(AREA, "pepper_bad", str(exc), "put the pepper of the backup back")
-    if settings.key_pepper is None and (mode := stat.S_IMODE(file.stat().st_mode)) & 0o077:
-        told = f"{file} can be read by others (mode {mode:o})"
-        return wrong(AREA, "pepper_open", told, "let its owner alone read it", f"chmod 600 {shlex.quote(str(file))}")
-    text = parse_key(admin_key or "")
-    row = None if text is None else await session.get(ApiKey, text.key_id)
-    if text is not None and row is not None and not hashes_match(hash_key(text, pepper), row.secret_hash):
-        advice = "put the pepper of the backup back: keys that were made with it work again"
-        return wrong(AREA, "pepper_other", "the pepper is not the one that the stored keys were made with", advice)
-    return ok(
-        AREA, "pepper", "the pepper fits" if row is not None else "there is a pepper; give --admin-key to have it tried"
-    )
 
 
 async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:

@@ -1,0 +1,67 @@
+"""Hashes keys anew with the present pepper, as they are used: nobody but who sends a key has its text.
+
+Owned by the authenticator; one event loop. It is beside the requests, none of which waits for it, and what it cannot
+write while the database is away is noted again at the key's next use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+from sqlalchemy import update
+
+from moiety_platform.auth.keys import KeyText, hash_key, mark_of
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.tenants.models import ApiKey
+
+MAX_AT_ONCE = 100  # keys by one transaction
+
+log = structlog.get_logger(__name__)
+
+
+class Rehashing:
+    """`on_written` hears of each key whose row has changed."""
+
+    def __init__(self, database: Database, pepper: bytes, on_written: Callable[[str], None]) -> None:
+        self._database = database
+        self._pepper = pepper
+        self._on_written = on_written
+        self._due: dict[str, tuple[bytes, bytes]] = {}  # key id: its hash, and the one that is to be there
+        self._writing: asyncio.Task[None] | None = None
+
+    def note(self, key: KeyText, found: bytes) -> None:
+        """The key is right, by the hash that was found."""
+        self._due[key.key_id] = (found, hash_key(key, self._pepper))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all(), name="key-rehashing")
+
+    async def idle(self) -> None:
+        """Until what was noted is written, or given up."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+
+    async def _write_all(self) -> None:
+        try:
+            while self._due:
+                key_ids = list(self._due)[:MAX_AT_ONCE]
+                await self._write({key_id: self._due.pop(key_id) for key_id in key_ids})
+        except Unavailable as error:
+            self._due.clear()
+            log.warning("keys_not_rehashed", reason=str(error))
+        finally:
+            self._writing = None
+
+    async def _write(self, hashes: dict[str, tuple[bytes, bytes]]) -> None:
+        mark = mark_of(self._pepper)
+        async with self._database.write() as session:
+            for key_id, (found, wanted) in sorted(
+                hashes.items()
+            ):  # in one order, so that gateways do not block each other
+                row = ApiKey.id == key_id, ApiKey.secret_hash == found
+                await session.execute(update(ApiKey).where(*row).values(secret_hash=wanted, pepper_mark=mark))
+        for key_id in hashes:
+            self._on_written(key_id)
+        log.info("keys_rehashed", num_keys=len(hashes))

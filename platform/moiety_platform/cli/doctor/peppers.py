@@ -1,0 +1,87 @@
+"""The pepper: whether the stored keys were hashed with it, and while it is replaced, who still needs the one before."""
+
+from __future__ import annotations
+
+import shlex
+import stat
+from collections.abc import Sequence
+
+from sqlalchemy import or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.auth.keys import hash_key, hashes_match, mark_of, parse_key
+from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME, BadPepper, Turn, pepper_of, turn_of
+from moiety_platform.cli.doctor.finding import Finding, ok, warn, wrong
+from moiety_platform.clock import Clock
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.tenants.models import ApiKey
+
+AREA = "store"
+NUM_NAMED = 5  # keys
+
+
+async def look_at_pepper(
+    session: AsyncSession, settings: GatewaySettings, admin_key: str | None, clock: Clock
+) -> Finding:
+    """By the marks of the stored keys; of those from before there were marks, by the administrator's alone."""
+    working = ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > clock.now())
+    keys = (await session.scalars(select(ApiKey).where(*working).order_by(ApiKey.created_at))).all()
+    file = settings.data_dir / FILE_NAME
+    if settings.key_pepper is None and not file.exists():
+        if not keys:
+            return ok(AREA, "pepper", "there is none yet, and no key that needs it")
+        advice = f"put the pepper of the backup back at {file} (or in MOIETY_KEY_PEPPER); without it every key is lost"
+        return wrong(AREA, "pepper_missing", f"{len(keys)} keys are stored, and there is no pepper", advice)
+    try:
+        pepper, turn = pepper_of(settings), turn_of(settings)
+    except BadPepper as exc:
+        return wrong(AREA, "pepper_bad", str(exc), "put the pepper of the backup back")
+    return (
+        _open_to_others(settings)
+        or _of_another(keys, pepper, turn, admin_key)
+        or _being_replaced(keys, pepper, turn)
+        or ok(AREA, "pepper", "the pepper fits" if keys else "there is a pepper, and no key that needs it")
+    )
+
+
+def _open_to_others(settings: GatewaySettings) -> Finding | None:
+    if settings.key_pepper is not None:
+        return None
+    for file in (settings.data_dir / FILE_NAME, settings.data_dir / PREVIOUS_FILE_NAME):
+        if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & 0o077:
+            told, command = f"{file} can be read by others (mode {mode:o})", f"chmod 600 {shlex.quote(str(file))}"
+            return wrong(AREA, "pepper_open", told, "let its owner alone read it", command)
+    return None
+
+
+def _of_another(keys: Sequence[ApiKey], pepper: bytes, turn: Turn, admin_key: str | None) -> Finding | None:
+    peppers = [one for one in (pepper, turn.coming, turn.previous) if one is not None]
+    marks = {mark_of(one) for one in peppers}
+    lost = [key for key in keys if key.pepper_mark is not None and key.pepper_mark not in marks]
+    text = parse_key(admin_key or "")
+    for key in keys:
+        if text is not None and key.id == text.key_id and key not in lost:
+            lost += [] if any(hashes_match(hash_key(text, one), key.secret_hash) for one in peppers) else [key]
+    if not lost:
+        return None
+    advice = (
+        "put the pepper of the backup back (or give it as the previous one): keys that were made with it work again"
+    )
+    return wrong(AREA, "pepper_other", f"the pepper is not the one that {_named(lost)} were made with", advice)
+
+
+def _being_replaced(keys: Sequence[ApiKey], pepper: bytes, turn: Turn) -> Finding | None:
+    if turn.previous is None:
+        return None
+    left = [key for key in keys if key.pepper_mark != mark_of(pepper)]
+    if not left:
+        advice = f"take away MOIETY_KEY_PEPPER_PREVIOUS (or the file {PREVIOUS_FILE_NAME}), and destroy it"
+        return warn(AREA, "pepper_previous", "no key needs the previous pepper any more", advice)
+    advice = "keep it until they were used, or rotate those that nobody uses"
+    return warn(AREA, "pepper_turning", f"{_named(left)} still need the previous pepper", advice)
+
+
+def _named(keys: Sequence[ApiKey]) -> str:
+    names = ", ".join(f"{key.name} ({key.id})" for key in keys[:NUM_NAMED])
+    more = len(keys) - NUM_NAMED
+    return f"{len(keys)} keys: {names}{f' and {more} more' if more > 0 else ''}"
