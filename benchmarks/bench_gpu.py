@@ -22,9 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gpu_plan import on_gpu, rehearsal
+from gpu_plan import on_gpu, rehearsal, wanted
 from gpu_stages import ROOT, Outcome, Stage, environment_of, not_run, read_result, run_stage
-from gpu_summary import render
+from gpu_summary import render, told
+from gpu_targets import Verdict, judge
 
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S = 460.0
@@ -58,7 +59,7 @@ def parse() -> argparse.Namespace:
 
 
 def bench(options: argparse.Namespace, scratch: Path) -> int:
-    """The exit code: 0 where every stage passed that was run."""
+    """The exit code: 0 where every stage passed that was run, and on a GPU every target is kept."""
     end = time.monotonic() + options.limit_s
     environment = environment_of(scratch)
     machine = probe(environment)
@@ -67,20 +68,22 @@ def bench(options: argparse.Namespace, scratch: Path) -> int:
         return 1
     say(f"{machine.get('device', 'no GPU')}: python {machine['python']}, torch {machine['torch']}")
     stages = rehearsal(scratch) if options.rehearse else on_gpu(scratch, machine["arch"])
-    chosen = [name for name in options.only.split(",") if name]
+    chosen = options.only.split(",") if options.only else [stage.name for stage in stages]
     outcomes: list[Outcome] = []
     log = scratch / "all.log"
     report: dict[str, Any] = {}
+    verdicts: list[Verdict] = []
     for stage in stages:
-        if chosen and stage.name not in chosen:
+        if stage.name not in chosen:
             continue
         outcomes.append(run_one(stage, scratch, environment, end - time.monotonic(), log))
         report = assemble(options, machine, outcomes, stages)
         if not options.rehearse:
-            store(options.output or RESULTS, report, log)
-    if options.rehearse:
-        say(render(report))
-    return 0 if all(outcome.passed or not outcome.was_run for outcome in outcomes) else 1
+            verdicts = judge(report, chosen)
+            store(options.output or RESULTS, report, verdicts, log)
+    say("\n".join(map(told, verdicts)) if verdicts else render(report, verdicts))
+    passed = all(outcome.passed or not outcome.was_run for outcome in outcomes)
+    return 0 if passed and all(verdict.is_kept for verdict in verdicts) else 1
 
 
 def probe(environment: dict[str, str]) -> dict[str, Any]:
@@ -112,7 +115,7 @@ def assemble(
     options: argparse.Namespace, machine: dict[str, Any], outcomes: list[Outcome], stages: list[Stage]
 ) -> dict[str, Any]:
     found = {stage.name: read_result(stage.result) for stage in stages if stage.result is not None}
-    parts = [found.get(name, {}) for name in ("moe_layer", "fp8_layer", "four_layer", "kernels")]
+    parts = [found.get(name, {}) for name in ("moe_layer", "fp8_layer", "few_bits", "kernels")]
     inner: dict[str, Any] = next((part["environment"] for part in parts if part.get("environment")), {})
     revision = {} if options.revision is None else {"git_revision": options.revision}
     return {
@@ -122,16 +125,18 @@ def assemble(
         "stages": [asdict(outcome) for outcome in outcomes],
         "roofline": next((part["roofline"] for part in parts if part.get("roofline")), None),
         **{kind: [row for part in parts for row in part.get(kind, [])] for kind in ("rows", "failed", "skipped")},
+        "wanted": wanted(),
         "engine": found.get("engine") or None,
     }
 
 
-def store(folder: Path, report: dict[str, Any], log: Path) -> None:
+def store(folder: Path, report: dict[str, Any], verdicts: list[Verdict], log: Path) -> None:
     """After every stage, so that a machine that is taken away leaves what it had."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"kernels-{report['date']}"
-    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (folder / f"{name}.md").write_text(render(report), encoding="utf-8")
+    targets = [asdict(verdict) | {"kept": verdict.is_kept} for verdict in verdicts]
+    (folder / f"{name}.json").write_text(json.dumps(report | {"targets": targets}, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(render(report, verdicts), encoding="utf-8")
     if log.exists():
         (folder / f"{name}.log").write_bytes(log.read_bytes())
 

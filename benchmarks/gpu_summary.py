@@ -1,21 +1,15 @@
-"""What a run of `make bench-gpu` comes to: targets and whether they hold, and tables, as Markdown. Pure."""
+"""What a run of `make bench-gpu` comes to, as Markdown and for a terminal: targets and tables. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import json
+from collections import Counter
+from collections.abc import Iterable
 
-Row = dict[str, Any]
-SLACK, EXTRA_US = 1.15, 10.0  # of the time for the bytes, where they are what takes time
-LAYERS = ("moe_layer", "moe_layer_fp8", "moe_layer_int4", "moe_layer_mxfp4")
-OURS_IN_BF16, OURS_BY_TILES = "moiety_bf16", "moiety_tiles"
-GAIN = 1.4  # of float8 over bfloat16
-SKEW = 1.1  # of the even time for the same bytes and operations
-# Bounds, that route, gather and combine nothing; and ourselves.
-NO_RIVALS = ("cublas_batched", "cublas_dense", OURS_BY_TILES)
+from gpu_targets import LAYERS, Row, Verdict
 
 
-def render(report: Row) -> str:
+def render(report: Row, verdicts: list[Verdict]) -> str:
     """The whole page."""
     environment = report["environment"]
     versions = [
@@ -29,92 +23,54 @@ def render(report: Row) -> str:
         "",
         *_table(("stage", "seconds", "outcome"), map(_stage, report["stages"])),
     ]
+    if verdicts:
+        lines += ["", "## Targets", "", *_table(("target", "", "holds at", "worst"), map(_verdict, verdicts))]
     layers = [row for row in report["rows"] if row["kernel"] in LAYERS]
     if layers:
-        lines += ["", "## Targets", "", *_table(("target", "holds at", "worst"), map(_verdict, verdicts(layers)))]
         lines += ["", "## The expert layer", "", *_table(_LAYER_COLUMNS, map(_layer, layers))]
     others = [row for row in report["rows"] if row["kernel"] not in LAYERS]
     if others:
         columns = ("kernel", "shape", "tokens", "µs", "GB/s", "TFLOP/s", "of roofline", "rivals, µs")
         lines += ["", "## Other kernels", "", *_table(columns, map(_other, others))]
+    engine = report["engine"] or {}
+    if engine:
+        lines += ["", "## The engine", "", _engine_of(engine), "", "```json", _figures(engine), "```"]
     missing = [f"{one['kernel']} of {one['shape']} at {one['tokens']}: {one['error']}" for one in report["failed"]]
     missing += [f"{one['kernel']} of {one['shape']} at {one['tokens']}: {one['reason']}" for one in report["skipped"]]
+    missing += [f"{name} at {count} points, {why}" for (name, why), count in _rivals_that_failed(layers).items()]
     if missing:
         lines += ["", "## Not measured", "", *(f"- {line}" for line in missing)]
     return "\n".join(lines) + "\n"
 
 
-def verdicts(rows: list[Row]) -> list[tuple[str, list[tuple[float, Row]]]]:
-    """Each target with the points that it speaks of, and by what factor each keeps (1 or less) or misses it."""
-    layers, in_float8 = ([row for row in rows if row["kernel"] == kernel] for kernel in LAYERS[:2])
-    even = [row for row in layers if row["routing"] == "uniform"]
-    return [
-        ("bound by memory, up to half the ridge: ≤ 1.15 × floor + 10 µs", _each(even, _memory)),
-        ("4,096 tokens of E128 2816×704: ≥ 450 TFLOP/s", _each(even, _prefill)),
-        ("16,384 tokens, ≥ 1,000 rows an expert: ≥ 550 TFLOP/s", _each(even, _large)),
-        ("skewed: ≤ 1.1 × the even time for the same bytes and operations", _each(layers, _skew_of(even))),
-        (f"16,384 tokens in float8: ≥ {GAIN} × as fast as in bfloat16", _each(in_float8, _gain)),
-        ("faster than every rival in the run", _each(layers, _rivals)),
-        ("few tokens: no slower than in tiles", _each(rows, _by_rows)),
-    ]
+def told(verdict: Verdict) -> str:
+    """One line for a terminal."""
+    return f"{_mark(verdict):<12} {verdict.held}/{verdict.points}  {verdict.target}; {verdict.worst}"
 
 
-def _each(rows: list[Row], factor: Callable[[Row], float | None]) -> list[tuple[float, Row]]:
-    found = ((factor(row), row) for row in rows)
-    return [(value, row) for value, row in found if value is not None]
+def _mark(verdict: Verdict) -> str:
+    return "holds" if verdict.is_kept else "MISSED" if verdict.points else "not measured"
 
 
-def _memory(row: Row) -> float | None:
-    """Half the ridge: the arithmetic takes at most half of what the bytes take."""
-    if row["arithmetic_us"] > row["floor_us"] / 2:
-        return None
-    return row["time_us"] / (SLACK * row["floor_us"] + EXTRA_US)
+def _verdict(verdict: Verdict) -> list[str]:
+    return [verdict.target, _mark(verdict), f"{verdict.held} of {verdict.points}", verdict.worst]
 
 
-def _by_rows(row: Row) -> float | None:
-    return row["time_us"] / row["rivals"][OURS_BY_TILES] if OURS_BY_TILES in row["rivals"] else None
+def _engine_of(engine: Row) -> str:
+    """What was run, of which the real model has 48 layers."""
+    shape = engine["settings"]["shape"]
+    layers, width = shape["num_hidden_layers"], shape["hidden_size"]
+    experts = f"{shape['num_experts']} experts, top-{shape['num_experts_per_tok']}"
+    return f"Random weights in the shape of {shape['model_type']}: {layers} layers, width {width}, {experts}."
 
 
-def _prefill(row: Row) -> float | None:
-    return 450 / row["tflops"] if (row["shape"], row["tokens"]) == ("E128-2816x704", 4096) else None
+def _figures(engine: Row) -> str:
+    return json.dumps(engine["figures"], indent=1)
 
 
-def _large(row: Row) -> float | None:
-    return 550 / row["tflops"] if row["tokens"] >= 16384 and row["rows_per_expert"] >= 1000 else None
-
-
-def _skew_of(even: list[Row]) -> Callable[[Row], float | None]:
-    by_place = {(row["shape"], row["tokens"]): row for row in even}
-
-    def factor(row: Row) -> float | None:
-        like = by_place.get((row["shape"], row["tokens"]))
-        if row["routing"] == "uniform" or like is None:
-            return None
-        return row["time_us"] / (SKEW * like["time_us"] * row["floor_us"] / like["floor_us"])
-
-    return factor
-
-
-def _gain(row: Row) -> float | None:
-    wide = row["rivals"].get(OURS_IN_BF16)
-    return None if row["tokens"] < 16384 or wide is None else GAIN * row["time_us"] / wide
-
-
-def _rivals(row: Row) -> float | None:
-    times = [time for name, time in row["rivals"].items() if name not in NO_RIVALS]
-    return row["time_us"] / min(times) if times else None
-
-
-def _verdict(verdict: tuple[str, list[tuple[float, Row]]]) -> list[str]:
-    target, points = verdict
-    if not points:
-        return [target, "not measured", ""]
-    kept = sum(value <= 1 for value, _ in points)
-    worst, row = max(points, key=lambda point: point[0])
-    where = (
-        f"{row['shape']}, {row['tokens']} tokens, {row['routing']}: {row['time_us']:.0f} µs, {worst:.2f} × the target"
-    )
-    return [target, f"{kept} of {len(points)}", where]
+def _rivals_that_failed(layers: list[Row]) -> Counter[tuple[str, str]]:
+    failed = [item for row in layers for item in row.get("rivals_failed", {}).items()]
+    return Counter((name, why[:120]) for name, why in failed)
 
 
 _LAYER_COLUMNS = (

@@ -17,6 +17,7 @@ from moiety_dashboard import colours, session
 from moiety_dashboard.client import Answer, ApiError
 
 ROW_HEIGHT = 36  # pixels, of a table
+MORE_WIDTH = 0.17  # of a figure's, for the button beside a row of them
 STYLE = """
 <style>
   [data-testid="stMainBlockContainer"] { max-width: 1320px; padding: 2.4rem 2rem 3rem; }
@@ -52,9 +53,14 @@ def head(title: str, says: str) -> None:
     right.caption(f"as of {datetime.now(session.zone()):%H:%M:%S %Z}", text_alignment="right")
 
 
-def tiles(figures: Sequence[Tile]) -> None:
-    """A row of figures."""
-    for column, tile in zip(st.columns(len(figures)), figures, strict=True):
+def tiles(figures: Sequence[Tile], answers: Sequence[Answer] = (), *, key: str = "figures") -> None:
+    """A row of figures. Behind the button at its end are the queries that they come from, where they come from any."""
+    widths = [1.0] * len(figures) + [MORE_WIDTH] * bool(answers)
+    columns = st.columns(widths, gap="small")
+    if answers:
+        with columns.pop():
+            _more(answers, key, None)
+    for column, tile in zip(columns, figures, strict=True):
         with column.container(border=True, height="stretch", gap=None):
             history = None if tile.history is None or len(tile.history) < 2 else list(tile.history)
             st.metric(tile.label, tile.value, help=tile.help, chart_data=history, chart_type="area")
@@ -69,15 +75,20 @@ def panel(
     with st.container(border=True, gap="xsmall"):
         row = st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center")
         row.markdown(f"**{title}**  :small[:gray[{note}]]")
-        with row.popover(":material/more_horiz:", type="tertiary", key=f"{key} more", help="Query and data"):
-            st.caption("The query behind this: paste it into a shell with an administrator's key.")
-            for answer in answers:
-                st.code(answer.query, language="bash", wrap_lines=True)
-            if any(answer.truncated for answer in answers):
-                st.caption("There is more than is shown; narrow it down by the parameters of the query.")
-            if frame is not None:
-                _offer(frame, key)
+        with row:
+            _more(answers, key, frame)
         yield
+
+
+def _more(answers: Sequence[Answer], key: str, frame: pd.DataFrame | None) -> None:
+    with st.popover(":material/more_horiz:", type="tertiary", key=f"{key} more", help="Query and data"):
+        st.caption("The query behind this: paste it into a shell with an administrator's key.")
+        for answer in answers:
+            st.code(answer.query, language="bash", wrap_lines=True)
+        if any(answer.truncated for answer in answers):
+            st.caption("There is more than is shown; narrow it down by the parameters of the query.")
+        if frame is not None:
+            _offer(frame, key)
 
 
 def _offer(frame: pd.DataFrame, key: str) -> None:

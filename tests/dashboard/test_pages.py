@@ -18,14 +18,18 @@ from zoneinfo import ZoneInfo
 import httpx
 import pytest
 from streamlit.testing.v1 import AppTest
+from streamlit.testing.v1.element_tree import Block
+from streamlit.util import calc_hash
 from tests.conftest import free_port, wait_for
 
 from moiety_dashboard import settings as dashboard_settings
 from moiety_dashboard.client import AdminClient
+from moiety_dashboard.views import PAGES as VIEWS
 
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ZONE = ZoneInfo("America/St_Johns")  # of the browser; no machine that serves is there
+MARK = "zebracrossing"  # of a prompt, which no page shows but the one where it is written
 DEADLINE_S = 180  # a browser, five processes and a simulation share what other tests leave
 PAGES = (
     "Overview",
@@ -90,6 +94,24 @@ def test_the_query_behind_a_panel_answers_in_a_shell_what_the_panel_shows(serve:
         done = subprocess.run(answer.query, shell=True, check=True, capture_output=True, env=keyed, timeout=DEADLINE_S)
         told = json.loads(done.stdout)
         assert told.get("data") == answer.data["data"], told
+
+
+def test_behind_every_panel_and_row_of_figures_of_every_page_stands_a_query(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = sign_in(open_app(monkeypatch, serve.url), serve.admin_key)
+    num_queries = {}
+    for view in VIEWS:
+        app._page_hash = calc_hash(view.path)  # AppTest itself knows only pages that are files
+        app.run()
+        assert not app.exception, view.path
+        popovers = [node for node in app.main if isinstance(node, Block) and node.type == "popover"]
+        queries = [[code.value for code in popover.get("code")] for popover in popovers]
+        assert all(queries), (view.path, queries)
+        assert all(query.startswith("curl ") for listed in queries for query in listed)
+        num_queries[view.path] = len(queries)
+    assert min(num_queries[path] for path in ("overview", "tenants", "classes", "engines", "quotas", "audit")) > 0
+    assert num_queries["engines"] == 7
 
 
 def test_a_gateway_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +192,7 @@ def look_at_the_trace_of_globex(browser: Browser) -> None:
     """From its own address to the list, by what it is searched by, and back to it by a click; then one that is not."""
     page = browser.page
     address, shown = page.url, browser.look()
+    assert MARK not in shown
     for text in ("Tenant globex", "Promise", "kept for first", "Waterfall", "Events", "Batch"):
         assert text in shown, text
     for text in ("quota.settle", "engine.decode", "admitted"):
@@ -213,6 +236,7 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.see_in_table("website")
 
     browser.go("Playground")
+    page.get_by_label("Prompt").fill(f"what is a {MARK}?")
     browser.press("Send")
     browser.see("Whole answer")
     page.get_by_text("Open its trace").click()
@@ -258,7 +282,9 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.see_in_table(f"{datetime.fromisoformat(newest).astimezone(ZONE):%Y-%m-%d %H:%M:%S}")
     browser.see(re.compile(rf"as of .* {datetime.now(ZONE):%Z}"))
     for name in PAGES:
-        browser.go(name)  # with something in it
+        shown = browser.go(name)  # with something in it
+        assert serve.admin_key.partition(".")[2] not in shown, name
+        assert name == "Playground" or MARK not in shown, name
     browser.go("Engines")
     browser.press("Drain")
     browser.see("Are you sure?")
@@ -277,6 +303,10 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
         gateway.send_signal(signal.SIGCONT)
     browser.see("serving moiety-demo")
     assert browser.complaints == []
+    stored = {file.name: file.read_bytes() for file in serve.data_dir.rglob("*") if file.is_file()}
+    told = {"log": serve.output.encode(), "metrics": httpx.get(f"{serve.url}/metrics").content} | stored
+    assert len(stored) > 2
+    assert [name for name, text in told.items() if MARK.encode() in text] == []
 
 
 def a_kept_trace(http: httpx.Client, serve: Any) -> str:

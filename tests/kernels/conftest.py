@@ -1,7 +1,12 @@
-"""How a CPU multiplies, of the ways that this machine has; and sequences in a paged cache."""
+"""How a CPU multiplies, of the ways that this machine has; sequences in a paged cache; and kernels with a fault."""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -58,3 +63,22 @@ def paged() -> Any:
     """(queries of each sequence, their contexts, heads, key-value heads, width, places a block): what `paged_attention`
     takes first."""
     return _paged
+
+
+@pytest.fixture
+def mutated(tmp_path: Path) -> Callable[[ModuleType, str, str], ModuleType]:
+    """`mutated(module, old, new)`: the module with the one place of its text that reads `old` changed to `new`."""
+
+    def mutate(module: ModuleType, old: str, new: str) -> ModuleType:
+        text = inspect.getsource(module)
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {module.__name__}"
+        path = tmp_path / f"mutant_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(text.replace(old, new), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        mutant = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(mutant)
+        return mutant
+
+    return mutate

@@ -160,6 +160,17 @@ def test_few_tokens_ask_for_as_much_as_keeps_memory_busy(
                 assert asked >= H200.memory_bytes_per_s * LATENCY_S, (tokens, invariant, config.name, gated)
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_one_token_goes_by_rows_whatever_scales_float8_weights_have(shape: tuple[int, int, int, int]) -> None:
+    by_scales = {}
+    ways: tuple[Scales, ...] = ("row", "block")
+    for scales in ways:
+        problem = Problem(*shape, 1, weights="fp8", scales=scales)
+        assert choose(problem, H200).BM == 1
+        by_scales[scales] = seconds(problem, choose(problem, H200), H200)
+    assert by_scales["row"] <= by_scales["block"] <= 1.15 * by_scales["row"]
+
+
 @pytest.mark.parametrize(("weights", "gain"), [("int4", 1.8), ("mxfp4", 1.8)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_one_token_beside_weights_of_four_bits_is_predicted_to_be_faster_by_rows(

@@ -15,6 +15,7 @@ from moiety_dashboard.figures import ratio, short_address
 Rows = Sequence[Mapping[str, Any]]
 Seen = Mapping[str, Sequence[tuple[float, Mapping[str, Any]]]]  # by engine, when a load was seen, and the load
 
+NO_DEVICE = (None, "", "none")  # of servers of others, and of an engine that computes nothing
 OBJECTIVE = 0.99  # of the promises, against which the burn is told
 
 
@@ -120,7 +121,8 @@ def engines_frame(engines: Rows) -> pd.DataFrame:
                 "engine": short_address(engine["address"]),
                 "address": engine["address"],
                 "model": card.get("model", "–"),
-                "device": " ".join(part for part in (card.get("device"), card.get("dtype")) if part) or "–",
+                "device": " ".join(part for part in (card.get("device"), card.get("dtype")) if part not in NO_DEVICE)
+                or "–",
                 "state": engine_state(engine),
                 "running": load.get("num_running"),
                 "waiting": load.get("num_waiting"),

@@ -40,7 +40,7 @@ def draw_live(client: AdminClient) -> None:
         )
         return
     seen = samples.watch(engines)
-    panels.tiles(fleet_tiles(engines, seen))
+    panels.tiles(fleet_tiles(engines, seen), [answer])
     frame = fleet.engines_frame(engines)
     frame["output_per_s"] = [samples.latest_rate(seen, address, "output_tokens_total") for address in frame["address"]]
     for name in ("prefill", "decode"):
@@ -50,9 +50,9 @@ def draw_live(client: AdminClient) -> None:
         "Replicas", "now; time and tokens per second since the last look", [answer], key="engines", frame=frame
     ):
         panels.table(frame, columns(), "")
-    draw_watched(seen, engines)
+    draw_watched(seen, answer)
     draw_memory(client, answer)
-    draw_classes(client, engines)
+    draw_classes(client, answer)
     if st.session_state.get(DRAWN, states_of(engines)) != states_of(engines):
         st.rerun()  # the buttons below stand outside of this part
 
@@ -101,9 +101,9 @@ def columns() -> dict[str, Any]:
     }
 
 
-def draw_watched(seen: samples.Samples, engines: list[dict[str, Any]]) -> None:
+def draw_watched(seen: samples.Samples, answer: Answer) -> None:
     """Memory and batch since this session began to look; the engines keep no history of them."""
-    now = datetime.now(UTC)
+    engines, now = answer.data["data"], datetime.now(UTC)
     since = now - WATCHED
     rows = [
         {
@@ -121,17 +121,17 @@ def draw_watched(seen: samples.Samples, engines: list[dict[str, Any]]) -> None:
     span = charts.Span(since, now, timedelta(0))
     note = "since you signed in, 15 min at most"
     left, right = st.columns(2)
-    with left, panels.panel("KV cache in use", note, [], key="kv over time", frame=frame):
+    with left, panels.panel("KV cache in use", note, [answer], key="kv over time", frame=frame):
         known = frame[frame["kv_used"].notna()]
         figure = charts.Figure("kv_used", "of its blocks", ".1%")
         none = "This engine tells nothing of its KV cache."
         panels.draw(lambda: charts.lines(known, figure, "engine", inks, span), known, none, "kv chart")
-    with right, panels.panel("Sequences in the batch", note, [], key="batch over time", frame=frame):
+    with right, panels.panel("Sequences in the batch", note, [answer], key="batch over time", frame=frame):
         figure = charts.Figure("running", "sequences")
         panels.draw(lambda: charts.lines(frame, figure, "engine", inks, span), frame, "", "batch chart")
     steps = fleet.time_frame({engine["address"]: seen[engine["address"]] for engine in engines}, since)
     inks = {"prefill": colours.PREFILL, "decode": colours.DECODE}
-    with panels.panel("Time in steps", f"mean of the engines, {note}", [], key="time over time", frame=steps):
+    with panels.panel("Time in steps", f"mean of the engines, {note}", [answer], key="time over time", frame=steps):
         figure = charts.Figure("share", "of the time", ".1%")
         none = "This page has not looked twice yet."
         panels.draw(lambda: charts.lines(steps, figure, "kind", inks, span), steps, none, "time chart")
@@ -158,13 +158,13 @@ def draw_memory(client: AdminClient, engines: Answer) -> None:
         panels.table(frame, columns, "Nobody has used an engine in the last hour.")
 
 
-def draw_classes(client: AdminClient, engines: list[dict[str, Any]]) -> None:
+def draw_classes(client: AdminClient, answer: Answer) -> None:
     """By engine and class, what was decided since the engine started."""
     classes = client.get("/classes")
     inks = colours.of_classes(terms["name"] for terms in classes.data["data"])
     rows = [
         {"engine": short_address(engine["address"]), "class": name, **loads[name]}
-        for engine in engines
+        for engine in answer.data["data"]
         for loads in [fleet.class_loads([engine])]
         for name in inks
         if name in loads
@@ -173,7 +173,9 @@ def draw_classes(client: AdminClient, engines: list[dict[str, Any]]) -> None:
     counts = {"admitted": "Admitted", "rejected": "Refused", "downgraded": "Downgraded", "preempted": "Preempted",
               "relegated": "Relegated", "boosted": "Boosted"}  # fmt: skip
     shown = {"engine": "Engine", "class": "Class", "num_waiting": "Waiting now", "num_running": "Running now", **counts}
-    with panels.panel("Decisions by class", "since each engine started", [classes], key="decisions", frame=frame):
+    with panels.panel(
+        "Decisions by class", "since each engine started", [answer, classes], key="decisions", frame=frame
+    ):
         panels.table(frame, shown, "No engine has decided on a request yet.", classes=inks)
 
 

@@ -80,7 +80,7 @@ def choose_model(models: list[dict[str, Any]], row: Any) -> Mapping[str, Any] | 
 
 def draw_model(model: Mapping[str, Any], answer: Answer, window: str) -> None:
     cells = frames.cells(model)
-    panels.tiles(tiles(model, cells))
+    panels.tiles(tiles(model, cells), [answer])
     if frames.is_thin(model):
         mean = model["tokens"] * model["experts_per_token"] / model["num_experts"]
         st.caption(
@@ -116,7 +116,7 @@ def draw_plan(client: AdminClient) -> None:
     body = {"model": model, "nodes": nodes, "ranks_per_node": ranks, "redundant_experts": more}
     answer = client.ask("/experts/plan", body)
     plan, frame = answer.data, frames.plan_frame(answer.data)
-    panels.tiles(plan_tiles(plan, frame))
+    panels.tiles(plan_tiles(plan, frame), [answer], key="plan figures")
     column = st.column_config
     share: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
     columns = {

@@ -98,7 +98,7 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
             "were wrong.", series.shares(hour.data["data"], ("failed",), "requests"),
         ),
     ]  # fmt: skip
-    panels.tiles(found)
+    panels.tiles(found, [recent, hour, *([engines] if engines else [])])
 
 
 def fleet_tiles(engines: Answer | None) -> list[Tile]:

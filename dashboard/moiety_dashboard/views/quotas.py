@@ -36,7 +36,7 @@ def draw_live(client: AdminClient) -> None:
     usage, by_scope = read_paces(client)
     names = names_of(client)
     frame = limits.quotas_frame(quotas.data, names, by_scope, datetime.now(UTC))
-    panels.tiles(tiles(frame, live.data, lost.data))
+    panels.tiles(tiles(frame, live.data, lost.data), [quotas, live, lost])
     with panels.panel("Limits", "as of now; pace of the last hour or so", [quotas, usage], key="limits", frame=frame):
         none = "There is no limit. Set one on the Tenants page."
         panels.table(frame, limit_columns(), none)

@@ -175,7 +175,7 @@ def label_of(one: Mapping[str, Any]) -> str:
 
 def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> None:
     result = one["result"]
-    panels.tiles(tiles(result))
+    panels.tiles(tiles(result), [known])
     classes = client.get("/classes").data["data"]
     inks = colours.of_classes(terms["name"] for terms in classes)
     frame = simulations.sides_frame(result)

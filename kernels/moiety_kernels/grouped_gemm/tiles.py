@@ -40,6 +40,7 @@ Four = Literal["", "int4", "mxfp4"]
 WIDENING = {"wide": 0.0, "int8": 1.5, "fp8": 1.5, "int4": 4.0, "mxfp4": 8.0}
 # And where none takes it: those of the loop over a row's steps for Hopper, by its weights.
 LANE_OPERATIONS = {"wide": 5.8, "int8": 5.9, "fp8": 5.6, "int4": 4.4, "mxfp4": 5.4}
+BLOCK_LANE_OPERATIONS = 6.5  # of float8 whose scales are of blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ def _block_name(block: Block) -> str:
 
 ROWS = TileConfig(1, Block(4, 512, 4, 3, 6), Block(4, 512, 2, 5, 11))
 ROWS_EIGHT = TileConfig(1, Block(4, 512, 4, 3, 6), Block(8, 512, 2, 8, 6))
+ROWS_OF_BLOCKS = TileConfig(1, Block(4, 512, 4, 3, 5), Block(8, 512, 2, 8, 6))  # whose scales take registers
 HOPPER = (
     ROWS,
     TileConfig(16, Block(64, 64, 4, 6, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), swap_ab=True),
@@ -190,13 +192,14 @@ def _configs(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
         return PORTABLE
     if problem.weights == "wide":
         return HOPPER
-    return (*NARROW, *EIGHT) if problem.weights == "fp8" and not problem.invariant else NARROW
+    narrow = (ROWS_OF_BLOCKS, *NARROW[1:]) if problem.scales == "block" else NARROW
+    return (*narrow, *EIGHT) if problem.weights == "fp8" and not problem.invariant else narrow
 
 
 def _takes(config: TileConfig, problem: Problem, device: DeviceModel) -> bool:
     if config.BM == 1:
         most = MOST_ROW_TOKENS_OF_FOUR_BITS if config.four else MOST_ROW_TOKENS
-        return problem.tokens <= most and not problem.invariant and problem.scales != "block"
+        return problem.tokens <= most and not problem.invariant
     if config.eight and problem.rows < EIGHT_ROWS * problem.num_experts:
         return False
     if problem.scales == "block" and config.BM > BLOCK_SCALED_ROWS and not config.eight:
@@ -270,7 +273,8 @@ def _rows_seconds(problem: Problem, config: TileConfig, device: DeviceModel, *, 
     """Every pair reads its expert's weights; what two share comes from L2 the second time, if it is still there."""
     moved = problem.rows * _weight_bytes(problem) * (2 if gated else 1) / 3
     on_their_way = bytes_on_their_way(problem, config, device, gated=gated)
-    operations = moved / problem.weight_bytes * LANE_OPERATIONS[problem.weights]
+    each = BLOCK_LANE_OPERATIONS if problem.scales == "block" else LANE_OPERATIONS[problem.weights]
+    operations = moved / problem.weight_bytes * each
     rate = min(device.memory_bytes_per_s, on_their_way / LATENCY_S)
     return max(moved / rate, operations / (device.num_sms * LANES_PER_S))
 

@@ -25,11 +25,27 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
+def targets(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_targets
+
+    return gpu_targets
+
+
+@pytest.fixture
 def summary(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu_summary
 
     return gpu_summary
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_plan
+
+    return gpu_plan
 
 
 def layer(**changes: Any) -> dict[str, Any]:
@@ -138,9 +154,119 @@ def test_of_every_file_the_sanitizer_gets_the_first_tests_and_no_mutants(stages:
         ([layer(), layer(routing="zipf", time_us=60.6, floor_us=50.0)], [1, 0, 0, 0, 0, 2, 0]),
     ],
 )
-def test_targets_hold_where_the_figures_keep_them(summary: Any, rows: list[dict[str, Any]], kept: list[int]) -> None:
-    verdicts = summary.verdicts(rows)
-    assert [sum(factor <= 1 for factor, _ in points) for _, points in verdicts] == kept
+def test_targets_hold_where_the_figures_keep_them(targets: Any, rows: list[dict[str, Any]], kept: list[int]) -> None:
+    assert [sum(factor <= 1 for factor, _ in points) for _, points in targets.of_layers(rows)] == kept
+
+
+WANTED = [
+    {"kernel": "moe_layer", "shape": "Qwen3-30B-A3B", "tokens": 64, "routing": way} for way in ("uniform", "zipf")
+]
+JUDGED = ["moe_layer", "engine", "memcheck", "racecheck"]
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    """Of a run in which everything was measured and every check passed."""
+    usual = {
+        "environment": {"python": "3.12.3"},
+        "date": "2026-11-23",
+        "settings": {"command": "make bench-gpu", "arguments": []},
+        "rows": [layer(), layer(routing="zipf")],
+        "failed": [],
+        "skipped": [],
+        "wanted": WANTED,
+        "engine": None,
+        "stages": [
+            {"name": name, "code": 0, "was_run": True, "why": "", "seconds": 9.0, "tail": []}
+            for name in ("memcheck", "racecheck")
+        ],
+    }
+    return usual | changes
+
+
+def kept(verdicts: list[Any]) -> dict[str, bool]:
+    return {verdict.target: verdict.is_kept for verdict in verdicts}
+
+
+def engine_of(targets: Any, **changes: Any) -> dict[str, Any]:
+    checks = {name: {"passed": True, "target": 1.3, "found": 1.2345678} for name in targets.ENGINE} | changes
+    shape = {
+        "model_type": "qwen3_moe", "num_hidden_layers": 24, "hidden_size": 2048,
+        "num_experts": 128, "num_experts_per_tok": 8,
+    }  # fmt: skip
+    return {"checks": checks, "figures": {"replays": True}, "settings": {"shape": shape}}
+
+
+def test_a_point_that_was_left_out_is_no_target_kept(targets: Any) -> None:
+    all_there, one_missing = targets.judge(report(), JUDGED)[0], targets.judge(report(rows=[layer()]), JUDGED)[0]
+    assert (all_there.is_kept, all_there.points) == (True, 2)
+    assert (one_missing.is_kept, one_missing.held, one_missing.points) == (False, 1, 2)
+    assert one_missing.worst == "not moe_layer of Qwen3-30B-A3B, 64 tokens, zipf"
+
+
+def test_every_check_of_the_engine_is_a_target_and_one_that_was_not_made_is_not_kept(targets: Any) -> None:
+    found = kept(targets.judge(report(engine=engine_of(targets)), ["engine"]))
+    assert len(found) == len(targets.ENGINE)
+    assert all(found.values())
+    fewer = engine_of(targets)
+    del fewer["checks"]["KV waste"]
+    missed = engine_of(targets, **{"decode step at 64 streams": {"passed": False, "times_the_floor": 1.41}})
+    for engine, name in ((fewer, "KV waste"), (missed, "decode step at 64 streams"), (None, "requests at once")):
+        verdicts = targets.judge(report(engine=engine), ["engine"])
+        assert [is_kept for target, is_kept in kept(verdicts).items() if name in target] == [False]
+    part = engine_of(targets, strategies={"passed": False, "error": "out of memory"})
+    assert kept(targets.judge(report(engine=part), ["engine"]))["engine: strategies"] is False
+
+
+def test_a_sanitizer_that_complains_or_is_not_there_has_found_nothing_clean(targets: Any) -> None:
+    stages = report()["stages"]
+    stages[0] |= {"code": 99, "why": "exit code 99"}
+    stages[1] |= {"code": None, "was_run": False, "why": "not run: compute-sanitizer is not installed"}
+    verdicts = targets.judge(report(stages=stages), ["memcheck", "racecheck"])
+    assert [(one.is_kept, one.points, one.worst) for one in verdicts] == [
+        (False, 1, "exit code 99"),
+        (False, 0, "not run: compute-sanitizer is not installed"),
+    ]
+
+
+def test_targets_stand_on_the_page_and_on_the_terminal(targets: Any, summary: Any) -> None:
+    engine = engine_of(targets, **{"KV waste": {"passed": False, "target": 0.05, "fraction": 0.0712345}})
+    found = report(engine=engine)
+    verdicts = targets.judge(found, JUDGED)
+    page = summary.render(found, verdicts)
+    assert "| engine: KV waste, < 5 % | MISSED | 0 of 1 | fraction 0.07123 |" in page
+    assert "24 layers" in page
+    assert summary.told(verdicts[0]).startswith("holds        2/2")
+    nothing = targets.judge(report(rows=[layer(tokens=64)]), ["moe_layer"])
+    assert any(line.startswith("not measured 0/0  4,096 tokens") for line in map(summary.told, nothing))
+
+
+def test_whatever_the_stages_before_take_each_that_a_target_hangs_on_has_its_time(
+    targets: Any, plan: Any, tmp_path: Path
+) -> None:
+    import bench_gpu
+
+    stages = plan.on_gpu(tmp_path, "sm_90")
+    names = [stage.name for stage in stages]
+    judged = {*targets.STAGES.values(), "engine", *targets.CLEAN}
+    last = max(names.index(name) for name in judged)
+    assert sum(stage.limit_s for stage in stages[: last + 1]) + bench_gpu.LEAST_S <= bench_gpu.LIMIT_S
+    assert bench_gpu.LIMIT_S < 480
+
+
+def test_every_shape_number_of_tokens_and_routing_is_wanted(plan: Any) -> None:
+    from moiety_kernels.bench.shapes import MODELS, ROUTINGS, TOKENS
+
+    points = {(one["shape"], one["tokens"], one["routing"]) for one in plan.wanted() if one["kernel"] == "moe_layer"}
+    assert points == {(shape.name, count, routing) for shape in MODELS for count in TOKENS for routing in ROUTINGS}
+    in_float8 = {(one["shape"], one["tokens"]) for one in plan.wanted() if one["kernel"] == "moe_layer_fp8"}
+    assert in_float8 == {(shape.name, 16384) for shape in MODELS}
+
+
+def test_the_engines_checks_are_called_what_its_targets_are(targets: Any) -> None:
+    texts = [(ROOT / "benchmarks" / f"gpu_{name}.py").read_text() for name in ("engine", "strategies")]
+    for name in targets.ENGINE:
+        start = name.partition(" at ")[0] if " streams" in name else name.removesuffix("static").removesuffix("none")
+        assert any(start in text for text in texts), name
 
 
 def test_without_a_gpu_the_command_says_so_and_names_the_rehearsal() -> None:

@@ -3,12 +3,8 @@ what compiles them runs in processes of its own."""
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -67,25 +63,6 @@ def interpreter_that_rounds_to_float8(monkeypatch: pytest.MonkeyPatch) -> None:
         return convert(numbers, source, target, rounding_mode)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
-
-
-@pytest.fixture
-def mutated(tmp_path: Path) -> Callable[[ModuleType, str, str], ModuleType]:
-    """`mutated(module, old, new)`: the module with the one place of its text that reads `old` changed to `new`."""
-
-    def mutate(module: ModuleType, old: str, new: str) -> ModuleType:
-        text = inspect.getsource(module)
-        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {module.__name__}"
-        path = tmp_path / f"mutant_{len(list(tmp_path.iterdir()))}.py"
-        path.write_text(text.replace(old, new), encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        mutant = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(mutant)
-        return mutant
-
-    return mutate
 
 
 @pytest.fixture

@@ -191,6 +191,11 @@ def test_few_rows_meet_weights_of_eight_bits_by_scales_of_rows(narrow: str, devi
     assert_rows_agree(rows, Case((0, 2, 1), 72, 40, biases=True, narrow=narrow, device=device))
 
 
+@pytest.mark.parametrize(("width", "hidden"), [(208, 144), (141, 77), (640, 520)])
+def test_few_rows_meet_float8_weights_by_scales_of_blocks(width: int, hidden: int, device: str) -> None:
+    assert_rows_agree(rows, Case((0, 2, 1), width, hidden, biases=True, narrow="fp8", device=device))
+
+
 def test_rows_are_rounded_to_eight_bits_by_scales_of_their_own(device: str) -> None:
     case = Case((3, 0, 4), 1168, device=device)
     case.x[2] *= 1e6
@@ -499,6 +504,24 @@ def test_a_mutant_of_the_row_products_is_found(mutated: Any, noticed: Any, old: 
     mutant = mutated(rows, old, new)
     with pytest.raises(noticed):
         assert_rows_agree(mutant, Case((0, 2, 1), 72, 40, biases=True, device=device))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("p_up_scale = p_gate_scale + hidden * across", "p_up_scale = p_gate_scale"),
+        ("p_gate_scale + (k + i_k) // SCALE_BLOCK", "p_gate_scale + k // SCALE_BLOCK + 0 * i_k"),
+        ("2 * hidden + column) * across", "2 * hidden) * across"),
+        ("(expert * width + column) * across", "(expert * width) * across"),
+        ("p_across + (k + i_k) // SCALE_BLOCK", "p_across + (k + 0 * i_k) // SCALE_BLOCK"),
+    ],
+)
+def test_a_mutant_of_the_row_products_that_scales_otherwise_is_found(
+    mutated: Any, noticed: Any, old: str, new: str, device: str
+) -> None:
+    mutant = mutated(rows, old, new)
+    with pytest.raises(noticed):
+        assert_rows_agree(mutant, Case((0, 2, 1), 208, 144, narrow="fp8", device=device))
 
 
 def test_a_mutant_of_the_sum_is_found(mutated: Any, noticed: Any, device: str) -> None:

@@ -134,7 +134,7 @@ def draw_usage(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     window = LIVE[1]
     span = window.span()
     answer, frame = read_series(client, window, span, ["service_class"], tenant_id=tenant["id"])
-    panels.tiles(tiles(answer, window.length.total_seconds()))
+    panels.tiles(tiles(answer, window.length.total_seconds()), [answer])
     inks = colours.of_classes(sorted(set(frame["class"])))
     left, right = st.columns(2)
     note = "by class, last 1 h, 1 min a slot"

@@ -33,8 +33,8 @@ def draw(client: AdminClient, trace_id: str, names: Mapping[str, str]) -> None:
     requests = frames.requests_of(spans)
     panels.head(requests[0]["name"] if requests else spans[0]["name"], f"Trace {trace_id}")
     leave()
-    for request in requests:
-        draw_request(request, names)
+    for number, request in enumerate(requests):
+        draw_request(request, names, answer, number)
     bars = frames.bars_frame(spans)
     draw_spans(answer, bars, frames.events_frame(spans))
     draw_steps(answer, spans, linked)
@@ -60,7 +60,7 @@ def leave() -> None:
         st.rerun()
 
 
-def draw_request(request: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def draw_request(request: Mapping[str, Any], names: Mapping[str, str], answer: Answer, number: int) -> None:
     """What the request's own span says."""
     of = request["attributes"]
     cached = of.get("gen_ai.usage.cache_read.input_tokens")
@@ -76,7 +76,9 @@ def draw_request(request: Mapping[str, Any], names: Mapping[str, str]) -> None:
             Tile("Promise", "none" if kept is None else "kept" if kept else "missed",
                  f"{short(of.get('moiety.preemptions', 0))} preemptions"),
             Tile("Cost", dollars(of.get("moiety.cost_nanodollars")), f"kept for {of.get('moiety.kept_for', '–')}"),
-        ]
+        ],
+        [answer],
+        key=f"figures {number}",
     )  # fmt: skip
     row = st.container(horizontal=True, vertical_alignment="center")
     tenant, request_id = of.get("moiety.tenant_id", ""), of.get("moiety.request_id", "")

@@ -118,14 +118,15 @@ def _tile_cases(
 def _row_cases() -> list[CompileCase]:
     """Of few tokens; what adds biases also has the clipped activation."""
     cases = []
-    for weights, scales in (("wide", "none"), *_EIGHT_BITS[:2], *((four, "group") for four in _FOUR_BITS)):
+    for weights, scales in (("wide", "none"), *_EIGHT_BITS, *((four, "group") for four in _FOUR_BITS)):
         four = weights if scales == "group" else ""
         config = tiles.ROWS_FOUR if four else tiles.ROWS if weights == "wide" else tiles.ROWS_EIGHT
         kept = "i32" if four else _KEPT.get(weights, "bf16")
         pointers = dict.fromkeys(("p_x", "p_inner", "p_out"), "*bf16") | {"p_w": f"*{kept}"}
         only = {"fp8": ("sm_90", "sm_100"), "int4": ("sm_90",)}.get(weights, ())
         for bias in (False, True):
-            kind = f"{'' if weights == 'wide' else f' {weights}'}{' special' if bias else ''}"
+            kept_as = f" {weights}{' a scale a block' if scales == 'block' else ''}"
+            kind = f"{'' if weights == 'wide' else kept_as}{' special' if bias else ''}"
             activation = {"ACTIVATION": "clipped" if bias else "silu"}
             for name, kernel, block, more in (
                 ("up", rows._up_rows, config.up, activation),

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from moiety_kernels.grouped_gemm.kernels.four_rows import down_row_sums, up_row_sums
 from moiety_kernels.grouped_gemm.kernels.launching import in_words, kind_of_scales
-from moiety_kernels.grouped_gemm.kernels.shared import activate
+from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK, activate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,12 +127,21 @@ def _up_rows(
         p_up = p_w + (hidden + i_column).to(tl.int64)[:, None] * row_stride + i_k[None, :]
         gates = tl.zeros((BN, BK), dtype=tl.float32)
         ups = tl.zeros((BN, BK), dtype=tl.float32)
+        if SCALES == "block":  # whose rows are a multiple of BN, so that all columns here have those of the first
+            across = tl.cdiv(width, SCALE_BLOCK)
+            column = tl.program_id(0) % num_blocks * BN
+            p_gate_scale = p_scale + (expert.to(tl.int64) * 2 * hidden + column) * across
+            p_up_scale = p_gate_scale + hidden * across
         for k in tl.range(0, width, BK, num_stages=STAGES):
             m_k = k + i_k < width
             m_w = m_column[:, None] & m_k[None, :]
             x = tl.load(p_x + k + i_k, mask=m_k, other=0.0).to(tl.float32)
-            gates += tl.load(p_gate + k, mask=m_w, other=0.0).to(tl.float32) * x[None, :]
-            ups += tl.load(p_up + k, mask=m_w, other=0.0).to(tl.float32) * x[None, :]
+            x_gate, x_up = x, x
+            if SCALES == "block":
+                x_gate = x * tl.load(p_gate_scale + (k + i_k) // SCALE_BLOCK, mask=m_k, other=0.0)
+                x_up = x * tl.load(p_up_scale + (k + i_k) // SCALE_BLOCK, mask=m_k, other=0.0)
+            gates += tl.load(p_gate + k, mask=m_w, other=0.0).to(tl.float32) * x_gate[None, :]
+            ups += tl.load(p_up + k, mask=m_w, other=0.0).to(tl.float32) * x_up[None, :]
         gate = tl.sum(gates, axis=1)
         up = tl.sum(ups, axis=1)
     else:
@@ -165,6 +174,8 @@ def _down_rows(
         p_column = p_w + i_column.to(tl.int64)[:, None] * row_stride + i_k[None, :]
         sums = tl.zeros((BN, BK), dtype=tl.float32)
         steps = tl.cdiv(hidden, BK)
+        across = tl.cdiv(hidden, SCALE_BLOCK)
+        column = tl.program_id(0) % num_blocks * BN
         for step in tl.range(0, top_k * steps, num_stages=STAGES):
             pair = token * top_k + step // steps
             k = step % steps * BK
@@ -172,6 +183,9 @@ def _down_rows(
             m_k = (k + i_k < hidden) & (expert >= 0)  # elsewhere
             share = tl.load(p_weight + pair)
             inner = tl.load(p_inner + pair.to(tl.int64) * hidden + k + i_k, mask=m_k, other=0.0).to(tl.float32)
+            if SCALES == "block":
+                p_across = p_scale + (expert * width + column) * across
+                inner *= tl.load(p_across + (k + i_k) // SCALE_BLOCK, mask=m_k, other=0.0)
             m_w = m_column[:, None] & m_k[None, :]
             weights = tl.load(p_column + expert * expert_stride + k, mask=m_w, other=0.0)
             parts = weights.to(tl.float32) * (inner * share)[None, :]

@@ -1,0 +1,99 @@
+"""What the parts of `gpu_engine.py` have in common: a report that is on disk at once, and loops over one model."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moiety_engine.bench.engine import make_request
+from moiety_engine.bench.lengths import Lengths
+from moiety_engine.config import EngineConfig, LoadFormat
+from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.arithmetic import Arithmetic
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.resident import free_cached_memory
+
+
+@dataclass
+class Report:
+    """What is found, on disk as soon as it is there."""
+
+    path: Path | None
+    begun_s: float = field(default_factory=time.monotonic)
+    found: dict[str, Any] = field(default_factory=lambda: {"checks": {}, "figures": {}, "errors": {}})
+
+    def check(self, name: str, passed: bool, **more: Any) -> None:
+        self.found["checks"][name] = {"passed": bool(passed), **more}
+        print(f"{'ok  ' if passed else 'FAIL'} {name} {more or ''}", flush=True)
+        self.save()
+
+    def figure(self, name: str, value: Any) -> None:
+        self.found["figures"][name] = value
+        print(f"     {name}: {value}", flush=True)
+        self.save()
+
+    def save(self) -> None:
+        self.found["took_s"] = self.elapsed_s
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.found, indent=1))
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.begun_s
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """One that fails does not keep the others from being seen."""
+        begin_s = time.monotonic()
+        try:
+            yield
+        except Exception as exc:
+            traceback.print_exc()
+            self.found["errors"][name] = f"{type(exc).__name__}: {exc}"
+            self.check(name, False, error=str(exc)[:300])
+        self.figure(f"{name}_took_s", round(time.monotonic() - begin_s, 2))
+
+    @property
+    def passed(self) -> bool:
+        return all(one["passed"] for one in self.found["checks"].values())
+
+
+class Bench:
+    """One shape, whose weights are drawn once; loops over them with what settings each part wants."""
+
+    def __init__(self, shape: dict[str, Any], device: str, folder: Path, quantization: str = "auto") -> None:
+        (folder / "config.json").write_text(json.dumps(shape))
+        self.shape = shape
+        self.config = EngineConfig(
+            model=str(folder), name="random", device=device, dtype="bfloat16", load_format=LoadFormat.DUMMY,
+            quantization=quantization,
+        )  # fmt: skip
+        self._folder = folder
+        self.model: Transformer | None = None
+
+    def loop(self, *, invariant: bool = False, **settings: Any) -> EngineLoop:
+        """`invariant`: the same weights, batch-invariant."""
+        if self.model is not None:
+            free_cached_memory(self.model.device)  # what the loop before this one had is needed again
+        config = EngineConfig(**{name: getattr(self.config, name) for name in self.config.__struct_fields__} | settings)
+        if self.model is None:
+            self.model = load_loop(config).model
+        model = self.model
+        if invariant:
+            model = Transformer(model.spec, model._weights, arithmetic=Arithmetic(invariant=True))
+        loop = EngineLoop(model, config)
+        loop.warm_up()
+        return loop
+
+
+def requests(loop: EngineLoop, lengths: list[Lengths]) -> list[CoreSubmit]:
+    draw = random.Random(0)
+    return [make_request(loop, key, one, draw) for key, one in enumerate(lengths)]

@@ -1,0 +1,256 @@
+"""Each kernel for CPUs agrees with its reference, and one with a fault, a dropped mask or a wrong offset, does not: the
+same check finds it. No fault reads or writes beyond what the kernel was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_kernels.attention_input import AttentionInputPlan
+from moiety_kernels.attention_input import cpu as attention_input
+from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
+from moiety_kernels.cpu import compiling, dots
+from moiety_kernels.cpu.team import team
+from moiety_kernels.embedding import cpu as embedding
+from moiety_kernels.embedding.reference import embedding as embedding_reference
+from moiety_kernels.expert_count import cpu as expert_count
+from moiety_kernels.expert_count.reference import count_picks as count_picks_reference
+from moiety_kernels.head_linear import cpu as head_linear
+from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
+from moiety_kernels.latent_input import LatentInputPlan
+from moiety_kernels.latent_input import cpu as latent_input
+from moiety_kernels.latent_input import reference as latent_reference
+from moiety_kernels.linear import cpu as linear
+from moiety_kernels.linear.reference import linear as linear_reference
+from moiety_kernels.low_rank import Factors
+from moiety_kernels.low_rank import cpu as low_rank
+from moiety_kernels.low_rank import reference as low_rank_reference
+from moiety_kernels.moe import SILU
+from moiety_kernels.moe import cpu as moe
+from moiety_kernels.moe.reference import experts as experts_reference
+from moiety_kernels.paged_attention import cpu as paged_attention
+from moiety_kernels.paged_attention import cpu_pairs
+from moiety_kernels.paged_attention.reference import paged_attention as paged_attention_reference
+from moiety_kernels.rms_norm import cpu as rms_norm
+from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
+from moiety_kernels.route import RoutingSpec
+from moiety_kernels.route import cpu as route
+from moiety_kernels.route.reference import route as route_reference
+
+Check = Callable[[ModuleType, Any], None]
+
+
+pytestmark = pytest.mark.slow  # each fault is compiled
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time() -> Iterator[None]:
+    """On two threads."""
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    team.cache_clear()
+    yield
+    torch.set_num_threads(before)
+    team.cache_clear()
+
+
+def assert_close(ours: Tensor, theirs: Tensor, ratio: float = 1e-5) -> None:
+    """False for NaN, too."""
+    assert (ours.float() - theirs.float()).abs().max() <= ratio * theirs.float().abs().max().clamp(min=0.1)
+
+
+def embeds(kernel: ModuleType, _: Any) -> None:
+    ids, table = torch.randint(50, (70,)), torch.randn(50, 48).bfloat16()
+    for factor in (1.0, 3.0):
+        assert torch.equal(kernel.embedding(ids, table, factor), embedding_reference(ids, table, torch.float32, factor))
+
+
+def counts(kernel: ModuleType, _: Any) -> None:
+    chosen = [torch.rand(40, 8).topk(2).indices.int() for _ in range(3)]
+    owner = torch.randint(0, 4, (40,))
+    owner[(chosen[0] == 0).any(dim=1)] = 0  # an expert that only nobody's tokens went to
+    found = []
+    for count in (kernel.count_picks, count_picks_reference):
+        picks, active = torch.zeros(4, 3, 8, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+        count(chosen, owner, picks, active)
+        found.append((picks, active))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def normalizes(kernel: ModuleType, _: Any) -> None:
+    x, delta, weight = torch.randn(70, 48), torch.randn(70, 48), torch.randn(48)
+    assert_close(kernel.rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    total, normed = kernel.add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
+    assert_close(total, x + delta)
+    assert_close(normed, rms_norm_reference(x + delta, weight, 1e-5))
+
+
+def routes(kernel: ModuleType, _: Any) -> None:
+    grouped = {"scoring": "sigmoid", "num_groups": 4, "top_groups": 2, "group_score": "best_two", "scale": 2.5}
+    for more in ({}, grouped, {"scoring": "softmax_chosen"}):
+        spec = RoutingSpec(16, 3, renormalize=True, **more)
+        logits, bias = 3 * torch.randn(70, 16), torch.randn(16) if more is grouped else None
+        weight, expert = kernel.route(logits, spec, bias)
+        expected_weight, expected_expert = route_reference(logits, spec, bias)
+        assert torch.equal(expert, expected_expert)
+        assert_close(weight, expected_weight)
+
+
+def multiplies(kernel: ModuleType, _: Any) -> None:
+    x, weight, bias = torch.randn(200, 64).bfloat16().float(), torch.randn(515, 64).bfloat16() / 8, torch.randn(515)
+    assert_close(kernel.linear(x, weight, bias), linear_reference(x, weight, bias))
+
+
+def multiplies_heads(kernel: ModuleType, _: Any) -> None:
+    x, weight = torch.randn(130, 3, 64).bfloat16().float(), torch.randn(3, 40, 64).bfloat16() / 8
+    assert_close(kernel.head_linear(x, weight), head_linear_reference(x, weight))
+
+
+def adds_low_rank(kernel: ModuleType, _: Any) -> None:
+    factors = Factors(torch.randn(3, 2 * 4, 32), torch.randn(3, 4, 48), (32, 16))
+    x, slots, out = torch.randn(9, 32), torch.tensor([0, -1, 2, 1, 1, -1, 0, 2, 2]), torch.randn(9, 48)
+    expected = out.clone()
+    low_rank_reference.add(expected, x, factors, slots)
+    kernel.add(out, x, factors, slots)
+    assert_close(out, expected)
+
+
+def attends(kernel: ModuleType, paged: Any) -> None:
+    inputs = paged([1, 1, 7, 130], [1, 300, 7, 150], 6, 2, 64, 5)
+    for window, sinks in ((None, None), (37, 3 * torch.randn(6))):
+        ours = kernel.paged_attention(*inputs, 0.125, window, sinks)
+        assert_close(ours, paged_attention_reference(*inputs, 0.125, window, sinks), 2e-5)
+
+
+def attends_in_pairs(kernel: ModuleType, paged: Any) -> None:
+    """By the task of `kernel`; what rounding does is far below what a fault does."""
+    inputs = paged([1, 1, 7, 130], [1, 300, 7, 150], 6, 2, 64, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_pairs, "task", kernel.task)
+        patch.setattr(cpu_pairs, "usable", lambda: True)
+        for window, sinks in ((None, None), (37, 3 * torch.randn(6))):
+            ours = paged_attention.paged_attention(*inputs, 0.125, window, sinks, rounds=True)
+            assert_close(ours, paged_attention_reference(*inputs, 0.125, window, sinks), 2e-2)
+
+
+def prepares(kernel: ModuleType, _: Any) -> None:
+    qkv, angles, positions = torch.randn(37, 10 * 32), torch.randn(500, 8), torch.randint(0, 500, (37,))
+    slots = torch.randperm(80)[:37]
+    slots[5::9] = -1
+    plan = AttentionInputPlan(torch.randn(32), torch.randn(32), 1e-6, 2.0)
+    caches = [torch.full((10, 2, 8, 32), 7.0) for _ in range(4)]
+    tables = angles.cos(), angles.sin(), positions
+    expected = attention_input_reference(qkv.clone(), plan, *tables, *caches[:2], slots)
+    assert_close(kernel.attention_input(qkv, plan, *tables, *caches[2:], slots), expected)
+    assert_close(caches[2], caches[0])
+    assert torch.equal(caches[3], caches[1])
+
+
+def prepares_latent(kernel: ModuleType, _: Any) -> None:
+    x, angles, positions = torch.randn(37, 48 + 64 + 16), torch.randn(500, 8), torch.randint(0, 500, (37,))
+    slots = torch.randperm(80)[:37]
+    plan, tables = LatentInputPlan(torch.randn(64), torch.randn(48), 1e-6), (angles.cos(), angles.sin(), positions)
+    ours, theirs = (torch.full((10, 8, 80), 7.0) for _ in range(2))
+    expected = latent_reference.latent_input(x.clone(), plan, *tables, theirs, slots)
+    assert_close(kernel.latent_input(x, plan, *tables, ours, slots), expected)
+    assert_close(ours, theirs)
+    q, key_up = torch.randn(37, 3, 48).bfloat16().float(), torch.randn(3, 40, 32).bfloat16() / 8
+    assert_close(kernel.latent_queries(q, key_up, *tables), latent_reference.latent_queries(q, key_up, *tables))
+
+
+def mixes_experts(kernel: ModuleType, _: Any) -> None:
+    x, up, down = torch.randn(90, 64), torch.randn(4, 96, 64) / 8, torch.randn(4, 64, 48) / 7
+    weight, expert = torch.rand(90, 2), torch.rand(90, 4).topk(2).indices.int()
+    ours = kernel.experts(x, weight, expert, up, down, SILU, None, None)
+    assert_close(ours, experts_reference(x, weight, expert, up, down))
+
+
+CHECKS: dict[ModuleType, Check] = {
+    embedding: embeds,
+    expert_count: counts,
+    rms_norm: normalizes,
+    route: routes,
+    linear: multiplies,
+    head_linear: multiplies_heads,
+    low_rank: adds_low_rank,
+    paged_attention: attends,
+    cpu_pairs: attends_in_pairs,
+    attention_input: prepares,
+    latent_input: prepares_latent,
+    moe: mixes_experts,
+}
+MUTANTS = [
+    (embedding, "load_i64(token_ids, t) * row_bytes", "load_i64(token_ids, task * _BLOCK) * row_bytes"),
+    (embedding, "if factor != 1.0:", "if factor == 1.0:"),
+    (expert_count, "if owner != 0 and load_i32", "if load_i32"),
+    (expert_count, "+ owner * load_i64(args, SLOT_BYTES)", "+ (owner & 1) * load_i64(args, SLOT_BYTES)"),
+    (rms_norm, "sum_squares(row, width) / width", "sum_squares(row, width - 16) / width"),
+    (rms_norm, "delta + 4 * width * t, width", "delta + 4 * width * (task * _BLOCK), width"),
+    (route, "if better >= top_groups:", "if better > top_groups:"),
+    (route, "for e in range(1, experts):\n            if load", "for e in range(1, experts - 1):\n            if load"),
+    (linear, "load_i64(args, 0) + row * x_stride, x_stride", "load_i64(args, 0), x_stride"),
+    (head_linear, "head * n + column, num_columns", "column, num_columns"),
+    (low_rank, "load_f32(inner, part * rank + j)", "load_f32(inner, j)"),
+    (paged_attention, "min(count, position + 1 - start)", "min(count, position + 2 - start)"),
+    (
+        paged_attention,
+        "slot = (load_i32(table, block) * kv_heads + head)",
+        "slot = (load_i32(table, block) * kv_heads)",
+    ),
+    (cpu_pairs, "seen = position + i // sharing + 1 - start", "seen = position + i // sharing + 2 - start"),
+    (attention_input, "_normalize(k, kv_heads * width, k_norm", "_normalize(k, width, k_norm"),
+    (attention_input, "rotate_heads(q, heads + kv_heads,", "rotate_heads(q, heads,"),
+    (attention_input, "if slot < 0:\n            continue", "if slot < 0:\n            slot = 0"),
+    (latent_input, "load_i64(positions, t)\n        rotate", "load_i64(positions, 0)\n        rotate"),
+    (latent_input, "q + t * token_bytes + head * head_bytes", "q + t * token_bytes"),
+    (moe, "x + pair // top_k * x_stride", "x + pair // top_k // 2 * x_stride"),
+    (moe, "expert * width + column, num_columns, hidden", "column, num_columns, hidden"),
+]
+
+
+def named(module: ModuleType) -> str:
+    return module.__name__.removeprefix("moiety_kernels.")
+
+
+@pytest.mark.parametrize("module", CHECKS, ids=named)
+def test_a_kernel_agrees_with_its_reference(module: ModuleType, paged: Any) -> None:
+    if module is cpu_pairs and not dots.usable(16):
+        pytest.skip("this processor does not multiply in pairs")
+    CHECKS[module](module, paged)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"), [pytest.param(*one, id=f"{named(one[0])}: {one[1][:40]}") for one in MUTANTS]
+)
+def test_a_mutant_is_found(
+    module: ModuleType, old: str, new: str, mutated: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if module is cpu_pairs and not dots.usable(16):
+        pytest.skip("this processor does not multiply in pairs")
+    monkeypatch.setattr(compiling, "_cacheable", lambda: False)  # of a text that is gone nothing is to be kept
+    mutant = mutated(module, old, new)
+    with pytest.raises(AssertionError):
+        CHECKS[module](mutant, paged)
+
+
+def test_every_kernel_for_cpus_has_mutants() -> None:
+    import importlib
+    import pkgutil
+
+    import moiety_kernels
+
+    packages = [one.name for one in pkgutil.iter_modules(moiety_kernels.__path__) if one.ispkg]
+    found = {
+        name
+        for name in packages
+        for one in pkgutil.iter_modules(importlib.import_module(f"moiety_kernels.{name}").__path__)
+        if one.name == "cpu"
+    }
+    assert found == {named(module).partition(".")[0] for module, _, _ in MUTANTS}
