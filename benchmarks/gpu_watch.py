@@ -110,5 +110,5 @@ def step_bytes(model: Transformer, streams: int, context: int) -> float:
                 routing = layer.ffn.routing
                 chosen = 1 - (1 - routing.top_k / routing.num_experts) ** streams
             total += tensor.nbytes * chosen if name else 0
-    total += model._weights.head_VD.nbytes
+    total += sum(tensor.nbytes for _, tensor in named_tensors(model._weights.head_VD))
     return total + streams * context * model.kv_bytes_per_block(16) / 16

@@ -43,7 +43,7 @@ _Kind = tuple[int, bool]  # sequences, and whether any has an adapter
 _ALLOCATIONS = {"empty", "empty_like"}
 _QUERIES = {"data_ptr", "dim", "element_size", "is_contiguous", "numel", "stride", "__len__"}
 _QUERIES |= {"__get__"}  # shape, dtype …
-_VIEWS = {"as_strided", "view"}
+_VIEWS = {"as_strided", "unsqueeze", "view"}
 
 
 class _Watch(TorchFunctionMode):

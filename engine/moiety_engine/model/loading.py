@@ -20,6 +20,7 @@ from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_products
 from moiety_engine.model.foretelling import foretelling_spec, require_foretelling
+from moiety_engine.model.head import narrow_head_bytes, with_narrow_head
 from moiety_engine.model.offloading import budget, most_chosen, open_store
 from moiety_engine.model.residence import require_fit, weight_bytes
 from moiety_engine.model.shares import check_cuts, own_spec
@@ -29,7 +30,7 @@ from moiety_engine.model.weights import ModelWeights
 from moiety_kernels.cpu.beginning import begin
 from moiety_kernels.mla_attention import reads_whole_numbers
 from moiety_kernels.moe import MOE_KERNELS, unavailable
-from moiety_kernels.quantization import FORMATS
+from moiety_kernels.quantization import FORMATS, INT4, INT8
 from moiety_kernels.quantization.on_gpu import FLOAT8_CAPABILITY
 from moiety_kernels.quantization.weight import BLOCK, GPU_PACK
 
@@ -46,6 +47,7 @@ log = structlog.get_logger()
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _IN_PLACE = OffloadConfig()
+_WHOLE_NUMBERS = {INT8.name, INT4.name}
 
 
 class Loading(TypedDict, total=False):
@@ -131,12 +133,13 @@ def load_share(
 
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
     means that the weights are kept so; activations are float32. `quantization`: how the weights of products are kept,
-    "none" or one of FORMATS; "auto": as the checkpoint has them. `kv_dtype`, of the cache, is "auto", the activations',
-    or "bf16" beside weights in that, or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto"
-    takes the fastest. With `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads`
-    sets the threads of the process. Of several `ranks` this one reads its share only. `offload`: which experts need not
-    be on the device. `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that
-    foretells from what the model makes of tokens; `foretelling`: it is what is read, and nothing else. Raises
+    "none" or one of FORMATS; "auto": as the checkpoint has them; whole numbers that are asked for by name may take the
+    head with them (see `head`). `kv_dtype`, of the cache, is "auto", the activations', or "bf16" beside weights in
+    that, or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
+    `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
+    process. Of several `ranks` this one reads its share only. `offload`: which experts need not be on the device.
+    `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that foretells from
+    what the model makes of tokens; `foretelling`: it is what is read, and nothing else. Raises
     ModelError, InvalidConfig, and OutOfMemory with the figures.
     """
     if num_threads is not None:
@@ -155,7 +158,8 @@ def load_share(
     if form is not None:
         check_cuts(form, spec, ranks.seat.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
-    num_bytes = weight_bytes(own, DTYPES[dtype]) if form is None else bytes_in(form, own, DTYPES[dtype])
+    head_too = compiler is not None and quantization in _WHOLE_NUMBERS
+    num_bytes = _weight_bytes(form, own, DTYPES[dtype], head_too=head_too)
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
     if batch_invariant:
         reason = cannot_be_invariant(own, where, DTYPES[dtype], form, moe_kernel)
@@ -184,6 +188,7 @@ def load_share(
         undo.pop_all()
     if compiler is not None:
         compiler.join()
+    weights = with_narrow_head(weights) if head_too else weights
     return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden)
 
 
@@ -201,7 +206,13 @@ def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.d
     assert isinstance(layer.ffn, MoeSpec)
     one = replace(layer, ffn=replace(layer.ffn, held=(0,)), only_experts=True)
     only = replace(spec, vocab_size=0, layers=(one,))
-    return weight_bytes(only, dtype) if form is None else bytes_in(form, only, dtype)
+    return _weight_bytes(form, only, dtype)
+
+
+def _weight_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.dtype, *, head_too: bool = False) -> int:
+    """Memory for the weights, products in `form`; a narrow head is there beside the wide one that it is made of."""
+    num_bytes = weight_bytes(spec, dtype) if form is None else bytes_in(form, spec, dtype)
+    return num_bytes + (narrow_head_bytes(spec) if head_too else 0)
 
 
 def _check_moe_kernel(

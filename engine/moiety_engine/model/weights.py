@@ -111,7 +111,7 @@ class ModelWeights:
     embedding_VD: Tensor  # it and the head have no rows where another model's serve
     layers: tuple[LayerWeights, ...]
     final_norm: NormWeights
-    head_VD: Tensor  # the embedding itself where they are tied
+    head_VD: Weight  # the embedding itself where they are tied and it is as wide
     head_bias_V: Tensor | None
     joining: JoiningWeights | None = None
 

@@ -48,7 +48,8 @@ def quantize_and_measure(
     grades: list[Grades | None] = [None, None]
     if exam is not None:
         plain = msgspec.structs.replace(config, quantization="none")
-        narrow = msgspec.structs.replace(config, model=str(target), quantization="auto")
+        whole_numbers = not FORMATS[to].floating  # asked for by name they take the head with them, which counts too
+        narrow = msgspec.structs.replace(config, model=str(target), quantization=to if whole_numbers else "auto")
         grades = [
             examine(load_loop(one), exam, partial(note, stage)) for one, stage in ((plain, "before"), (narrow, "after"))
         ]

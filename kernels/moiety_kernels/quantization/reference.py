@@ -23,7 +23,7 @@ _CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the scale that a group's largest 
 
 def quantize(weight_NK: Tensor, form: WeightFormat) -> QuantizedWeight:
     """The weight [..., N, K] in few bits: each group by the scale, of a few, that leaves the least squared error."""
-    if form.floating and weight_NK.dim() == 3:  # one expert at a time, for the memory that rounding takes
+    if weight_NK.dim() == 3:  # one expert at a time, for the memory that rounding takes, and the time to get it
         parts = [quantize(one, form) for one in weight_NK]
         values = torch.stack([part.values_NK for part in parts])
         return QuantizedWeight(values, torch.stack([part.scales_NG for part in parts]), form)

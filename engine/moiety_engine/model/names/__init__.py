@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.model.names.attention import attention_places
 from moiety_engine.model.names.feed_forward import expert_places, feed_forward_places
-from moiety_engine.model.names.place import Place, Shares, raised, whole
+from moiety_engine.model.names.place import Place, Shares, plain, raised, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,7 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str) -> Iterator[Named
     yield f"{root}embed_tokens.weight", whole(weights.embedding_VD)
     yield from _norm(f"{root}norm", weights.final_norm)
     if not spec.tie_word_embeddings:
-        yield f"{outside}lm_head.weight", whole(weights.head_VD)
+        yield f"{outside}lm_head.weight", whole(plain(weights.head_VD))
     if weights.head_bias_V is not None:
         yield f"{outside}lm_head.bias", whole(weights.head_bias_V)
 
