@@ -25,6 +25,9 @@ import pytest
 gc.disable()  # while tests are collected, of which nothing is garbage
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run beside each other, and threads that wait for more spin
 
+os.environ.pop("SSL_CERT_FILE", None)  # to nobody in a test's reach belongs a certificate, and each HTTP client would
+os.environ["SSL_CERT_DIR"] = os.devnull  # read all of an authority's 140 for 30 ms
+
 hypothesis.settings.register_profile("moiety", deadline=None)  # how long an example takes hangs on who else computes
 hypothesis.settings.load_profile("moiety")
 

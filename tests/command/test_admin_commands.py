@@ -1,4 +1,4 @@
-"""The administration commands and the load generator, as processes against a real gateway."""
+"""The administration commands and the load generator, against a real gateway."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tests.conftest import wait_for
 
 DEADLINE_S = 60
 
@@ -26,16 +28,11 @@ def serve(start_serve: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture
-def moiety(serve: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+def moiety(serve: Any, called: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Run the command on the serve's data directory."""
-
-    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("MOIETY_")}
-        command = [sys.executable, "-m", "moiety_platform.cli", *arguments]
-        environment = {**kept, "MOIETY_DATA_DIR": str(serve.data_dir), **environment}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-
-    return run
+    for name in [name for name in os.environ if name.startswith("MOIETY_")]:
+        monkeypatch.delenv(name)
+    return partial(called, MOIETY_DATA_DIR=str(serve.data_dir))
 
 
 def test_a_tenant_is_made_changed_suspended_and_resumed(moiety: Callable[..., Any]) -> None:
@@ -198,10 +195,7 @@ def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> No
         report = json.loads(moiety("usage", "--tenant", "summed-inc", "--json").stdout)
         return sum(one["totals"]["output_tokens"] for one in report["data"])
 
-    for _ in range(20):  # rows are written in batches; each try takes a process's time
-        if used() == tokens:
-            break
-    assert used() == tokens
+    wait_for(lambda: used() == tokens, "the row, which is written with others")
     lines = moiety("usage", "--by", "tenant,model").stdout.replace("┃", "│").splitlines()
     headings, *rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     assert (headings[:3], headings[-2:]) == (["tenant", "model", "requests"], ["$", "SLA kept"])
@@ -218,16 +212,16 @@ def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> No
     assert (single["service_class"], single["num_preemptions"], single["sla_attained"]) == ("standard", 0, True)
 
 
-def test_the_load_generator_reports_its_figures_in_one_object(
-    moiety: Callable[..., Any], serve: Any, tmp_path: Path
-) -> None:
+def test_the_load_generator_reports_its_figures_in_one_object(serve: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = "".join(
         f"{index / 50},t{index % 2},{5 + index},{3 + index % 4},{'flex' if index % 5 == 0 else ''}\n"
         for index in range(20)
     )
     trace.write_text("arrival_s,tenant,input_tokens,output_tokens,class\n" + rows)
-    done = moiety("bench", "serve", "--url", serve.url, "--key", serve.tenant_key, "--trace", str(trace), "--json")
+    options = ["--url", serve.url, "--key", serve.tenant_key, "--trace", str(trace), "--json"]
+    command = [sys.executable, "-m", "moiety_platform.cli", "bench", "serve", *options]  # alone, as its figures want it
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["completed"], report["errors"]) == (20, 0)

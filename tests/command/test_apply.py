@@ -7,14 +7,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from moiety_platform.cli.main import main
 from moiety_platform.cluster.fake_api import FakeSecretsApi
 
 DEADLINE_S = 60
@@ -58,33 +57,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSecretsApi
         yield running
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A command that has ended."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Moiety = Callable[..., Ended]
+Moiety = Callable[..., Any]
 
 
 @pytest.fixture
-def moiety(
-    serve: Any, cluster: FakeSecretsApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Moiety:
-    """Run the command, in this process."""
-    for name, value in {**cluster.environment, "MOIETY_DATA_DIR": str(serve.data_dir)}.items():
-        monkeypatch.setenv(name, value)
-
-    def run(*arguments: str) -> Ended:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        printed = capsys.readouterr()
-        return Ended(int(ended.value.code or 0), printed.out, printed.err)
-
-    return run
+def moiety(serve: Any, cluster: FakeSecretsApi, called: Moiety) -> Moiety:
+    """Run the command on the serve's data directory and the cluster."""
+    return partial(called, **cluster.environment, MOIETY_DATA_DIR=str(serve.data_dir))
 
 
 @pytest.fixture

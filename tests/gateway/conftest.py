@@ -16,6 +16,7 @@ import structlog
 import tokenizers
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
+from tests.parsed_once import parse_handlers_once
 
 from moiety_platform.app import Services, create_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
@@ -64,6 +65,8 @@ from moiety_platform.webhooks.addresses import Reach
 from moiety_platform.webhooks.controller import webhook_routes
 from moiety_wire.classes import SHIPPED
 from moiety_wire.messages import Card
+
+parse_handlers_once()
 
 MODEL = "tiny"
 PEPPER = b"a pepper that is long enough for tests"

@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from litestar import Litestar, get
 from litestar.exceptions import HTTPException
 from psycopg import sql
+from tests.parsed_once import parse_handlers_once
 
 from moiety_migrations import upgrade
 from moiety_platform.access.roles import Role
@@ -40,6 +41,8 @@ from moiety_platform.quota.lease import Hold
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
+
+parse_handlers_once()
 
 PEPPER = b"a pepper for tests, 32 bytes long"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -63,14 +64,14 @@ def submit(
     With --wait it ends with 1 unless the batch is completed.
     """
     path = endpoint or find_endpoint(file)
-    client = TenantClient.connect(url, key, data_dir)
-    with file.open("rb") as content:
-        uploaded = client.upload(file.name, content)
-    asked = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": "24h"}
-    batch = client.call("POST", "/batches", json=asked)
-    if wait:
-        typer.echo(f"{batch['id']} is submitted; it goes on without this command", err=True)
-        batch = follow(client, batch)
+    with TenantClient.connect(url, key, data_dir) as client:
+        with file.open("rb") as content:
+            uploaded = client.upload(file.name, content)
+        asked = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": "24h"}
+        batch = client.call("POST", "/batches", json=asked)
+        if wait:
+            typer.echo(f"{batch['id']} is submitted; it goes on without this command", err=True)
+            batch = follow(client, batch)
     show(batch, as_json)
     if wait and batch["status"] != "completed":
         raise typer.Exit(EXIT_FAILED)
@@ -85,7 +86,8 @@ def list_batches(
     as_json: AsJson = False,
 ) -> None:
     """The project's batches, newest first."""
-    page = TenantClient.connect(url, key, data_dir).call("GET", "/batches", params={"limit": last})
+    with TenantClient.connect(url, key, data_dir) as client:
+        page = client.call("GET", "/batches", params={"limit": last})
     rows = page["data"] if as_json else [summarise(batch) for batch in page["data"]]
     show_rows(rows, COLUMNS, as_json)
 
@@ -95,7 +97,8 @@ def status(
     batch_id: BatchId, url: Url = None, key: Key = None, data_dir: DataDir = LOCAL, as_json: AsJson = False
 ) -> None:
     """How far a batch is, and what was wrong with it."""
-    show(TenantClient.connect(url, key, data_dir).call("GET", f"/batches/{batch_id}"), as_json)
+    with TenantClient.connect(url, key, data_dir) as client:
+        show(client.call("GET", f"/batches/{batch_id}"), as_json)
 
 
 @app.command("cancel")
@@ -103,7 +106,8 @@ def cancel(
     batch_id: BatchId, url: Url = None, key: Key = None, data_dir: DataDir = LOCAL, as_json: AsJson = False
 ) -> None:
     """Answer no more of a batch's lines; what was answered stays."""
-    show(TenantClient.connect(url, key, data_dir).call("POST", f"/batches/{batch_id}/cancel"), as_json)
+    with TenantClient.connect(url, key, data_dir) as client:
+        show(client.call("POST", f"/batches/{batch_id}/cancel"), as_json)
 
 
 @app.command("results")
@@ -116,21 +120,17 @@ def results(
     data_dir: DataDir = LOCAL,
 ) -> None:
     """The answers of a batch that has ended, one a line, in the order of the input."""
-    client = TenantClient.connect(url, key, data_dir)
-    batch = client.call("GET", f"/batches/{batch_id}")
-    if batch["status"] not in OVER:
-        raise CommandError(f"the batch is {batch['status']}; wait for its end, or cancel it")
-    file_id = batch["error_file_id" if errors else "output_file_id"]
-    if file_id is None:
-        kind, other = ("error", "results") if errors else ("output", "results --errors")
-        raise CommandError(f"the batch has no {kind} file; see: moiety batch status, moiety batch {other}")
-    if output is None:
-        for piece in client.download(file_id):
-            sys.stdout.buffer.write(piece)
-        return
-    with output.open("wb") as file:
-        for piece in client.download(file_id):
-            file.write(piece)
+    with TenantClient.connect(url, key, data_dir) as client:
+        batch = client.call("GET", f"/batches/{batch_id}")
+        if batch["status"] not in OVER:
+            raise CommandError(f"the batch is {batch['status']}; wait for its end, or cancel it")
+        file_id = batch["error_file_id" if errors else "output_file_id"]
+        if file_id is None:
+            kind, other = ("error", "results") if errors else ("output", "results --errors")
+            raise CommandError(f"the batch has no {kind} file; see: moiety batch status, moiety batch {other}")
+        with contextlib.nullcontext(sys.stdout.buffer) if output is None else output.open("wb") as file:
+            for piece in client.download(file_id):
+                file.write(piece)
 
 
 def find_endpoint(file: Path) -> str:

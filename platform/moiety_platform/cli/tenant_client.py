@@ -28,6 +28,12 @@ class TenantClient:
             key = local_keys(data_dir, NO_KEY).tenant_key
         return cls(connect(url, key, data_dir, TIMEOUT_S))
 
+    def __enter__(self) -> TenantClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+
     def call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         """The decoded answer. Raises NotReachable, NotAllowed or CommandError."""
         answer: dict[str, Any] = call(self.http, method, f"/v1{path}", **request)
