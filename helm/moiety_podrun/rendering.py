@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import yaml
+
+from moiety_podrun.errors import NotPossible
 
 CHART = Path(__file__).parents[1] / "moiety"
 HOOK, WEIGHT = "helm.sh/hook", "helm.sh/hook-weight"
@@ -30,7 +31,11 @@ class Release:
 
 
 def render(values: Mapping[str, Any], name: str, namespace: str, *, upgrade: bool = False) -> Release:
-    """Raises HelmError with the chart's own sentence for values that cannot work."""
+    """Raises HelmError with the chart's own sentence for values that cannot work, and NotPossible without Helm."""
+    try:
+        import helm_python  # noqa: PLC0415  part of what tests need, and not of what serves
+    except ModuleNotFoundError as exc:
+        raise NotPossible("Helm's own code is not here, which renders the chart: run `make .venv/.dev` first") from exc
     with helm_python.Chart.load(CHART) as chart:
         made = chart.render(dict(values), name=name, namespace=namespace, is_install=not upgrade, is_upgrade=upgrade)
     documents = [one for path, text in made.items() if not path.endswith(".txt") for one in yaml.safe_load_all(text)]

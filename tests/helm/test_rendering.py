@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import helm_python
 import kubernetes_validate
 import pytest
 import yaml
+
+from moiety_podrun.errors import NotPossible
+from moiety_podrun.rendering import render as podrun_render
 
 from .conftest import pod_templates
 
@@ -101,6 +105,12 @@ def _pods(objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str,
 
 def _containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
     return [*pod["containers"], *pod.get("initContainers", ())]
+
+
+def test_the_runner_says_what_to_install_where_helm_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "helm_python", None)
+    with pytest.raises(NotPossible, match=r"make \.venv/\.dev"):
+        podrun_render({}, "rel", "prod")
 
 
 @pytest.mark.parametrize("kind", ["keda", "hpa"])
