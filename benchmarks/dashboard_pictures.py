@@ -60,6 +60,7 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
             page.get_by_role("textbox", name="Tenant's key").fill(key)
             page.get_by_role("button", name="Send").click()
             page.get_by_text("Whole answer").wait_for()
+            page.get_by_text("Open its trace").or_(page.get_by_text("Its trace was not kept")).first.wait_for()
             shoot(page, out / f"playground-{theme}.png")
             page.close()
         browser.close()

@@ -35,7 +35,18 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from dashboard_hour import Admin, addresses  # noqa: E402 - the script's own folder
-from large.requests import BUSY_HOURS, BUSY_SHARE, CLASS_SHARES, CLASSES, DAYS, MODEL, Sender, draw  # noqa: E402
+from large.requests import (  # noqa: E402
+    BUSY_HOURS,
+    BUSY_SHARE,
+    CLASS_SHARES,
+    CLASSES,
+    DAYS,
+    END_SHARES,
+    ENDS,
+    MODEL,
+    Sender,
+    draw,
+)
 from large.spans import Model, copies, read_models  # noqa: E402
 from large.writers import Writer, writer_of  # noqa: E402
 
@@ -51,6 +62,7 @@ from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageRecord  # 
 from moiety_platform.usage.row import UsageRow  # noqa: E402
 
 TRACE_DAYS = 7
+MARGIN = 1.01  # of traces, so that chance makes no fewer spans
 LIMITS = (("tokens_per_month", 10**10), ("requests_per_minute", 6000))
 SENDERS = "senders.json"
 GATEWAY = "gateway-of-the-month-before"
@@ -177,8 +189,7 @@ async def fill(url: str, traces_url: str, senders: list[Sender], options: argpar
     until = datetime.now(UTC)
     try:
         models = await read_models(traces)
-        sizes = [len(model.spans) for listed in models.values() for model in listed]
-        wanted = options.spans / (sum(sizes) / len(sizes))
+        wanted = MARGIN * options.spans / spans_a_request(models)
         seeder = Seeder(store, database, spans, models)
         share = min(1.0, wanted / num_traceable(options.requests))
         for rows in draw(senders, options.requests, until, seed=3):
@@ -194,6 +205,12 @@ async def fill(url: str, traces_url: str, senders: list[Sender], options: argpar
             writer.close()
         await database.close()
         await traces.close()
+
+
+def spans_a_request(models: dict[str, list[Model]]) -> float:
+    """Of the requests that are drawn, on average; those of which no real one ended so have none."""
+    means = {end: sum(len(model.spans) for model in listed) / len(listed) for end, listed in models.items()}
+    return sum(share * means.get(end, 0.0) for end, share in zip(ENDS, END_SHARES, strict=True))
 
 
 def num_traceable(requests: int) -> int:
@@ -232,7 +249,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those that say how large the store is."""
     parser.add_argument("--tenants", type=int, default=500)
     parser.add_argument("--requests", type=int, default=2_000_000, help="and as many ledger rows")
-    parser.add_argument("--spans", type=int, default=5_000_000, help="about")
+    parser.add_argument("--spans", type=int, default=5_000_000, help="about, and no fewer")
 
 
 def main() -> None:

@@ -26,35 +26,52 @@ VISIT_EVERY_S = 3.0
 _BEGUN = "moiety_begun"
 _BY_ID = ("/traces/", "/tenants/", "/simulations/")
 
-# what of a page is looked at: its path, what its widgets are set to, and what stands in its address
-VIEWS: dict[str, tuple[str, dict[str, str], bool]] = {
-    "overview, 15 min": ("overview", {"window": "15 min"}, False),
-    "overview, 1 h": ("overview", {"window": "1 h"}, False),
-    "overview, 6 h": ("overview", {"window": "6 h"}, False),
-    "overview, 24 h": ("overview", {"window": "24 h"}, False),
-    "tenants, 1 h": ("tenants", {"long": "1 h"}, False),
-    "tenants, 24 h": ("tenants", {"long": "24 h"}, False),
-    "tenants, 7 d": ("tenants", {"long": "7 d"}, False),
-    "tenants, 30 d": ("tenants", {"long": "30 d"}, False),
-    "one tenant's usage": ("tenants", {"part": "Usage", "long": "24 h"}, True),
-    "one tenant's limits": ("tenants", {"part": "Limits", "long": "24 h"}, True),
-    "one tenant's keys": ("tenants", {"part": "Keys", "long": "24 h"}, True),
-    "one tenant's settings": ("tenants", {"part": "Settings", "long": "24 h"}, True),
-}
+View = tuple[str, dict[str, str | None], str]
+ANY: dict[str, str | None] = {"trace class": None, "trace outcome": None}
+
+# what of a page is looked at: its path, what its widgets are set to, and whether its address names a tenant or a trace
+VIEWS: dict[str, View] = {
+    "overview, 15 min": ("overview", {"window": "15 min"}, ""),
+    "overview, 1 h": ("overview", {"window": "1 h"}, ""),
+    "overview, 6 h": ("overview", {"window": "6 h"}, ""),
+    "overview, 24 h": ("overview", {"window": "24 h"}, ""),
+    "tenants, 1 h": ("tenants", {"long": "1 h"}, ""),
+    "tenants, 24 h": ("tenants", {"long": "24 h"}, ""),
+    "tenants, 7 d": ("tenants", {"long": "7 d"}, ""),
+    "tenants, 30 d": ("tenants", {"long": "30 d"}, ""),
+    "one tenant's usage": ("tenants", {"part": "Usage", "long": "24 h"}, "tenant"),
+    "one tenant's limits": ("tenants", {"part": "Limits", "long": "24 h"}, "tenant"),
+    "one tenant's keys": ("tenants", {"part": "Keys", "long": "24 h"}, "tenant"),
+    "one tenant's settings": ("tenants", {"part": "Settings", "long": "24 h"}, "tenant"),
+    "traces, 1 h": ("traces", {"trace window": "1 h", **ANY}, ""),
+    "traces, 7 d": ("traces", {"trace window": "7 d", **ANY}, ""),
+    "failed traces of a class, 7 d": (
+        "traces", {"trace window": "7 d", "trace class": "standard", "trace outcome": "failed"}, "",
+    ),
+    "one trace": ("traces", {}, "trace"),
+}  # fmt: skip
 
 
-def all_views() -> dict[str, tuple[str, dict[str, str], bool]]:
+def all_views() -> dict[str, View]:
     """Those above, and every other page as it opens."""
     known = {path for path, _, _ in VIEWS.values()}
-    return VIEWS | {view.title.lower(): (view.path, {}, False) for view in PAGES if view.path not in known}
+    return VIEWS | {view.title.lower(): (view.path, {}, "") for view in PAGES if view.path not in known}
 
 
 class Visitor:
-    """One who is signed in and looks at pages. `tenant_id` is whom it looks at closely."""
+    """One who is signed in and looks at pages. `tenant_id` is whom it looks at closely; of the traces it is the longest
+    of the newest."""
 
     def __init__(self, gateway: str, admin_key: str, tenant_id: str) -> None:
         sys.argv = [str(SCRIPT), "--gateway", gateway]
-        self._tenant_id = tenant_id
+        found = httpx.get(
+            f"{gateway}{ADMIN}/traces",
+            params={"limit": 100},
+            headers={"Authorization": f"Bearer {admin_key}"},
+            timeout=TIMEOUT_S,
+        ).raise_for_status()
+        longest = max(found.json()["data"], key=lambda one: one["duration_ms"])
+        self._addresses = {"tenant": tenant_id, "trace": longest["trace_id"]}
         self._app = AppTest.from_file(str(SCRIPT), default_timeout=TIMEOUT_S)
         self._app.session_state[session.CREDENTIAL] = admin_key
         self._run()
@@ -67,10 +84,10 @@ class Visitor:
         finally:
             sys.modules["__main__"] = own
 
-    def look(self, view: tuple[str, dict[str, str], bool]) -> float:
+    def look(self, view: View) -> float:
         """Seconds until the page was drawn, with nothing known from before. Raises RuntimeError for a page that fails,
         or does not get its answers."""
-        path, widgets, of_tenant = view
+        path, widgets, address = view
         app = self._app
         for name in ("names", "last tenant", "used by tenant"):
             if name in app.session_state:
@@ -78,8 +95,8 @@ class Visitor:
         for name, value in widgets.items():
             app.session_state[name] = value
         app.query_params.clear()
-        if of_tenant:
-            app.query_params["tenant"] = self._tenant_id
+        if address:
+            app.query_params[address] = self._addresses[address]
         app._page_hash = calc_hash(path)  # AppTest itself knows only pages that are files
         begin_s = time.perf_counter()
         self._run()
