@@ -12,7 +12,7 @@ RELEASE := $(VENV)/release
 export PYTHONDONTWRITEBYTECODE := # else each of the hundreds of processes that the tests start compiles our modules again
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test style types contracts bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
+.PHONY: help serve test test-all style types contracts bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -27,6 +27,9 @@ test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, t
 	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile --no-loadscope-reorder $(ARGS) || \
 	{ [ $$? = 1 ] || exit 2; echo 'FAILED BESIDE OTHERS: now alone, and named, since one that passes so is a defect too'; \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none --maxfail=1 --verbose $(ARGS); }
+
+test-all: export MOIETY_TEST_ALL := 1
+test-all: test ## the same with every combination and more examples, which takes longer
 
 style:
 	@$(BIN)/ruff check .

@@ -35,10 +35,17 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which reads it once
 
 
+THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination, and more examples: make test-all
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where workers take a file at a time, those with slow tests come first, then those with many, so that none of them
-    is left to the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is marked `thorough` is left out unless all is asked for. Where workers take a file at a time, those with
+    slow tests come first, then those with many, so that none of them is left to the end."""
+    if not THOROUGH:
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
     if "PYTEST_XDIST_WORKER" in os.environ:
         counts = Counter(item.path for item in items)
         slow = {item.path for item in items if item.get_closest_marker("slow")}

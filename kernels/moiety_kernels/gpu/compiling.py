@@ -1,26 +1,27 @@
 """Compiling kernels for a GPU without having one, and what the compiled code needs of it.
 
-Works where Triton is not interpreting (`TRITON_INTERPRET` unset). The tools of NVIDIA's that it asks come with Triton.
+Works where Triton is not interpreting (`TRITON_INTERPRET` unset). NVIDIA's assembler comes with Triton.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from moiety_kernels.gpu.cases import CompileCase
     from moiety_kernels.gpu.targets import Target
 
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _HIP_STAGES = 2  # more do not fit in its shared memory
 
 
@@ -54,36 +55,50 @@ def compile_case(case: CompileCase, target: Target) -> Resources:
     )
     stages = min(case.num_stages, _HIP_STAGES) if target.backend == "hip" else case.num_stages
     try:
-        built = triton.compile(
-            source,
-            target=GPUTarget(target.backend, target.arch, target.warp_size),
-            options={"num_warps": case.num_warps, "num_stages": stages},
-        )
+        with knobs.runtime.scope():
+            knobs.runtime.add_stages_inspection_hook = _with_ptxas_figures
+            built = triton.compile(
+                source,
+                target=GPUTarget(target.backend, target.arch, target.warp_size),
+                options={"num_warps": case.num_warps, "num_stages": stages},
+            )
     except Exception as exc:  # whatever the compiler raises, of which there is no common root
         raise CompilationError(f"{case.name} does not compile for {target.name}: {exc}") from exc
     if target.backend == "hip":
         return _hip_resources(built)
-    taken = _cuda_resources(built, target)
+    metadata = built.metadata
+    taken = Resources(metadata.registers, metadata.spill_bytes, metadata.shared)
     if taken.shared_bytes < case.least_shared_bytes:
         wanted = f"{taken.shared_bytes} bytes of shared memory and not {case.least_shared_bytes}"
         raise CompilationError(f"{case.name} takes {wanted} on {target.name}: some of its loads wait where they stand")
     return taken
 
 
-def _cuda_resources(built: Any, target: Target) -> Resources:
-    """From ptxas's own report on the PTX."""
-    arch = f"sm_{target.arch}a" if int(target.arch) >= 90 else f"sm_{target.arch}"
-    ptxas = _TOOLS / ("ptxas-blackwell" if int(target.arch) >= 100 else "ptxas")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(built.asm["ptx"])
-        file.flush()
-        command = [str(ptxas), "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+_KEY = "with what ptxas says"  # of the compiler's cache, which keeps that with the code
+
+
+def _with_ptxas_figures(
+    _backend: Any = None, stages: Any = None, *_of_the_compiler: Any, **_more_of_it: Any
+) -> tuple[str, str] | None:
+    """The compiler's hook, called without arguments for what it adds to the key of the cache."""
+    if stages is not None and "cubin" in stages:
+        make = stages["cubin"]
+        stages["cubin"] = lambda ptx, metadata: _assembled(make, ptx, metadata)
+    return (_KEY, _KEY) if stages is None else None
+
+
+def _assembled(make: Callable[[Any, dict[str, Any]], bytes], ptx: Any, metadata: dict[str, Any]) -> bytes:
+    """The machine code; `metadata` gets what ptxas says that it takes."""
+    said = io.StringIO()
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = True
+        made = make(ptx, metadata)
+    registers = re.search(r"Used (\d+) registers", said.getvalue())
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said.getvalue())
     if registers is None or spilled is None:
-        raise CompilationError(f"ptxas did not say what the kernel takes: {said.strip()[:500]}")
-    return Resources(int(registers[1]), int(spilled[1]) + int(spilled[2]), built.metadata.shared)
+        raise CompilationError(f"ptxas did not say what the kernel takes: {said.getvalue().strip()[:500]}")
+    metadata |= {"registers": int(registers[1]), "spill_bytes": int(spilled[1]) + int(spilled[2])}
+    return made
 
 
 def _hip_resources(built: Any) -> Resources:
