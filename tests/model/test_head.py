@@ -15,6 +15,7 @@ from moiety_engine.distribution.group import ALONE
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.loop import load_loop
 from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.head import narrow_head_bytes
 from moiety_engine.model.loading import load_model, load_share
 from moiety_engine.offline import run_all
 from moiety_engine.quantize.writing import write_quantized
@@ -44,6 +45,7 @@ def test_the_head_is_in_eight_bits_whatever_the_layers_are_in_and_embeddings_are
     expected = quantize(plain._weights.head_VD, INT8)
     assert torch.equal(weights.head_VD.values_NK, expected.values_NK)
     assert torch.equal(weights.head_VD.scales_NG, expected.scales_NG)
+    assert weights.head_VD.values_NK.nbytes + weights.head_VD.scales_NG.nbytes == narrow_head_bytes(model.spec)
     assert torch.equal(weights.embedding_VD, plain._weights.embedding_VD)
     hidden_LD = torch.randn(5, model.spec.hidden_size)
     ours, wide = model.logits(hidden_LD), plain.logits(hidden_LD)
