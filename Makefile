@@ -29,7 +29,7 @@ test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, t
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none --maxfail=1 --verbose $(ARGS); }
 
 test-all: export MOIETY_TEST_ALL := 1
-test-all: test ## the same with every combination and more examples, which takes longer
+test-all: test ## the same with every combination of families and layouts of ranks
 
 style:
 	@$(BIN)/ruff check .

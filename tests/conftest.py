@@ -35,7 +35,7 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which reads it once
 
 
-THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination, and more examples: make test-all
+THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination: make test-all
 
 
 @pytest.hookimpl(trylast=True)
