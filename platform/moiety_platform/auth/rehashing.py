@@ -57,9 +57,7 @@ class Rehashing:
     async def _write(self, hashes: dict[str, tuple[bytes, bytes]]) -> None:
         mark = mark_of(self._pepper)
         async with self._database.write() as session:
-            for key_id, (found, wanted) in sorted(
-                hashes.items()
-            ):  # in one order, so that gateways do not block each other
+            for key_id, (found, wanted) in sorted(hashes.items()):  # in one order: gateways must not block each other
                 row = ApiKey.id == key_id, ApiKey.secret_hash == found
                 await session.execute(update(ApiKey).where(*row).values(secret_hash=wanted, pepper_mark=mark))
         for key_id in hashes:
