@@ -138,6 +138,8 @@ def _print_report(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["error"]:
             typer.echo(row["error"])
+        elif row["loads_wait"]:
+            typer.echo(f"{row['variant']} on {row['target']}: with this Triton some of its loads wait")
 
 
 def _print_tuned(rows: list[dict[str, Any]], where: str, too_large: list[str]) -> None:

@@ -21,6 +21,7 @@ from moiety_engine.simulator.devices import PRESETS
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.pepper import Turn
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
@@ -168,7 +169,8 @@ async def test_one_runs_at_a_time_and_is_cancelled_at_any_gateway(api: Admin, da
 
 
 def simulators() -> list[psutil.Process]:
-    return [child for child in psutil.Process(os.getpid()).children() if "simulate" in child.cmdline()]
+    children = psutil.Process(os.getpid()).children()
+    return [child for child in children if "simulate" in child.as_dict(["cmdline"], ad_value=[])["cmdline"]]
 
 
 @on_one_database
@@ -228,7 +230,7 @@ def test_what_may_be_asked_for_by_name_is_what_the_simulator_has() -> None:
 
 async def test_the_patience_with_simulations_is_what_the_settings_say(database: Database, clock: Any) -> None:
     live = LiveSettings(GatewaySettings())
-    parts = database, database, PEPPER, clock, AdapterCache(database, clock), Replicas([])
+    parts = database, database, (PEPPER, Turn()), clock, AdapterCache(database, clock), Replicas([])
     async with Administration(live.now, *parts) as made:
         made.followed_by(live)
         assert (made.simulations.limit_s, made.simulations.niceness) == (300, 10)

@@ -30,7 +30,7 @@ def operations() -> list[str]:
 
 
 def rows(target: str, operation: str) -> list[Row]:
-    """`{operation, variant, target, registers, spill_bytes, shared_bytes, error}` of each variant for `target`."""
+    """`{operation, variant, target, registers, spill_bytes, shared_bytes, loads_wait, error}` of each variant."""
     cases = import_module(f"moiety_kernels.{operation}.kernel").compile_cases()
     found = []
     for case in cases:

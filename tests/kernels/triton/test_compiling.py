@@ -12,7 +12,7 @@ import pytest
 
 from moiety_kernels.gpu.targets import TARGETS
 
-DEADLINE_S = 580
+DEADLINE_S = 1180  # seven minutes of the processor where nothing is cached
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 20)]
 
 
@@ -32,6 +32,7 @@ def test_every_kernel_compiles(target: str, rows: list[dict[str, Any]]) -> None:
     errors = [row["error"] for row in rows if row["target"] == target]
     assert len(errors) > 40
     assert set(errors) == {None}
+    assert not [row["variant"] for row in rows if row["target"] == target and row.get("loads_wait")]
 
 
 def test_on_hopper_nothing_spills_and_shared_memory_suffices(rows: list[dict[str, Any]]) -> None:
