@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,11 +14,23 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.cpu.team import team
 from moiety_kernels.kv_store import kv_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 PACKED = {"packed": (16, 8, 4), "packed eights": (8,), "vectors": ()}  # bits of the weights that are
+
+
+@pytest.fixture(scope="module")
+def several_threads() -> Iterator[None]:
+    """Other tests compute with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    team.cache_clear()
+    yield
+    torch.set_num_threads(before)
+    team.cache_clear()
 
 
 @pytest.fixture(params=["tiles", *PACKED])

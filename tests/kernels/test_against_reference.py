@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
-from moiety_kernels.cpu.team import team
 from moiety_kernels.embedding import embedding
 from moiety_kernels.embedding.reference import embedding as embedding_reference
 from moiety_kernels.head_linear import head_linear
@@ -36,6 +34,8 @@ from moiety_kernels.rope import rope
 from moiety_kernels.route import RoutingSpec, group, group_by_expert, route
 from moiety_kernels.route.reference import route as route_reference
 
+pytestmark = pytest.mark.usefixtures("several_threads")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WEIGHTS = [torch.float32, torch.bfloat16]
 CACHES = WEIGHTS if DEVICE == "cpu" else [torch.float32]  # beside float32 queries
@@ -49,17 +49,6 @@ def close(ours: Tensor, theirs: Tensor, ratio: float = 1e-5) -> bool:
     """Whether the largest error is below `ratio` of the largest value, which counts as 0.1 at least, since a sum that
     comes to nearly nothing is as inexact as what it sums; false for NaN."""
     return bool((ours - theirs).abs().max() <= ratio * theirs.abs().max().clamp(min=0.1))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def several_threads() -> Iterator[None]:
-    """Other tests compute with one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    team.cache_clear()
-    yield
-    torch.set_num_threads(before)
-    team.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ same check finds it. No fault reads or writes beyond what the kernel was given."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +15,6 @@ from moiety_kernels.attention_input import AttentionInputPlan
 from moiety_kernels.attention_input import cpu as attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.cpu import compiling, dots
-from moiety_kernels.cpu.team import team
 from moiety_kernels.embedding import cpu as embedding
 from moiety_kernels.embedding.reference import embedding as embedding_reference
 from moiety_kernels.expert_count import cpu as expert_count
@@ -45,19 +44,12 @@ from moiety_kernels.route.reference import route as route_reference
 Check = Callable[[ModuleType, Any], None]
 
 
-pytestmark = pytest.mark.slow  # each fault is compiled
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("several_threads")]  # each fault is compiled
 
 
 @pytest.fixture(autouse=True)
-def same_numbers_every_time() -> Iterator[None]:
-    """On two threads."""
+def same_numbers_every_time() -> None:
     torch.manual_seed(0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    team.cache_clear()
-    yield
-    torch.set_num_threads(before)
-    team.cache_clear()
 
 
 def assert_close(ours: Tensor, theirs: Tensor, ratio: float = 1e-5) -> None:
