@@ -26,9 +26,10 @@ from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
 
 from moiety_engine.bench.engine import environment
 from moiety_engine.config import EngineConfig
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.opening import load_loop
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 

@@ -32,8 +32,9 @@ import moiety_demo
 from moiety_engine.bench.engine import percentiles
 from moiety_engine.config import EngineConfig
 from moiety_engine.environment import environment
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreSubmit
+from moiety_engine.opening import load_loop
 from moiety_wire.classes import FLEX, PRIORITY, OverloadAction, ServiceClass
 from moiety_wire.messages import Sampling
 

@@ -15,10 +15,11 @@ from typing import Any
 from moiety_engine.bench.engine import make_request
 from moiety_engine.bench.lengths import Lengths
 from moiety_engine.config import EngineConfig, LoadFormat
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.opening import load_loop
 from moiety_engine.runner.resident import free_cached_memory
 
 

@@ -36,12 +36,13 @@ from moiety_engine.bench.engine import expert_traffic
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, ExpertEviction, Offload, OffloadConfig
 from moiety_engine.environment import environment
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.offload.foresight import Foresight
 from moiety_engine.offload.layer import LayerExperts
 from moiety_engine.offload.residents import Residents
+from moiety_engine.opening import load_loop
 from moiety_engine.quantize.quality import demo_exam
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling

@@ -33,9 +33,10 @@ from moiety_engine.bench.engine import environment
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.drafting.loading import load_drafter
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
+from moiety_engine.opening import load_loop
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 

@@ -29,9 +29,10 @@ from schemas import SchemaMaker
 
 from moiety_demo import checkpoint_path
 from moiety_engine.config import EngineConfig, LoadFormat, PolicyName
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
+from moiety_engine.opening import load_loop
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.classes import STANDARD

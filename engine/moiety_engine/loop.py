@@ -20,7 +20,6 @@ import torch
 
 from moiety_engine.adapters.registry import AdapterRegistry
 from moiety_engine.anteroom import Anteroom
-from moiety_engine.assembly import assemble, telling
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.prefix import tenant_mark
@@ -28,12 +27,10 @@ from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
 from moiety_engine.core_load import Telling, TenantBlocks, load_of
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.distribution.crew import Crew
-from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.drafting.draft import Draft
-from moiety_engine.drafting.loading import load_drafter
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.guiding.follower import Follower
-from moiety_engine.guiding.library import Library, Reading
+from moiety_engine.guiding.library import Library
 from moiety_engine.guiding.lobby import Lobby
 from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.transformer import Transformer
@@ -420,35 +417,3 @@ class EngineLoop:
     def _emit(self, output: CoreOutput | None) -> None:
         if output is not None:
             self._outputs.append(output)
-
-
-def load_loop(
-    config: EngineConfig,
-    *,
-    meeting: Meeting | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    clock_ns: Callable[[], int] = time.time_ns,
-) -> EngineLoop:
-    """Load the checkpoint folder that the configuration names and make a loop of it, as rank 0 if there are several.
-    `meeting`: what a launcher said of the others, who are started here without one. `progress(done, total)` in bytes.
-    Raises EngineError with what to do."""
-    library = Reading(Path(config.model))
-    assembled = assemble(config, meeting, progress)
-    crew, local_ranks = assembled.crew, assembled.local_ranks
-    with telling(crew):
-        found = library.result()
-        model = assembled.model
-        try:
-            draft_model = load_drafter(config, model, progress)
-            return EngineLoop(
-                model,
-                config,
-                clock_ns=clock_ns,
-                crew=crew,
-                local_ranks=local_ranks,
-                library=found,
-                draft_model=draft_model,
-            )
-        except BaseException:
-            model.close()
-            raise

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from moiety_engine.config import EngineConfig, Speculate
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
+from moiety_engine.opening import load_loop
 
 
 @pytest.fixture(scope="session")

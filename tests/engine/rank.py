@@ -28,11 +28,12 @@ from moiety_engine.distribution.layout import Layout, layout_of
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import EngineError, OutOfMemory
 from moiety_engine.logs import configure_logs
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.model import apart, residence
 from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.offline import run_all
+from moiety_engine.opening import load_loop
 from moiety_kernels.cpu import dots, tiles
 from moiety_wire.experts import AskExperts, unpack_counts
 

@@ -16,9 +16,9 @@ import pytest
 
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap, Speculate
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.loop import load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
+from moiety_engine.opening import load_loop
 from moiety_engine.scheduling.speculation.by_model import ModelGuesser
 from moiety_engine.scheduling.speculation.costs import MOST_BEHIND, Drafting, PassCosts
 from moiety_engine.scheduling.speculation.drafted_kv import DraftedKv

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from moiety_engine.config import EngineConfig, ExpertEviction, Offload, OffloadConfig
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.offload.file import ExpertFile
 from moiety_engine.offload.layer import LayerExperts, Traffic
 from moiety_engine.offload.movers import FileMover
 from moiety_engine.offload.residents import Residents
+from moiety_engine.opening import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 

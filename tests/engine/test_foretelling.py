@@ -22,10 +22,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moiety_engine.config import EngineConfig, LoadFormat, Overlap, PolicyName, Speculate, TransferConfig
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.offline import Result, run_all
+from moiety_engine.opening import load_loop
 from moiety_engine.scheduling.speculation.costs import MOST_BEHIND
 from moiety_engine.scheduling.speculation.drafted_kv import DraftedKv
 from moiety_engine.sequence import Sequence

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moiety_engine.config import EngineConfig, Overlap
-from moiety_engine.loop import load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.batch import KvCache
 from moiety_engine.offline import run_all
+from moiety_engine.opening import load_loop
 from moiety_engine.runner.graphs import graph_contexts, graph_sizes, padded
 from moiety_engine.runner.inputs import BatchBuilder, HostBatch
 from moiety_engine.scheduling.plan import Chunk, Plan

@@ -20,9 +20,10 @@ from moiety_engine.guiding.errors import GuideRefused
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library
 from moiety_engine.guiding.lobby import Lobby
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
+from moiety_engine.opening import load_loop
 from moiety_engine.sampling.allowed import Allowed, ban_others, write_out
 from moiety_platform.completions.tools.strict import guide_of_calls
 from moiety_text.folder import read_text_model

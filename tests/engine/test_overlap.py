@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap, PolicyName
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
+from moiety_engine.opening import load_loop
 from moiety_engine.scheduling.groups import KvGroups
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.planner import Planner

@@ -370,7 +370,7 @@ class Replica:
         held = Counter[str]()
         for s in sequences:
             held[s.tenant] += len(s.blocks)
-        assert self.scheduler.tenant_blocks(len(held)) == dict(+held)
+        assert self.scheduler.places.tenant_blocks(len(held)) == dict(+held)
 
     def drain(self) -> None:
         """No more requests come: all that were let in end, with all their tokens, in a bounded number of steps."""

@@ -14,7 +14,7 @@ import torch
 from moiety_engine.config import EngineConfig, LoadFormat, Overlap, TransferConfig
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.front.rest import RestKeeper
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.memory import Memory
 from moiety_engine.messages import CoreRest, CoreRested, CoreSubmit
 from moiety_engine.model import residence
@@ -22,6 +22,7 @@ from moiety_engine.model.batch import KvCache
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.residence import named_tensors, require_fit, weight_bytes
 from moiety_engine.offline import run_all
+from moiety_engine.opening import load_loop
 from moiety_engine.runner.memory import kv_budget_bytes
 from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.profiling import largest_step

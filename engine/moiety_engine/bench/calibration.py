@@ -22,8 +22,9 @@ from moiety_engine.bench.engine import make_request
 from moiety_engine.bench.lengths import Lengths
 from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName
 from moiety_engine.errors import EngineError
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.model.spec import MoeSpec
+from moiety_engine.opening import load_loop
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.simulator.devices import Device
 

@@ -17,10 +17,11 @@ import psutil
 from moiety_engine.bench.lengths import Lengths
 from moiety_engine.config import EngineConfig
 from moiety_engine.environment import environment
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_engine.offload.cache import ExpertCache
+from moiety_engine.opening import load_loop
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 

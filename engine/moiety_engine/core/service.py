@@ -12,7 +12,7 @@ from moiety_engine.config import Batching, EngineConfig
 from moiety_engine.core.link import IDLE_WAIT_MS, FrontLink
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory
-from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop, load_loop
+from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop
 from moiety_engine.messages import (
     CoreAbort,
     CoreAdapter,
@@ -28,6 +28,7 @@ from moiety_engine.messages import (
     ToCore,
 )
 from moiety_engine.model.families import ignored_keys
+from moiety_engine.opening import load_loop
 from moiety_wire.experts import AskExperts
 
 COMPANY_WAIT_MS = 2  # a request waits for company (the dynamic strategy) or its guide, and time alone ends that

@@ -16,7 +16,8 @@ from moiety_engine.front.desk import RequestDesk
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.sessions import GatewaySession
 from moiety_engine.front.validation import ModelLimits
-from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.loop import EngineLoop
+from moiety_engine.opening import load_loop
 from moiety_engine.runner.resident import free_cached_memory
 from moiety_text.errors import TextError
 from moiety_text.folder import read_text_model

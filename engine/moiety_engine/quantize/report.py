@@ -12,7 +12,7 @@ import msgspec
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.loop import load_loop
+from moiety_engine.opening import load_loop
 from moiety_engine.quantize.quality import Exam, Grades, demo_exam, examine, text_exam
 from moiety_engine.quantize.writing import write_quantized
 from moiety_kernels.quantization import FORMATS

@@ -168,6 +168,14 @@ class Places:
                 self.returning.remove(sequence)
         sequence.place = Place.ENDED
 
+    def tenant_blocks(self, most: int) -> dict[str, int]:
+        """Blocks that sequences hold, by tenant, of so many tenants that hold most. A block that several sequences
+        share counts for each of them."""
+        held = Counter[str]()
+        for sequence in (*self.running, *self.parked, *self.returning):
+            held[sequence.tenant] += len(sequence.blocks)
+        return {tenant: count for tenant, count in held.most_common(most) if count}
+
     def _sums_of_all(self) -> tuple[float, int]:
         if self._decode_sums is None:
             due_s = min(map(_due_s, self.decoding), default=math.inf)

@@ -13,7 +13,6 @@ knows no tensors and no clock: times are handed in.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 
@@ -301,14 +300,6 @@ class Scheduler:
     def class_loads(self) -> list[ClassLoad]:
         """Every class's state and counters."""
         return self.tally.loads(self.policy.predicted_ttft_s(), self.places.oldest_unix_s())
-
-    def tenant_blocks(self, most: int) -> dict[str, int]:
-        """Blocks that sequences hold, by tenant, of so many tenants that hold most. A block that several sequences
-        share counts for each of them."""
-        held = Counter[str]()
-        for sequence in (*self.places.running, *self.places.parked, *self.places.returning):
-            held[sequence.tenant] += len(sequence.blocks)
-        return {tenant: count for tenant, count in held.most_common(most) if count}
 
     def kv_slots(self) -> tuple[int, int]:
         """(slots allocated to running sequences, slots of them that hold a token)."""
