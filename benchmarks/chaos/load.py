@@ -155,7 +155,8 @@ class Balancer:
 
 class Load:
     """Sends requests at a pace, which may change with the seconds since its beginning, and keeps what became of each.
-    `lengths` of prompts and answers are drawn from; `keyed` is the share of requests with an Idempotency-Key."""
+    `lengths` of prompts and answers are drawn from; `keyed` is the share of requests with an Idempotency-Key. With
+    `most_open` whoever is due waits for one of so many to end: a pace that the machine cannot keep is not kept."""
 
     def __init__(
         self,
@@ -165,9 +166,10 @@ class Load:
         *,
         lengths: Sequence[tuple[int, int]] = (),
         keyed: float = 0.0,
+        most_open: int | None = None,
     ) -> None:
         self.asked: list[Asked] = []
-        self._lengths, self._keyed = lengths, keyed
+        self._lengths, self._keyed, self._most_open = lengths, keyed, most_open
         self._stage, self._rng = stage, random.Random(seed)
         self._roomy = [one for one in tenants if not one.limits]
         self._tight = [one for one in tenants if one.limits]
@@ -195,6 +197,9 @@ class Load:
         while not stopping.is_set():
             due_s += self._rng.expovariate(pace(due_s - begin_s))
             await asyncio.sleep(due_s - time.monotonic())
+            while self._most_open is not None and len(self._open) >= self._most_open:
+                await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
+                due_s = time.monotonic()
             is_tight = model == SCRIPTED and self._rng.random() < 0.3
             tenant = self._rng.choice(self._tight if is_tight else self._roomy)
             name = f"c-{len(self.asked)}-{self._rng.randrange(1 << 40):x}"

@@ -22,7 +22,7 @@ from chaos.watch import Held, Lateness, grown, until_whole, what_is_held
 
 WHOLE_LIMIT_S, SETTLE_S, LEASE_ENDS_S = 60.0, 120.0, 45.0
 IDLE_S = 6.0
-FILLING_RATE = 250.0  # requests a second
+FILLING_RATE, FILLING_OPEN = 250.0, 32  # at most: requests a second, and at a time
 FILLING_LENGTHS = [(16, 4), (200, 4)]
 
 
@@ -49,9 +49,9 @@ async def play(play: Play, folder: Path) -> dict[str, Any]:
             tenants = await make_tenants(client, random.Random(play.seed))
         batch = await Batch.submit(stage, tenants, play.batch_lines)
         scene = Scene(stage, postgres, disk, tenants, {})
-        filling = Load(stage, tenants, play.seed + 5, lengths=FILLING_LENGTHS)
+        filling = Load(stage, tenants, play.seed + 5, lengths=FILLING_LENGTHS, most_open=FILLING_OPEN)
         if play.num_filling:
-            await _for(filling, play.num_filling / FILLING_RATE, FILLING_RATE, play.demo_rate)
+            await _fill(filling, play.num_filling, play.demo_rate)
         warm = Load(stage, tenants, play.seed + 1)
         await _for(warm, play.warm_up_s, play.rate, play.demo_rate)
         warming = dict(list(play.soft.items())[: len(play.soft) // 2])
@@ -85,6 +85,16 @@ async def play(play: Play, folder: Path) -> dict[str, Any]:
             "processes": held,
             "ended_by_themselves": [f"{kind}-{number}: {code}" for _, (kind, number), code in stage.ends],
         }
+
+
+async def _fill(load: Load, number: int, demo_rate: float) -> None:
+    """So many requests, as fast as they are answered."""
+    stopping = asyncio.Event()
+    running = asyncio.create_task(load.run(lambda _: FILLING_RATE, demo_rate, stopping))
+    while len(load.asked) < number and not running.done():
+        await asyncio.sleep(0.1)
+    stopping.set()
+    await running
 
 
 async def _for(load: Load, seconds: float, rate: float, demo_rate: float) -> None:
