@@ -35,7 +35,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=10.0, help="requests a second of the scripted engines")
     parser.add_argument("--demo-rate", type=float, default=0.5, help="requests a second of the demo model")
     parser.add_argument("--warm-up", type=float, default=30.0, help="seconds of load before the first fault")
-    parser.add_argument("--filling", type=int, default=20_000, help="requests before that, as fast as they are answered")
+    parser.add_argument("--filling", type=int, default=20_000, help="requests before that, as fast as answered")
     parser.add_argument("--quiet", type=float, default=22.0, help="seconds of load without a fault after each")
     parser.add_argument("--batch-lines", type=int, default=900)
     parser.add_argument("--seed", type=int, default=0)

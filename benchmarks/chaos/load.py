@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,8 +156,9 @@ class Balancer:
 
 class Load:
     """Sends requests at a pace, which may change with the seconds since its beginning, and keeps what became of each.
-    `lengths` of prompts and answers are drawn from; `keyed` is the share of requests with an Idempotency-Key. With
-    `most_open` whoever is due waits for one of so many to end: a pace that the machine cannot keep is not kept."""
+    `lengths` of prompts and answers are drawn from; `keyed` is the share of requests with an Idempotency-Key. It
+    ends by itself after `most`; with `most_open` whoever is due waits for one of so many to end, so that a pace which
+    the machine cannot keep is not kept."""
 
     def __init__(
         self,
@@ -166,10 +168,12 @@ class Load:
         *,
         lengths: Sequence[tuple[int, int]] = (),
         keyed: float = 0.0,
-        most_open: int | None = None,
+        most: int = sys.maxsize,
+        most_open: int = sys.maxsize,
     ) -> None:
         self.asked: list[Asked] = []
-        self._lengths, self._keyed, self._most_open = lengths, keyed, most_open
+        self._lengths, self._keyed = lengths, keyed
+        self._most, self._most_open = most, most_open
         self._stage, self._rng = stage, random.Random(seed)
         self._roomy = [one for one in tenants if not one.limits]
         self._tight = [one for one in tenants if one.limits]
@@ -194,10 +198,10 @@ class Load:
 
     async def _send_all(self, model: str, pace: Pace, stopping: asyncio.Event) -> None:
         due_s = begin_s = time.monotonic()
-        while not stopping.is_set():
+        while not stopping.is_set() and len(self.asked) < self._most:
             due_s += self._rng.expovariate(pace(due_s - begin_s))
             await asyncio.sleep(due_s - time.monotonic())
-            while self._most_open is not None and len(self._open) >= self._most_open:
+            while len(self._open) >= self._most_open:
                 await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
                 due_s = time.monotonic()
             is_tight = model == SCRIPTED and self._rng.random() < 0.3

@@ -49,9 +49,10 @@ async def play(play: Play, folder: Path) -> dict[str, Any]:
             tenants = await make_tenants(client, random.Random(play.seed))
         batch = await Batch.submit(stage, tenants, play.batch_lines)
         scene = Scene(stage, postgres, disk, tenants, {})
-        filling = Load(stage, tenants, play.seed + 5, lengths=FILLING_LENGTHS, most_open=FILLING_OPEN)
-        if play.num_filling:
-            await _fill(filling, play.num_filling, play.demo_rate)
+        filling = Load(
+            stage, tenants, play.seed + 5, lengths=FILLING_LENGTHS, most=play.num_filling, most_open=FILLING_OPEN
+        )
+        await filling.run(lambda _: FILLING_RATE, play.demo_rate, asyncio.Event())
         warm = Load(stage, tenants, play.seed + 1)
         await _for(warm, play.warm_up_s, play.rate, play.demo_rate)
         warming = dict(list(play.soft.items())[: len(play.soft) // 2])
@@ -85,16 +86,6 @@ async def play(play: Play, folder: Path) -> dict[str, Any]:
             "processes": held,
             "ended_by_themselves": [f"{kind}-{number}: {code}" for _, (kind, number), code in stage.ends],
         }
-
-
-async def _fill(load: Load, number: int, demo_rate: float) -> None:
-    """So many requests, as fast as they are answered."""
-    stopping = asyncio.Event()
-    running = asyncio.create_task(load.run(lambda _: FILLING_RATE, demo_rate, stopping))
-    while len(load.asked) < number and not running.done():
-        await asyncio.sleep(0.1)
-    stopping.set()
-    await running
 
 
 async def _for(load: Load, seconds: float, rate: float, demo_rate: float) -> None:
