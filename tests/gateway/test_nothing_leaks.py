@@ -13,7 +13,8 @@ from sqlalchemy import select
 from moiety_platform.db.base import Base
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.trace_store.models import TraceRecord
-from moiety_platform.traces.sender import SpanSender, otlp_exporter
+from moiety_platform.traces.exporters import store_exporter
+from moiety_platform.traces.sender import SpanSender
 from moiety_wire.messages import Failed, FailureCode
 
 from .test_batches import chat_line, submit, wait_for
@@ -67,7 +68,7 @@ async def test_prompts_answers_and_keys_are_only_where_clients_get_them_back(sta
     folder = tmp_path / "traces"
     folder.mkdir()
     async with run_store(folder) as store:
-        sender = SpanSender("store", otlp_exporter(store.endpoint, TOKEN), "g", interval_s=0.01)
+        sender = SpanSender("store", store_exporter(store.endpoint, TOKEN), "g", interval_s=0.01)
         engine = FakeEngineClient(new_card(embedding_width=8), answer)
         async with start_gateway([engine], sender, stores_usage=True) as gateway:
             statuses = [await send_everything(gateway), await send_everything(gateway, f"mty_{'0' * 16}.{MARK}")]

@@ -37,7 +37,8 @@ from moiety_platform.listening import bind
 from moiety_platform.trace_receiver.process import TraceServer, build_app
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
-from moiety_platform.traces.sender import EXPORT_TIMEOUT_S, QUEUE_FULL, SpanSender, grpc_exporter, otlp_exporter
+from moiety_platform.traces.exporters import EXPORT_TIMEOUT_S, grpc_exporter, otlp_exporter, store_exporter
+from moiety_platform.traces.sender import QUEUE_FULL, SpanSender
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -202,7 +203,7 @@ async def test_a_store_whose_database_is_away_takes_what_it_has_room_for_and_the
 
 
 async def test_a_request_can_be_found_by_its_trace_in_the_admin_api(start_gateway, card, store):
-    sender = SpanSender("store", otlp_exporter(store.endpoint, TOKEN), "gateway-1", interval_s=0.01)
+    sender = SpanSender("store", store_exporter(store.endpoint, TOKEN), "gateway-1", interval_s=0.01)
     async with start_gateway([FakeEngineClient(card)], sender) as gateway:
         await gateway.post(CHAT, BODY)
         await gateway.post(CHAT, BODY | {"model": "none"})

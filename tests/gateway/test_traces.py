@@ -15,8 +15,9 @@ import pytest
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_platform.engine_client.fake import Verdict as EngineVerdict
 from moiety_platform.traces.context import parse_traceparent
+from moiety_platform.traces.exporters import EXPORT_TIMEOUT_S, store_exporter
 from moiety_platform.traces.sampling import Ending, Sampler, SamplingTerms, Verdict
-from moiety_platform.traces.sender import EXPORT_TIMEOUT_S, QUEUE_FULL, SpanSender, otlp_exporter
+from moiety_platform.traces.sender import QUEUE_FULL, SpanSender
 from moiety_wire.codec import encode_notes, encode_step
 from moiety_wire.messages import Failed, FailureCode
 from moiety_wire.notes import Event, EventKind, Reason, Step
@@ -321,7 +322,7 @@ async def test_a_store_that_is_away_or_silent_slows_no_request_and_its_spans_are
         if store == "away":
             listener.close()
         sender = SpanSender(
-            "store", otlp_exporter(f"http://127.0.0.1:{port}", "a token"), "g", capacity=60, interval_s=0.01
+            "store", store_exporter(f"http://127.0.0.1:{port}", "a token"), "g", capacity=60, interval_s=0.01
         )
         async with start_gateway([FakeEngineClient(card)], sender) as gateway:
             answers = await asyncio.gather(*(gateway.post(CHAT, BODY) for _ in range(40)))

@@ -88,12 +88,18 @@ class Telemetry:
     def _senders(self, settings: GatewaySettings) -> list[Sender]:
         if settings.traces_endpoint is None and settings.otlp_endpoint is None:
             return []
-        from moiety_platform.traces.sender import SpanSender, grpc_exporter, otlp_exporter  # noqa: PLC0415  # slow
+        from moiety_platform.traces.exporters import (  # noqa: PLC0415  # slow
+            Exporter,
+            grpc_exporter,
+            otlp_exporter,
+            store_exporter,
+        )
+        from moiety_platform.traces.sender import SpanSender  # noqa: PLC0415  # slow
 
-        exporters = []
+        exporters: list[tuple[str, Exporter]] = []
         if settings.traces_endpoint is not None:
             token = settings.traces_token.get_secret_value() if settings.traces_token else None
-            exporters.append(("store", otlp_exporter(settings.traces_endpoint, token)))
+            exporters.append(("store", store_exporter(settings.traces_endpoint, token)))
         if settings.otlp_endpoint is not None:
             make = grpc_exporter if settings.otlp_protocol == "grpc" else otlp_exporter
             try:

@@ -1,4 +1,4 @@
-"""Sends spans to one place by OTLP, over HTTP or gRPC, from a thread of its own.
+"""Sends spans to one place, from a thread of its own.
 
 Fails open: whoever hands spans over never waits. What does not fit into the queue, and what the other side does not
 take in time, is dropped and counted.
@@ -9,18 +9,10 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from importlib.metadata import version
 
-import requests
 import structlog
-from opentelemetry.exporter.otlp.proto.http import Compression
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
 
+from moiety_platform.traces.exporters import Exporter
 from moiety_platform.traces.span import Span
 
 SERVICE_NAME = "moiety-gateway"
@@ -28,35 +20,9 @@ QUEUE_FULL, NOT_TAKEN = "queue_full", "not_taken"
 CAPACITY = 8192  # spans
 BATCH = 512
 INTERVAL_S = 1.0
-EXPORT_TIMEOUT_S = 10.0
 LAST_EXPORT_S = 1.0
 
 log = structlog.get_logger(__name__)
-
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-
-
-def otlp_exporter(endpoint: str, token: str | None = None) -> SpanExporter:
-    """To `endpoint`/v1/traces. With a token it is a store of ours, which is spoken to without a proxy."""
-    session = requests.Session()
-    session.trust_env = token is None
-    return OTLPSpanExporter(
-        endpoint=f"{endpoint.rstrip('/')}/v1/traces",
-        headers={"Authorization": f"Bearer {token}"} if token else None,
-        timeout=EXPORT_TIMEOUT_S,
-        compression=Compression.Gzip,
-        session=session,
-    )
-
-
-def grpc_exporter(endpoint: str) -> SpanExporter:
-    """To an address such as http://collector:4317, encrypted where it is https. Raises ModuleNotFoundError without the
-    package that is only for this."""
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415  # optional
-        OTLPSpanExporter as GrpcSpanExporter,
-    )
-
-    return GrpcSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
 
 
 class SpanSender:
@@ -65,7 +31,7 @@ class SpanSender:
     def __init__(
         self,
         name: str,
-        exporter: SpanExporter,
+        exporter: Exporter,
         instance_id: str,
         *,
         capacity: int = CAPACITY,
@@ -75,8 +41,7 @@ class SpanSender:
         self.num_sent = 0
         self.dropped: Counter[str] = Counter()
         self._exporter = exporter
-        self._resource = Resource.create({"service.name": SERVICE_NAME, "service.instance.id": instance_id})
-        self._scope = InstrumentationScope("moiety_platform", version("moiety"))
+        self._resource = {"service.name": SERVICE_NAME, "service.instance.id": instance_id}
         self._capacity = capacity
         self._interval_s = interval_s
         self._queue: deque[Span] = deque()
@@ -110,31 +75,11 @@ class SpanSender:
 
     def _send(self, spans: list[Span]) -> None:
         try:
-            result = self._exporter.export([self._readable(span) for span in spans])
+            is_taken = self._exporter.export(self._resource, spans)
         except Exception:  # the root of a thread that lives as long as the process
             log.exception("spans_not_sent", destination=self.name)
-            result = SpanExportResult.FAILURE
-        if result is SpanExportResult.SUCCESS:
+            is_taken = False
+        if is_taken:
             self.num_sent += len(spans)
         else:
             self.dropped[NOT_TAKEN] += len(spans)
-
-    def _readable(self, span: Span) -> ReadableSpan:
-        return ReadableSpan(
-            name=span.name,
-            context=_context(span.trace_id, span.span_id),
-            parent=None if span.parent_id is None else _context(span.trace_id, span.parent_id),
-            resource=self._resource,
-            attributes=span.attributes,
-            events=[Event(event.name, event.attributes, event.unix_ns) for event in span.events],
-            links=[Link(_context(*linked)) for linked in span.links],
-            kind=span.kind,
-            status=Status() if span.error is None else Status(StatusCode.ERROR, span.error),
-            start_time=span.start_ns,
-            end_time=span.end_ns,
-            instrumentation_scope=self._scope,
-        )
-
-
-def _context(trace_id: str, span_id: str) -> SpanContext:
-    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=_SAMPLED)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from opentelemetry.trace import SpanKind
 
+SCOPE = "moiety_platform"  # of instrumentation, as OpenTelemetry calls who made a span
+
 Attribute = str | bool | int | float | tuple[str, ...]
 
 
