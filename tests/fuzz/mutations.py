@@ -16,6 +16,7 @@ ODD = (
     *(None, True, False, 0, -1, 1, 2**31, 2**53, -(2**63), 2**64 - 1, 0.5, -0.0, 1e308, "", "0", "é", "\0", "\ud83d"),
     *("<|im_start|>", "auto", "a" * 65, "user", "text", [], [[]], {}, {"type": "text"}, {"": None}),
 )
+MANY = 300  # places, from which on nothing is repeated so often: it would be again within itself, beyond all memory
 HUGE = 10**400  # which JSON may say, and msgpack cannot
 
 
@@ -68,7 +69,7 @@ def _change(tree: list[Any], chance: random.Random, odd: tuple) -> None:
         case 3 if parent is not tree:
             del parent[key]
         case 4 if isinstance(parent, list) and parent is not tree:
-            parent.extend([parent[key]] * chance.choice((1, 2, 300)))
+            parent.extend([parent[key]] * chance.choice((1, 2, 300 if len(places) < MANY else 3)))
         case 5 if isinstance(parent, dict):
             parent[str(other_key)] = chance.choice(odd)
         case _:
