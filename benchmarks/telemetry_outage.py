@@ -39,6 +39,7 @@ from moiety_platform.bench.environment import describe_environment  # noqa: E402
 from moiety_platform.bench.report import percentile  # noqa: E402
 from moiety_platform.supervisor.data_dir import read_first_keys  # noqa: E402
 from moiety_platform.supervisor.ports import claim_port  # noqa: E402
+from moiety_platform.traces.sender import BATCH  # noqa: E402
 
 OUTPUT_TOKENS = 8
 START_S, IDLE_S, SETTLE_S = 90.0, 30.0, 60.0
@@ -222,7 +223,7 @@ def judged(
     phases = {phase: figures(of, cpu_s[phase]) for phase, of in sent.items()}
     usual_us = max(phases[phase]["cpu_us_per_request"] for phase in ("before", "after"))
     told = {name: int(last[name] - first[name]) for name in first}
-    a_request = first["sent"] / first["requests"]  # spans, when nothing was lost
+    a_request = first["sent"] / first["requests"]  # spans, when nothing was lost; by the steps it met, one more or less
     dropped = told["queue_full"] + told["not_taken"]
     usual_ms = max(phases["before"]["latency_ms"]["p99"], phases["after"]["latency_ms"]["p99"])
     verdict = {
@@ -230,7 +231,7 @@ def judged(
         "none_slower": phases["outage"]["latency_ms"]["p99"] <= usual_ms * SLOWER_BY + SLOWER_BY_MS,
         "none_dearer": phases["outage"]["cpu_us_per_request"] <= usual_us * DEARER_BY,
         "spans_were_dropped": dropped > 0,
-        "all_spans_counted": round(told["requests"] * a_request) == told["sent"] + dropped,
+        "all_spans_counted": abs(told["requests"] * a_request - told["sent"] - dropped) < BATCH / 2,
         "metrics_went_on": told["exports_not_taken"] > 0 and told["exports_taken"] > 0,
     }
     return {"phases": phases, "counted": told | {"spans_a_request": a_request}, "verdict": verdict}
