@@ -27,6 +27,7 @@ from sqlalchemy import (
     literal_column,
     select,
     true,
+    tuple_,
     update,
 )
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -124,9 +125,15 @@ async def lock_rows(session: AsyncSession, statement: Select[*tuple[Any, ...]]) 
 
 
 def listed(session: AsyncSession, columns: Sequence[Any], rows: Iterable[Row]) -> Select[Any]:
-    """The rows as a subquery, for `tuple_(*columns).in_(…)`, or a column's own `in_`."""
+    """The rows as a subquery, for a column's own `in_` or an insert; `among` is for several columns."""
     dialect, found = session.get_bind().dialect, [column.expression for column in columns]
     return _read(dialect, found, bindparam(None, _document(dialect, found, list(rows)), String))
+
+
+def among(session: AsyncSession, columns: Sequence[Any], rows: Iterable[Row]) -> ColumnElement[bool]:
+    """Whether the columns are one of the rows, none of which has bytes. SQLite looks the rows up in an index so; those
+    that stand in the statement itself it compares with every row of the table."""
+    return tuple_(*columns).in_(listed(session, columns, rows))
 
 
 def _read(dialect: Dialect, columns: _Columns, document: ColumnElement[str]) -> Select[Any]:

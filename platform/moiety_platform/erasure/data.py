@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, exists, inspect, select, tuple_, update
+from sqlalchemy import ColumnElement, CursorResult, delete, exists, inspect, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
@@ -60,10 +60,9 @@ async def delete_some(session: AsyncSession, table: Table, tenant_id: str) -> in
     key = inspect(table).primary_key
     condition = rows_of(table, tenant_id), *_WHOLE.get(table, ())
     wanted = select(*key).where(*condition).limit(_ROWS_AT_ONCE.get(table, ROWS_AT_ONCE))
-    keys = [tuple(row) for row in await session.execute(wanted)]
-    if keys:
-        await session.execute(delete(table).where(tuple_(*key).in_(keys)))
-    return len(keys)
+    connection = await session.connection()
+    result: CursorResult[Any] = await connection.execute(delete(table).where(tuple_(*key).in_(wanted)))
+    return result.rowcount
 
 
 _WHOLE: Mapping[Table, tuple[ColumnElement[bool], ...]] = MappingProxyType(

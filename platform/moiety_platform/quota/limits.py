@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import structlog
-from sqlalchemy import select, tuple_
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import listed, read_rows
+from moiety_platform.db.bulk import among, read_rows
 from moiety_platform.quota.kinds import Kind, Scope
 from moiety_platform.quota.models import Quota
 
@@ -37,8 +37,8 @@ async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Sc
     names = list(by_name)
     for first in range(0, len(names), _SCOPES_AT_ONCE):
         columns = (Quota.level, Quota.scope_id)
-        wanted = listed(session, columns, names[first : first + _SCOPES_AT_ONCE])
-        statement = select(Quota.id, *columns, Quota.kind, Quota.cap).where(tuple_(*columns).in_(wanted))
+        wanted = among(session, columns, names[first : first + _SCOPES_AT_ONCE])
+        statement = select(Quota.id, *columns, Quota.kind, Quota.cap).where(wanted)
         for quota_id, level, scope_id, kind, cap in sorted(await read_rows(session, statement)):
             if kind not in _KINDS:
                 log.warning("limit_of_unknown_kind", kind=kind, quota_id=quota_id)

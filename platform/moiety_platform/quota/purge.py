@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import delete, exists, select, tuple_
+from sqlalchemy import delete, exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.db.bulk import among
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaWindow
 
@@ -26,9 +27,9 @@ async def purge_windows(session: AsyncSession, before: datetime) -> int:
     windows = [tuple(row) for row in found]
     if not windows:
         return 0
-    leases = delete(QuotaLease).where(tuple_(QuotaLease.quota_id, QuotaLease.start).in_(windows))
+    leases = delete(QuotaLease).where(among(session, (QuotaLease.quota_id, QuotaLease.start), windows))
     num_leases = len((await session.execute(leases.returning(QuotaLease.replica_id))).all())
-    await session.execute(delete(QuotaWindow).where(tuple_(*key).in_(windows)))
+    await session.execute(delete(QuotaWindow).where(among(session, key, windows)))
     return num_leases + len(windows)
 
 

@@ -7,10 +7,11 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, delete, false, select, tuple_
+from sqlalchemy import ColumnElement, delete, false, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.audit.trail import Change, note, row_of
+from moiety_platform.db.bulk import among
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
@@ -156,13 +157,13 @@ def _grouped(rows: Iterable[Any]) -> dict[str, tuple[int, ...]]:
 
 async def _views(session: AsyncSession, quotas: Sequence[Quota], now: datetime) -> list[QuotaView]:
     starts = {quota.id: window_start(Kind(quota.kind).period, now) for quota in quotas}
-    wanted = tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(list(starts.items()))
+    wanted = among(session, (QuotaWindow.quota_id, QuotaWindow.start), starts.items())
     windows = {window.quota_id: window for window in await session.scalars(select(QuotaWindow).where(wanted))}
     of_rates = select(QuotaRate, now_ms()).where(QuotaRate.quota_id.in_(list(starts)))
     rates = {rate.quota_id: (rate, moment) for rate, moment in await session.execute(of_rates)}
     thresholds = await _thresholds(session, list(starts))
     columns = QuotaAlert.quota_id, QuotaAlert.percent
-    sent = tuple_(QuotaAlert.quota_id, QuotaAlert.start).in_(list(starts.items()))
+    sent = among(session, (QuotaAlert.quota_id, QuotaAlert.start), starts.items())
     alerted = _grouped(await session.execute(select(*columns).where(sent).order_by(*columns)))
     views = [
         rate_view(quota, *rates[quota.id]) if quota.id in rates else window_view(quota, windows.get(quota.id), now)

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, delete, func, literal, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import BulkAdd, BulkInsert, listed, lock_rows, read_rows
+from moiety_platform.db.bulk import BulkAdd, BulkInsert, among, listed, lock_rows, read_rows
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.kinds import ALWAYS
@@ -113,7 +113,7 @@ class LeaseStore:
 
     async def _renew(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, Stored]:
         keys = (QuotaLease.quota_id, QuotaLease.start)
-        wanted = tuple_(*keys).in_(_listed(session, windows))
+        wanted = _among(session, keys, windows)
         mine = QuotaLease.replica_id == self.replica_id, wanted
         await lock_rows(session, select(*keys).where(*mine).order_by(*keys).with_for_update())  # in that of bookings
         renewal = update(QuotaLease).where(*mine)
@@ -195,7 +195,7 @@ class LeaseStore:
         for some in _in_order(returned):
             mine = (
                 QuotaLease.replica_id == self.replica_id,
-                tuple_(QuotaLease.quota_id, QuotaLease.start).in_(_listed(session, some)),
+                _among(session, (QuotaLease.quota_id, QuotaLease.start), some),
             )
             columns = (QuotaLease.quota_id, QuotaLease.start, QuotaLease.granted, QuotaLease.settled)
             rows = await read_rows(session, select(*columns).where(*mine))
@@ -223,7 +223,7 @@ class LeaseStore:
         statement = (
             select(QuotaWindow.quota_id, QuotaWindow.start, QuotaWindow.granted, Quota.cap, sharing.label("others"))
             .outerjoin(Quota, Quota.id == QuotaWindow.quota_id)  # also what has no limit any more is locked in order
-            .where(tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(_listed(session, windows)))
+            .where(_among(session, (QuotaWindow.quota_id, QuotaWindow.start), windows))
             .order_by(QuotaWindow.quota_id, QuotaWindow.start)
             .with_for_update(of=QuotaWindow)
         )
@@ -296,12 +296,11 @@ async def _lock_leases(session: AsyncSession, windows: Iterable[WindowId]) -> di
     """What each lease on these windows has left; nobody changes windows or leases until the end."""
     found: dict[tuple[WindowId, str], int] = {}
     for some in _in_order(windows):
-        wanted = _listed(session, some)
-        of_windows = tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(wanted)
+        of_windows = _among(session, (QuotaWindow.quota_id, QuotaWindow.start), some)
         order = QuotaWindow.quota_id, QuotaWindow.start
         await lock_rows(session, select(QuotaWindow.quota_id).where(of_windows).order_by(*order).with_for_update())
         keys = QuotaLease.quota_id, QuotaLease.start, QuotaLease.replica_id
-        of_leases = tuple_(QuotaLease.quota_id, QuotaLease.start).in_(wanted)
+        of_leases = _among(session, (QuotaLease.quota_id, QuotaLease.start), some)
         left = QuotaLease.granted - QuotaLease.settled
         rows = await read_rows(session, select(*keys, left).where(of_leases).order_by(*keys).with_for_update())
         found |= {(WindowId(quota_id, start), replica_id): left for quota_id, start, replica_id, left in rows}
@@ -320,3 +319,7 @@ def _key(window: WindowId) -> WindowKey:
 
 def _listed(session: AsyncSession, windows: Sequence[WindowId]) -> Select[Any]:
     return listed(session, (QuotaWindow.quota_id, QuotaWindow.start), list(map(_key, windows)))
+
+
+def _among(session: AsyncSession, columns: Sequence[Any], windows: Sequence[WindowId]) -> ColumnElement[bool]:
+    return among(session, columns, list(map(_key, windows)))

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, or_, select, tuple_
+from sqlalchemy import ColumnElement, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.db.bulk import among
 from moiety_platform.db.failures import RETRY_AFTER_S, UNMIGRATED
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.db.session import Database
@@ -120,5 +121,5 @@ async def _read_spans(session: AsyncSession, ids: Sequence[tuple[str, str]]) -> 
     """Those of them that are kept, by their start."""
     if not ids:
         return ()
-    statement = select(SpanRecord).where(tuple_(SpanRecord.trace_id, SpanRecord.span_id).in_(ids))
+    statement = select(SpanRecord).where(among(session, (SpanRecord.trace_id, SpanRecord.span_id), ids))
     return (await session.scalars(statement.order_by(SpanRecord.start_ns, SpanRecord.trace_id))).all()

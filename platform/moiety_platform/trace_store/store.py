@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from sqlalchemy import ColumnElement, delete, select, tuple_
+from sqlalchemy import ColumnElement, delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import BulkInsert
+from moiety_platform.db.bulk import BulkInsert, among
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.trace_store.rows import Rows
 
@@ -35,7 +35,7 @@ def purge_of(table: type[SpanRecord | TraceRecord], keep_ms: int, now: Now) -> C
         oldest = old.order_by(table.stored_ms).limit(ROWS_AT_ONCE).with_for_update(skip_locked=True)
         keys = [tuple(row) for row in await session.execute(oldest)]
         if keys:
-            await session.execute(delete(table).where(tuple_(table.trace_id, table.span_id).in_(keys)))
+            await session.execute(delete(table).where(among(session, (table.trace_id, table.span_id), keys)))
         return len(keys)
 
     return purge

@@ -8,9 +8,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import BigInteger, ColumnElement, Double, cast, delete, func, select, tuple_
+from sqlalchemy import BigInteger, ColumnElement, Double, cast, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.db.bulk import among
 from moiety_platform.errors import BadRequest
 from moiety_platform.usage.models import UsageMinute
 from moiety_platform.usage.queries import UsageFilter, find_names
@@ -111,7 +112,7 @@ async def purge_minutes(session: AsyncSession, before: datetime) -> int:
     old = select(*keys).where(UsageMinute.minute < _minute(before)).order_by(*keys).limit(ROWS_AT_ONCE)
     found = [tuple(row) for row in await session.execute(old.with_for_update(skip_locked=True))]
     if found:
-        await session.execute(delete(UsageMinute).where(tuple_(*keys).in_(found)))
+        await session.execute(delete(UsageMinute).where(among(session, keys, found)))
     return len(found)
 
 
