@@ -4,6 +4,7 @@ all that these can be told by environment variables (headers, certificates, comp
 from __future__ import annotations
 
 import gzip
+import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Protocol
@@ -71,6 +72,7 @@ class _ToStore:
         self._url = url
         self._session = requests.Session()
         self._session.trust_env = token is None
+        self._session.verify = os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE") or True
         self._session.headers.update({"Content-Type": "application/x-protobuf", "Content-Encoding": "gzip"})
         if token is not None:
             self._session.headers["Authorization"] = f"Bearer {token}"
