@@ -204,7 +204,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         )
         quotas.quarantine.is_proven = engines.replicas.have_settled_for
         foreseer = await stack.enter_async_context(Foreseer(usage, quotas, ForesightMetrics(metrics.registry), clock))
-        authenticator = Authenticator(database, pepper, clock, turn=turn)
+        authenticator = await stack.enter_async_context(Authenticator(database, pepper, clock, turn=turn))
         classes, prices, adapters = (
             ClassCache(database, clock),
             PriceCache(database, clock),

@@ -140,6 +140,7 @@ async def check(climb: Climb) -> None:
     assert (client.tenant_id, client.service_class, client.weight, client.role) == ("ten_1", "flex", 2.0, None)
     owner = await authenticator.authenticate(f"Bearer {KEYS['owner']}")
     assert (owner.role, owner.tenant_id) == ("owner", "")
+    await authenticator.close()
     async with database.read() as session:
         report = await reconcile(session, DAY, DAY + timedelta(days=1))
     await database.close()

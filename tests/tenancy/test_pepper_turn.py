@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -42,7 +43,7 @@ async def gateways(database: Database, clock: ManualClock) -> AsyncIterator[Gate
     made = Gateways(database, clock)
     yield made
     for one in vars(made).values():
-        await one.rehashing.idle()
+        await one.close()
 
 
 async def takes(authenticator: Authenticator, key: str) -> bool:
@@ -118,6 +119,17 @@ async def test_a_key_whose_new_hash_cannot_be_written_is_served_and_hashed_at_a_
     clock.advance(OUTAGE_PAUSE_S)
     assert await takes(turned, demo.key)
     assert await mark(cuttable.steady, demo.key_id) == mark_of(NEW)
+
+
+async def test_a_gateway_that_ends_writes_the_hash_first_and_leaves_no_transaction(
+    database: Database, clock: ManualClock
+) -> None:
+    demo = await make_demo(database, clock)
+    turned = Authenticator(database, NEW, clock, turn=Turn(previous=PEPPER))
+    await turned.authenticate(f"Bearer {demo.key}")
+    await turned.close()
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("key-")]
+    assert await mark(database, demo.key_id) == mark_of(NEW)
 
 
 def test_receivers_of_webhooks_know_what_is_sent_by_the_secret_of_either_pepper() -> None:

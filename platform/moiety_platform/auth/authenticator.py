@@ -12,7 +12,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import structlog
 
@@ -139,6 +139,21 @@ class Authenticator:
         read just now may be older than the change, and is not kept."""
         self._drop(key_id)
         self._edits.note(key_id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End what goes on beside the requests, as the database is closed next: nothing is to hold a transaction then.
+        Keys that are hashed anew are written first."""
+        await self.rehashing.close()
+        left = [*self._lookups.values(), *([self._refreshing] if self._refreshing is not None else [])]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     @property
     def num_cached(self) -> int:

@@ -18,6 +18,7 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.tenants.models import ApiKey
 
 MAX_AT_ONCE = 100  # keys by one transaction
+LAST_WRITES_S = 2.0  # at the end
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +43,13 @@ class Rehashing:
         """Until what was noted is written, or given up."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
+
+    async def close(self) -> None:
+        """Until what was noted is written; what takes longer than `LAST_WRITES_S` is left to a later use."""
+        if self._writing is not None:
+            await asyncio.wait([writing := self._writing], timeout=LAST_WRITES_S)
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
     async def _write_all(self) -> None:
         try:

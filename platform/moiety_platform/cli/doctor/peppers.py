@@ -25,7 +25,7 @@ async def look_at_pepper(
 ) -> Finding:
     """By the marks of the stored keys; of those from before there were marks, by the administrator's alone."""
     working = ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > clock.now())
-    keys = (await session.scalars(select(ApiKey).where(*working).order_by(ApiKey.created_at))).all()
+    keys = (await session.scalars(select(ApiKey).where(*working).order_by(ApiKey.created_at, ApiKey.name))).all()
     file = settings.data_dir / FILE_NAME
     if settings.key_pepper is None and not file.exists():
         if not keys:
