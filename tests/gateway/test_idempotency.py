@@ -8,7 +8,8 @@ import json
 import httpx
 import openai
 import pytest
-from sqlalchemy import BigInteger, event, literal, select
+from sqlalchemy import event, select
+from tests.database_clock import DatabaseClock
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.idempotency.keeper import CLAIM_S, IdempotencyKeeper, KeepingLimits
@@ -36,16 +37,6 @@ EVERY_ENDPOINT = [
     (RESPONSES, {"input": "hello", "max_output_tokens": 4, "stream": True}),
     (EMBEDDINGS, {"input": "hello"}),
 ]
-
-
-class DatabaseClock:
-    """The database's clock, moved by hand."""
-
-    def __init__(self) -> None:
-        self.ms = 1_800_000_000_000
-
-    def now(self):
-        return literal(self.ms, BigInteger)
 
 
 def keyed(key: str = "order-1") -> dict[str, str]:

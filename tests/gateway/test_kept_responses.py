@@ -8,7 +8,8 @@ import json
 import openai
 import pytest
 import tokenizers
-from sqlalchemy import BigInteger, event, func, literal, select, text
+from sqlalchemy import event, func, select, text
+from tests.database_clock import DatabaseClock
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.responses_api.models import StoredResponse
@@ -17,16 +18,6 @@ from moiety_platform.responses_api.store import ResponseStore
 PATH = "/v1/responses"
 BODY = {"model": "tiny", "input": "hello", "max_output_tokens": 3}
 NEVER = "resp_" + "0" * 32
-
-
-class DatabaseClock:
-    """The database's clock, moved by hand."""
-
-    def __init__(self) -> None:
-        self.ms = 1_800_000_000_000
-
-    def now(self):
-        return literal(self.ms, BigInteger)
 
 
 async def keep(gateway, **fields):

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-import sqlalchemy as sa
 from litestar import Litestar, get
 from litestar.exceptions import HTTPException
 from psycopg import sql
+from tests.database_clock import DatabaseClock
 from tests.parsed_once import parse_handlers_once
 
 from moiety_migrations import upgrade
@@ -134,19 +134,6 @@ def empty_url(dialect: str, tmp_path: Path, request: pytest.FixtureRequest) -> s
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
-
-
-class DatabaseClock:
-    """The database's clock, moved by hand."""
-
-    def __init__(self) -> None:
-        self.ms = 1_800_000_000_000
-
-    def advance(self, seconds: float) -> None:
-        self.ms += round(seconds * 1000)
-
-    def now(self) -> sa.ColumnElement[int]:
-        return sa.literal(self.ms, sa.BigInteger)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from moiety_platform.clock import ManualClock
-from moiety_platform.db.bulk import BulkAdd, BulkInsert, listed, lock_rows, read_rows
+from moiety_platform.db.bulk import BulkAdd, BulkInsert, OverRows
 from moiety_platform.db.session import Database
 from moiety_platform.quota.models import QuotaWindow
 from moiety_platform.randomness import ordered_hex
@@ -20,6 +20,19 @@ from moiety_platform.usage.row import KILLED, UsageRow
 KEYS = ("quota_id", "start")
 insert = BulkInsert(QuotaWindow, lambda statement: statement.on_conflict_do_nothing())
 add = BulkAdd(QuotaWindow, "granted", KEYS)
+WINDOW = (QuotaWindow.quota_id, QuotaWindow.start)
+read = OverRows(WINDOW, lambda given, _: sa.select(*WINDOW, QuotaWindow.granted).where(sa.tuple_(*WINDOW).in_(given)))
+LEFT = QuotaWindow.granted - QuotaWindow.settled
+BYTES = sa.literal(b"\0\xff", sa.LargeBinary), sa.type_coerce(sa.null(), sa.LargeBinary)
+read_all = OverRows(
+    [QuotaWindow.quota_id],
+    lambda given, _: (
+        sa.select(QuotaWindow.start, QuotaWindow.quota_id, LEFT - sa.bindparam("less", type_=sa.BigInteger), *BYTES)
+        .where(QuotaWindow.quota_id.in_(given))
+        .order_by(QuotaWindow.start)
+        .with_for_update()
+    ),
+)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 1500])
@@ -31,9 +44,7 @@ async def test_any_number_of_rows_takes_one_statement_each_time(database: Databa
         before = database.num_statements
         await insert(session, [(*key, 0, 0) for key in keys])
         await add(session, {key: number for number, key in enumerate(keys)} | {("quo_unknown", start): 1})
-        columns = (QuotaWindow.quota_id, QuotaWindow.start)
-        wanted = sa.tuple_(*columns).in_(listed(session, columns, keys[1:]))
-        found = await session.execute(sa.select(*columns, QuotaWindow.granted).where(wanted))
+        found = await read.read(session, keys[1:])
         rows = {(quota_id, moment): granted for quota_id, moment, granted in found}
         assert database.num_statements - before == 3
     assert rows == {key: 2**40 + number for number, key in enumerate(keys) if number > 0}
@@ -44,12 +55,11 @@ async def test_what_is_read_in_bulk_is_what_is_read_by_the_row(database: Databas
     start = ManualClock().now()
     async with database.write() as session:
         await insert(session, [(f"quo_{n}", start + timedelta(microseconds=n), 2**60 + n, 0) for n in range(num_rows)])
-        bytes_too = sa.literal(b"\0\xff", sa.LargeBinary), sa.type_coerce(sa.null(), sa.LargeBinary)
-        left = QuotaWindow.granted - QuotaWindow.settled
-        statement = sa.select(QuotaWindow.start, QuotaWindow.quota_id, left, *bytes_too)
-        await lock_rows(session, statement.order_by(QuotaWindow.start).with_for_update())
-        found = sorted(map(tuple, await read_rows(session, statement)))
-        assert found == sorted(map(tuple, await session.execute(statement)))
+        ids = [(f"quo_{n}",) for n in range(num_rows)]
+        await read_all.lock(session, ids, less=2)
+        found = sorted(map(tuple, await read_all.read(session, ids, less=2)))
+        by_the_row = sa.select(QuotaWindow.start, QuotaWindow.quota_id, LEFT - 2, *BYTES)
+        assert found == sorted(map(tuple, await session.execute(by_the_row)))
     assert len(found) == num_rows
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from sqlalchemy import func, select
+from tests.database_clock import DatabaseClock
 
 from moiety_platform.db.session import Database
 from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused, TooManyKeys
@@ -15,8 +16,6 @@ from moiety_platform.idempotency.keeper import CLAIM_S, Claim, IdempotencyKeeper
 from moiety_platform.idempotency.keys import Asked
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest
 from moiety_platform.idempotency.store import KeptAnswer, KeyStore
-
-from .conftest import DatabaseClock
 
 LIMITS = KeepingLimits(ttl_s=60, max_answer_bytes=100, max_keys_per_tenant=1000, max_bytes_per_tenant=1000)
 

@@ -23,8 +23,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sqlalchemy import literal, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
+from tests.database_clock import DatabaseClock
 
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.base import Base
@@ -92,7 +93,7 @@ class Replica:
 
     def __init__(self, number: int, store: Store, world: World, pace: float) -> None:
         self.clock, self.pace = ManualClock(START), pace
-        self.leases = LeaseStore(f"replica-{number}", TTL_S, now=lambda: literal(world.now_ms))
+        self.leases = LeaseStore(f"replica-{number}", TTL_S, now=world.database_clock.now)
         self.keeper = QuotaKeeper(store, self.leases, self.clock, ttl_s=TTL_S)
         self.open: list[tuple[Hold, int]] = []
         self.unbooked: list[tuple[Charge, ...]] = []
@@ -118,7 +119,7 @@ class World(RuleBasedStateMachine):
         path = Path(self.folder.name) / "quota.db"
         path.write_bytes(new_store())
         self.store = Store.open(f"sqlite:///{path}")
-        self.now_ms = 1_000_000
+        self.database_clock = DatabaseClock()
         self.replicas: list[Replica] = []
         self.caps = dict(CAPS)
         self.highest_cap = dict(CAPS)
@@ -204,7 +205,7 @@ class World(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 30.0, 4000.0]))
     def wait(self, seconds: float) -> None:
-        self.now_ms += round(seconds * 1000)
+        self.database_clock.advance(seconds)
         for replica in self.replicas:
             replica.clock.advance(seconds * replica.pace)
 

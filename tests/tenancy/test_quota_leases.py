@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select
+from tests.database_clock import DatabaseClock
 
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.failures import RETRY_AFTER_S
@@ -32,7 +33,7 @@ from moiety_platform.quota.store import LeaseStore, Want, book
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
 
-from .conftest import CuttableStore, DatabaseClock, hold_without_rounds
+from .conftest import CuttableStore, hold_without_rounds
 
 TENANTS = [Scope(Level.TENANT, f"tenant-{number}") for number in range(6)]
 WHOLE = Scope(Level.PROJECT, "whole")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select
+from tests.database_clock import DatabaseClock
 
 from moiety_platform.clock import ManualClock, SystemClock
 from moiety_platform.db.session import Database
@@ -20,7 +21,7 @@ from moiety_platform.quota.models import Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.standing import Standing, duration, headers
 from moiety_platform.quota.store import LeaseStore
 
-from .conftest import DatabaseClock, hold_without_rounds
+from .conftest import hold_without_rounds
 
 TENANT = Scope(Level.TENANT, "tenant")
 ONE = {Unit.REQUESTS: 1, Unit.SLOTS: 1}

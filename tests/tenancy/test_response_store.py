@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import BigInteger, ColumnElement, func, literal, select
+from sqlalchemy import func, select
+from tests.database_clock import DatabaseClock
 
 from moiety_platform.access.roles import Role
 from moiety_platform.audit.trail import AuditedStore
@@ -28,21 +29,6 @@ from .conftest import PEPPER, CuttableStore, Demo, make_demo
 
 BODY = b'{"output":[%b]}'
 LIMITS = ConversationLimits(ttl_s=60, room=Room(10, 10_000), max_items=1000, max_bytes=10_000)
-
-
-class DatabaseClock:
-    """The database's clock, moved by hand."""
-
-    def __init__(self) -> None:
-        self.ms = 1_800_000_000_000
-
-    def now(self) -> ColumnElement[int]:
-        return literal(self.ms, BigInteger)
-
-
-@pytest.fixture
-def time() -> DatabaseClock:
-    return DatabaseClock()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from datetime import datetime
 from sqlalchemy import func, select
 
 from moiety_platform.access.roles import Role
-from moiety_platform.db.bulk import listed, read_rows
+from moiety_platform.db.bulk import OverRows
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Foresight, Project, Tenant
 
@@ -56,18 +56,22 @@ _COLUMNS = (
     Tenant.foresight,
 )
 
-
-async def find_keys(database: Database, key_ids: Sequence[str]) -> dict[str, StoredKey]:
-    """Those of the keys that there are. Raises Unavailable when the store is away."""
-    statement = (
+_find = OverRows(
+    [ApiKey.id],
+    lambda given, _: (
         select(*_COLUMNS)
         .select_from(ApiKey)
         .outerjoin(Project, Project.id == ApiKey.project_id)
         .outerjoin(Tenant, Tenant.id == func.coalesce(Project.tenant_id, ApiKey.tenant_id))
-    )
+        .where(ApiKey.id.in_(given))
+    ),
+)
+
+
+async def find_keys(database: Database, key_ids: Sequence[str]) -> dict[str, StoredKey]:
+    """Those of the keys that there are. Raises Unavailable when the store is away."""
     async with database.read() as session:
-        statement = statement.where(ApiKey.id.in_(listed(session, [ApiKey.id], [(key_id,) for key_id in key_ids])))
-        found = await read_rows(session, statement)
+        found = await _find.read(session, [(key_id,) for key_id in key_ids])
     return {row[0]: _stored(*row) for row in found}
 
 

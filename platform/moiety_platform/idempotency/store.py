@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy import BigInteger, ColumnElement, bindparam, delete, select, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import listed
+from moiety_platform.db.bulk import OverRows
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
@@ -49,6 +49,14 @@ class KeyStore:
 
     def __init__(self, *, now: Callable[[], ColumnElement[int]] = now_ms) -> None:
         self._now = now
+        self._renew = OverRows(
+            [IdempotentRequest.claim_id],
+            lambda given, _: (
+                update(IdempotentRequest)
+                .where(IdempotentRequest.claim_id.in_(given), IdempotentRequest.state == State.RUNNING)
+                .values(expires_ms=now() + bindparam("ttl_ms", type_=BigInteger))
+            ),
+        )
 
     async def claim(
         self,
@@ -90,9 +98,7 @@ class KeyStore:
 
     async def renew(self, session: AsyncSession, claim_ids: Collection[str], ttl_ms: int) -> None:
         """Put off the expiry of claims that nobody else has taken."""
-        claims = listed(session, [IdempotentRequest.claim_id], [(claim_id,) for claim_id in claim_ids])
-        held = (IdempotentRequest.claim_id.in_(claims), IdempotentRequest.state == State.RUNNING)
-        await session.execute(update(IdempotentRequest).where(*held).values(expires_ms=self._now() + ttl_ms))
+        await self._renew.execute(session, [(claim_id,) for claim_id in claim_ids], ttl_ms=ttl_ms)
 
     async def keep(
         self,

@@ -6,15 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import structlog
-from sqlalchemy import select
+from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import among, read_rows
+from moiety_platform.db.bulk import OverRows
 from moiety_platform.quota.kinds import Kind, Scope
 from moiety_platform.quota.models import Quota
 
 _SCOPES_AT_ONCE = 1000
 _KINDS = {kind.value: kind for kind in Kind}
+_SCOPE = (Quota.level, Quota.scope_id)
+
+_of_scopes = OverRows(
+    _SCOPE, lambda given, _: select(Quota.id, *_SCOPE, Quota.kind, Quota.cap).where(tuple_(*_SCOPE).in_(given))
+)
 
 log = structlog.get_logger(__name__)
 
@@ -36,10 +41,8 @@ async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Sc
     by_name = {(scope.level.value, scope.id): scope for scope in found}
     names = list(by_name)
     for first in range(0, len(names), _SCOPES_AT_ONCE):
-        columns = (Quota.level, Quota.scope_id)
-        wanted = among(session, columns, names[first : first + _SCOPES_AT_ONCE])
-        statement = select(Quota.id, *columns, Quota.kind, Quota.cap).where(wanted)
-        for quota_id, level, scope_id, kind, cap in sorted(await read_rows(session, statement)):
+        rows = await _of_scopes.read(session, names[first : first + _SCOPES_AT_ONCE])
+        for quota_id, level, scope_id, kind, cap in sorted(rows):
             if kind not in _KINDS:
                 log.warning("limit_of_unknown_kind", kind=kind, quota_id=quota_id)
                 continue

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import BulkInsert, listed, read_rows
+from moiety_platform.db.bulk import BulkInsert, OverRows
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.bucket import Bucket
 from moiety_platform.quota.lease import WindowId
@@ -30,10 +30,19 @@ _replace = BulkInsert(QuotaRate, _replacing)
 
 
 class RateStore:
-    """Draws from the buckets; has no state of its own."""
+    """Draws from the buckets; keeps nothing of them."""
 
     def __init__(self, *, now: Callable[[], ColumnElement[int]] = now_ms) -> None:
-        self._now = now
+        self._locked = OverRows(
+            [QuotaRate.quota_id],
+            lambda given, _: (
+                select(QuotaRate.quota_id, Quota.cap, QuotaRate.debt, QuotaRate.at_ms, now())
+                .outerjoin(Quota, Quota.id == QuotaRate.quota_id)  # what has no limit any more is locked in order, too
+                .where(QuotaRate.quota_id.in_(given))
+                .order_by(QuotaRate.quota_id)
+                .with_for_update(of=QuotaRate)
+            ),
+        )
 
     async def exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[Want], slice_size: Slice
@@ -65,16 +74,8 @@ class RateStore:
     async def _lock(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, Bucket]:
         """The buckets as they are now; nobody changes them until the end."""
         await _begin(session, [(window.quota_id, 0, 0) for window in windows])
-        wanted = listed(session, [QuotaRate.quota_id], [(window.quota_id,) for window in windows])
-        statement = (
-            select(QuotaRate.quota_id, Quota.cap, QuotaRate.debt, QuotaRate.at_ms, self._now())
-            .outerjoin(Quota, Quota.id == QuotaRate.quota_id)  # also what has no limit any more is locked in order
-            .where(QuotaRate.quota_id.in_(wanted))
-            .order_by(QuotaRate.quota_id)
-            .with_for_update(of=QuotaRate)
-        )
         by_id = {window.quota_id: window for window in windows}
-        rows = await read_rows(session, statement)
+        rows = await self._locked.read(session, [(window.quota_id,) for window in windows])
         return {
             by_id[quota_id]: Bucket(cap, debt, at_ms).at(moment)
             for quota_id, cap, debt, at_ms, moment in rows

@@ -7,17 +7,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
-from sqlalchemy import ColumnElement, Select, delete, func, literal, select, tuple_, update
+from sqlalchemy import ColumnElement, delete, func, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import BulkAdd, BulkInsert, among, listed, lock_rows, read_rows
-from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
+from moiety_platform.quota.statements import (
+    LeaseStatements,
+    grant_leases,
+    grant_windows,
+    leases_of_all,
+    open_windows,
+    settle_leases,
+    settle_windows,
+    windows_alone,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +67,6 @@ WindowKey = tuple[str, datetime]
 LeaseKey = tuple[str, datetime, str]
 Slice = Callable[[int, int, int, int], int]  # (lacking, ahead, remaining, replicas) → how much to take
 
-_WINDOW = ("quota_id", "start")
-_LEASE = (*_WINDOW, "replica_id")
-_open_windows = BulkInsert(QuotaWindow, lambda insert: insert.on_conflict_do_nothing())
-_grant_windows = BulkAdd(QuotaWindow, "granted", _WINDOW)
-_settle_windows = BulkAdd(QuotaWindow, "settled", _WINDOW)
-_grant_leases = BulkAdd(QuotaLease, "granted", _LEASE)
-_settle_leases = BulkAdd(QuotaLease, "settled", _LEASE)
-
 
 class LeaseStore:
     """The leases of one replica. Its id must never have been used before."""
@@ -76,6 +75,7 @@ class LeaseStore:
         self.replica_id = replica_id
         self._ttl_ms = round(ttl_s * 1000)
         self.now = now
+        self._statements = LeaseStatements(replica_id, lambda: now() + self._ttl_ms)
 
     async def exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Iterable[Want], slice_size: Slice
@@ -86,7 +86,7 @@ class LeaseStore:
         windows = sorted({*returned, *asked})
         if not windows:
             return {}
-        await _open_windows(session, [(*_key(window), 0, 0) for window in windows])
+        await open_windows(session, [(*_key(window), 0, 0) for window in windows])
         state = await self._lock(session, windows)
         returned = await self._still_ours(session, returned)
         grants: dict[WindowId, Grant] = {}
@@ -112,13 +112,10 @@ class LeaseStore:
         return found
 
     async def _renew(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, Stored]:
-        keys = (QuotaLease.quota_id, QuotaLease.start)
-        wanted = _among(session, keys, windows)
-        mine = QuotaLease.replica_id == self.replica_id, wanted
-        await lock_rows(session, select(*keys).where(*mine).order_by(*keys).with_for_update())  # in that of bookings
-        renewal = update(QuotaLease).where(*mine)
-        await session.execute(renewal.values(expires_ms=self.now() + self._ttl_ms, state=LeaseState.LIVE))
-        rows = await read_rows(session, select(*keys, QuotaLease.granted, QuotaLease.settled).where(*mine))
+        keys = list(map(_key, windows))
+        await self._statements.mine_alone.lock(session, keys)  # in the order of bookings
+        await self._statements.renew.execute(session, keys)
+        rows = await self._statements.mine.read(session, keys)
         return {WindowId(quota_id, start): Stored(granted, settled) for quota_id, start, granted, settled in rows}
 
     async def quarantine_expired(self, session: AsyncSession) -> int:
@@ -164,8 +161,8 @@ class LeaseStore:
             select(*keys, QuotaLease.granted - QuotaLease.settled).where(*theirs).order_by(*keys).with_for_update()
         )
         left = {WindowId(quota_id, start): amount for quota_id, start, amount in rows}
-        await _grant_windows(session, {_key(window): -amount for window, amount in left.items()})
-        await _grant_leases(session, {(*_key(window), replica_id): -amount for window, amount in left.items()})
+        await grant_windows(session, {_key(window): -amount for window, amount in left.items()})
+        await grant_leases(session, {(*_key(window), replica_id): -amount for window, amount in left.items()})
         return len(left)
 
     async def release_expired(self, session: AsyncSession) -> int:
@@ -185,7 +182,7 @@ class LeaseStore:
         freed: dict[WindowKey, int] = defaultdict(int)
         for quota_id, granted in rows:
             freed[quota_id, ALWAYS] -= granted
-        await _grant_windows(session, freed)
+        await grant_windows(session, freed)
         return len(rows)
 
     async def _still_ours(self, session: AsyncSession, returned: Mapping[WindowId, int]) -> dict[WindowId, int]:
@@ -193,12 +190,7 @@ class LeaseStore:
         given back then. The windows are locked."""
         stored: dict[WindowId, int] = {}
         for some in _in_order(returned):
-            mine = (
-                QuotaLease.replica_id == self.replica_id,
-                _among(session, (QuotaLease.quota_id, QuotaLease.start), some),
-            )
-            columns = (QuotaLease.quota_id, QuotaLease.start, QuotaLease.granted, QuotaLease.settled)
-            rows = await read_rows(session, select(*columns).where(*mine))
+            rows = await self._statements.mine.read(session, map(_key, some))
             stored |= {WindowId(quota_id, start): granted - settled for quota_id, start, granted, settled in rows}
         return {window: min(amount, stored.get(window, 0)) for window, amount in returned.items()}
 
@@ -206,50 +198,21 @@ class LeaseStore:
         """What remains of each window, and how many replicas share it; nobody changes them until the end."""
         found: dict[WindowId, tuple[int, int]] = {}
         for some in _in_order(windows):
-            found |= await self._lock_some(session, some)
+            rows = await self._statements.windows.read(session, map(_key, some))
+            found |= {
+                WindowId(quota_id, start): (max(0, cap - granted), 1 + others)
+                for quota_id, start, granted, cap, others in rows
+                if cap is not None
+            }
         return found
-
-    async def _lock_some(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, tuple[int, int]]:
-        sharing = (
-            select(func.count())
-            .where(
-                QuotaLease.quota_id == QuotaWindow.quota_id,
-                QuotaLease.start == QuotaWindow.start,
-                QuotaLease.state == LeaseState.LIVE,
-                QuotaLease.replica_id != self.replica_id,
-            )
-            .scalar_subquery()
-        )
-        statement = (
-            select(QuotaWindow.quota_id, QuotaWindow.start, QuotaWindow.granted, Quota.cap, sharing.label("others"))
-            .outerjoin(Quota, Quota.id == QuotaWindow.quota_id)  # also what has no limit any more is locked in order
-            .where(_among(session, (QuotaWindow.quota_id, QuotaWindow.start), windows))
-            .order_by(QuotaWindow.quota_id, QuotaWindow.start)
-            .with_for_update(of=QuotaWindow)
-        )
-        rows = await read_rows(session, statement)
-        return {
-            WindowId(quota_id, start): (max(0, cap - granted), 1 + others)
-            for quota_id, start, granted, cap, others in rows
-            if cap is not None
-        }
 
     async def _change(self, session: AsyncSession, amounts: Mapping[WindowId, int]) -> None:
         """Raise, or lower, what this replica has been granted. The windows are locked."""
-        await _grant_windows(session, {_key(window): amount for window, amount in amounts.items()})
+        await grant_windows(session, {_key(window): amount for window, amount in amounts.items()})
         new = sorted(window for window, amount in amounts.items() if amount > 0)
         if new:
-            empty: dict[str, ColumnElement[Any]] = {
-                "replica_id": literal(self.replica_id),
-                "granted": literal(0),
-                "settled": literal(0),
-                "expires_ms": self.now() + self._ttl_ms,
-                "state": literal(LeaseState.LIVE.value),
-            }
-            leases = _listed(session, new).add_columns(*empty.values())
-            insert = insert_into(session, QuotaLease).from_select([*_WINDOW, *empty], leases)
-            await session.execute(insert.on_conflict_do_nothing())
-        await _grant_leases(session, {(*_key(window), self.replica_id): n for window, n in amounts.items()})
+            await self._statements.open_leases.execute(session, map(_key, new))
+        await grant_leases(session, {(*_key(window), self.replica_id): n for window, n in amounts.items()})
 
 
 async def have_room(session: AsyncSession, charges: Iterable[Charge]) -> bool:
@@ -286,23 +249,19 @@ async def book(session: AsyncSession, charges: Iterable[Charge]) -> None:
         if missing > 0:
             short[_key(window)] += missing
             short_leases[*_key(window), replica_id] = missing
-    await _grant_windows(session, short)
-    await _grant_leases(session, short_leases)
-    await _settle_windows(session, settled)
-    await _settle_leases(session, of_leases)
+    await grant_windows(session, short)
+    await grant_leases(session, short_leases)
+    await settle_windows(session, settled)
+    await settle_leases(session, of_leases)
 
 
 async def _lock_leases(session: AsyncSession, windows: Iterable[WindowId]) -> dict[tuple[WindowId, str], int]:
     """What each lease on these windows has left; nobody changes windows or leases until the end."""
     found: dict[tuple[WindowId, str], int] = {}
     for some in _in_order(windows):
-        of_windows = _among(session, (QuotaWindow.quota_id, QuotaWindow.start), some)
-        order = QuotaWindow.quota_id, QuotaWindow.start
-        await lock_rows(session, select(QuotaWindow.quota_id).where(of_windows).order_by(*order).with_for_update())
-        keys = QuotaLease.quota_id, QuotaLease.start, QuotaLease.replica_id
-        of_leases = _among(session, (QuotaLease.quota_id, QuotaLease.start), some)
-        left = QuotaLease.granted - QuotaLease.settled
-        rows = await read_rows(session, select(*keys, left).where(of_leases).order_by(*keys).with_for_update())
+        keys = list(map(_key, some))
+        await windows_alone.lock(session, keys)
+        rows = await leases_of_all.read(session, keys)
         found |= {(WindowId(quota_id, start), replica_id): left for quota_id, start, replica_id, left in rows}
     return found
 
@@ -315,11 +274,3 @@ def _in_order(windows: Iterable[WindowId]) -> list[list[WindowId]]:
 
 def _key(window: WindowId) -> WindowKey:
     return window.quota_id, window.start
-
-
-def _listed(session: AsyncSession, windows: Sequence[WindowId]) -> Select[Any]:
-    return listed(session, (QuotaWindow.quota_id, QuotaWindow.start), list(map(_key, windows)))
-
-
-def _among(session: AsyncSession, columns: Sequence[Any], windows: Sequence[WindowId]) -> ColumnElement[bool]:
-    return among(session, columns, list(map(_key, windows)))

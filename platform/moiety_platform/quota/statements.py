@@ -1,0 +1,98 @@
+"""What leases in the database are read and changed by. Each statement is over the windows that a call gives, and the
+same for any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import ColumnElement, Dialect, Select, func, literal, select, tuple_, update
+
+from moiety_platform.db.bulk import BulkAdd, BulkInsert, OverRows
+from moiety_platform.db.dialect import insert_of
+from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
+
+_WINDOW = ("quota_id", "start")
+_LEASE = (*_WINDOW, "replica_id")
+_OF_WINDOW = (QuotaWindow.quota_id, QuotaWindow.start)
+_OF_LEASE = (QuotaLease.quota_id, QuotaLease.start)
+
+open_windows = BulkInsert(QuotaWindow, lambda insert: insert.on_conflict_do_nothing())
+grant_windows = BulkAdd(QuotaWindow, "granted", _WINDOW)
+settle_windows = BulkAdd(QuotaWindow, "settled", _WINDOW)
+grant_leases = BulkAdd(QuotaLease, "granted", _LEASE)
+settle_leases = BulkAdd(QuotaLease, "settled", _LEASE)
+
+windows_alone = OverRows(  # to be locked
+    _OF_WINDOW,
+    lambda given, _: (
+        select(QuotaWindow.quota_id).where(tuple_(*_OF_WINDOW).in_(given)).order_by(*_OF_WINDOW).with_for_update()
+    ),
+)
+leases_of_all = OverRows(  # (quota id, start, replica id, what is left), locked
+    _OF_WINDOW,
+    lambda given, _: (
+        select(*_OF_LEASE, QuotaLease.replica_id, QuotaLease.granted - QuotaLease.settled)
+        .where(tuple_(*_OF_LEASE).in_(given))
+        .order_by(*_OF_LEASE, QuotaLease.replica_id)
+        .with_for_update()
+    ),
+)
+
+
+class LeaseStatements:
+    """Those of one replica, whose leases are good until `expires_ms`."""
+
+    def __init__(self, replica_id: str, expires_ms: Callable[[], ColumnElement[int]]) -> None:
+        self._replica_id = replica_id
+        self._expires_ms = expires_ms
+        self.mine_alone = OverRows(_OF_WINDOW, self._lock_mine)
+        self.mine = OverRows(_OF_WINDOW, self._read_mine)  # (quota id, start, granted, settled)
+        self.renew = OverRows(_OF_WINDOW, self._renew)
+        self.open_leases = OverRows(_OF_WINDOW, self._open_leases)
+        self.windows = OverRows(_OF_WINDOW, self._read_windows)  # (id, start, granted, cap, other replicas), locked
+
+    def _are_mine(self, given: Select[Any]) -> tuple[ColumnElement[bool], ...]:
+        return QuotaLease.replica_id == self._replica_id, tuple_(*_OF_LEASE).in_(given)
+
+    def _lock_mine(self, given: Select[Any], _: Dialect) -> Any:
+        return select(*_OF_LEASE).where(*self._are_mine(given)).order_by(*_OF_LEASE).with_for_update()
+
+    def _read_mine(self, given: Select[Any], _: Dialect) -> Any:
+        return select(*_OF_LEASE, QuotaLease.granted, QuotaLease.settled).where(*self._are_mine(given))
+
+    def _renew(self, given: Select[Any], _: Dialect) -> Any:
+        values = {"expires_ms": self._expires_ms(), "state": LeaseState.LIVE}
+        return update(QuotaLease).where(*self._are_mine(given)).values(values)
+
+    def _open_leases(self, given: Select[Any], dialect: Dialect) -> Any:
+        """Empty ones, where there are none yet."""
+        empty: dict[str, ColumnElement[Any]] = {
+            "replica_id": literal(self._replica_id),
+            "granted": literal(0),
+            "settled": literal(0),
+            "expires_ms": self._expires_ms(),
+            "state": literal(LeaseState.LIVE.value),
+        }
+        leases = given.add_columns(*empty.values())
+        insert = insert_of(dialect, QuotaLease).from_select([*_WINDOW, *empty], leases)
+        return insert.on_conflict_do_nothing()
+
+    def _read_windows(self, given: Select[Any], _: Dialect) -> Any:
+        sharing = (
+            select(func.count())
+            .where(
+                QuotaLease.quota_id == QuotaWindow.quota_id,
+                QuotaLease.start == QuotaWindow.start,
+                QuotaLease.state == LeaseState.LIVE,
+                QuotaLease.replica_id != self._replica_id,
+            )
+            .scalar_subquery()
+        )
+        return (
+            select(*_OF_WINDOW, QuotaWindow.granted, Quota.cap, sharing.label("others"))
+            .outerjoin(Quota, Quota.id == QuotaWindow.quota_id)  # also what has no limit any more is locked in order
+            .where(tuple_(*_OF_WINDOW).in_(given))
+            .order_by(*_OF_WINDOW)
+            .with_for_update(of=QuotaWindow)
+        )
