@@ -198,7 +198,8 @@ class QuotaKeeper:
         wants = [Want(a.lease.window, min(w.values()), sum(w.values()), a.ahead) for a, w in waiters.items()]
         wants += [Want(account.lease.window, 0, 0, more) for account, more in low.items()]
         waiters |= {account: {} for account in low}
-        renewed = self._leased(self._accounts if renew_all else [*returned, *(want.window for want in wants)])
+        reached = list(self._accounts) if renew_all else [*returned, *(want.window for want in wants)]
+        renewed = self._leased(reached)
         seen = self._edits.now
         stale = [] if asked_only else self._stale_scopes(sent_s)
         if not (wants or returned or renewed or stale):
@@ -217,7 +218,7 @@ class QuotaKeeper:
         finally:
             self._sent_s = None
         self._reached_s = sent_s
-        self._learn(renewed, stored, [*returned, *grants], sent_s)
+        self._learn(renewed, stored, reached, sent_s)
         self._learn_limits(limits, sent_s, seen)
         for account, futures in waiters.items():
             account.take(grants.get(account.lease.window), sent_s)
@@ -262,16 +263,14 @@ class QuotaKeeper:
         return [window for window in windows if self._accounts[window].lease.meter is not Meter.RATE]
 
     def _learn(
-        self, renewed: Sequence[WindowId], stored: Mapping[WindowId, Stored], touched: Sequence[WindowId], sent_s: float
+        self, renewed: Sequence[WindowId], stored: Mapping[WindowId, Stored], reached: Sequence[WindowId], sent_s: float
     ) -> None:
-        """What was renewed or exchanged is good for a while from when that was sent; and a rate as long as any."""
+        """What was renewed or exchanged is good for a while from when that was sent; and where all was, so is every
+        rate."""
         good_until_s = sent_s + self._ttl_s * (1 - MARGIN)
         for window in renewed:
             self._accounts[window].learn(stored.get(window, _NOTHING))
-        good = [*renewed, *touched]
-        if len(renewed) == len(self._leased(self._accounts)):
-            good = list(self._accounts)
-        for window in good:
+        for window in reached:
             self._accounts[window].lease.good_until_s = good_until_s
 
     def _stale_scopes(self, now_s: float) -> list[Scope]:
@@ -279,6 +278,8 @@ class QuotaKeeper:
 
     def _learn_limits(self, limits: Mapping[Scope, list[Limit]], now_s: float, seen: int) -> None:
         """What was read at `now_s`, when so many edits had been made here."""
+        if not limits:
+            return
         now_known = {limit.quota_id: limit for of_scope in limits.values() for limit in of_scope}
         for account in self._accounts.values():
             account.learn_limit(now_known.get(account.limit.quota_id, account.limit))
