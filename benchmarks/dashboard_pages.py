@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results" / "dashboard_pages.json")
     add_options(parser)
     options = parser.parse_args()
+    if set(options.parts) < set(PARTS) and not options.output.exists():
+        parser.error(f"--parts adds to an --output that is there, and {options.output} is not: leave --parts out")
     report: dict[str, Any] = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
