@@ -75,7 +75,7 @@ def simulate(page: Any) -> None:
         page.get_by_role("combobox", name="Traffic").click()
         page.get_by_role("option", name="own requests, last 15 min").click()
         page.get_by_role("combobox", name="Steps take").click()
-        page.get_by_role("option", name="a100-llama3-8b").click()
+        page.get_by_role("option", name="a100-llama3-8b", exact=True).click()
         page.get_by_role("spinbutton", name="Times as much").fill("3")
         page.get_by_role("button", name="Simulate").click()
     page.get_by_text("Prefill in vain").first.wait_for(timeout=300_000)

@@ -17,11 +17,12 @@ from moiety_dashboard import colours, session
 from moiety_dashboard.client import Answer, ApiError
 
 ROW_HEIGHT = 36  # pixels, of a table
-MORE_WIDTH = 0.17  # of a figure's, for the button beside a row of them
 STYLE = """
 <style>
   [data-testid="stMainBlockContainer"] { max-width: 1320px; padding: 2.4rem 2rem 3rem; }
   [data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; font-weight: 600; font-size: 1.55rem; }
+  /* figures that have no room beside each other go on in a further row */
+  [data-testid="stColumn"]:has(> * [data-testid="stMetric"]) { min-width: 8.5rem; }
   [data-testid="stMetricLabel"] p { font-size: 0.82rem; opacity: 0.8; }
   [data-testid="stSidebarHeader"] { height: 2.5rem; }
   [data-testid="stPopover"] button { min-height: 1.5rem; padding: 0 0.4rem; }
@@ -55,16 +56,15 @@ def head(title: str, says: str) -> None:
 
 def tiles(figures: Sequence[Tile], answers: Sequence[Answer] = (), *, key: str = "figures") -> None:
     """A row of figures. Behind the button at its end are the queries that they come from, where they come from any."""
-    widths = [1.0] * len(figures) + [MORE_WIDTH] * bool(answers)
-    columns = st.columns(widths, gap="small")
-    if answers:
-        with columns.pop():
-            _more(answers, key, None)
-    for column, tile in zip(columns, figures, strict=True):
+    row = st.container(horizontal=True, gap="xsmall")
+    for column, tile in zip(row.columns(len(figures), gap="small"), figures, strict=True):
         with column.container(border=True, height="stretch", gap=None):
             history = None if tile.history is None or len(tile.history) < 2 else list(tile.history)
             st.metric(tile.label, tile.value, help=tile.help, chart_data=history, chart_type="area")
             st.caption(tile.note)
+    if answers:
+        with row:
+            _more(answers, key, None)
 
 
 @contextmanager
