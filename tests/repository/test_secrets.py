@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import secrets
 import string
@@ -59,6 +60,12 @@ def random_text(length: int, letters: str = string.ascii_letters + string.digits
     return "".join(secrets.choice(letters) for _ in range(length - 1)) + "7"
 
 
+def random_hex(repeats: int) -> str:
+    """Every hexadecimal digit equally often, in random order: drawn digit by digit, one text in some hundred has too
+    few different ones to be found."""
+    return "".join(random.SystemRandom().sample("0123456789abcdef" * repeats, 16 * repeats))
+
+
 PLANTED = {
     "a private key": lambda: f"-----BEGIN EC {'PRIVATE'} KEY-----\n{random_text(64)}",
     "a key of ours": lambda: f'key = "{generate_key().text}"',
@@ -67,8 +74,8 @@ PLANTED = {
     "a token of a registry": lambda: f"pypi-{random_text(80)}",
     "a key of a model's vendor": lambda: f"sk-proj-{random_text(48)}",
     "a signed token": lambda: f"eyJ{random_text(20)}.eyJ{random_text(40)}.{random_text(43)}",
-    "an address with a password": lambda: f"postgresql://moiety:{secrets.token_hex(16)}7@db/moiety",
-    "a secret that is set": lambda: f"pepper: {secrets.token_hex(32)}7",
+    "an address with a password": lambda: f"postgresql://moiety:{random_hex(2)}@db/moiety",
+    "a secret that is set": lambda: f"pepper: {random_hex(4)}",
 }
 
 

@@ -65,6 +65,32 @@ def interpreter_that_rounds_to_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
 
 
+@pytest.fixture(autouse=True)
+def interpreter_that_sums_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own multiplies with numpy, whose order of sums depends on the shape, the BLAS library and the processor.
+    A GPU's matrix instructions sum along K in one order whatever the shape: each element here is a sum from first to
+    last, so that tests of equal bits hold the kernel to what it promises and not the processor's BLAS."""
+    if DEVICE != "cpu":
+        return
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        left, right = (
+            interpreter._convert_float(x.data, x.dtype, tl.float16, None).view(np.float16)
+            if x.dtype.primitive_bitwidth == 8 and x.dtype.is_floating()
+            else x.data
+            for x in (a, b)
+        )
+        total = np.zeros(d.data.shape, d.data.dtype)
+        left, right = left.astype(total.dtype, copy=False), right.astype(total.dtype, copy=False)
+        product = np.empty_like(total)
+        for k in range(left.shape[-1]):
+            np.multiply(left[..., :, k, None], right[..., k, None, :], out=product)
+            total += product
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
 @pytest.fixture
 def noticed() -> tuple[type[Exception], ...]:
     """What a check raises on a mutant: it disagrees, or the interpreter meets numbers that only garbage has."""
