@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from moiety_engine.scheduling.policies.accounts import Account, Accounts
@@ -126,7 +127,27 @@ class Claims:
             batch = [s for s in running if s.service.rank > rank] if outranks else []
             if takes_blocks:
                 batch += self._over_their_share(running, beneficiary)
-        return sorted((s for s in batch if not self._guarantees.protects(s)), key=_giving_way, reverse=True)
+        victims = sorted((s for s in batch if not self._guarantees.protects(s)), key=_giving_way, reverse=True)
+        if beneficiary is not None and not takes_blocks:
+            victims += self._over_their_places(running, beneficiary)
+        return victims
+
+    def _over_their_places(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
+        """Sequences of the beneficiary's rank whose tenants hold at least their share of the rank's places without
+        them, while the beneficiary's tenant holds less than its own; those that paused least often first, then the
+        youngest. A pause takes no blocks, so classes that are not preempted pause as well; a sequence that was
+        preempted as often as allowed does not."""
+        rank, own = beneficiary.service.rank, beneficiary.account
+        if not self._tuning.fairness or self._share(beneficiary) == 1.0:
+            return []
+        same = [s for s in running if s.service.rank == rank]
+        held = Counter(s.account for s in same)
+        each = len(same) / max(1e-9, self._accounts[rank].total_weight)  # places for a unit of weight
+        if held[own] + 1 > max(1.0, each * own.weight):
+            return []
+        over = {account for account, count in held.items() if count - 1 >= max(1.0, each * account.weight)}
+        may_pause = (s for s in same if s.account in over and not self._guarantees.owes(s))
+        return sorted(may_pause, key=lambda s: (s.num_pauses, -s.order))
 
     def _over_their_share(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
         """Sequences of the beneficiary's rank whose tenants hold their share of blocks without them, while the

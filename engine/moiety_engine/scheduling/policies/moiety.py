@@ -206,6 +206,14 @@ class Moiety(Policy):
     ) -> list[Sequence]:
         return self._claims.victims(running, beneficiary, takes_blocks=takes_blocks)
 
+    def looks_past_full_batch(self, blocked: Sequence) -> bool:
+        """Pass over the tenant of `blocked` for this step where others of its rank wait, who may be below their share
+        of places."""
+        if not self.tuning.fairness or not self._accounts[blocked.service.rank].others_wait(blocked.account):
+            return False
+        self._queue.hold(blocked.account, blocked.service.rank)
+        return True
+
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
         return self._claims.waiting_for_others(growing)
 
