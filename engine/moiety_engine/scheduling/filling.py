@@ -127,7 +127,7 @@ class Filling:
             return not sequence.holds_blocks or len(closed) == self._kv.count
         if reason is not Reason.BATCH_FULL or sequence.boosted:  # which came out of its turn
             return False
-        return not (is_full and self._policy.looks_past_full_batch(sequence))
+        return not (is_full and self._policy.looks_past_full_batch(sequence, view.running))
 
     def mark_started(self, sequence: Sequence, now_ns: int) -> None:
         """A sequence joins the batch."""

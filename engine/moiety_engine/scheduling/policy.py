@@ -188,7 +188,7 @@ class Policy:
         """Whether others may be taken while this one, which came first, finds no blocks."""
         return False
 
-    def looks_past_full_batch(self, blocked: Sequence) -> bool:
+    def looks_past_full_batch(self, blocked: Sequence, running: Iterable[Sequence]) -> bool:
         """Return whether another tenant's request may still get a place in a full batch after `blocked` found none."""
         return False
 
