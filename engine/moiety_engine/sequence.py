@@ -72,6 +72,7 @@ class Sequence:
         "num_landing",
         "num_overtaken",
         "num_padded",
+        "num_pauses",
         "num_preemptions",
         "num_prompt",
         "num_recomputed",
@@ -128,7 +129,8 @@ class Sequence:
         self.num_sealed = 0  # blocks whose hash the pool knows
         self.credit_tokens = submit.credit_tokens
         self.credit_last = False
-        self.num_preemptions = 0
+        # Times it gave way to others, and times it gave back a place in the batch beyond its tenant's share.
+        self.num_preemptions = self.num_pauses = 0
         self.num_overtaken = 0  # joins of others since it first found no blocks at the head of the queue
         # Tokens whose KV has come from another engine and waits for blocks, and those whose KV went into blocks so.
         self.num_landing = self.num_landed = 0

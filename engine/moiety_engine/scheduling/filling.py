@@ -72,7 +72,7 @@ class Filling:
                 if reason is Reason.NO_BLOCKS:
                     view.somebody_lacks_blocks = True
                     blocked.append(sequence)
-                if self._ends_the_search(reason, sequence, view, now_s, closed):
+                if self._ends_the_search(reason, sequence, view, now_s, closed, is_full=joinable <= 0):
                     break
                 continue
             given = self._advance(sequence, planner)
@@ -116,7 +116,7 @@ class Filling:
         return len(full) == self._kv.count
 
     def _ends_the_search(
-        self, reason: Reason, sequence: Sequence, view: BatchView, now_s: float, closed: set[int]
+        self, reason: Reason, sequence: Sequence, view: BatchView, now_s: float, closed: set[int], *, is_full: bool
     ) -> bool:
         """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken, which
         whoever joins another group than the one that has its blocks does not do."""
@@ -125,7 +125,9 @@ class Filling:
                 return False
             closed.add(sequence.group)
             return not sequence.holds_blocks or len(closed) == self._kv.count
-        return reason is Reason.BATCH_FULL and not sequence.boosted  # which came out of its turn
+        if reason is not Reason.BATCH_FULL or sequence.boosted:  # which came out of its turn
+            return False
+        return not (is_full and self._policy.looks_past_full_batch(sequence, view.running))
 
     def mark_started(self, sequence: Sequence, now_ns: int) -> None:
         """A sequence joins the batch."""
@@ -142,7 +144,7 @@ class Filling:
             if sequence.delay is not None:
                 sequence.note(now_ns, EventKind.DELAYED, sequence.delay)
             self._policy.started(sequence, sequence.num_uncomputed, now_ns / 1e9)
-        elif sequence.num_preemptions:
+        elif sequence.num_preemptions or sequence.num_pauses:
             again = Reason.RECOMPUTE if sequence.num_computed < sequence.peak_computed else Reason.SWAP
             sequence.note(now_ns, EventKind.RESUMED, again)
         sequence.delay = None
@@ -180,7 +182,8 @@ class Filling:
     def _join(self, sequence: Sequence, planner: Planner, view: BatchView, joinable: int, now_ns: int) -> Reason | None:
         """Put a sequence into the batch, with its prefix hits or what it had computed; or say why not."""
         now_s = now_ns / 1e9
-        if joinable <= 0 and not self._room.free_place_for(sequence, planner, now_ns):
+        victim = None
+        if joinable <= 0 and (victim := self._room.place_victim(sequence, planner, now_ns)) is None:
             return Reason.BATCH_FULL
         num_tokens, kv = len(sequence.tokens), self._kv.of(sequence)
         hits: list[Hit] | None = None
@@ -200,6 +203,8 @@ class Filling:
         reason = self._policy.delays(sequence, view, num_new, now_s)
         if reason is not None:
             return reason
+        if victim is not None:
+            self._room.take_place(victim, sequence, planner, now_ns)
         if not self.take_blocks(sequence, num_tokens, hits) and not self._make_room(sequence, num_new, planner, now_ns):
             return Reason.NO_BLOCKS
         view.blocks_of_tenant = None

@@ -188,6 +188,10 @@ class Policy:
         """Whether others may be taken while this one, which came first, finds no blocks."""
         return False
 
+    def looks_past_full_batch(self, blocked: Sequence, running: Iterable[Sequence]) -> bool:
+        """Return whether another tenant's request may still get a place in a full batch after `blocked` found none."""
+        return False
+
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
         """Of decoding sequences that need one more block now, those that must wait until others have ended."""
         return []

@@ -91,17 +91,18 @@ class Room:
             self.preempt(victim, _why(victim, beneficiary), now_ns, beneficiary, take_blocks=True)
         return pool.num_free >= num_blocks
 
-    def free_place_for(self, beneficiary: Sequence, planner: Planner, now_ns: int) -> bool:
-        """Let one running sequence of a worse rank leave the batch for an urgent one. It keeps its blocks while nobody
-        needs them."""
-        if self._places.worst_rank_running <= beneficiary.service.rank:
-            return False
-        for victim in self._policy.victims(self._places.running, beneficiary, now_ns / 1e9, takes_blocks=False):
-            if self._may_go(victim, planner):
-                planner.drop_decode(victim)
-                self.preempt(victim, Reason.BATCH_FULL, now_ns, beneficiary, take_blocks=False)
-                return True
-        return False
+    def place_victim(self, beneficiary: Sequence, planner: Planner, now_ns: int) -> Sequence | None:
+        """Return the running sequence that would leave a full batch for the beneficiary: one of a worse rank, or one of
+        the same rank whose tenant holds more than its share of places. None if there is none."""
+        victims = self._policy.victims(self._places.running, beneficiary, now_ns / 1e9, takes_blocks=False)
+        return next((victim for victim in victims if self._may_go(victim, planner)), None)
+
+    def take_place(self, victim: Sequence, beneficiary: Sequence, planner: Planner, now_ns: int) -> None:
+        """Take the victim out of the batch. It keeps its blocks while nobody needs them."""
+        planner.drop_decode(victim)
+        same_rank = victim.service.rank == beneficiary.service.rank
+        reason = Reason.OVER_SHARE if same_rank else Reason.BATCH_FULL
+        self.preempt(victim, reason, now_ns, beneficiary, take_blocks=False)
 
     def break_deadlock(self, now_ns: int, group: int | None = None) -> bool:
         """Half-filled sequences hold all blocks among them: the youngest gives way so that the others end."""
@@ -125,7 +126,10 @@ class Room:
             self._kv.of(victim).release(victim)
             self._places.end(victim)
             return
-        victim.num_preemptions += 1
+        if take_blocks or beneficiary is None or victim.service.rank > beneficiary.service.rank:
+            victim.num_preemptions += 1
+        else:
+            victim.num_pauses += 1
         self._policy.preempted(victim, beneficiary, cost_s)
         victim.note(now_ns, EventKind.PREEMPTED, reason, beneficiary.key if beneficiary else 0)
         tally = self._tally.of(victim.service.name)

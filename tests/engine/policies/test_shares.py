@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
-from moiety_wire.classes import OverloadAction, ServiceClass
+from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction, ServiceClass
 from moiety_wire.notes import EventKind, Reason
 
 MakeReplica = Callable[..., Any]
@@ -66,3 +67,60 @@ def test_a_tenant_that_floods_the_batch_leaves_places_while_another_is_there_and
         most = max(most, greedy_running(replica))
     assert most == 32
     replica.run()
+
+
+@pytest.mark.parametrize("service", [PATIENT, STANDARD, PRIORITY, FLEX, BATCH], ids=lambda service: service.name)
+@pytest.mark.parametrize("num_others", [1, 3])
+def test_a_newcomer_joins_a_batch_that_another_tenant_filled_within_a_few_steps(
+    make_replica: MakeReplica, service: ServiceClass, num_others: int
+) -> None:
+    """However long the streams of the tenant that holds every place, and however often newcomers come."""
+    replica = make_replica("moiety", num_blocks=4096, max_running=8)
+    service = msgspec.structs.replace(service, on_overload=OverloadAction.QUEUE, ttft_s=service.ttft_s and 3600.0)
+    greedy = [replica.add(4, tenant="greedy", service=service, output=400) for _ in range(40)]
+    for _ in range(30):
+        replica.step()
+    assert greedy_running(replica) == 8
+    for number in range(30):
+        modest = replica.add(8, tenant=f"modest-{number % num_others}", service=service, output=4)
+        for _ in range(3):
+            replica.step()
+        assert modest in replica.started
+        for _ in range(7):
+            replica.step()
+        assert modest in replica.finishes
+    replica.run(20_000)
+    assert all(len(replica.outputs[key]) == 400 for key in greedy)
+
+
+def test_tenants_that_hold_their_share_of_places_do_not_pause_each_other(make_replica: MakeReplica) -> None:
+    replica = make_replica("moiety", num_blocks=4096, max_running=8)
+    for _ in range(10):
+        replica.add(4, tenant="greedy", service=PATIENT, output=120)
+    for _ in range(20):
+        replica.step()
+    keys = [replica.add(4, tenant="modest", service=PATIENT, output=120) for _ in range(10)]
+    pauses = []
+    for _ in range(60):
+        replica.step()
+        pauses.append(sum(s.num_pauses for s in replica.scheduler.places.by_key.values()))
+    running = [s.tenant for s in replica.scheduler.places.running]
+    assert (running.count("greedy"), running.count("modest")) == (4, 4)
+    assert pauses[9] == pauses[-1] == 4, "one pause for each place that was given back, and none after"
+    replica.run()
+    assert all(len(replica.outputs[key]) == 120 for key in keys)
+
+
+def test_places_are_shared_by_weight(make_replica: MakeReplica) -> None:
+    replica = make_replica("moiety", num_blocks=4096, max_running=8)
+    for _ in range(20):
+        replica.add(4, tenant="greedy", service=PATIENT, output=300)
+    for _ in range(20):
+        replica.step()
+    for _ in range(20):
+        replica.add(4, tenant="heavy", service=PATIENT, output=300, weight=3.0)
+    for _ in range(20):
+        replica.step()
+    running = [s.tenant for s in replica.scheduler.places.running]
+    assert (running.count("greedy"), running.count("heavy")) == (2, 6)
+    replica.run(20_000)

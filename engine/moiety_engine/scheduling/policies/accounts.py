@@ -149,6 +149,10 @@ class Accounts:
             self._floor = max(self._floor, heap[0][0])
         return self._floor
 
+    def others_wait(self, account: Account) -> bool:
+        """Return whether any other tenant has requests waiting."""
+        return len(self._queued) > (account in self._queued)
+
     def _forget_idle(self) -> None:
         """What is not above the floor says nothing that an arrival would not say."""
         if len(self._accounts) > 64 and len(self._accounts) > 4 * len(self._waiting):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from moiety_engine.scheduling.policies.accounts import Account, Accounts
 from moiety_engine.scheduling.policies.guarantees import Guarantees
@@ -14,6 +16,15 @@ from moiety_engine.sequence import Sequence
 
 _MEAN_S = 20.0
 _LEARNING = 0.01  # of all blocks a second, that overcommitment moves by
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Places in the batch that a rank's requests hold."""
+
+    held: Counter[Account]
+    of_weight: float  # places that are the share of a unit of weight
+    over: set[Account]  # tenants that hold their share without one of theirs
 
 
 class Claims:
@@ -27,6 +38,7 @@ class Claims:
         self._overcommit = 1.0  # of all blocks, that the batch may be predicted to want
         self._preemption_share = 0.0  # of the time, that preemptions cost; running mean
         self._held_back = False  # whether the predicted peak kept anybody from joining of late
+        self._places: dict[int, _Places] = {}  # by rank, as counted in this step
         self._sharing_s = 0.0  # what may be spent on giving tenants their share
 
     def time_passed(self, seconds: float) -> None:
@@ -40,7 +52,16 @@ class Claims:
             self._overcommit = min(high, self._overcommit + _LEARNING * seconds)
         self._held_back = False
 
+    def places_changed(self) -> None:
+        """Count places anew: a step begins, or somebody joined or left the batch."""
+        self._places.clear()
+
+    def has_places_to_share(self, rank: int, running: Iterable[Sequence]) -> bool:
+        """Return whether a tenant of the rank holds more than its share of places."""
+        return bool(self._places_of(rank, running).over)
+
     def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
+        self.places_changed()
         self._preemption_share += cost_s / _MEAN_S
         if beneficiary is not None and beneficiary.service.rank == sequence.service.rank:
             self._sharing_s -= cost_s
@@ -126,7 +147,34 @@ class Claims:
             batch = [s for s in running if s.service.rank > rank] if outranks else []
             if takes_blocks:
                 batch += self._over_their_share(running, beneficiary)
-        return sorted((s for s in batch if not self._guarantees.protects(s)), key=_giving_way, reverse=True)
+        victims = sorted((s for s in batch if not self._guarantees.protects(s)), key=_giving_way, reverse=True)
+        if beneficiary is not None and not takes_blocks:
+            victims += self._over_their_places(running, beneficiary)
+        return victims
+
+    def _over_their_places(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
+        """Sequences of the beneficiary's rank whose tenants hold at least their share of the rank's places without
+        them, while the beneficiary's tenant holds less than its own; those that paused least often first, then the
+        youngest. A pause takes no blocks, so classes that are not preempted pause as well; a sequence that was
+        preempted as often as allowed does not."""
+        if not self._tuning.fairness or self._share(beneficiary) == 1.0:
+            return []
+        places = self._places_of(beneficiary.service.rank, running)
+        own: Account = beneficiary.account
+        if not places.over or places.held[own] + 1 > max(1.0, places.of_weight * own.weight):
+            return []
+        may_pause = (s for s in running if s.account in places.over and not self._guarantees.owes(s))
+        return sorted(may_pause, key=lambda s: (s.num_pauses, -s.order))
+
+    def _places_of(self, rank: int, running: Iterable[Sequence]) -> _Places:
+        """Count the rank's places, once a step or until one changes hands."""
+        places = self._places.get(rank)
+        if places is None:
+            held = Counter(s.account for s in running if s.service.rank == rank)
+            of_weight = held.total() / max(1e-9, self._accounts[rank].total_weight)
+            over = {account for account, count in held.items() if count - 1 >= max(1.0, of_weight * account.weight)}
+            places = self._places[rank] = _Places(held, of_weight, over)
+        return places
 
     def _over_their_share(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
         """Sequences of the beneficiary's rank whose tenants hold their share of blocks without them, while the

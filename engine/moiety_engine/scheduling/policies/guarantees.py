@@ -31,6 +31,10 @@ class Guarantees:
         """Whether its blocks may not be taken."""
         return sequence in self._owed or (sequence in self._reserved and self._within(sequence))
 
+    def owes(self, sequence: Sequence) -> bool:
+        """Return whether it was preempted as often as allowed, so that it must stay in the batch until it ends."""
+        return sequence in self._owed
+
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Hold back so many tokens' blocks for it, from its start on."""
         sequence.reserved_tokens = num_tokens

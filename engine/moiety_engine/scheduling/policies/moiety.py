@@ -79,6 +79,7 @@ class Moiety(Policy):
         account = sequence.account
         account.last_served_s = now_s
         account.num_begun += 1
+        self._claims.places_changed()
         self._waits_no_more(sequence)
         prepaid = self.tuning.prepaid * (sequence.predicted_output - sequence.num_resumed)
         sequence.charged_tokens = sequence.num_resumed + prepaid
@@ -178,6 +179,7 @@ class Moiety(Policy):
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
         self._queue.release()
+        self._claims.places_changed()
         if not self.tuning.chunk_sizing:
             return None
         urgent = self._queue.has_at_risk(self._pace.best_rank)
@@ -205,6 +207,17 @@ class Moiety(Policy):
         self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
     ) -> list[Sequence]:
         return self._claims.victims(running, beneficiary, takes_blocks=takes_blocks)
+
+    def looks_past_full_batch(self, blocked: Sequence, running: Iterable[Sequence]) -> bool:
+        """Pass over the tenant of `blocked` for this step where others of its rank wait, who may be below their share
+        of places."""
+        rank = blocked.service.rank
+        if not self.tuning.fairness or not self._accounts[rank].others_wait(blocked.account):
+            return False
+        if not self._claims.has_places_to_share(rank, running):
+            return False
+        self._queue.hold(blocked.account, rank)
+        return True
 
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
         return self._claims.waiting_for_others(growing)
