@@ -40,6 +40,7 @@ from moiety_wire.messages import Sampling
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 MAX_BIASES = 4096
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and stay far within float32
 
 FORMS = MappingProxyType(
     {
@@ -94,7 +95,7 @@ class GenerationBody(GuidedBody, GeneratingBody):
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the best token
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # 0 and -1: off
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[FiniteFloat, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=MIN_REPETITION_PENALTY, le=10)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: _LogitBias | None = None
@@ -274,7 +275,12 @@ class CompletionBody(GenerationBody):
         return self.max_tokens if self.max_tokens is not None else COMPLETION_DEFAULT_MAX_TOKENS
 
     def generation(self) -> Generation:
-        generation = self._generation(as_prompts(self.prompt), self.logprobs)
+        generation = msgspec.structs.replace(
+            self._generation(as_prompts(self.prompt), self.logprobs),
+            max_tokens=self.max_tokens,
+            default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
+            echo=bool(self.echo),
+        )
         if not self.echo or self.logprobs is None:
             return generation
         scoring = msgspec.structs.replace(generation.sampling, num_prompt_logprobs=self.logprobs)

@@ -168,7 +168,13 @@ def most_output_tokens(generation: Generation, card: Card, num_prompt_tokens: in
             "Split it into shorter ones",
             param=generation.prompt_field,
         )
-    wanted = generation.max_tokens if generation.max_tokens is not None else max(1, left)
+    if generation.max_tokens is None and left < 1:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens; the model's context is {card.max_context_tokens} tokens for "
+            "prompt and output together, which leaves none for output. Shorten the prompt"
+        )
+    default = left if generation.default_max_tokens is None else min(left, generation.default_max_tokens)
+    wanted = default if generation.max_tokens is None else generation.max_tokens
     if wanted > left:
         raise ContextTooLong(
             f"the prompt has {num_prompt_tokens} tokens and {wanted} are asked for, together "

@@ -66,6 +66,22 @@ class ModelText:
             return self._encode_all(prompts, field, is_plain=True)
         return await asyncio.to_thread(self._encode_all, prompts, field)
 
+    async def encode_prompts(self, generation: Generation) -> list[list[int]]:
+        """The ids of each prompt of a generation. Raises what `encode` does, and BadRequest where a prompt is to be
+        echoed and has an id without text, before anything is computed."""
+        prompts = await self.encode(generation.prompts, generation.prompt_field)
+        if generation.echo:
+            self._check_decodable(prompts, generation.prompt_field)
+        return prompts
+
+    def _check_decodable(self, prompts: Sequence[Sequence[int]], field: str) -> None:
+        """An id that only the model's padded vocabulary has stands for no text."""
+        for token_id in sorted({one for prompt in prompts for one in prompt}):
+            if self._tokenizer.find_token(token_id) is None:
+                told = f"token id {token_id} has no text in the tokenizer of the model {self._model!r}, so the prompt "
+                told += "cannot be echoed; leave out 'echo', or the id"
+                raise BadRequest(told, code=UNKNOWN_TOKEN, param=field)
+
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Raises BadRequest for an id that is not the model's."""
         if len(token_ids) * ID_COST <= self.inline_bytes:
