@@ -46,7 +46,7 @@ class ThoughtFormat:
 
 def thoughts_of(template: str) -> ThoughtFormat | None:
     """By what the chat template writes; None where the model is not known to think."""
-    return ThoughtFormat(SWITCH in template) if CLOSER in template else None
+    return ThoughtFormat(SWITCH in template) if OPENER in template or CLOSER in template else None
 
 
 def num_thought_tokens(token_ids: list[int], opener_id: int | None, closer_id: int, *, is_open: bool) -> int:

@@ -161,3 +161,36 @@ async def test_a_model_that_does_not_think_cannot_be_made_to(tool_gateway):
     with pytest.raises(openai.BadRequestError) as caught:
         await chat(tool_gateway, stream=False, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
     assert caught.value.code == "thinking_not_supported"
+
+
+THINKS = "Hm.\n\nSo, 17.\n</think>\n\nYes.\n\nMore."
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings_sleep_until_the_thought_ends(thinking, stream, always):
+    async with thinking(always=always) as gateway:
+        writes(gateway, THINKS if always else f"<think>\n{THINKS}")
+        assert (await chat(gateway, stream=stream, stop=["\n\n"]))[:2] == ("Yes.", "Hm.\n\nSo, 17.")
+        assert (await chat(gateway, stream=stream, stop=["17", "es"]))[:2] == ("Y", "Hm.\n\nSo, 17.")
+        asked = {"model": "hermes", "max_tokens": 2000, "messages": ASKED, "stop_sequences": ["\n\n"]}
+        if stream:
+            async with gateway.anthropic.messages.stream(**asked) as events:
+                message = await events.get_final_message()
+        else:
+            message = await gateway.anthropic.messages.create(**asked)
+        assert [block.type for block in message.content] == ["thinking", "text"]
+        assert (message.content[1].text, message.stop_reason, message.stop_sequence) == (
+            "Yes.", "stop_sequence", "\n\n",
+        )  # fmt: skip
+        writes(gateway, ("" if always else "<think>") + "Hm.\n\nAnd then")  # a thought that never ends
+        assert (await chat(gateway, stream=stream, stop=["\n\n"]))[:2] == (None, "Hm.\n\nAnd then")
+
+
+async def test_stop_strings_act_at_once_where_there_is_no_thought(thinking):
+    async with thinking() as gateway:
+        writes(gateway, "One.\n\nTwo.")
+        assert (await chat(gateway, stream=False, stop=["\n\n"]))[:2] == ("One.", None)
+        writes(gateway, "<think>One.\n\nTwo.</think>")
+        answer = await gateway.client.completions.create(model="hermes", prompt="a", max_tokens=50, stop=["\n\n"])
+        assert answer.choices[0].text == "<think>One."

@@ -13,7 +13,7 @@ import msgspec
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreScores
 from moiety_engine.steps.collection import StepCollection
 from moiety_text.detokenizer import Detokenizer
-from moiety_text.stop import StopFinder
+from moiety_text.stop import new_stop_finder
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import (
     Accepted,
@@ -96,7 +96,7 @@ class OpenRequest:
         self._min_tokens = submit.stopping.min_tokens
         self._has_guide = submit.guide is not None
         self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
-        self._finder = StopFinder(submit.stopping.stop) if submit.stopping.stop else None
+        self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought)
         self._table = table
         self._scores: dict[int, CoreLogprob] = {}  # by position in the prompt
         self._steps = StepCollection() if submit.traceparent else None  # else nobody looks at them
@@ -259,6 +259,8 @@ class OpenRequest:
             piece = self._detokenizer.add((token_id,))
             if self.num_output + i >= self._min_tokens:
                 piece, self.stopped_by = self._finder.add(piece)
+            else:
+                piece = self._finder.skip(piece)
             text += piece
             if self.stopped_by is not None:
                 return text, i + 1
@@ -266,10 +268,12 @@ class OpenRequest:
 
     def _last_text(self) -> str:
         text = self._detokenizer.flush()
-        if self._finder is None or self.num_output <= self._min_tokens:
+        if self._finder is None:
             return text
-        text, self.stopped_by = self._finder.add(text)
-        return text if self.stopped_by is not None else text + self._finder.flush()
+        if self.num_output <= self._min_tokens:
+            return self._finder.skip(text) + self._finder.flush()
+        text, self.stopped_by = self._finder.finish(text)
+        return text
 
     def _next_seq(self) -> int:
         seq = self._seq

@@ -264,4 +264,7 @@ def _stopping_complaint(stopping: Stopping, limits: ModelLimits) -> str:
         return f"a stop string must have 1 to {MAX_STOP_LENGTH} characters"
     if any(not 0 <= token_id < limits.vocab_size for token_id in stopping.stop_token_ids):
         return f"a stop token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    marks = () if stopping.thought is None else (stopping.thought.opener, stopping.thought.closer)
+    if any(not 0 < len(mark) <= MAX_STOP_LENGTH for mark in marks):
+        return f"a mark around thoughts must have 1 to {MAX_STOP_LENGTH} characters"
     return ""

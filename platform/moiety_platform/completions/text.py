@@ -18,7 +18,7 @@ from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
 from moiety_wire.guides import Guide
-from moiety_wire.messages import Card
+from moiety_wire.messages import Card, ThoughtMarks
 
 MAX_CACHED_MODELS = 16
 MESSAGE_COST = 64  # what rendering one more message counts, in bytes of text
@@ -126,6 +126,12 @@ class ModelText:
         if self._thoughts is None or not self._may_think(prompt, guide):
             return calls
         return self._thoughts.new_reader(self._end_of(token_ids), calls)
+
+    def thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
+        """Of the thought that answers to a generation's prompt of that number may begin with."""
+        if not self._may_think(generation.prompts[number], generation.guide):
+            return None
+        return ThoughtMarks(OPENER, CLOSER, self._end_of(prompt_ids).endswith(OPENER))
 
     def _may_think(self, prompt: Prompt, guide: Guide | None) -> bool:
         """A form is kept to from the first token on, and an answer that the client has begun is no thought."""
