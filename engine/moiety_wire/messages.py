@@ -270,6 +270,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_bytes: bytes
     logprob: float
     top: list[TopLogprob]
+    token_id: int = -1  # -1: an engine of others, which does not tell
+    num_chars: int = -1  # characters that it completes in the answer's text, 0 of one without text; -1: not told
 
 
 class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):

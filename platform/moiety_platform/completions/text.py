@@ -88,6 +88,10 @@ class ModelText:
             return self._decode(token_ids)
         return await asyncio.to_thread(self._decode, token_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token of an echoed prompt stands for."""
+        return self._tokenizer.token_bytes(token_id)
+
     def new_readers(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> list[AnswerReader] | None:
         """What tells calls and thoughts in the answer of each sequence of a generation; `prompts` are its token ids.
         None where there can be neither."""

@@ -206,8 +206,8 @@ class Answer:
 
     def _describe(self, one: PieceLogprob) -> TokenLogprob:
         top = one.top[: self._submit.sampling.num_logprobs]
-        best = [TopLogprob(*self._spell(token), logprob) for token, logprob in top]
-        return TokenLogprob(*self._spell(one.token), one.logprob, best)
+        best = [TopLogprob(*self._spell(token), logprob, _id_of(token)) for token, logprob in top]
+        return TokenLogprob(*self._spell(one.token), one.logprob, best, _id_of(one.token))
 
     def _spell(self, token: Token) -> tuple[str, bytes]:
         if isinstance(token, str):
@@ -236,3 +236,7 @@ class Answer:
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq - 1
+
+
+def _id_of(token: Token) -> int:
+    return token if isinstance(token, int) else -1
