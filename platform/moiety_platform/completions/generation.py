@@ -22,6 +22,8 @@ class Conversation(msgspec.Struct, frozen=True):
     prefill: str = ""
     tools: ToolOffer | None = None
     thinks: bool | None = None  # whether the model is to think before it answers; None: as its template has it
+    effort: str | None = None  # how much it is to think, in OpenAI's words; "none": not at all
+    template_options: dict[str, Any] = {}  # further variables of the chat template, in the client's words
 
 
 Prompt = Conversation | str | tuple[int, ...]

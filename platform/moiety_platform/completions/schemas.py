@@ -34,6 +34,7 @@ from moiety_platform.completions.fields import (
 from moiety_platform.completions.forms import FORMS as FORMS_OF_FORMS
 from moiety_platform.completions.forms import GuidedBody, require_one_form
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
+from moiety_platform.completions.tools.fields import TemplateVariables
 from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, ChatChoice, ChatTools, check_choice, offer_of
 from moiety_platform.errors import FORM_NOT_SUPPORTED
 from moiety_wire.messages import Sampling
@@ -71,14 +72,6 @@ class StreamOptions(StrictBody):
         if value:
             raise refuse("usage in every chunk is not supported; leave it out, and set 'include_usage' for the totals")
         return value
-
-
-class TemplateOptions(StrictBody):
-    """vLLM's field for variables of the chat template; of those, the one that is known here."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    enable_thinking: bool | None = None
 
 
 class GenerationBody(GuidedBody, GeneratingBody):
@@ -187,7 +180,7 @@ class ChatBody(GenerationBody):
     tool_choice: ChatChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None  # none: no thought
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     functions: Annotated[list[Any], shows(maxItems=0)] | None = None
     function_call: Annotated[Any, shows(enum=[None])] = None
 
@@ -210,12 +203,6 @@ class ChatBody(GenerationBody):
             raise refuse("'top_logprobs' is allowed only when 'logprobs' is true")
         return self
 
-    def _thinks(self) -> bool | None:
-        """Efforts beside none are the model's own affair."""
-        if self.chat_template_kwargs is not None and self.chat_template_kwargs.enable_thinking is not None:
-            return self.chat_template_kwargs.enable_thinking
-        return False if self.reasoning_effort == "none" else None
-
     @property
     def output_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -224,7 +211,12 @@ class ChatBody(GenerationBody):
         offer = offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
         require_one_form(self.guide(), offer, "response_format")
         messages = tuple(message.for_template() for message in self.messages)
-        conversation = Conversation(messages, tools=offer, thinks=self._thinks())
+        conversation = Conversation(
+            messages,
+            tools=offer,
+            effort=self.reasoning_effort,
+            template_options=self.chat_template_kwargs or {},
+        )
         return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None)
 
 

@@ -8,12 +8,13 @@ from hashlib import blake2b
 from typing import Any
 
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
+from moiety_platform.completions.template_options import TemplateOptions
 from moiety_platform.completions.tools.strict import guide_of_calls
 from moiety_platform.errors import FORM_NOT_SUPPORTED, BadRequest, ContextTooLong
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder, texts_of
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
-from moiety_text.reasoning import CLOSER, OPENER, SWITCH, AnswerReader, num_thought_tokens, thoughts_of
+from moiety_text.reasoning import CLOSER, OPENER, AnswerReader, num_thought_tokens, thoughts_of
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
@@ -39,7 +40,8 @@ class ModelText:
         )
         self._knows_tools = template is not None and template.knows_tools
         self._tool_format = format_of(card.chat_template) if self._knows_tools else None
-        self._thoughts = thoughts_of(card.chat_template)
+        self._thoughts = None if template is None else thoughts_of(template)
+        self._options = None if template is None else TemplateOptions(card.model, template, self._thoughts)
         ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
         self._opener_id, self._closer_id = ids.get(OPENER), ids.get(CLOSER)
         markers = (self._opener_id, self._closer_id) if self._thoughts is not None else ()
@@ -199,7 +201,7 @@ class ModelText:
         if left < 0:
             return left
         texts, room = [], left
-        for text in texts_of((prompt.messages, tools, prompt.prefill)):
+        for text in texts_of((prompt.messages, tools, prompt.prefill, prompt.template_options)):
             room -= len(text)
             if room < 0:  # there may be megabytes more
                 return room
@@ -234,7 +236,8 @@ class ModelText:
     def _encode_conversation(self, conversation: Conversation, is_plain: bool) -> list[int]:
         encoder, opening = self._conversation_encoder(), Opening()
         messages: Sequence[Mapping[str, Any]] = conversation.messages
-        extra = {} if conversation.thinks is None else self._switched(thinks=conversation.thinks)
+        assert self._options is not None, "a model with an encoder for conversations has a template"
+        extra = self._options.variables_of(conversation)
         if conversation.tools is not None:
             opening = self._format_of_tools().opening(conversation.tools)
         if any("tool_calls" in message for message in messages):
@@ -249,18 +252,6 @@ class ModelText:
             extra=extra,
             max_tokens=self._max_context_tokens,
             is_plain=is_plain,
-        )
-
-    def _switched(self, *, thinks: bool) -> dict[str, bool]:
-        """The variables that make the template's model think or not. Raises BadRequest where it cannot be told to."""
-        if self._thoughts is not None and self._thoughts.can_switch:
-            return {SWITCH: thinks}
-        if thinks == (self._thoughts is not None):
-            return {}  # as it does anyhow
-        what = "thinks before every answer" if self._thoughts is not None else "does not think before it answers"
-        raise BadRequest(
-            f"the model {self._model!r} {what}, whatever it is told; leave that out, or use another model",
-            code="thinking_not_supported",
         )
 
     def _format_of_tools(self, field: str = "tools") -> ToolFormat:
