@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
@@ -28,6 +28,8 @@ MAX_VALUE_LENGTH = 20_000_000  # characters or items of one value, and of the wh
 
 _PRINTING_FILTERS = frozenset({"join", "tojson", "string", "replace", "format", "pprint", "urlencode", "xmlattr"})
 _WIDE_FIELD = re.compile(r"\d{6}")
+
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})  # that a rendering sets itself
 
 _remaining_turns: ContextVar[list[int]] = ContextVar("remaining_turns")
 
@@ -196,8 +198,16 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _texts_in(tree: nodes.Node) -> Iterator[str]:
+    for node in tree.find_all((nodes.TemplateData, nodes.Const)):
+        text = node.data if isinstance(node, nodes.TemplateData) else getattr(node, "value", None)
+        if isinstance(text, str):
+            yield text
+
+
 class ChatTemplate:
-    """A compiled template. Immutable once made; may render in several threads."""
+    """A compiled template. Immutable once made; may render in several threads. `variables` are the names that it reads
+    and that a caller may set, `compared_texts` the texts that it compares something with."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime] = datetime.now
@@ -217,6 +227,10 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self.knows_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
+            self.compared_texts = frozenset(text for one in tree.find_all(nodes.Compare) for text in _texts_in(one))
+            self._written = tuple(_texts_in(tree))
+            names = meta.find_undeclared_variables(environment.parse(source))  # which folds constants of its tree
+            self.variables = names - _OWN_VARIABLES - self._special_tokens.keys()
             self._template = environment.from_string(tree)
             self._template.globals = dict(self._template.globals)  # each rendering copies them: quick from a dict
         except jinja2.TemplateSyntaxError as exc:
@@ -225,6 +239,10 @@ class ChatTemplate:
             raise TemplateRefused(f"the chat template does not parse: {exc}") from exc
         except (RecursionError, MemoryError) as exc:  # the latter is what Python's own parser calls it
             raise TemplateRefused("the chat template is nested too deeply") from exc
+
+    def spells(self, text: str) -> bool:
+        """Whether the template's own text, or a text that it looks for, has `text` in it."""
+        return any(text in written for written in self._written)
 
     def render(
         self,

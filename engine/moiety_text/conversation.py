@@ -81,11 +81,16 @@ class ConversationEncoder:
         self._building = threading.Lock()
 
     def spells_control_token(
-        self, messages: Sequence[Structure], *, tools: Sequence[Structure] = (), prefill: str = ""
+        self,
+        messages: Sequence[Structure],
+        *,
+        tools: Sequence[Structure] = (),
+        prefill: str = "",
+        extra: Structure = _NOTHING_MORE,
     ) -> bool:
         """Whether a client's text holds what would be read as a control token; encoding then costs more, the first time
         a second."""
-        texts = [prefill, *texts_of(tools)]
+        texts = [prefill, *texts_of((tools, extra))]
         for message in messages:
             texts += texts_of([value for name, value in message.items() if name != "role"])
         return self.is_control_token_in(texts)
@@ -107,10 +112,10 @@ class ConversationEncoder:
     ) -> list[int]:
         """The ids of a prompt for an answer to `messages` that may call `tools`, whose texts are the client's and whose
         roles are ours; with `prefill`, the client's as well, or an `opening`, for the rest of an answer that begins so.
-        `extra` are further variables of the template, none of them a client's text.
+        `extra` are further variables of the template, whose texts are the client's too.
         `is_plain` says that none spells a control token, where that is known already. Raises TemplateRefused,
         TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does."""
-        if not is_plain and self.spells_control_token(messages, tools=tools, prefill=prefill):
+        if not is_plain and self.spells_control_token(messages, tools=tools, prefill=prefill, extra=extra):
             return self.encode_guarded(
                 messages, tools=tools, opening=opening, prefill=prefill, extra=extra, max_tokens=max_tokens
             )
@@ -132,7 +137,8 @@ class ConversationEncoder:
             {name: value if name == "role" else self._broken(value) for name, value in message.items()}
             for message in messages
         ]
-        rendered = self._template.render(broken, tools=[self._broken(tool) for tool in tools] or None, extra=extra)
+        guarded = {name: self._broken(value) for name, value in extra.items()}
+        rendered = self._template.render(broken, tools=[self._broken(tool) for tool in tools] or None, extra=guarded)
         rendered += opening.before + self._broken(opening.name) + opening.after + self._broken(prefill)
         self._tokenizer.check_fits(rendered, max_tokens)
         parts, end = [], 0

@@ -5,6 +5,7 @@ It knows no stop strings and no requests. What it gives out concatenates to the 
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Collection, Iterable
 
 from moiety_text.tokenizer import Tokenizer
@@ -41,3 +42,25 @@ class Detokenizer:
                 pieces = later.feed(pieces)
             text += "".join(pieces)
         return text
+
+
+class CharacterCount:
+    """How many characters each token of a sequence completes in its text."""
+
+    def __init__(self, tokenizer: Tokenizer, shown_ids: Collection[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = tokenizer.special_ids.difference(shown_ids) if shown_ids else tokenizer.special_ids
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._has_begun = False
+
+    def add(self, token_id: int) -> int:
+        """Of the next token: 0 for one without text, and for the first parts of a code point."""
+        if token_id in self._special_ids or self._tokenizer.find_token(token_id) is None:
+            return 0
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        if not self._has_begun:
+            self._has_begun = True
+            alone = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            if text.endswith(alone):
+                return len(alone)  # the decoder may leave out the space before a text's first word
+        return len(text)

@@ -7,14 +7,21 @@ told not to have the model think writes both. White space around a thought belon
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from moiety_text.chat import ChatTemplate
+from moiety_text.errors import TemplateRefused
 from moiety_text.tools.deltas import Content, Delta, Part, Thinking, assemble
 from moiety_text.tools.reader import overlap
 
 OPENER, CLOSER = "<think>", "</think>"
-SWITCH = "enable_thinking"  # the template's variable, where it has one
+SWITCHES = ("enable_thinking", "thinking")  # variables of templates that are true or false
+_SWITCH_NAME = re.compile("think|reason", re.IGNORECASE)
+_OFF_WORDS = ("none", "off", "disabled", "no", "false", "no_think", "nothink")
+_ON_WORDS = ("on", "enabled", "yes", "true", "think", "high", "medium", "low")
 
 
 class AnswerReader(Protocol):
@@ -34,19 +41,66 @@ class AnswerReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ThoughtFormat:
-    """One model's way. `can_switch`: its template takes a variable that says whether the model is to think."""
+class ThoughtSwitch:
+    """The variables of a chat template that say whether the model is to think."""
 
-    can_switch: bool
+    on: Mapping[str, Any]
+    off: Mapping[str, Any]
+    is_on_by_default: bool
+
+    def variables(self, *, thinks: bool) -> Mapping[str, Any]:
+        return self.on if thinks else self.off
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtFormat:
+    """One model's way. `switch`: None where its template has none."""
+
+    switch: ThoughtSwitch | None
 
     def new_reader(self, prompt_end: str, rest: AnswerReader | None) -> ThoughtReader:
         """For an answer to a prompt whose text ends so; `rest` reads what comes after the thought."""
         return ThoughtReader(rest, is_open=prompt_end.rstrip().endswith(OPENER))
 
 
-def thoughts_of(template: str) -> ThoughtFormat | None:
+def thoughts_of(template: ChatTemplate) -> ThoughtFormat | None:
     """By what the chat template writes; None where the model is not known to think."""
-    return ThoughtFormat(SWITCH in template) if CLOSER in template else None
+    if not template.spells(OPENER) and not template.spells(CLOSER):
+        return None
+    return ThoughtFormat(_switch_of(template))
+
+
+def _switch_of(template: ChatTemplate) -> ThoughtSwitch | None:
+    """The first of the variables that the template reads which makes a difference to its prompt."""
+    default = _probe(template, {})
+    for on, off in _candidates(template):
+        prompt_on, prompt_off = _probe(template, on), _probe(template, off)
+        if prompt_on is not None and prompt_off is not None and prompt_on != prompt_off:
+            return ThoughtSwitch(on, off, is_on_by_default=default != prompt_off)
+    return None
+
+
+def _candidates(template: ChatTemplate) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """What may switch thoughts (on, off): variables that are true or false, then those of a few words."""
+    if names := [name for name in SWITCHES if name in template.variables]:
+        yield dict.fromkeys(names, True), dict.fromkeys(names, False)
+    for name in sorted(template.variables):
+        if _SWITCH_NAME.search(name) is None:
+            continue
+        texts = template.compared_texts  # with any: a template may give the value another name first
+        for off in [text for text in _OFF_WORDS if text in texts]:
+            on = next((text for text in _ON_WORDS if text in texts), None)
+            yield {} if on is None else {name: on}, {name: off}
+        if name.endswith("budget"):
+            yield {}, {name: 0}
+
+
+def _probe(template: ChatTemplate, extra: Mapping[str, Any]) -> str | None:
+    """The prompt of a short conversation; None where the template refuses it."""
+    try:
+        return template.render([{"role": "user", "content": "Hi"}], extra=extra)
+    except TemplateRefused:
+        return None
 
 
 def num_thought_tokens(token_ids: list[int], opener_id: int | None, closer_id: int, *, is_open: bool) -> int:

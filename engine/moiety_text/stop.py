@@ -4,11 +4,15 @@ The rule: generation ends at the first character that completes a stop string, a
 string begins. If several are complete at that character, the longest counts, since it cuts the most. So the answer is
 the same however the text is cut into pieces, no token is generated to see whether a longer stop string might still
 follow, and what is given out never contains a stop string. It knows no tokens.
+
+Of an answer that may begin with a thought (see `reasoning`), only what follows the thought is searched: from the first
+character after it that is not white space.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from moiety_text.errors import UnusableStop
 
@@ -34,19 +38,108 @@ class _Matcher:
         return self.matched == len(self.stop)
 
 
+class Marks(Protocol):
+    """The marks around the thought that an answer may begin with."""
+
+    @property
+    def opener(self) -> str: ...
+
+    @property
+    def closer(self) -> str: ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the prompt has opened the thought."""
+        ...
+
+
+class ThoughtSplitter:
+    """Divides the text of an answer, as it comes, into its thought and what follows."""
+
+    def __init__(self, marks: Marks) -> None:
+        """Raises UnusableStop for an empty mark."""
+        if not marks.opener or not marks.closer:
+            raise UnusableStop("a mark around thoughts is empty")
+        self._opener, self._closer = marks.opener, marks.closer
+        self._held = ""  # at the beginning: what may be the opener; in a thought: the end of what was seen
+        self._step: Callable[[str], tuple[str, str]] = self._thought if marks.is_open else self._start
+
+    def split(self, text: str) -> tuple[str, str]:
+        """(what belongs to the thought, what follows it). Text that may become the opener is held back."""
+        return self._step(text)
+
+    def flush(self) -> str:
+        """What was held back, which is of no thought; the text is over."""
+        held, self._held = self._held if self._step == self._start else "", ""
+        return held
+
+    def _start(self, text: str) -> tuple[str, str]:
+        held, self._held = self._held + text, ""
+        begun = held.lstrip()
+        if begun.startswith(self._opener):
+            self._step = self._thought
+            thought, rest = self._thought(begun[len(self._opener) :])
+            return held[: len(held) - len(begun)] + self._opener + thought, rest
+        if self._opener.startswith(begun):  # also where there is only white space yet
+            self._held = held
+            return "", ""
+        self._step = self._answer
+        return "", held
+
+    def _thought(self, text: str) -> tuple[str, str]:
+        seen = self._held + text
+        at = seen.find(self._closer)
+        if at < 0:
+            self._held = seen[max(0, len(seen) - len(self._closer) + 1) :]
+            return text, ""
+        end = at + len(self._closer) - len(self._held)
+        self._held, self._step = "", self._gap
+        gap, rest = self._gap(text[end:])
+        return text[:end] + gap, rest
+
+    def _gap(self, text: str) -> tuple[str, str]:
+        rest = text.lstrip()
+        if rest:
+            self._step = self._answer
+        return text[: len(text) - len(rest)], rest
+
+    def _answer(self, text: str) -> tuple[str, str]:
+        return "", text
+
+
 class StopFinder:
     """Looks for any of `stops` in one text. Constant work a character and stop string, whatever their lengths."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises UnusableStop for an empty stop string."""
+    def __init__(self, stops: Sequence[str], thought: ThoughtSplitter | None = None) -> None:
+        """`thought`: what divides off a thought that is not searched. Raises UnusableStop for an empty stop string."""
         if not all(stops):
             raise UnusableStop("a stop string is empty; leave it out or give it at least one character")
         self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops)]
         self._held = ""
+        self._thought = thought
 
     def add(self, text: str) -> tuple[str, str | None]:
         """(what can be given out, the stop string that ended the text or None). Holds back the longest end that may
         yet become a stop string. After a match nothing more may be added."""
+        if self._thought is None:
+            return self._search(text)
+        thought, rest = self._thought.split(text)
+        found, stop = self._search(rest)
+        return thought + found, stop
+
+    def skip(self, text: str) -> str:
+        """What can be given out of text in which nothing is looked for, ahead of all that is searched."""
+        return text if self._thought is None else "".join(self._thought.split(text))
+
+    def finish(self, text: str) -> tuple[str, str | None]:
+        """`add` for the last text: nothing is held back after it."""
+        found, stop = self.add(text)
+        if stop is None and self._thought is not None:
+            more, stop = self._search(self._thought.flush())
+            found += more
+        return (found, stop) if stop is not None else (found + self.flush(), None)
+
+    def _search(self, text: str) -> tuple[str, str | None]:
         matchers = self._matchers
         for i, character in enumerate(text):
             complete = [matcher.stop for matcher in matchers if matcher.advance(character)]
@@ -63,4 +156,9 @@ class StopFinder:
     def flush(self) -> str:
         """What was held back; the text is over without a stop string."""
         held, self._held = self._held, ""
-        return held
+        return held if self._thought is None else held + self._thought.flush()
+
+
+def new_stop_finder(stops: Sequence[str], marks: Marks | None) -> StopFinder | None:
+    """For one answer; None where nothing is looked for. `marks`: of the thought it may begin with."""
+    return StopFinder(stops, None if marks is None else ThoughtSplitter(marks)) if stops else None

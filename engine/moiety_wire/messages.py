@@ -79,14 +79,24 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     num_prompt_logprobs: int | None = None  # likewise of the prompt's tokens, which no cache is asked for then
 
 
+class ThoughtMarks(msgspec.Struct, frozen=True):
+    """The marks around the thought that an answer may begin with. `is_open`: the prompt has opened it."""
+
+    opener: str
+    closer: str
+    is_open: bool
+
+
 class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
-    """When a request ends. `max_tokens` counts output tokens; stop strings are matched by the engine's front."""
+    """When a request ends. `max_tokens` counts output tokens; stop strings are matched by the engine's front, and not
+    within a thought."""
 
     max_tokens: int
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    thought: ThoughtMarks | None = None  # None: the answer has no thought that stop strings pass over
 
 
 class Foreseeing(msgspec.Struct, frozen=True):
@@ -260,6 +270,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_bytes: bytes
     logprob: float
     top: list[TopLogprob]
+    token_id: int = -1  # -1: an engine of others, which does not tell
+    num_chars: int = -1  # characters that it completes in the answer's text, 0 of one without text; -1: not told
 
 
 class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):

@@ -23,6 +23,7 @@ from moiety_platform.completions.generation import Conversation, Prompt
 from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.schemas import FORMS
 from moiety_platform.completions.text import ModelTexts
+from moiety_platform.completions.tools.fields import TemplateVariables
 from moiety_platform.completions.tools.schemas import ChatTools, offer_of
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
 from moiety_platform.openapi.described import JSON, Described, describes
@@ -67,7 +68,8 @@ class TokenizeBody(_Body):
 
     prompt: Annotated[str, shows(minLength=1)] | None = None
     messages: Messages | None = None
-    tools: ChatTools | None = None  # beside messages
+    tools: ChatTools | None = None  # beside messages, as the next
+    chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -80,7 +82,8 @@ class TokenizeBody(_Body):
     def as_prompt(self) -> Prompt:
         if self.messages is not None:
             messages = tuple(message.for_template() for message in self.messages)
-            return Conversation(messages, tools=offer_of(self.tools))
+            options = self.chat_template_kwargs or {}
+            return Conversation(messages, tools=offer_of(self.tools), template_options=options)
         assert self.prompt is not None
         return self.prompt
 

@@ -9,15 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moiety_engine.front.validation import MAX_BIAS, MAX_PENALTY, MIN_REPETITION_PENALTY, ModelLimits, find_refusal
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.sampling import Sampler
 from moiety_engine.sampling.randomness import uniforms
 from moiety_engine.sampling.sampler import draws, penalties_of
 from moiety_engine.sequence import Sequence
+from moiety_kernels.sample import penalised
 from moiety_kernels.sample import sample as draw_on_device
-from moiety_wire.messages import Sampling
+from moiety_kernels.sample.reference import LEAST_TEMPERATURE
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling, Stopping, Submit
 
 V = 50
+LIMITS = ModelLimits("m", 100, V, 20, (), makes_embeddings=False)
 
 
 def make_row(sampling: Sampling, *, output: list[int] | None = None, seed: int = 1, min_tokens: int = 0) -> Sequence:
@@ -167,3 +172,58 @@ def test_the_operation_for_gpus_draws_the_same_tokens() -> None:
     drawn = draw_on_device(logits[: len(rows)].clone(), draws(rows, torch.from_numpy), lowered).tolist()
     assert drawn == sample(logits[: len(rows)], *rows)
     assert drawn != draw_on_device(logits[: len(rows)].clone(), draws(rows, torch.from_numpy)).tolist()
+
+
+SMALL = st.sampled_from([0.0, 5e-324, 1e-300, 1e-46, 1e-39, 1e-30, 1e-6])
+
+
+@settings(max_examples=200)
+@given(
+    temperature=SMALL | st.just(100.0),
+    top_p=SMALL | st.just(1.0),
+    min_p=SMALL | st.just(1.0),
+    repetition=st.sampled_from([MIN_REPETITION_PENALTY, 1.0, MAX_PENALTY]),
+    presence=st.sampled_from([-MAX_PENALTY, -1e-39, 0.0, MAX_PENALTY]),
+    frequency=st.sampled_from([-MAX_PENALTY, 1e-39, 0.0, MAX_PENALTY]),
+    bias=st.sampled_from([-MAX_BIAS, -1e-39, 0.0, MAX_BIAS]),
+    seed=st.integers(0, 99),
+)
+def test_no_setting_that_is_accepted_makes_a_number_that_is_not_finite(
+    temperature: float,
+    top_p: float,
+    min_p: float,
+    repetition: float,
+    presence: float,
+    frequency: float,
+    bias: float,
+    seed: int,
+) -> None:
+    asked = Sampling(temperature, top_p, 0, min_p, repetition, presence, frequency, {2: bias, 5: -bias})
+    assert find_refusal(Submit("r", 0, "m", "t", STANDARD, [1], asked, Stopping(1), 1, b"", 0), LIMITS) is None
+    logits = torch.randn(1, V, generator=torch.Generator().manual_seed(seed)) * 30
+    row = make_row(asked, output=[2, 2, 3, 5], seed=seed)
+    lowered = penalties_of([row], [0], V, None, torch.from_numpy)
+    biased = logits.clone()
+    biased[0, 2] += bias
+    biased[0, 5] -= bias
+    if lowered is not None:
+        biased = penalised(biased, lowered)
+    assert (biased / LEAST_TEMPERATURE).isfinite().all()
+    for token in (*sample(logits, row), *draw_on_device(biased, draws([row], torch.from_numpy), None).tolist()):
+        assert 0 <= token < V
+        if temperature < 1e-6 or top_p < 1e-6 or min_p == 1:
+            assert biased[0, token] == biased.max()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *(Sampling(repetition_penalty=value) for value in (0.0, 1e-39, 1e-4, 1e39, math.inf, math.nan)),
+        *(Sampling(logit_bias={1: value}) for value in (1e39, -1e300, math.inf, -math.inf, math.nan)),
+        *(Sampling(presence_penalty=value) for value in (1e39, math.nan)),
+        *(Sampling(frequency_penalty=value) for value in (-1e39, math.nan)),
+        *(Sampling(temperature=value) for value in (-1e-39, 1e39, math.nan)),
+    ],
+)
+def test_a_setting_beyond_what_float32_computes_is_refused(asked: Sampling) -> None:
+    assert find_refusal(Submit("r", 0, "m", "t", STANDARD, [1], asked, Stopping(1), 1, b"", 0), LIMITS) is not None

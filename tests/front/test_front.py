@@ -363,6 +363,7 @@ async def test_logprobs_come_with_text_and_bytes(bench: Any, submit: Any) -> Non
         assert [logprob.token_bytes for logprob in answer.logprobs] == [b"\xc3", b"\xa9"]
         assert [logprob.token for logprob in answer.logprobs] == ["\N{REPLACEMENT CHARACTER}"] * 2
         assert [top.token_bytes for top in answer.logprobs[0].top] == [b"\xc3", b"\xc4"]
+        assert [(logprob.token_id, logprob.num_chars) for logprob in answer.logprobs] == [(0xC3, 0), (0xA9, 1)]
 
 
 async def test_a_drain_lets_open_requests_end_and_takes_no_more(bench: Any, submit: Any) -> None:

@@ -283,7 +283,7 @@ async def test_an_engine_that_ends_hands_over_what_it_did_not_finish(start_gatew
                         busy_front.on_death("killed")
                     case "closed":
                         await busy_front.close()
-        spelled = [chr(byte) if byte < 128 else "\N{REPLACEMENT CHARACTER}" for byte in prompt.encode()]
+        spelled = [chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}" for byte in prompt.encode()]
         assert tokens == (spelled * 400)[:400]
         assert text == (prompt.encode() * 400)[:400].decode(errors="replace")
         (row,) = await gateway.rows.wait_for(1)

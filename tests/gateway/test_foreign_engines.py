@@ -337,6 +337,31 @@ async def test_chats_and_completions_are_answered_and_billed_as_the_server_count
         assert server.headers[0]["path"] == ("/completion" if kind == "llama.cpp" else "/v1/completions")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "more"), [("vllm", ""), ("sglang", ""), ("llama.cpp", ""), ("generic", "&context=512")]
+)
+async def test_stop_strings_sleep_until_a_thought_ends(
+    start_server, client_of, start_over, folder, card, kind, more, stream
+):
+    opens = card.chat_template + "{% if add_generation_prompt %}<think>\n{% endif %}"
+    (folder / "chat_template.jinja").write_text(opens)
+    server = await start_server(kind)
+    server.text = "Hm.\n\nSo.</think>\n\nYes.\n\nMore."
+    async with start_over(client_of(server, more)) as gateway:
+        answer = await gateway.client.chat.completions.create(**ASK, stop=["\n\n"], stream=stream)
+        if stream:
+            content = await text_of(answer)
+        else:
+            content = answer.choices[0].message.content
+            assert answer.choices[0].message.reasoning_content == "Hm.\n\nSo."
+        assert content == "Yes."
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, not server.bodies[0].get("stop")) == ("stop", True)
+        raw = await gateway.client.completions.create(model=MODEL, prompt="a", max_tokens=40, stop=["\n\n"])
+        assert raw.choices[0].text == "Hm."
+
+
 async def test_what_a_tenant_and_its_class_are_reaches_the_server_and_not_what_a_client_claims(
     start_server, client_of, start_over
 ):

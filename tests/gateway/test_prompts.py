@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from moiety_text.tokenizer import Tokenizer
+
+from .conftest import FakeEngineClient
 
 
 def text_of(gateway, token_ids) -> str:
@@ -22,6 +25,30 @@ async def test_a_top_p_of_zero_and_an_assistant_without_text_are_served(gateway)
     (submit,) = gateway.engine.submits
     assert submit.sampling.top_p == 0
     assert text_of(gateway, submit.prompt_ids) == "<|user|>a\n<|assistant|>\n<|user|>b\n<|assistant|>"
+
+
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 1}, {"stream": True}])
+async def test_an_echo_of_an_id_without_text_is_refused_before_it_is_computed(start_gateway, card, extra):
+    padded = msgspec.structs.replace(card, vocab_size=card.vocab_size + 8)
+    async with start_gateway([FakeEngineClient(padded)]) as gateway:
+        body = {"model": "tiny", "prompt": [[1], [2, card.vocab_size + 1]], "max_tokens": 1}
+        status, _, answer = await gateway.post("/v1/completions", {**body, "echo": True, **extra})
+        assert (status, json.loads(answer)["error"]["code"]) == (400, "unknown_token_id")
+        assert not gateway.engine.submits
+        assert (await gateway.post("/v1/completions", body))[0] == 200
+
+
+@pytest.mark.parametrize(("num_prompt", "num_output"), [(490, 16), (500, 12), (511, 1)])
+async def test_a_completions_default_length_is_what_the_context_leaves(gateway, num_prompt, num_output):
+    status, _, answer = await gateway.post("/v1/completions", {"model": "tiny", "prompt": [1] * num_prompt})
+    assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, num_output), answer
+
+
+async def test_a_prompt_that_fills_the_context_is_refused_without_a_length_that_nobody_asked_for(gateway):
+    status, _, answer = await gateway.post("/v1/completions", {"model": "tiny", "prompt": [1] * 512})
+    error = json.loads(answer)["error"]
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "asked for" not in error["message"] and "512 tokens" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])

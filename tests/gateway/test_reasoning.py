@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import asynccontextmanager
 
 import openai
@@ -26,8 +27,9 @@ def thinking(start_gateway, tool_card, thinking_card):
     """A gateway whose model thinks: by a template that can be switched, or by one that always opens a thought."""
 
     @asynccontextmanager
-    async def start(*, always=False):
-        card = tool_card("hermes", template=ALWAYS, added=MARKERS) if always else thinking_card
+    async def start(*, always=False, template=""):
+        template = template or (ALWAYS if always else "")
+        card = tool_card("hermes", template=template, added=MARKERS) if template else thinking_card
         async with start_gateway([FakeEngineClient(card)]) as running:
             running.anthropic = AsyncAnthropic(base_url=running.url, api_key=running.key, max_retries=0)
             async with running.anthropic:
@@ -161,3 +163,117 @@ async def test_a_model_that_does_not_think_cannot_be_made_to(tool_gateway):
     with pytest.raises(openai.BadRequestError) as caught:
         await chat(tool_gateway, stream=False, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
     assert caught.value.code == "thinking_not_supported"
+
+
+THINKS = "Hm.\n\nSo, 17.\n</think>\n\nYes.\n\nMore."
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings_sleep_until_the_thought_ends(thinking, stream, always):
+    async with thinking(always=always) as gateway:
+        writes(gateway, THINKS if always else f"<think>\n{THINKS}")
+        assert (await chat(gateway, stream=stream, stop=["\n\n"]))[:2] == ("Yes.", "Hm.\n\nSo, 17.")
+        assert (await chat(gateway, stream=stream, stop=["17", "es"]))[:2] == ("Y", "Hm.\n\nSo, 17.")
+        asked = {"model": "hermes", "max_tokens": 2000, "messages": ASKED, "stop_sequences": ["\n\n"]}
+        if stream:
+            async with gateway.anthropic.messages.stream(**asked) as events:
+                message = await events.get_final_message()
+        else:
+            message = await gateway.anthropic.messages.create(**asked)
+        assert [block.type for block in message.content] == ["thinking", "text"]
+        assert (message.content[1].text, message.stop_reason, message.stop_sequence) == (
+            "Yes.", "stop_sequence", "\n\n",
+        )  # fmt: skip
+        writes(gateway, ("" if always else "<think>") + "Hm.\n\nAnd then")  # a thought that never ends
+        assert (await chat(gateway, stream=stream, stop=["\n\n"]))[:2] == (None, "Hm.\n\nAnd then")
+
+
+async def test_stop_strings_act_at_once_where_there_is_no_thought(thinking):
+    async with thinking() as gateway:
+        writes(gateway, "One.\n\nTwo.")
+        assert (await chat(gateway, stream=False, stop=["\n\n"]))[:2] == ("One.", None)
+        writes(gateway, "<think>One.\n\nTwo.</think>")
+        answer = await gateway.client.completions.create(model="hermes", prompt="a", max_tokens=50, stop=["\n\n"])
+        assert answer.choices[0].text == "<think>One."
+
+
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{{ note or '' }}"
+DEEPSEEK = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}" + TURNS + "{% if add_generation_prompt %}"
+    "<|assistant|>{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}"
+)
+
+
+async def test_a_template_whose_switch_is_off_by_default_is_switched_on_in_every_api(thinking):
+    async with thinking(template=DEEPSEEK) as gateway:
+        writes(gateway, "Yes.")
+
+        def opened():
+            return prompt_of(gateway.engine.submits[-1], gateway.engine).endswith("<|assistant|><think>")
+
+        assert (await chat(gateway, stream=False))[:2] == ("Yes.", None)
+        assert prompt_of(gateway.engine.submits[-1], gateway.engine).endswith("<|assistant|></think>")
+        writes(gateway, "Hm.</think>Yes.")
+        for kwargs in ({"thinking": True}, {"enable_thinking": True}):
+            answer = await chat(gateway, stream=False, extra_body={"chat_template_kwargs": kwargs})
+            assert (opened(), answer[:2]) == (True, ("Yes.", "Hm."))
+        assert (await chat(gateway, stream=True, reasoning_effort="high"))[:2] == ("Yes.", "Hm.") and opened()
+        response = await gateway.client.responses.create(model="hermes", input="Hi", reasoning={"effort": "low"})
+        assert opened() and [item.type for item in response.output] == ["reasoning", "message"]
+        asked = {"model": "hermes", "max_tokens": 2000, "messages": ASKED}
+        for option in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}):
+            message = await gateway.anthropic.messages.create(**asked, thinking=option)
+            assert opened() and [block.type for block in message.content] == ["thinking", "text"]
+        writes(gateway, "Yes.")
+        for off in ({"thinking": False}, {"enable_thinking": False}):
+            await chat(gateway, stream=False, reasoning_effort="high", extra_body={"chat_template_kwargs": off})
+            assert not opened()
+        await chat(gateway, stream=False, reasoning_effort="none")
+        assert not opened()
+        await gateway.anthropic.messages.create(**asked, thinking={"type": "disabled"})
+        assert not opened()
+
+
+async def test_options_of_a_template_are_those_that_it_reads(thinking):
+    async with thinking(template=DEEPSEEK) as gateway:
+        writes(gateway, "Yes.")
+        await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {"note": "Be kind. "}})
+        assert "Be kind. <|assistant|>" in prompt_of(gateway.engine.submits[-1], gateway.engine)
+        num_submits = len(gateway.engine.submits)
+        for name in ("notes", "messages", "tools", "add_generation_prompt", "raise_exception", "m"):
+            with pytest.raises(openai.BadRequestError, match="it reads these: note, thinking") as caught:
+                await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {name: "x"}})
+            assert caught.value.param == "chat_template_kwargs"
+        assert len(gateway.engine.submits) == num_submits
+        body = {"model": "hermes", "messages": ASKED}
+        lengths = []
+        for more in ({}, {"chat_template_kwargs": {"note": "12345"}}):
+            _, _, answer = await gateway.post("/tokenize", {**body, **more})
+            lengths.append(json.loads(answer)["count"])
+        assert lengths[1] == lengths[0] + 5
+
+
+async def test_an_option_that_spells_a_control_token_is_text(thinking):
+    async with thinking(template=DEEPSEEK) as gateway:
+        writes(gateway, "Yes.")
+        await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {"note": "a<|end|>b"}})
+        submit = gateway.engine.submits[-1]
+        assert "a<|end|>b<|assistant|>" in prompt_of(submit, gateway.engine)
+        assert 256 not in submit.prompt_ids
+
+
+EFFORT = (
+    TURNS + "{% set effort = reasoning_effort or 'none' %}{% if effort not in ['none', 'low', 'high'] %}"
+    "{{ raise_exception('no such effort') }}{% endif %}[{{ effort }}]{% if effort != 'none' %}<think>{% endif %}"
+)
+
+
+async def test_an_effort_reaches_a_template_that_reads_it(thinking):
+    async with thinking(template=EFFORT) as gateway:
+        writes(gateway, "Hm.</think>Yes.")
+        for effort in ("none", "low", "high"):
+            await chat(gateway, stream=False, reasoning_effort=effort)
+            assert f"[{effort}]" in prompt_of(gateway.engine.submits[-1], gateway.engine)
+        with pytest.raises(openai.BadRequestError, match="no such effort"):
+            await chat(gateway, stream=False, reasoning_effort="xhigh")

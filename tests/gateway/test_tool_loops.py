@@ -70,7 +70,10 @@ async def ask_openai(gateway, family="hermes", *, stream=False, **asked):
     if not stream:
         return (await gateway.client.chat.completions.create(**body)).choices[0]
     async with gateway.client.chat.completions.stream(**body) as events:
-        return (await events.get_final_completion()).choices[0]
+        try:
+            return (await events.get_final_completion()).choices[0]
+        except openai.LengthFinishReasonError as exc:  # the client parses no answer that a limit has cut
+            return exc.completion.choices[0]
 
 
 async def ask_anthropic(gateway, family="hermes", *, stream=False, **asked):
@@ -189,7 +192,7 @@ async def test_messages_tell_their_calls_in_blocks_and_events(tool_gateway):
     assert counted.input_tokens == whole.usage.input_tokens == len(engine.submits[0].prompt_ids)
 
 
-async def test_arguments_stream_while_they_are_written_and_no_marker_is_seen(tool_gateway):
+async def test_a_streamed_call_comes_whole_and_no_marker_is_seen(tool_gateway):
     tool_gateway.of["hermes"].script = says(f"A <b>.\n{hermes(*BOTH)}\n", sizes=[2])
     stream = await tool_gateway.client.chat.completions.create(
         model="hermes", messages=ASKED, tools=OPENAI_TOOLS, stream=True
@@ -199,7 +202,7 @@ async def test_arguments_stream_while_they_are_written_and_no_marker_is_seen(too
     calls = [call for delta in deltas for call in delta.tool_calls or []]
     assert [(call.index, call.function.name) for call in calls if call.id] == [(0, "forecast"), (1, "now")]
     arguments = [call.function.arguments for call in calls if call.index == 0]
-    assert "".join(arguments) == FORECAST and max(map(len, arguments)) == 2
+    assert "".join(arguments) == FORECAST
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -296,17 +299,13 @@ async def test_malformed_calls_and_calls_of_unknown_tools_are_content(tool_gatew
         assert message.stop_reason == "end_turn"
 
 
-async def test_a_call_that_the_limit_cuts_is_content_or_as_far_as_it_was_told(tool_gateway):
+async def test_a_call_that_the_limit_cuts_is_content(tool_gateway):
     text = hermes(BOTH[0])
     tool_gateway.of["hermes"].script = says(text)
-    whole = await ask_openai(tool_gateway, max_tokens=60)
-    assert (whole.message.content, whole.finish_reason) == (text[:60], "length")
-    stream = await tool_gateway.client.chat.completions.create(
-        model="hermes", messages=ASKED, tools=OPENAI_TOOLS, max_tokens=60, stream=True
-    )
-    chunks = [chunk.choices[0] async for chunk in stream]
-    told = "".join(call.function.arguments for chunk in chunks for call in chunk.delta.tool_calls or [])
-    assert told and FORECAST.startswith(told)
-    assert chunks[-1].finish_reason == "length"
-    message = await ask_anthropic(tool_gateway, max_tokens=60, stream=True)
-    assert (message.content[0].type, message.stop_reason) == ("tool_use", "max_tokens")
+    for stream in (False, True):
+        choice = await ask_openai(tool_gateway, max_tokens=60, stream=stream)
+        assert (choice.message.content, choice.message.tool_calls) == (text[:60], None)
+        assert choice.finish_reason == "length"
+        message = await ask_anthropic(tool_gateway, max_tokens=60, stream=stream)
+        assert [(block.type, block.text) for block in message.content] == [("text", text[:60])]
+        assert message.stop_reason == "max_tokens"

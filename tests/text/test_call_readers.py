@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moiety_text.tools.deltas import Call, CallBegun, CallBroken, CallEnded, Content, Delta, assemble
+from moiety_text.tools.deltas import Call, CallBegun, CallEnded, Content, Delta, assemble
 from moiety_text.tools.families import HermesReader, LlamaReader, MistralReader
 from moiety_text.tools.json_scanner import JsonScanner, Malformed
 from moiety_text.tools.reader import CallReader
@@ -142,13 +142,13 @@ def test_any_cutting_gives_the_same_answer_of_valid_calls(
         assert "".join(map(str, parts)) == text
 
 
-def test_arguments_come_as_they_are_written_and_content_without_delay() -> None:
+def test_a_call_comes_once_it_is_whole_and_content_without_delay() -> None:
     reader = HermesReader(NAMES)
     seen = [
         assembled_kinds(reader.feed(piece))
         for piece in ("Let me", " see <", '\n<tool_call>{"name": "f", "arguments": {"a', '": 1', "}}")
     ]
-    assert seen == [["Let me"], [" see"], [" <", "begun f", '{"a'], ['": 1'], ["}", "ended"]]
+    assert seen == [["Let me"], [" see"], [" <"], [], ["begun f", '{"a": 1}', "ended"]]
 
 
 def assembled_kinds(deltas: list[Delta]) -> list[str]:
@@ -174,12 +174,18 @@ def test_no_more_than_a_bound_of_white_space_is_held_back(family: type[CallReade
     assert len("".join(given_out)) >= 700
 
 
-def test_a_call_that_breaks_after_it_was_told_is_said_to_be_broken() -> None:
-    text = '<tool_call>{"name": "f", "arguments": {"a": oh'
-    deltas = read(HermesReader(NAMES), list(text))
-    (broken,) = [delta for delta in deltas if isinstance(delta, CallBroken)]
-    assert broken == CallBroken(0, text[:-2])
-    assert not any(isinstance(delta, CallEnded) for delta in deltas)
+BREAKS = ["oh", "True}}", ",}}", "NaN}}", "Infinity}}", '"\\ud800"}}', "01}}", "[1}}", '"', "1", "1e999}}"]
+
+
+@pytest.mark.parametrize("family", [HermesReader, LlamaReader, MistralReader])
+@pytest.mark.parametrize("rest", BREAKS)
+def test_a_call_that_breaks_is_content_however_it_comes(family: type[CallReader], rest: str) -> None:
+    marks = {HermesReader: "<tool_call>", LlamaReader: "", MistralReader: "[TOOL_CALLS]["}
+    text = marks[family] + '{"name": "f", "arguments": {"a": ' + rest
+    for pieces in ([text], list(text)):
+        deltas = read(family(NAMES), pieces)
+        assert assemble(deltas) == [text]
+        assert all(isinstance(delta, Content) for delta in deltas)
 
 
 def test_calls_beyond_the_most_are_left_out() -> None:

@@ -5,7 +5,7 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moiety_text.detokenizer import Detokenizer
+from moiety_text.detokenizer import CharacterCount, Detokenizer
 from moiety_text.tokenizer import Tokenizer
 
 Backends = dict[str, tokenizers.Tokenizer]
@@ -65,3 +65,22 @@ def test_ids_that_only_the_model_has_are_silent(backends: Backends) -> None:
     assert (
         Detokenizer(tokenizer).add([*tokenizer.encode("a"), tokenizer.vocab_size + 7, *tokenizer.encode("b")]) == "ab"
     )
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama_like", "metaspace_fallback"])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.lists(st.sampled_from(["a", "b", " ", "ab", "é", "東京", "🙂", "ñ", "\n", "<|im_end|>"]), min_size=1))
+def test_characters_are_counted_where_their_tokens_stand_in_the_text(
+    backends: Backends, kind: str, text: list[str]
+) -> None:
+    tokenizer = Tokenizer.from_json(backends[kind].to_str())
+    ids = tokenizer.encode("".join(text))
+    whole = backends[kind].decode(ids, skip_special_tokens=True)
+    count, at = CharacterCount(tokenizer), 0
+    for token_id in ids:
+        num_chars = count.add(token_id)
+        piece = tokenizer.token_bytes(token_id).decode(errors="replace")
+        if num_chars and "\N{REPLACEMENT CHARACTER}" not in piece:
+            assert whole[at : at + num_chars] == piece[len(piece) - num_chars :]
+        at += num_chars
+    assert at == len(whole)

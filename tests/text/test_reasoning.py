@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moiety_text.chat import ChatTemplate
 from moiety_text.reasoning import ThoughtReader, num_thought_tokens, thoughts_of
 from moiety_text.tools.deltas import Call, Thought, assemble
 from moiety_text.tools.families import HermesReader
@@ -46,12 +47,51 @@ def test_without_tools_the_rest_is_text() -> None:
     assert ThoughtReader(None).read("<think>Hm.</think>Yes.") == [Thought("Hm."), "Yes."]
 
 
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}{% endfor %}"
+PROMPT = TURNS + "{% if add_generation_prompt %}<|assistant|>"
+DEEPSEEK = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+    f"{PROMPT}{{% if thinking %}}<think>{{% else %}}</think>{{% endif %}}{{% endif %}}"
+)
+QWEN = (
+    f"{PROMPT}{{% if enable_thinking is defined and enable_thinking is false %}}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+EFFORT = (
+    "{% set reasoning_effort = reasoning_effort if reasoning_effort is defined else 'none' %}"
+    "{% if reasoning_effort not in ['none', 'high'] %}{{ raise_exception('no such effort') }}{% endif %}"
+    f"{PROMPT}{{% if reasoning_effort == 'high' %}}<think>{{% endif %}}{{% endif %}}"
+)
+BUDGET = (
+    f"{PROMPT}{{% if thinking_budget is defined and thinking_budget == 0 %}}<think></think>{{% endif %}}{{% endif %}}"
+)
+MODE = f"{PROMPT}{{% if (thinking_mode or 'on') == 'off' %}}<think></think>{{% endif %}}{{% endif %}}"
+SWITCHES = [
+    # the template; what switches it on and off, and whether it is on by default
+    (DEEPSEEK, ({"thinking": True}, {"thinking": False}, False)),
+    (QWEN, ({"enable_thinking": True}, {"enable_thinking": False}, True)),
+    (QWEN.replace("enable_thinking", "thinking"), ({"thinking": True}, {"thinking": False}, True)),
+    (EFFORT, ({"reasoning_effort": "high"}, {"reasoning_effort": "none"}, False)),
+    (BUDGET, ({}, {"thinking_budget": 0}, True)),
+    (MODE, ({"thinking_mode": "on"}, {"thinking_mode": "off"}, True)),
+    (f"{PROMPT}<think>\n{{% endif %}}", None),
+    (f"{{# enable_thinking #}}{PROMPT}{{% set thinking = true %}}{{% endif %}}", None),  # it reads neither
+    (f"{PROMPT}{{% if thinking %}}{{% endif %}}{{% endif %}}", None),  # it makes no difference
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), SWITCHES)
+def test_the_switch_of_a_template_is_what_it_reads(source: str, expected: tuple[object, object, bool] | None) -> None:
+    found = thoughts_of(ChatTemplate(source, {}))
+    assert found is not None
+    switch = found.switch
+    assert (None if switch is None else (switch.on, switch.off, switch.is_on_by_default)) == expected
+
+
 def test_a_template_shows_whether_its_model_thinks() -> None:
-    assert thoughts_of("{{ messages[0].content }}") is None
-    always = thoughts_of("{{ messages[-1].content.split('</think>')[-1] }}<think>\n")
-    switched = thoughts_of("{% if enable_thinking is false %}<think>\n\n</think>{% endif %}")
-    assert always is not None and not always.can_switch
-    assert switched is not None and switched.can_switch
+    assert thoughts_of(ChatTemplate("{{ messages[0].content }}{# <think> #}", {})) is None
+    always = thoughts_of(ChatTemplate("{{ messages[-1].content.split('</think>')[-1] }}<think>\n", {}))
+    assert always is not None and always.switch is None
     assert always.new_reader("<|assistant|><think>\n", None).read("Hm.</think>Yes.") == [Thought("Hm."), "Yes."]
 
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_text.errors import UnusableStop
-from moiety_text.stop import StopFinder
+from moiety_text.stop import StopFinder, new_stop_finder
 
 letters = st.text(alphabet="ab", max_size=25)
 stops_of = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4)
@@ -67,3 +68,57 @@ def test_text_without_a_stop_in_sight_is_given_out_at_once() -> None:
 def test_an_empty_stop_is_refused() -> None:
     with pytest.raises(UnusableStop):
         StopFinder(["a", ""])
+
+
+SCRAPS = ["<t>", "</t>", "<", "/", "t>", "a", "b", "\n", "\n\n", " "]
+
+
+class Marks(NamedTuple):
+    opener: str = "<t>"
+    closer: str = "</t>"
+    is_open: bool = False
+
+
+def search_after_thought(text: str, stops: list[str], *, is_open: bool) -> tuple[str, str | None]:
+    """The rule for an answer with a thought, told in the plainest way."""
+    begun = text.lstrip()
+    if not is_open and not begun.startswith("<t>"):
+        return search_whole(text, stops)
+    start = text.find("</t>", 0 if is_open else text.index("<t>") + 3)
+    if start < 0:
+        return text, None
+    start += 4
+    start += len(text[start:]) - len(text[start:].lstrip())
+    given, stop = search_whole(text[start:], stops)
+    return text[:start] + given, stop
+
+
+@settings(max_examples=600)
+@given(
+    text=st.lists(st.sampled_from(SCRAPS), max_size=14).map("".join),
+    stops=st.lists(st.sampled_from(["\n\n", "a", "ab", "<", "\na", "</t>", "t>"]), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 40)),
+    is_open=st.booleans(),
+)
+def test_stops_sleep_until_the_thought_ends(text: str, stops: list[str], cuts: list[int], is_open: bool) -> None:
+    finder = new_stop_finder(stops, Marks(is_open=is_open))
+    assert finder is not None
+    given_out, matched = "", None
+    edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    for start, end in itertools.pairwise(edges):
+        piece, matched = finder.add(text[start:end])
+        given_out += piece
+        if matched is not None:
+            break
+    if matched is None:
+        piece, matched = finder.finish("")
+        given_out += piece
+    assert (given_out, matched) == search_after_thought(text, stops, is_open=is_open)
+
+
+def test_text_that_is_skipped_still_tells_where_the_thought_ends() -> None:
+    finder = new_stop_finder(["\n\n"], Marks())
+    assert finder is not None
+    assert finder.skip(" <t") == ""
+    assert finder.skip(">Hm.\n\nSo") == " <t>Hm.\n\nSo"
+    assert finder.add("\n\nthen</t>\n\nYes.\n\nMore") == ("\n\nthen</t>\n\nYes.", "\n\n")

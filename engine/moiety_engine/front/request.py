@@ -12,8 +12,8 @@ import msgspec
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreScores
 from moiety_engine.steps.collection import StepCollection
-from moiety_text.detokenizer import Detokenizer
-from moiety_text.stop import StopFinder
+from moiety_text.detokenizer import CharacterCount, Detokenizer
+from moiety_text.stop import new_stop_finder
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import (
     Accepted,
@@ -47,10 +47,10 @@ class TokenTable:
             found = self._known[token_id] = (spelled.decode(errors="replace"), spelled)
         return found
 
-    def logprob(self, token_id: int, logprob: CoreLogprob) -> TokenLogprob:
+    def logprob(self, token_id: int, logprob: CoreLogprob, num_chars: int = -1) -> TokenLogprob:
         best = zip(logprob.top_ids, logprob.top_logprobs, strict=True)
         top = [TopLogprob(*self.describe(best_id), lp, best_id) for best_id, lp in best]
-        return TokenLogprob(*self.describe(token_id), logprob.logprob, top)
+        return TokenLogprob(*self.describe(token_id), logprob.logprob, top, token_id, num_chars)
 
 
 @dataclass(slots=True)
@@ -96,8 +96,10 @@ class OpenRequest:
         self._min_tokens = submit.stopping.min_tokens
         self._has_guide = submit.guide is not None
         self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
-        self._finder = StopFinder(submit.stopping.stop) if submit.stopping.stop else None
+        self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought)
         self._table = table
+        wants_logprobs = submit.sampling.num_logprobs is not None
+        self._chars = CharacterCount(tokenizer, submit.shown_ids) if wants_logprobs else None
         self._scores: dict[int, CoreLogprob] = {}  # by position in the prompt
         self._steps = StepCollection() if submit.traceparent else None  # else nobody looks at them
         self._seq = 0
@@ -115,6 +117,9 @@ class OpenRequest:
         may_stop = self._has_guide or len(token_ids) > self._min_tokens  # as the core has it
         ends_by_token = may_stop and token_ids[-1] in stop_token_ids
         shown = token_ids[:-1] if ends_by_token else token_ids
+        if self._chars is not None:
+            for token_id in shown:
+                self._chars.add(token_id)
         if self._finder is None:
             self._detokenizer.add(shown)
         else:
@@ -158,7 +163,10 @@ class OpenRequest:
         if output.logprobs is not None:
             pairs = zip(token_ids, output.logprobs, strict=False)  # shorter where a stop string cut the tokens
             held.logprobs = held.logprobs or []
-            held.logprobs += [self._table.logprob(token_id, logprob) for token_id, logprob in pairs]
+            assert self._chars is not None, "log probabilities were asked for"
+            for number, (token_id, logprob) in enumerate(pairs):
+                num_chars = self._chars.add(token_id) if number < len(shown) else 0
+                held.logprobs.append(self._table.logprob(token_id, logprob, num_chars))
         return None if self._may_wait(held) else self.release()
 
     def take_scores(self, scores: CoreScores) -> None:
@@ -259,6 +267,8 @@ class OpenRequest:
             piece = self._detokenizer.add((token_id,))
             if self.num_output + i >= self._min_tokens:
                 piece, self.stopped_by = self._finder.add(piece)
+            else:
+                piece = self._finder.skip(piece)
             text += piece
             if self.stopped_by is not None:
                 return text, i + 1
@@ -266,10 +276,12 @@ class OpenRequest:
 
     def _last_text(self) -> str:
         text = self._detokenizer.flush()
-        if self._finder is None or self.num_output <= self._min_tokens:
+        if self._finder is None:
             return text
-        text, self.stopped_by = self._finder.add(text)
-        return text if self.stopped_by is not None else text + self._finder.flush()
+        if self.num_output <= self._min_tokens:
+            return self._finder.skip(text) + self._finder.flush()
+        text, self.stopped_by = self._finder.finish(text)
+        return text
 
     def _next_seq(self) -> int:
         seq = self._seq

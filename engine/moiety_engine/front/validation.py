@@ -14,6 +14,8 @@ from moiety_wire.messages import Card, FailureCode, Foreseeing, Sampling, Stoppi
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_PENALTY = 1000.0
+MIN_REPETITION_PENALTY = 1 / MAX_PENALTY  # logits are divided by it
+MAX_BIAS = 1e30  # times a penalty, over the least temperature, it is still finite in float32
 MAX_CLASS_NAME_LENGTH = 64  # a name labels the engine's counters
 MAX_KEEP_S = 7 * 86_400.0
 TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
@@ -165,15 +167,13 @@ def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
         ("temperature", sampling.temperature, 0.0, 100.0),
         ("top_p", sampling.top_p, 0.0, 1.0),
         ("min_p", sampling.min_p, 0.0, 1.0),
-        ("repetition_penalty", sampling.repetition_penalty, 0.0, MAX_PENALTY),
+        ("repetition_penalty", sampling.repetition_penalty, MIN_REPETITION_PENALTY, MAX_PENALTY),
         ("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
         ("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
     )
     for name, value, low, high in ranges:
         if not low <= value <= high:  # NaN is in no range
             return f"{name} must be between {low:g} and {high:g}, not {value}"
-    if sampling.repetition_penalty == 0:
-        return "repetition_penalty must be above 0"
     if sampling.top_k < 0:
         return f"top_k must be 0 (off) or more, not {sampling.top_k}"
     for name, count in (
@@ -188,8 +188,9 @@ def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
 def _bias_complaint(sampling: Sampling, limits: ModelLimits) -> str:
     if any(not 0 <= token_id < limits.vocab_size for token_id in sampling.logit_bias):
         return f"a logit_bias token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
-    if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
-        return "a logit_bias is not a finite number"
+    for bias in sampling.logit_bias.values():
+        if not -MAX_BIAS <= bias <= MAX_BIAS:  # NaN is in no range
+            return f"a logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, not {bias}"
     return ""
 
 
@@ -263,4 +264,7 @@ def _stopping_complaint(stopping: Stopping, limits: ModelLimits) -> str:
         return f"a stop string must have 1 to {MAX_STOP_LENGTH} characters"
     if any(not 0 <= token_id < limits.vocab_size for token_id in stopping.stop_token_ids):
         return f"a stop token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    marks = () if stopping.thought is None else (stopping.thought.opener, stopping.thought.closer)
+    if any(not 0 < len(mark) <= MAX_STOP_LENGTH for mark in marks):
+        return f"a mark around thoughts must have 1 to {MAX_STOP_LENGTH} characters"
     return ""

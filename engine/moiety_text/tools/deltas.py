@@ -1,7 +1,7 @@
 """What comes of an answer's text while it comes, and the whole of it.
 
-The calls of one answer are numbered from 0; their deltas come one call after another: CallBegun, CallArguments …, and
-then CallEnded, or CallBroken where what was told as a call turned out to be none.
+The calls of one answer are numbered from 0; their deltas come one call after another: CallBegun, CallArguments,
+CallEnded. They come once the call is whole and valid, so a call that was told is never taken back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON object that are the call's arguments."""
+    """The JSON object that holds the call's arguments, or more of it."""
 
     index: int
     text: str
@@ -45,15 +45,7 @@ class CallEnded:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class CallBroken:
-    """The call's arguments end here and are no JSON. `text` is all that the model wrote of the call, its marker too."""
-
-    index: int
-    text: str
-
-
-Delta = Content | Thinking | CallBegun | CallArguments | CallEnded | CallBroken
+Delta = Content | Thinking | CallBegun | CallArguments | CallEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +66,12 @@ Parts = Sequence[Part]  # of a whole answer: its thought, if any, then its text 
 
 
 def assemble(deltas: Iterable[Delta]) -> list[Part]:
-    """The parts of a whole answer, no text empty or next to another. A broken call is the text that the model wrote."""
+    """The parts of a whole answer, no text empty or next to another."""
     parts: list[Part] = []
     name, arguments = "", ""
     for delta in deltas:
         match delta:
-            case Content(text) | CallBroken(_, text):
+            case Content(text):
                 if parts and isinstance(last := parts[-1], str):
                     parts[-1] = last + text
                 else:

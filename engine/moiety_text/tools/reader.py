@@ -2,8 +2,9 @@
 
 The rule: what a marker opens is a call if it names one of the tools that may be called, with a JSON object as
 arguments; else it is content, marker and all. So the answer is the same however its text is cut into pieces, and
-nothing is lost of text that is no call. White space before a marker, up to a bound, goes with the call. Only the end of
-a text that may yet open a call is held back.
+nothing is lost of text that is no call. White space before a marker, up to a bound, goes with the call. The end of a
+text that may yet open a call is held back, and so is a call until it is whole: a stream cannot take back what it has
+told, and a client may run whatever it was told.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from moiety_text.tools.calls import CallObject, CallText
 from moiety_text.tools.deltas import (
     CallArguments,
     CallBegun,
-    CallBroken,
     CallEnded,
     Content,
     Delta,
@@ -39,13 +39,12 @@ class CallReader:
         follows them. `is_rest`: the answer had text before what is fed."""
         self._names = names
         self._max_calls = max_calls
-        self._num_begun = 0
         self._num_ended = 0
         self._held = ""  # content that may be the opening of a call
         self._owes_closer = False
         self._raw: list[str] | None = None  # the text of what may be a call, from its marker on; None outside of one
         self._call: CallText = CallObject(names)
-        self._is_told = False
+        self._arguments: list[str] = []  # of that call, until it is whole
         self._deltas: list[Delta] = []
         self._step: Callable[[str], str] = self._content if is_rest else self._start
 
@@ -115,52 +114,39 @@ class CallReader:
         return ""
 
     def _begin(self, call: CallText) -> None:
-        self._call, self._is_told, self._step = call, False, self._in_call
+        self._call, self._arguments, self._step = call, [], self._in_call
 
     def _in_call(self, text: str) -> str:
-        told = []
         for at, character in enumerate(text):
             try:
-                told.append(self._call.advance(character))
+                self._arguments.append(self._call.advance(character))
             except Malformed:
                 self._keep(text[:at])
-                self._tell("".join(told))
                 self._give_up()
                 return text[at:]
             if self._call.is_complete:
-                self._tell("".join(told))
-                self._deltas.append(CallEnded(self._num_begun - 1))
-                self._num_ended += 1
+                self._tell()
                 self._raw, self._step = None, self._after
                 return text[at + 1 :]
         self._keep(text)
-        self._tell("".join(told))
         return ""
 
     def _keep(self, raw: str) -> None:
         assert self._raw is not None, "within what may be a call"
         self._raw.append(raw)
 
-    def _tell(self, arguments: str) -> None:
-        """More arguments; before the first ones, that the call has begun."""
-        if not arguments:
-            return
-        if not self._is_told:
-            assert self._call.name is not None, "a call that tells arguments has begun"
-            self._is_told = True
-            self._num_begun += 1
-            self._deltas.append(CallBegun(self._num_begun - 1, self._call.name))
-        self._deltas.append(CallArguments(self._num_begun - 1, arguments))
+    def _tell(self) -> None:
+        """Give out the call, which is whole."""
+        name, index = self._call.name, self._num_ended
+        assert name is not None, "a whole call has a name"
+        self._num_ended += 1
+        self._deltas += [CallBegun(index, name), CallArguments(index, "".join(self._arguments)), CallEnded(index)]
 
     def _give_up(self) -> None:
         """What was opened is no call."""
         assert self._raw is not None, "within what may be a call"
-        raw = "".join(self._raw)
-        if self._is_told:
-            self._deltas.append(CallBroken(self._num_begun - 1, raw))
-        else:
-            self._give(raw)
-        self._raw, self._is_told, self._step = None, False, self._content
+        self._give("".join(self._raw))
+        self._raw, self._step = None, self._content
 
     def _give(self, text: str) -> None:
         if text:

@@ -31,8 +31,7 @@ def _block_of(part: Part) -> AnswerBlock:
 
 class ToolMessageEvents(MessageEvents):
     """The events of a streamed answer that may call or think: a block for each stretch of text, the thought and each
-    call. A call that breaks
-    off stays as it was told, and what the model wrote after it is text."""
+    call. A call comes once it is whole; one that breaks off is text, as in an answer that is not streamed."""
 
     def __init__(self, head: MessageHead, num_prompt_tokens: int, reader: AnswerReader) -> None:
         super().__init__(head, num_prompt_tokens)

@@ -17,6 +17,7 @@ from moiety_platform.completions.answer_types import (
     TextLogprobs,
 )
 from moiety_platform.completions.run import Usage
+from moiety_platform.completions.text_logprobs import TextOffsets, text_logprobs
 from moiety_platform.completions.tools.message import finish_reason_of, has_called, message_of
 from moiety_text.tools.deltas import Parts
 from moiety_wire.messages import Finished, TokenLogprob
@@ -108,7 +109,11 @@ def completion_answer(
             {
                 "index": index,
                 "text": echoes[index] + "".join(choice.text),
-                "logprobs": completion_logprobs(choice.logprobs, 0, echoed[index]) if with_logprobs else None,
+                "logprobs": (
+                    text_logprobs(choice.logprobs, TextOffsets(len(echoes[index])), echoed[index])
+                    if with_logprobs
+                    else None
+                ),
                 "finish_reason": choice.finish_reason,
             }
             for index, choice in enumerate(choices)
@@ -131,30 +136,4 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
             for entry in logprobs
         ],
         "refusal": None,
-    }
-
-
-def completion_logprobs(
-    logprobs: Sequence[TokenLogprob], text_offset: int, before: TextLogprobs | None = None
-) -> TextLogprobs:
-    """`text_offset` is where the first of these tokens stands in the choice's text, if none come `before`."""
-    if before is not None and before["tokens"]:
-        text_offset = before["text_offset"][-1] + len(before["tokens"][-1])
-    offsets = []
-    for entry in logprobs:
-        offsets.append(text_offset)
-        text_offset += len(entry.token)
-    found: TextLogprobs = {
-        "tokens": [entry.token for entry in logprobs],
-        "token_logprobs": [entry.logprob for entry in logprobs],
-        "top_logprobs": [{top.token: top.logprob for top in entry.top} for entry in logprobs],
-        "text_offset": offsets,
-    }
-    if before is None:
-        return found
-    return {
-        "tokens": before["tokens"] + found["tokens"],
-        "token_logprobs": before["token_logprobs"] + found["token_logprobs"],
-        "top_logprobs": before["top_logprobs"] + found["top_logprobs"],
-        "text_offset": before["text_offset"] + offsets,
     }

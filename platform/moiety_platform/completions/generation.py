@@ -22,6 +22,8 @@ class Conversation(msgspec.Struct, frozen=True):
     prefill: str = ""
     tools: ToolOffer | None = None
     thinks: bool | None = None  # whether the model is to think before it answers; None: as its template has it
+    effort: str | None = None  # how much it is to think, in OpenAI's words; "none": not at all
+    template_options: dict[str, Any] = {}  # further variables of the chat template, in the client's words
 
 
 Prompt = Conversation | str | tuple[int, ...]
@@ -29,13 +31,15 @@ Prompt = Conversation | str | tuple[int, ...]
 
 class Generation(msgspec.Struct, frozen=True):
     """`num_choices` answers to each prompt; choice i of prompt p has index p · num_choices + i.
-    `max_tokens` None means all that the model's context leaves, 0 that nothing is generated: see `embed`."""
+    `max_tokens` None means `default_max_tokens` or less, as the model's context leaves it, 0 that nothing is generated:
+    see `embed`."""
 
     model: str
     prompts: tuple[Prompt, ...]
     num_choices: int
     sampling: Sampling
     max_tokens: int | None
+    default_max_tokens: int | None = None  # without `max_tokens`; None for all that the context leaves
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -46,6 +50,7 @@ class Generation(msgspec.Struct, frozen=True):
     max_numbers: int | None = None  # of all vectors together; None for as many as there are
     guide: Guide | None = None  # what each answer must be
     keep_s: float = 0.0  # for which the conversation may come back, and its prefix is kept
+    echo: bool = False  # each prompt's text is wanted in front of its answers
     prompt_field: str = "prompt"  # where the client wrote the prompts, for complaints about them
 
     @property

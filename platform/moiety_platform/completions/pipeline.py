@@ -108,7 +108,7 @@ class Pipeline:
         if refusal is not None:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
         text = await self.texts.get(card)
-        prompts = await text.encode(generation.prompts, generation.prompt_field)
+        prompts = await text.encode_prompts(generation)
         longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         num_prompt_tokens = sum(map(len, prompts))
         is_extensible = are_extensible(choice.states, card.model)

@@ -34,12 +34,14 @@ from moiety_platform.completions.fields import (
 from moiety_platform.completions.forms import FORMS as FORMS_OF_FORMS
 from moiety_platform.completions.forms import GuidedBody, require_one_form
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
+from moiety_platform.completions.tools.fields import TemplateVariables
 from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, ChatChoice, ChatTools, check_choice, offer_of
 from moiety_platform.errors import FORM_NOT_SUPPORTED
 from moiety_wire.messages import Sampling
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 MAX_BIASES = 4096
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and stay far within float32
 
 FORMS = MappingProxyType(
     {
@@ -72,14 +74,6 @@ class StreamOptions(StrictBody):
         return value
 
 
-class TemplateOptions(StrictBody):
-    """vLLM's field for variables of the chat template; of those, the one that is known here."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    enable_thinking: bool | None = None
-
-
 class GenerationBody(GuidedBody, GeneratingBody):
     """What both endpoints share. null means the default, as everywhere in OpenAI's API."""
 
@@ -94,7 +88,7 @@ class GenerationBody(GuidedBody, GeneratingBody):
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the best token
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # 0 and -1: off
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[FiniteFloat, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=MIN_REPETITION_PENALTY, le=10)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: _LogitBias | None = None
@@ -186,7 +180,7 @@ class ChatBody(GenerationBody):
     tool_choice: ChatChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None  # none: no thought
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     functions: Annotated[list[Any], shows(maxItems=0)] | None = None
     function_call: Annotated[Any, shows(enum=[None])] = None
 
@@ -209,12 +203,6 @@ class ChatBody(GenerationBody):
             raise refuse("'top_logprobs' is allowed only when 'logprobs' is true")
         return self
 
-    def _thinks(self) -> bool | None:
-        """Efforts beside none are the model's own affair."""
-        if self.chat_template_kwargs is not None and self.chat_template_kwargs.enable_thinking is not None:
-            return self.chat_template_kwargs.enable_thinking
-        return False if self.reasoning_effort == "none" else None
-
     @property
     def output_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -223,7 +211,12 @@ class ChatBody(GenerationBody):
         offer = offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
         require_one_form(self.guide(), offer, "response_format")
         messages = tuple(message.for_template() for message in self.messages)
-        conversation = Conversation(messages, tools=offer, thinks=self._thinks())
+        conversation = Conversation(
+            messages,
+            tools=offer,
+            effort=self.reasoning_effort,
+            template_options=self.chat_template_kwargs or {},
+        )
         return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None)
 
 
@@ -274,7 +267,12 @@ class CompletionBody(GenerationBody):
         return self.max_tokens if self.max_tokens is not None else COMPLETION_DEFAULT_MAX_TOKENS
 
     def generation(self) -> Generation:
-        generation = self._generation(as_prompts(self.prompt), self.logprobs)
+        generation = msgspec.structs.replace(
+            self._generation(as_prompts(self.prompt), self.logprobs),
+            max_tokens=self.max_tokens,
+            default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
+            echo=bool(self.echo),
+        )
         if not self.echo or self.logprobs is None:
             return generation
         scoring = msgspec.structs.replace(generation.sampling, num_prompt_logprobs=self.logprobs)

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import msgspec
 
-from moiety_platform.completions.answers import AnswerHead, chat_logprobs, completion_logprobs, usage_fields
+from moiety_platform.completions.answers import AnswerHead, chat_logprobs, usage_fields
 from moiety_platform.completions.run import Usage
+from moiety_platform.completions.text_logprobs import TextOffsets, text_logprobs
 from moiety_wire.messages import Finished, TokenLogprob
 
 DONE_DATA = "[DONE]"
@@ -87,7 +88,7 @@ class CompletionChunks:
     def __init__(self, head: AnswerHead, include_usage: bool, echoes: Sequence[str]) -> None:
         self._frame = _Frame(head, "text_completion", include_usage)
         self._echoes = echoes
-        self._offsets = [0] * len(echoes)
+        self._offsets = [TextOffsets(len(echo)) for echo in echoes]
 
     def opening(self, index: int) -> bytes:
         return self.piece(index, self._echoes[index], None) if self._echoes[index] else b""
@@ -95,8 +96,7 @@ class CompletionChunks:
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
         encoded = b"null"
         if logprobs is not None:
-            encoded = _encode(completion_logprobs(logprobs, self._offsets[index]))
-            self._offsets[index] += sum(len(entry.token) for entry in logprobs)
+            encoded = _encode(text_logprobs(logprobs, self._offsets[index]))
         return self._chunk(index, _encode(text), encoded, b"null")
 
     def closing(self, index: int, finished: Finished) -> bytes:

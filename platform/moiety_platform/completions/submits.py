@@ -10,7 +10,7 @@ from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.text import UNKNOWN_TOKEN, ModelText
 from moiety_platform.errors import BadRequest, ContextTooLong
 from moiety_wire.guides import Guide
-from moiety_wire.messages import Card, Sampling, Stopping, Submit
+from moiety_wire.messages import Card, Sampling, Stopping, Submit, ThoughtMarks
 from moiety_wire.seeds import seed_of_choice
 
 
@@ -71,6 +71,7 @@ def submits_of(
             prompt_ids,
             max_tokens,
             text.shown_ids(generation.prompts[number]),
+            text.thought_marks(generation, number, prompt_ids),
             # inputs that are embedded are answered together, so each has the time that all of them are promised
             num_prompt_tokens - len(prompt_ids) if generation.embed else 0,
             generation.guide or text.guide_of_calls(generation.prompts[number]),
@@ -85,12 +86,14 @@ def _submits(
     prompt_ids: list[int],
     max_tokens: int,
     shown_ids: tuple[int, ...],
+    thought: ThoughtMarks | None,
     sibling_tokens: int,
     guide: Guide | None,
 ) -> list[Submit]:
     """Of one prompt."""
     chosen = origin.chosen
     stopping = Stopping(
+        thought=thought if generation.stop else None,
         max_tokens=max_tokens,
         min_tokens=min(generation.min_tokens, max_tokens),
         stop=generation.stop,
@@ -168,7 +171,13 @@ def most_output_tokens(generation: Generation, card: Card, num_prompt_tokens: in
             "Split it into shorter ones",
             param=generation.prompt_field,
         )
-    wanted = generation.max_tokens if generation.max_tokens is not None else max(1, left)
+    if generation.max_tokens is None and left < 1:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens; the model's context is {card.max_context_tokens} tokens for "
+            "prompt and output together, which leaves none for output. Shorten the prompt"
+        )
+    default = left if generation.default_max_tokens is None else min(left, generation.default_max_tokens)
+    wanted = default if generation.max_tokens is None else generation.max_tokens
     if wanted > left:
         raise ContextTooLong(
             f"the prompt has {num_prompt_tokens} tokens and {wanted} are asked for, together "

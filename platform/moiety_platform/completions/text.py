@@ -8,17 +8,18 @@ from hashlib import blake2b
 from typing import Any
 
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
+from moiety_platform.completions.template_options import TemplateOptions
 from moiety_platform.completions.tools.strict import guide_of_calls
 from moiety_platform.errors import FORM_NOT_SUPPORTED, BadRequest, ContextTooLong
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder, texts_of
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
-from moiety_text.reasoning import CLOSER, OPENER, SWITCH, AnswerReader, num_thought_tokens, thoughts_of
+from moiety_text.reasoning import CLOSER, OPENER, AnswerReader, num_thought_tokens, thoughts_of
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
 from moiety_wire.guides import Guide
-from moiety_wire.messages import Card
+from moiety_wire.messages import Card, ThoughtMarks
 
 MAX_CACHED_MODELS = 16
 MESSAGE_COST = 64  # what rendering one more message counts, in bytes of text
@@ -39,7 +40,8 @@ class ModelText:
         )
         self._knows_tools = template is not None and template.knows_tools
         self._tool_format = format_of(card.chat_template) if self._knows_tools else None
-        self._thoughts = thoughts_of(card.chat_template)
+        self._thoughts = None if template is None else thoughts_of(template)
+        self._options = None if template is None else TemplateOptions(card.model, template, self._thoughts)
         ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
         self._opener_id, self._closer_id = ids.get(OPENER), ids.get(CLOSER)
         markers = (self._opener_id, self._closer_id) if self._thoughts is not None else ()
@@ -66,11 +68,31 @@ class ModelText:
             return self._encode_all(prompts, field, is_plain=True)
         return await asyncio.to_thread(self._encode_all, prompts, field)
 
+    async def encode_prompts(self, generation: Generation) -> list[list[int]]:
+        """The ids of each prompt of a generation. Raises what `encode` does, and BadRequest where a prompt is to be
+        echoed and has an id without text, before anything is computed."""
+        prompts = await self.encode(generation.prompts, generation.prompt_field)
+        if generation.echo:
+            self._check_decodable(prompts, generation.prompt_field)
+        return prompts
+
+    def _check_decodable(self, prompts: Sequence[Sequence[int]], field: str) -> None:
+        """An id that only the model's padded vocabulary has stands for no text."""
+        for token_id in sorted({one for prompt in prompts for one in prompt}):
+            if self._tokenizer.find_token(token_id) is None:
+                told = f"token id {token_id} has no text in the tokenizer of the model {self._model!r}, so the prompt "
+                told += "cannot be echoed; leave out 'echo', or the id"
+                raise BadRequest(told, code=UNKNOWN_TOKEN, param=field)
+
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Raises BadRequest for an id that is not the model's."""
         if len(token_ids) * ID_COST <= self.inline_bytes:
             return self._decode(token_ids)
         return await asyncio.to_thread(self._decode, token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token of an echoed prompt stands for."""
+        return self._tokenizer.token_bytes(token_id)
 
     def new_readers(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> list[AnswerReader] | None:
         """What tells calls and thoughts in the answer of each sequence of a generation; `prompts` are its token ids.
@@ -110,6 +132,12 @@ class ModelText:
         if self._thoughts is None or not self._may_think(prompt, guide):
             return calls
         return self._thoughts.new_reader(self._end_of(token_ids), calls)
+
+    def thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
+        """Of the thought that answers to a generation's prompt of that number may begin with."""
+        if not self._may_think(generation.prompts[number], generation.guide):
+            return None
+        return ThoughtMarks(OPENER, CLOSER, self._end_of(prompt_ids).endswith(OPENER))
 
     def _may_think(self, prompt: Prompt, guide: Guide | None) -> bool:
         """A form is kept to from the first token on, and an answer that the client has begun is no thought."""
@@ -173,7 +201,7 @@ class ModelText:
         if left < 0:
             return left
         texts, room = [], left
-        for text in texts_of((prompt.messages, tools, prompt.prefill)):
+        for text in texts_of((prompt.messages, tools, prompt.prefill, prompt.template_options)):
             room -= len(text)
             if room < 0:  # there may be megabytes more
                 return room
@@ -208,7 +236,8 @@ class ModelText:
     def _encode_conversation(self, conversation: Conversation, is_plain: bool) -> list[int]:
         encoder, opening = self._conversation_encoder(), Opening()
         messages: Sequence[Mapping[str, Any]] = conversation.messages
-        extra = {} if conversation.thinks is None else self._switched(thinks=conversation.thinks)
+        assert self._options is not None, "a model with an encoder for conversations has a template"
+        extra = self._options.variables_of(conversation)
         if conversation.tools is not None:
             opening = self._format_of_tools().opening(conversation.tools)
         if any("tool_calls" in message for message in messages):
@@ -223,18 +252,6 @@ class ModelText:
             extra=extra,
             max_tokens=self._max_context_tokens,
             is_plain=is_plain,
-        )
-
-    def _switched(self, *, thinks: bool) -> dict[str, bool]:
-        """The variables that make the template's model think or not. Raises BadRequest where it cannot be told to."""
-        if self._thoughts is not None and self._thoughts.can_switch:
-            return {SWITCH: thinks}
-        if thinks == (self._thoughts is not None):
-            return {}  # as it does anyhow
-        what = "thinks before every answer" if self._thoughts is not None else "does not think before it answers"
-        raise BadRequest(
-            f"the model {self._model!r} {what}, whatever it is told; leave that out, or use another model",
-            code="thinking_not_supported",
         )
 
     def _format_of_tools(self, field: str = "tools") -> ToolFormat:

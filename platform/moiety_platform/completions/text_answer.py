@@ -17,6 +17,9 @@ from moiety_platform.completions.sse import Chunks, Pieces
 from moiety_platform.completions.whole import collect
 from moiety_wire.messages import Finished
 
+KEEP_ALIVE = b":\n\n"  # a comment, which readers of event streams pass over
+MAX_SILENT_PIECES = 64  # after which a stream says that it is alive, since a call is told once it is whole
+
 Body = TypeVar("Body", bound=GeneratingBody)
 
 
@@ -40,6 +43,7 @@ async def relay(chunks: Pieces, run: Run, record: RequestRecord, reply: Reply) -
     """Stream all choices as they come, to their end. The answer starts with the first tokens, so that a request which
     an engine refuses still gets its proper status."""
     opened = [False] * run.num_sequences
+    num_silent = 0
     async for index, message in run:
         parts: list[bytes] = []
         if not opened[index]:
@@ -52,6 +56,9 @@ async def relay(chunks: Pieces, run: Run, record: RequestRecord, reply: Reply) -
         elif message.text or message.logprobs:
             parts.append(chunks.piece(index, message.text, message.logprobs))
         data = b"".join(parts)
+        num_silent = 0 if data else num_silent + 1
+        if num_silent == MAX_SILENT_PIECES:
+            data, num_silent = KEEP_ALIVE, 0
         if data:
             record.answered_status = 200
             await reply.stream(data)

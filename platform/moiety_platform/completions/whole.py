@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion, TextLogprobs
-from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer, completion_logprobs
+from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run, Usage
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.completions.text import ModelText
+from moiety_platform.completions.text_logprobs import echoed_logprobs
 from moiety_platform.errors import EngineFailed
 from moiety_text.reasoning import AnswerReader
 from moiety_text.tools.deltas import Parts
@@ -76,7 +77,7 @@ async def answer_of(
         return chat_answer(head, choices, parts, run.usage(), with_logprobs=bool(body.logprobs))
     assert isinstance(body, CompletionBody)
     echoes = await echoes_of(body, run)
-    echoed = await _echoed_logprobs(body, run, choices)
+    echoed = _echoed_logprobs(body, run, choices, echoes)
     return completion_answer(
         head, choices, run.usage(), echoes=echoes, echoed=echoed, with_logprobs=body.logprobs is not None
     )
@@ -93,8 +94,8 @@ def head_of(run: Run, record: RequestRecord) -> AnswerHead:
     )
 
 
-async def _echoed_logprobs(
-    body: CompletionBody, run: EndedRun, choices: Sequence[Choice]
+def _echoed_logprobs(
+    body: CompletionBody, run: EndedRun, choices: Sequence[Choice], echoes: Sequence[str]
 ) -> Sequence[TextLogprobs | None]:
     """Of the prompt of each choice, if the request wants them. The first choice of a prompt has them for all. Raises
     EngineFailed where an engine was lost with them."""
@@ -102,13 +103,11 @@ async def _echoed_logprobs(
         return [None] * len(choices)
     found: list[TextLogprobs | None] = []
     num_choices = body.n or 1
-    for prompt, choice in zip(run.prompts, choices[::num_choices], strict=True):
+    for prompt, choice, echo in zip(run.prompts, choices[::num_choices], echoes[::num_choices], strict=True):
         scores = choice.end.prompt_logprobs
         if scores is None:
             raise EngineFailed("the engine was lost after it had scored the prompt; send the request again")
-        first = await run.text.decode(prompt[:1])
-        alone: TextLogprobs = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
-        found += [completion_logprobs(scores, 0, alone)] * num_choices
+        found += [echoed_logprobs(echo, prompt[0], run.text.token_bytes(prompt[0]), scores)] * num_choices
     return found
 
 

@@ -16,7 +16,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
-from moiety_text.stop import StopFinder
+from moiety_text.stop import StopFinder, new_stop_finder
 from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.figures import ClassLoad, Load, SleepState
 from moiety_wire.messages import (
@@ -232,8 +232,7 @@ class FakeEngineClient:
             await self._embed(run, verdict, received_ns)
             return
         reason, detail = FinishReason.STOP, ""
-        stops = run.submit.stopping.stop
-        finder = StopFinder(stops) if stops else None
+        finder = new_stop_finder(run.submit.stopping.stop, run.submit.stopping.thought)
         pieces = iter(script)
         resumed = "".join([text for _, text in islice(pieces, run.num_emitted)])  # is not said again
         if finder is not None:
@@ -271,7 +270,8 @@ class FakeEngineClient:
             if run.submit.hand_over is not None:
                 reason = FinishReason.HANDED_OVER
                 break
-        rest = "" if finder is None or reason is FinishReason.HANDED_OVER else finder.flush()
+        rest, stopped_by = ("", None) if reason is FinishReason.HANDED_OVER else _last_text(finder)
+        reason, detail = (reason, detail) if stopped_by is None else (FinishReason.STOP, stopped_by)
         self._finish(run, verdict, received_ns, reason, detail, text=rest)
 
     async def _embed(self, run: _Running, verdict: Verdict, received_ns: int) -> None:
@@ -351,6 +351,10 @@ class FakeEngineClient:
             classes=self.class_loads,
             sleep=self._sleep,
         )
+
+
+def _last_text(finder: StopFinder | None) -> tuple[str, str | None]:
+    return ("", None) if finder is None else finder.finish("")
 
 
 def _logprobs(text: str, num_top: int | None) -> list[TokenLogprob] | None:

@@ -23,7 +23,7 @@ from moiety_platform.responses_api.items import (
     with_id,
 )
 from moiety_text.reasoning import AnswerReader
-from moiety_text.tools.deltas import CallArguments, CallBegun, CallBroken, CallEnded, Content, Delta, Thinking
+from moiety_text.tools.deltas import CallArguments, CallBegun, CallEnded, Content, Delta, Thinking
 from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
 
@@ -85,8 +85,8 @@ class _Open:
 class ResponseOutput:
     """What has come. `items` are those that are whole; `reader` tells calls in the text, None where there can be none.
 
-    A call that breaks off stays, as incomplete, and what the model wrote after it is text. The log probabilities of a
-    text are those of the tokens since the last one; a call has none."""
+    A call is an item once it is whole; one that breaks off is text. The log probabilities of a text are those of the
+    tokens since the last one; a call has none."""
 
     def __init__(self, reader: AnswerReader | None) -> None:
         self.items: list[Item] = []
@@ -127,8 +127,6 @@ class ResponseOutput:
                 return [MoreArguments(text)]
             case CallEnded():
                 return self._close("completed")
-            case CallBroken():
-                return self._close("incomplete")
 
     def _told(self, text: str) -> list[Step]:
         steps = [] if self._is_open(MESSAGE) else self._begin(message_item([]))

@@ -198,9 +198,6 @@ class ResponsesBody(GeneratingBody):
         body._continued = continued
         return body
 
-    def _thinks(self) -> bool | None:
-        return False if self.reasoning is not None and self.reasoning.effort == "none" else None
-
     def generation(self) -> Generation:
         """What is asked of the engines. Raises BadRequest for calls and results that do not belong together."""
         items = [*self._continued.items, *self.items()]
@@ -211,7 +208,13 @@ class ResponsesBody(GeneratingBody):
         require_one_form(guide, offer, "text.format")
         return Generation(
             model=self.model,
-            prompts=(Conversation((*instructions, *messages_of(items)), tools=offer, thinks=self._thinks()),),
+            prompts=(
+                Conversation(
+                    (*instructions, *messages_of(items)),
+                    tools=offer,
+                    effort=None if self.reasoning is None else self.reasoning.effort,
+                ),
+            ),
             num_choices=1,
             sampling=Sampling(
                 temperature=1.0 if self.temperature is None else self.temperature,

@@ -127,7 +127,7 @@ async def ask(work: Work, data: bytes, card: Card, text: ModelText) -> Asked | b
             told = f"this run serves {card.model!r}, not {generation.model[:256]!r}; change the line, or give --name"
             raise NotFound(told, code=MODEL_NOT_FOUND, param="model")
         check_limits(generation, card, MAX_SEQUENCES)
-        prompts = await text.encode(generation.prompts, generation.prompt_field)
+        prompts = await text.encode_prompts(generation)
         longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
     except PlatformError as exc:
         return refusal(work, prefix, exc)

@@ -18,8 +18,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ToolChunks(ChatChunks):
-    """`chat.completion.chunk` objects of an answer that may call or think. A call that breaks off stays as it was told,
-    and what the model wrote after it is content."""
+    """`chat.completion.chunk` objects of an answer that may call or think. A call comes once it is whole; one that
+    breaks off is content, as in an answer that is not streamed."""
 
     def __init__(self, head: AnswerHead, include_usage: bool, readers: Sequence[AnswerReader]) -> None:
         super().__init__(head, include_usage)

@@ -44,6 +44,15 @@ def _check_schema(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]
     return value
 
 
+def _check_variables(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    """Variables of a chat template, without those that are null, which stands for the template's default. The best
+    known switch is a boolean in every template."""
+    value = {name: one for name, one in value.items() if one is not None}
+    if not isinstance(value.get("enable_thinking", True), bool):
+        raise refuse("'enable_thinking' must be true or false")
+    return _check_schema(value, info)
+
+
 def _check_object(value: dict[str, Any]) -> dict[str, Any]:
     _check_nesting(msgspec.json.encode(value))
     return value
@@ -97,6 +106,7 @@ few_tools = bounded(lambda shape: shape.max_tools)
 
 ToolName = Annotated[str, AfterValidator(_check_name), shows(pattern=f"^{_NAME.pattern}$")]
 ToolSchema = Annotated[dict[str, Any], AfterValidator(_check_schema)]
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_check_variables)]
 ArgumentsObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
 ArgumentsText = Annotated[
     dict[str, Any],

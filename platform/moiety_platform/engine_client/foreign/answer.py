@@ -12,7 +12,7 @@ from collections.abc import Collection
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, PieceLogprob, Token
 from moiety_text.detokenizer import Detokenizer
-from moiety_text.stop import StopFinder
+from moiety_text.stop import new_stop_finder
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, TokenLogprob, Tokens, TopLogprob
@@ -32,7 +32,7 @@ class Answer:
             self._stop_ids.update(eos_token_ids)
         self._clock = clock
         self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
-        self._finder = StopFinder(submit.stopping.stop) if submit.stopping.stop else None
+        self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought)
         self._min_tokens = submit.stopping.min_tokens
         self._limit = min(submit.stopping.max_tokens, submit.credit_tokens)
         self._num_output = 0
@@ -186,8 +186,10 @@ class Answer:
 
     def _search(self, text: str, position: int) -> str:
         """The part of that text which may be given out."""
-        if self._finder is None or position < self._min_tokens:
+        if self._finder is None:
             return text
+        if position < self._min_tokens:
+            return self._finder.skip(text)
         text, self._stopped_by = self._finder.add(text)
         return text
 
@@ -195,13 +197,17 @@ class Answer:
         """What was held back, here and by a server that came to its limit; it may complete a stop string."""
         withheld_ids = self._withheld_ids if self._finish is FinishReason.LENGTH else None
         text = self._detokenizer.add(withheld_ids or ()) + self._detokenizer.flush()
-        text = self._search(text, self._num_output)
-        return text if self._finder is None or self._stopped_by is not None else text + self._finder.flush()
+        if self._finder is None:
+            return text
+        if self._num_output < self._min_tokens:
+            return self._finder.skip(text) + self._finder.flush()
+        text, self._stopped_by = self._finder.finish(text)
+        return text
 
     def _describe(self, one: PieceLogprob) -> TokenLogprob:
         top = one.top[: self._submit.sampling.num_logprobs]
-        best = [TopLogprob(*self._spell(token), logprob) for token, logprob in top]
-        return TokenLogprob(*self._spell(one.token), one.logprob, best)
+        best = [TopLogprob(*self._spell(token), logprob, _id_of(token)) for token, logprob in top]
+        return TokenLogprob(*self._spell(one.token), one.logprob, best, _id_of(one.token))
 
     def _spell(self, token: Token) -> tuple[str, bytes]:
         if isinstance(token, str):
@@ -230,3 +236,7 @@ class Answer:
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq - 1
+
+
+def _id_of(token: Token) -> int:
+    return token if isinstance(token, int) else -1

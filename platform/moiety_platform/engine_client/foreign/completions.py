@@ -10,7 +10,15 @@ import msgspec
 
 from moiety_platform.engine_addresses import ForeignAddress, Kind
 from moiety_platform.engine_client.foreign.failures import error_of
-from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, PieceLogprob, Token, are_ids, form_refusal
+from moiety_platform.engine_client.foreign.piece import (
+    BadAnswer,
+    Piece,
+    PieceLogprob,
+    Token,
+    are_ids,
+    form_refusal,
+    sent_stops,
+)
 from moiety_platform.errors import PlatformError
 from moiety_wire.guides import Guide, GuideKind
 from moiety_wire.messages import Submit
@@ -52,7 +60,7 @@ class Completions:
             "ignore_eos": stopping.ignore_eos,
             "a form of answers": submit.guide is not None,
             "tools": bool(submit.shown_ids),
-            f"more than {MAX_STOP_STRINGS} stop strings": len(stopping.stop) > MAX_STOP_STRINGS,
+            f"more than {MAX_STOP_STRINGS} stop strings": len(sent_stops(stopping)) > MAX_STOP_STRINGS,
         }
         return ", ".join(name for name, is_asked in asked.items() if is_asked)
 
@@ -75,8 +83,8 @@ class Completions:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias.items()}
         if sampling.num_logprobs is not None:
             body["logprobs"] = max(1, sampling.num_logprobs)
-        if stopping.stop:
-            body["stop"] = list(stopping.stop)
+        if stops := sent_stops(stopping):
+            body["stop"] = stops
         if self._kind is not Kind.GENERIC:
             body |= self._more(submit, min_tokens)
         return body

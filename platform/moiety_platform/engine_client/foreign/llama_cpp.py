@@ -8,7 +8,7 @@ import msgspec
 
 from moiety_platform.engine_addresses import ForeignAddress
 from moiety_platform.engine_client.foreign.failures import error_of
-from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, are_ids, form_refusal
+from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, are_ids, form_refusal, sent_stops
 from moiety_platform.errors import PlatformError
 from moiety_wire.guides import GuideKind
 from moiety_wire.messages import Submit
@@ -57,7 +57,7 @@ class LlamaCpp:
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
             "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],
-            "stop": list(stopping.stop),
+            "stop": sent_stops(stopping),
             "ignore_eos": stopping.ignore_eos,
         }
         if submit.guide is not None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeGuard
 
 from moiety_platform.errors import PlatformError
 from moiety_wire.guides import GuideKind
-from moiety_wire.messages import Submit
+from moiety_wire.messages import Stopping, Submit
 
 Token = int | str  # an id, or the text where the server tells no id
 
@@ -45,6 +45,12 @@ class Piece:
 def are_ids(value: Any) -> TypeGuard[list[int]]:
     """Whether it is a list of what may be tokens."""
     return isinstance(value, list) and all(type(one) is int and 0 <= one <= MAX_ID for one in value)
+
+
+def sent_stops(stopping: Stopping) -> list[str]:
+    """The stop strings that the server is to look for. It would find them within a thought too, so where there may be
+    one they are looked for here alone."""
+    return [] if stopping.thought is not None else list(stopping.stop)
 
 
 def form_refusal(submit: Submit, known: Collection[GuideKind]) -> str:
