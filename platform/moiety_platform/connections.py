@@ -178,7 +178,8 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = self._line_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        if self._phase is not _Phase.BODY:  # a trailer field is dropped (RFC 9110, 6.5.1)
+            super().on_header(name, value)
         self._header_bytes += len(name) + len(value) + 4
         limits = self._limits  # looked at here, since a call for every header would show
         if self._header_bytes + len(self.url) > limits.max_header_bytes or len(self.headers) > limits.max_headers:

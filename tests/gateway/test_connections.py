@@ -226,6 +226,21 @@ async def test_a_broken_chunk_ends_its_request(gateway, until):
     assert row.outcome == "disconnected"
 
 
+@pytest.mark.parametrize("field", ["Authorization", "X-Api-Key"])
+@pytest.mark.parametrize("is_authorized", [True, False])
+async def test_trailer_fields_are_not_request_headers(gateway, field, is_authorized):
+    body = json.dumps(BODY).encode()
+    real, trailer = (gateway.key, "wrong") if is_authorized else (None, gateway.key)
+    lines = [f"POST {CHAT} HTTP/1.1", "Host: test", "Content-Type: application/json", "Transfer-Encoding: chunked"]
+    lines += [f"Authorization: Bearer {real}"] if real else []
+    value = f"Bearer {trailer}" if field == "Authorization" else trailer
+    sent = "\r\n".join([*lines, "", ""]).encode() + b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    async with connect(gateway) as (reader, writer):
+        writer.write(sent + f"{field}: {value}\r\n\r\n".encode())  # one segment
+        status = (await reader.readline()).split(b" ")[1]
+    assert status == (b"200" if is_authorized else b"401")
+
+
 async def test_a_key_has_so_many_streams_open(start_gateway, new_card, until):
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), lambda submit: ((65, "x") for _ in range(10**7)))
     async with start_gateway([engine], max_streams_per_key=2) as gateway, AsyncExitStack() as stack:
