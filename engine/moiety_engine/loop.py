@@ -29,9 +29,6 @@ from moiety_engine.disk.tier import DiskTier
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.drafting.draft import Draft
 from moiety_engine.errors import OutOfMemory
-from moiety_engine.guiding.follower import Follower
-from moiety_engine.guiding.library import Library
-from moiety_engine.guiding.lobby import Lobby
 from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
@@ -49,6 +46,9 @@ from moiety_engine.scheduling.limits import Limits
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
+from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
+from moiety_engine.structured_outputs.compiler import GrammarCompiler
+from moiety_engine.structured_outputs.state import GrammarState
 from moiety_engine.transfer.exchange import exchange_of
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
@@ -70,7 +70,7 @@ class EngineLoop:
         clock_ns: Callable[[], int] = time.time_ns,
         crew: Crew | None = None,
         local_ranks: int = 1,
-        library: Library | str = "it was made without a tokenizer",
+        library: GrammarCompiler | str = "it was made without a tokenizer",
         draft_model: Transformer | None = None,
     ) -> None:
         """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `library`: of
@@ -84,7 +84,7 @@ class EngineLoop:
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks, draft_model=draft_model)
         self._draft = None if draft_model is None else Draft(draft_model, sizes, clock_ns)
         self._weights = Weights([model] if draft_model is None else [model, draft_model], self._orders)
-        self._lobby = Lobby(library)
+        self._lobby = GrammarCompileQueue(library)
         self.exchange = exchange_of(config.transfer)
         self.adapters = AdapterRegistry(
             model,
@@ -352,7 +352,7 @@ class EngineLoop:
             answers_apart=self.model.arithmetic.invariant,
         )
 
-    def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:
+    def _queue(self, submit: CoreSubmit, guide: GrammarState | None) -> None:
         seed = submit.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
         num_landing = self.exchange.num_landing(submit.key)

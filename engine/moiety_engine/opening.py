@@ -10,8 +10,8 @@ from moiety_engine.assembly import assemble, telling
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.drafting.loading import load_drafter
-from moiety_engine.guiding.library import Reading
 from moiety_engine.loop import EngineLoop
+from moiety_engine.structured_outputs.compiler import Reading
 
 
 def load_loop(

@@ -16,12 +16,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from moiety_engine.guiding.follower import ASTRAY, TOO_COSTLY, Follower
 from moiety_engine.sampling import Best, Drawn
 from moiety_engine.sampling.allowed import Allowed, write_out
 from moiety_engine.sampling.rows import Row
 from moiety_engine.sequence import Sequence
 from moiety_engine.staging import Mark
+from moiety_engine.structured_outputs.state import ASTRAY, TOO_COSTLY, GrammarState
 
 MAX_THREADS = 4
 ROWS_A_THREAD = 8  # fewer are not worth another one
@@ -42,7 +42,7 @@ class _Task:
     """One row."""
 
     key: int
-    follower: Follower
+    follower: GrammarState
     known: list[int]  # tokens of the answer that the guide has not taken
     pending_row: int  # of one more in what the step before samples; -1 if there is none
     stops: list[int]  # tokens that may not end the answer yet

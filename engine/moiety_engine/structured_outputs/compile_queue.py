@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
-from moiety_engine.guiding.errors import GuideRefused
-from moiety_engine.guiding.follower import Follower
-from moiety_engine.guiding.library import Library
 from moiety_engine.messages import CoreFailure, CoreSubmit
+from moiety_engine.structured_outputs.compiler import GrammarCompiler
+from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.state import GrammarState
 from moiety_wire.messages import FailureCode
 
 log = structlog.get_logger()
@@ -20,15 +20,15 @@ NUM_COMPILERS = 2
 NOT_HELD_HERE = "this engine cannot hold an answer to a form: {reason}"
 
 
-class Lobby:
+class GrammarCompileQueue:
     """Of one replica; used by the step loop's thread. Its compilers are threads that take nobody else's time but the
     processor's."""
 
-    def __init__(self, library: Library | str) -> None:
+    def __init__(self, library: GrammarCompiler | str) -> None:
         """`library`: or why there is none."""
         self._library = None if isinstance(library, str) else library
         self._reason = library if isinstance(library, str) else ""
-        self._guests: dict[int, tuple[CoreSubmit, Future[Follower]]] = {}  # by the request's key
+        self._guests: dict[int, tuple[CoreSubmit, Future[GrammarState]]] = {}  # by the request's key
         self._refused: deque[CoreFailure] = deque()
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="guides") if self._library else None
 
@@ -55,7 +55,7 @@ class Lobby:
             opening.cancel()
         return submit
 
-    def take_ready(self) -> Iterator[tuple[CoreSubmit, Follower]]:
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarState]]:
         """Who need not wait any more, and the guide."""
         for key in [key for key, (_, opening) in self._guests.items() if opening.done()]:
             submit, opening = self._guests.pop(key)

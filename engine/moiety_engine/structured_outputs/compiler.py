@@ -10,9 +10,9 @@ from pathlib import Path
 import structlog
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from moiety_engine.guiding.errors import GuideRefused
-from moiety_engine.guiding.follower import TOO_COSTLY, Follower
-from moiety_engine.guiding.grammar import grammar_of
+from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.grammar import grammar_of
+from moiety_engine.structured_outputs.state import TOO_COSTLY, GrammarState
 from moiety_text.errors import TextError
 from moiety_text.folder import read_text_model
 from moiety_wire.guides import MAX_GUIDE_BYTES, Guide
@@ -35,7 +35,7 @@ _LIMITS = LLParserLimits(
 )
 
 
-class Library:
+class GrammarCompiler:
     """May be used from several threads. Compiling leaves the interpreter free for others."""
 
     def __init__(self, tokenizer_json: str, eos_token_ids: tuple[int, ...]) -> None:
@@ -48,12 +48,12 @@ class Library:
         self._lock = threading.Lock()
 
     @classmethod
-    def read(cls, folder: Path) -> Library:
+    def read(cls, folder: Path) -> GrammarCompiler:
         """Of a checkpoint. Raises ValueError and moiety_text's errors."""
         text = read_text_model(folder)
         return cls(text.tokenizer_json, text.eos_token_ids)
 
-    def open(self, guide: Guide) -> Follower:
+    def open(self, guide: Guide) -> GrammarState:
         """For one answer. Raises GuideRefused."""
         with self._lock:
             matcher = self._kept.get(guide)
@@ -64,7 +64,7 @@ class Library:
             with self._lock:
                 self._kept[guide] = matcher
                 self._drop_oldest()
-        return Follower(matcher.deep_copy())
+        return GrammarState(matcher.deep_copy())
 
     def _compiled(self, guide: Guide) -> LLMatcher:
         if len(guide.text.encode()) > MAX_GUIDE_BYTES:
@@ -90,11 +90,11 @@ class Reading:
     """A library being read beside other work, since large vocabularies take a second."""
 
     def __init__(self, folder: Path) -> None:
-        self._found: Library | str = ""
+        self._found: GrammarCompiler | str = ""
         self._thread = threading.Thread(target=self._read, args=(folder,), name="guides-library", daemon=True)
         self._thread.start()
 
-    def result(self) -> Library | str:
+    def result(self) -> GrammarCompiler | str:
         """Or why there is none."""
         self._thread.join()
         if isinstance(self._found, str):
@@ -103,7 +103,7 @@ class Reading:
 
     def _read(self, folder: Path) -> None:
         try:
-            self._found = Library.read(folder)
+            self._found = GrammarCompiler.read(folder)
         except (ValueError, TextError) as exc:
             self._found = str(exc)
 
