@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moiety_engine.disk.tier import DiskTier
     from moiety_engine.messages import CoreFailure, CoreSubmit
     from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
-    from moiety_engine.structured_outputs.state import GrammarState
+    from moiety_engine.structured_outputs.stepping import GrammarHandle
     from moiety_engine.transfer.arrivals import Arrivals
 
 
@@ -77,7 +77,7 @@ class Anteroom:
             del self._credits[key]
         return guest
 
-    def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarState | None, bool]]:
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None, bool]]:
         """Who need not wait any more: with the credit that it has by now, its guide, and whether no more is to come."""
         for submit in () if self._arrivals is None else self._arrivals.take_ready():
             if not (self._waits_for_adapter(submit) or self._waits_for_guide(submit)):
@@ -108,9 +108,9 @@ class Anteroom:
             self._lobby.enter(submit)
         return submit.guide is not None
 
-    def _waits_for_disk(self, submit: CoreSubmit, guide: GrammarState | None) -> bool:
+    def _waits_for_disk(self, submit: CoreSubmit, guide: GrammarHandle | None) -> bool:
         return self._disk is not None and self._disk.must_wait(submit, guide)
 
-    def _ready(self, submit: CoreSubmit, guide: GrammarState | None) -> tuple[CoreSubmit, GrammarState | None, bool]:
+    def _ready(self, submit: CoreSubmit, guide: GrammarHandle | None) -> tuple[CoreSubmit, GrammarHandle | None, bool]:
         credit = self._credits.pop(submit.key)
         return msgspec.structs.replace(submit, credit_tokens=credit.tokens), guide, credit.is_last

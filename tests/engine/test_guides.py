@@ -21,10 +21,8 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.opening import load_loop
 from moiety_engine.sampling.allowed import Allowed, ban_others, write_out
-from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.errors import GuideRefused
-from moiety_engine.structured_outputs.state import GrammarState
 from moiety_platform.completions.tools.strict import guide_of_calls
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
@@ -124,23 +122,6 @@ def test_an_answer_that_is_not_of_its_form_is_ended_and_no_other(model: EngineLo
             tokens += [token for output in step.outputs for token in output.token_ids if output.key == 2]
     assert [(failure.key, failure.code) for failure in failures] == [(1, FailureCode.GUIDE_REFUSED)]
     assert complaint(text_of(tokens), PLACE) == ""
-
-
-def test_a_guide_on_which_compiling_itself_fails_costs_its_request_and_not_the_engine() -> None:
-    class Broken(GrammarCompiler):
-        def __init__(self) -> None:
-            self.num_words = 1
-
-        def open(self, guide: Guide) -> GrammarState:
-            raise ZeroDivisionError("a defect")
-
-    lobby, refused = GrammarCompileQueue(Broken()), []
-    lobby.enter(asked(1, Guide(GuideKind.REGEX, "a+")))
-    while not refused:
-        assert not list(lobby.take_ready())
-        refused = lobby.take_refused()
-    assert [(one.key, one.code) for one in refused] == [(1, FailureCode.GUIDE_REFUSED)]
-    assert lobby.leave(1) is None
 
 
 def test_who_has_no_guide_goes_on_while_one_is_compiled_and_who_leaves_meanwhile_is_told(model: EngineLoop) -> None:
