@@ -29,6 +29,7 @@ from moiety_engine.disk.tier import DiskTier
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.drafting.draft import Draft
 from moiety_engine.errors import OutOfMemory
+from moiety_engine.first_steps import FirstSteps
 from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
@@ -43,6 +44,7 @@ from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.runner.weights import Weights
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
@@ -117,6 +119,7 @@ class EngineLoop:
         self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
         self._tenant_blocks, self._telling = TenantBlocks(), Telling()
+        self.first_steps: FirstSteps | None = None  # where to write whose first token is being computed
         self.steps_total = 0
 
     @property
@@ -194,6 +197,8 @@ class EngineLoop:
         resident.copy_blocks(plan)
         if self._draft is not None:
             plan = self._draft.fill(plan, resident.runner.sampled_L)
+        if self.first_steps is not None and plan.chunks:
+            self._note_first_steps(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
         if launched is not None:
             self._end_astray(launched)
@@ -368,6 +373,12 @@ class EngineLoop:
             if is_last:
                 self.extend(submit.key, submit.credit_tokens, last=True)
         self._failures += self._anteroom.take_refused()
+
+    def _note_first_steps(self, plan: Plan) -> None:
+        """Write whose first token this step computes, and the one before it that may still run."""
+        plans = [plan] if self._flight is None else [plan, self._flight.plan]
+        assert self.first_steps is not None, "asked only where they are wanted"
+        self.first_steps.write(chunk.sequence.key for one in plans for chunk in one.chunks[one.num_decode :])
 
     def _end_astray(self, flight: Flight) -> None:
         """Requests whose guides cannot be followed any further: what the step samples for them is thrown away."""
