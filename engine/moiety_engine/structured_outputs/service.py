@@ -41,6 +41,7 @@ log = structlog.get_logger()
 
 REQUESTS_A_WORKER = 8  # fewer are not worth another one
 MAX_VERDICTS = 4096  # refusals that are remembered
+MAX_CRASHES = 2  # of stepping processes, by one grammar: then it is refused
 MAX_TRIALS = 3  # of one grammar whose trial was ended by somebody else
 
 
@@ -55,9 +56,10 @@ class GrammarService:
         self._lock = threading.Lock()
         self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by the grammar's hash
         self._accepted: OrderedDict[Guide, CheckedGrammar] = OrderedDict()
+        self._crashes: OrderedDict[Guide, int] = OrderedDict()
         num_workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // 2))
-        remember = _weak_method(self)
-        self._workers = [SteppingWorker(self._template, limits, remember) for _ in range(num_workers)]
+        note_crash = _weak_method(self)
+        self._workers = [SteppingWorker(self._template, limits, note_crash) for _ in range(num_workers)]
         self._close = weakref.finalize(self, _close_all, self._workers, self._template)
         self.compile_seconds_total = 0.0  # processor time of compilations, refused ones too
 
@@ -108,6 +110,17 @@ class GrammarService:
             self._refusals[_digest(guide)] = refusal
             if len(self._refusals) > MAX_VERDICTS:
                 self._refusals.popitem(last=False)
+
+    def note_crash(self, guide: Guide, problem: str) -> None:
+        """A stepping process died of a grammar that had passed its trial. Requests with it may have been unlucky with
+        their tokens; a second time, the grammar is refused."""
+        with self._lock:
+            crashes = self._crashes.pop(guide, 0) + 1
+            self._crashes[guide] = crashes
+            if len(self._crashes) > MAX_KEPT:
+                self._crashes.popitem(last=False)
+        if crashes >= MAX_CRASHES:
+            self.remember_refusal(guide, problem)
 
     def close(self) -> None:
         """End all processes. Calls that are under way raise GrammarWorkerFailed."""
@@ -212,12 +225,12 @@ def _close_all(workers: Sequence[SteppingWorker], template: WorkerTemplate) -> N
 
 
 def _weak_method(service: GrammarService) -> Callable[[Guide, str], None]:
-    """`remember_refusal` without keeping the service alive."""
-    method = weakref.WeakMethod(service.remember_refusal)
+    """`note_crash` without keeping the service alive."""
+    method = weakref.WeakMethod(service.note_crash)
 
-    def remember(guide: Guide, refusal: str) -> None:
+    def note(guide: Guide, problem: str) -> None:
         found = method()
         if found is not None:
-            found(guide, refusal)
+            found(guide, problem)
 
-    return remember
+    return note

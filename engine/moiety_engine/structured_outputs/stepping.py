@@ -124,10 +124,10 @@ class SteppingWorker:
     for compiling threads, `step` for one thread at a time."""
 
     def __init__(
-        self, template: WorkerTemplate, limits: GrammarLimits, remember_refusal: Callable[[Guide, str], None]
+        self, template: WorkerTemplate, limits: GrammarLimits, note_crash: Callable[[Guide, str], None]
     ) -> None:
-        """`remember_refusal` is told of a grammar that ended the process."""
-        self._template, self._limits, self._remember = template, limits, remember_refusal
+        """`note_crash` is told of a grammar that ended the process."""
+        self._template, self._limits, self._note_crash = template, limits, note_crash
         self._lock = threading.Lock()
         self._process: _Process | None = None
         self._is_closed = False
@@ -299,7 +299,7 @@ class SteppingWorker:
     def _guilty(self, guide: Guide, end: ChildExit) -> GuideRefused:
         problem = CRASHED.format(how=name_of(end))
         if is_own_fault(end):
-            self._remember(guide, problem)
+            self._note_crash(guide, problem)
         return GuideRefused(problem)
 
     @staticmethod

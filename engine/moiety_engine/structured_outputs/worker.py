@@ -90,6 +90,7 @@ class Template:
     def _end_children(self) -> None:
         for pid in self._status_links:
             os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
     def _report_ends(self) -> None:
         while self._status_links:

@@ -6,6 +6,7 @@ address space. A child that reaches one is ended by a signal, also in the middle
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import resource
@@ -39,6 +40,7 @@ from moiety_engine.structured_outputs.frames import (
 from moiety_engine.structured_outputs.mask_buffer import MaskBuffer
 from moiety_engine.structured_outputs.state import TOO_COSTLY, GrammarState
 
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 TRIAL_NICENESS = 5  # compilations give way to the steps of the model
 MAX_ROW_S = 0.25  # processor time of one mask: a grammar that takes longer holds up too many
 FREE_ROW_S = 0.02  # processor time of one mask that costs a request nothing; what is beyond it adds up,
@@ -50,6 +52,7 @@ def run_child(link: socket.socket, compiler: GrammarCompiler) -> NoReturn:
     """Be the child that the first frame asks for, and end the process."""
     code = EXIT_CRASHED
     try:
+        _end_with_parent()
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 2)  # complaints of native code may quote what a client sent
         order, fds = receive_frame_with_fds(link, ChildOrder)
@@ -66,6 +69,14 @@ def run_child(link: socket.socket, compiler: GrammarCompiler) -> NoReturn:
         code = EXIT_CRASHED
     finally:
         os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Die with the template, which alone can tell the core how a child ended."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(EXIT_CRASHED)
 
 
 def limit_memory(more_bytes: int) -> None:
