@@ -117,21 +117,35 @@ def _fill(
     for task in tasks:
         pending = [] if task.pending_row < 0 or before is None else [int(before.drawn.token_L[task.pending_row])]
         task.handle.take(task.known + pending)
+    masks, places = worker.step([task.handle for task in tasks])
+    masks_NW = np.frombuffer(masks, dtype=np.int32).reshape(-1, words_JW.shape[1])
+    for task, place in zip(tasks, places, strict=True):
+        if place >= 0:
+            words_JW[task.place] = masks_NW[place]
     problems = []
-    for task, mask in zip(tasks, worker.step([task.handle for task in tasks]), strict=True):
+    for task in tasks:
         handle, words_W = task.handle, words_JW[task.place]
-        if mask is not None:
-            words_W[:] = np.frombuffer(mask, dtype=np.int32)
+        if not handle.problem:
             _hold_open(words_W, task.stops)
             if not words_W.any():
                 handle.fail(ASTRAY)
         if handle.problem:
             problems.append(GrammarProblem(task.key, handle.code, handle.problem))
             words_W[:] = -1  # something must be drawn; it is thrown away
-        if banned_JV is not None:
-            place = slice(task.place, task.place + 1)
-            write_out(words_JW[place], banned_JV[place])
+    if banned_JV is not None:
+        for part in _parts([task.place for task in tasks]):
+            write_out(words_JW[part], banned_JV[part])
     return problems
+
+
+def _parts(places: list[int]) -> list[slice]:
+    """Ascending places as few slices, of which the processes of one step share none."""
+    parts, begin = [], 0
+    for i in range(1, len(places) + 1):
+        if i == len(places) or places[i] != places[i - 1] + 1:
+            parts.append(slice(places[begin], places[i - 1] + 1))
+            begin = i
+    return parts
 
 
 def _hold_open(words_W: np.ndarray, stops: list[int]) -> None:

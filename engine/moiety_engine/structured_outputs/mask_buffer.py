@@ -37,10 +37,9 @@ class MaskBuffer:
             os.ftruncate(self.fd, _HEADER_BYTES + 2 * num_rows * self.row_bytes)
         self._map()
 
-    def row(self, index: int) -> memoryview:
-        """The bytes of one mask."""
-        begin = _HEADER_BYTES + index * self.row_bytes
-        return memoryview(self._memory)[begin : begin + self.row_bytes]
+    def rows(self, num_rows: int) -> memoryview:
+        """The bytes of the first masks, one after the other."""
+        return memoryview(self._memory)[_HEADER_BYTES : _HEADER_BYTES + num_rows * self.row_bytes]
 
     def row_address(self, index: int) -> int:
         """Where one mask begins, in this process. Valid until the next `reserve`."""

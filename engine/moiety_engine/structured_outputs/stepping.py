@@ -173,9 +173,9 @@ class SteppingWorker:
                 return report.cpu_s
         raise GrammarWorkerFailed("grammar processes end as soon as they start")
 
-    def step(self, handles: Sequence[GrammarHandle]) -> list[memoryview | None]:
-        """Have each handle's new tokens taken and its mask written; None where it has a problem. The masks stay until
-        the next call."""
+    def step(self, handles: Sequence[GrammarHandle]) -> tuple[memoryview, Sequence[int]]:
+        """Have each handle's new tokens taken and its mask written. Returns the masks, one after the other, which stay
+        until the next call, and the place of each handle's among them; -1 where it has a problem."""
         num_unexplained = 0
         while live := [handle for handle in handles if not handle.problem]:
             try:
@@ -194,9 +194,12 @@ class SteppingWorker:
                 live[index].fail(problem)
             for handle in live:
                 process.num_sent[handle.state_id] = handle.num_taken
-            rows = {handle.state_id: process.masks.row(i) for i, handle in enumerate(live)}
-            return [None if handle.problem else rows[handle.state_id] for handle in handles]
-        return [None] * len(handles)
+            masks = process.masks.rows(len(live))
+            if len(live) == len(handles) and not report.problems:
+                return masks, range(len(handles))
+            places = {handle.state_id: i for i, handle in enumerate(live) if not handle.problem}
+            return masks, [places.get(handle.state_id, -1) for handle in handles]
+        return memoryview(b""), [-1] * len(handles)
 
     def close(self) -> None:
         """End the process. Calls that are under way fail."""
