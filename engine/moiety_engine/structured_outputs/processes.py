@@ -64,9 +64,12 @@ class WorkerChild:
         send_frame(self.link, ChildOrder(role), fds)
 
     def wait_readable(self, timeout_s: float) -> bool:
-        """Whether it has answered or ended by then."""
+        """Whether it has answered or ended by then. Raises OSError where another thread has closed it."""
         poll = select.poll()
-        poll.register(self.link, select.POLLIN)
+        try:
+            poll.register(self.link, select.POLLIN)
+        except ValueError as exc:
+            raise OSError("the link is closed") from exc
         return bool(poll.poll(timeout_s * 1000))
 
     def end(self) -> ChildExit | None:

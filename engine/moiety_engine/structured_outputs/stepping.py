@@ -95,8 +95,8 @@ class _Process:
     """One process, from its start to its death. `has` is guarded by the worker's lock."""
 
     def __init__(self, template: WorkerTemplate, limits: GrammarLimits) -> None:
-        self.masks = MaskBuffer(template.num_words)
         self.child: WorkerChild = template.fork()
+        self.masks = MaskBuffer(template.num_words)
         self.compile_link, its_compile_link = socket.socketpair()
         self.prepare_lock = threading.Lock()  # one round trip at a time
         self.has: OrderedDict[Guide, _Kept] = OrderedDict()
