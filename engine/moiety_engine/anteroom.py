@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from moiety_engine.adapters.registry import AdapterRegistry
     from moiety_engine.disk.tier import DiskTier
-    from moiety_engine.guiding.follower import Follower
-    from moiety_engine.guiding.lobby import Lobby
     from moiety_engine.messages import CoreFailure, CoreSubmit
+    from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
+    from moiety_engine.structured_outputs.stepping import GrammarHandle
     from moiety_engine.transfer.arrivals import Arrivals
 
 
@@ -35,7 +35,11 @@ class Anteroom:
     here, whichever that is."""
 
     def __init__(
-        self, arrivals: Arrivals | None, adapters: AdapterRegistry, lobby: Lobby, disk: DiskTier | None = None
+        self,
+        arrivals: Arrivals | None,
+        adapters: AdapterRegistry,
+        lobby: GrammarCompileQueue,
+        disk: DiskTier | None = None,
     ) -> None:
         self._arrivals, self._adapters, self._lobby, self._disk = arrivals, adapters, lobby, disk
         rooms = (arrivals, adapters, lobby, None if disk is None else disk.restorer)
@@ -73,7 +77,7 @@ class Anteroom:
             del self._credits[key]
         return guest
 
-    def take_ready(self) -> Iterator[tuple[CoreSubmit, Follower | None, bool]]:
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None, bool]]:
         """Who need not wait any more: with the credit that it has by now, its guide, and whether no more is to come."""
         for submit in () if self._arrivals is None else self._arrivals.take_ready():
             if not (self._waits_for_adapter(submit) or self._waits_for_guide(submit)):
@@ -104,9 +108,9 @@ class Anteroom:
             self._lobby.enter(submit)
         return submit.guide is not None
 
-    def _waits_for_disk(self, submit: CoreSubmit, guide: Follower | None) -> bool:
+    def _waits_for_disk(self, submit: CoreSubmit, guide: GrammarHandle | None) -> bool:
         return self._disk is not None and self._disk.must_wait(submit, guide)
 
-    def _ready(self, submit: CoreSubmit, guide: Follower | None) -> tuple[CoreSubmit, Follower | None, bool]:
+    def _ready(self, submit: CoreSubmit, guide: GrammarHandle | None) -> tuple[CoreSubmit, GrammarHandle | None, bool]:
         credit = self._credits.pop(submit.key)
         return msgspec.structs.replace(submit, credit_tokens=credit.tokens), guide, credit.is_last

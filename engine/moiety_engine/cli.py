@@ -16,6 +16,7 @@ from moiety_engine.config import (
     Batching,
     EngineConfig,
     ExpertEviction,
+    GrammarLimits,
     KvWay,
     LoadFormat,
     MoeKernel,
@@ -29,7 +30,7 @@ from moiety_engine.config import (
 from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.meeting import meeting_from, require_hosts_apart, require_ranks
 from moiety_engine.errors import CheckpointError, InvalidConfig
-from moiety_engine.front import offload_options, options, rank_options
+from moiety_engine.front import grammar_options, offload_options, options, rank_options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
 from moiety_engine.front.process import MakeCore, run_front
 from moiety_engine.front.settings import CORE_SILENCE_S, FrontSettings
@@ -120,6 +121,11 @@ def engine(
     offload_folder: offload_options.OffloadFolderOption = "",
     expert_eviction: offload_options.ExpertEvictionOption = ExpertEviction.FREQUENCY,
     expert_prefetch: offload_options.ExpertPrefetchOption = True,
+    grammar_compile_cpu_s: grammar_options.GrammarCompileCpuOption = 1.0,
+    grammar_compile_wall_s: grammar_options.GrammarCompileWallOption = 5.0,
+    grammar_compile_memory_bytes: grammar_options.GrammarCompileMemoryOption = "512MiB",
+    grammar_worker_memory_bytes: grammar_options.GrammarWorkerMemoryOption = "4GiB",
+    grammar_queue: grammar_options.GrammarQueueOption = 64,
     tp: rank_options.TpOption = 1,
     dp_attention: rank_options.DpAttentionOption = 1,
     ep: rank_options.EpOption = 1,
@@ -229,6 +235,13 @@ def engine(
                     folder=offload_folder,
                     eviction=expert_eviction,
                     prefetch=expert_prefetch,
+                ),
+                grammar=GrammarLimits(
+                    compile_cpu_s=grammar_compile_cpu_s,
+                    compile_wall_s=grammar_compile_wall_s,
+                    compile_memory_bytes=parse_size(grammar_compile_memory_bytes),
+                    worker_memory_bytes=parse_size(grammar_worker_memory_bytes),
+                    max_waiting_per_tenant=grammar_queue,
                 ),
                 adapters=adapters,
                 adapter_memory_bytes=parse_size(adapter_memory_bytes) if adapter_memory_bytes else None,

@@ -118,6 +118,30 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefetch: bool = True  # experts that the next layer's router would choose are fetched ahead
 
 
+class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the processes that compile and step grammars, which the operating system enforces."""
+
+    compile_cpu_s: float = 1.0  # processor time of one compilation with its first mask
+    compile_wall_s: float = 5.0  # the same, by the clock
+    compile_memory_bytes: int = 512 << 20  # address space beyond what the process had at its start
+    worker_memory_bytes: int = 4 << 30  # the same, of a process that steps the grammars of all requests
+    max_waiting_per_tenant: int = 64  # compilations of one tenant that wait; further ones are refused
+
+    def __post_init__(self) -> None:
+        if not (0.05 <= self.compile_cpu_s <= 60 and 0.05 <= self.compile_wall_s <= 60):
+            raise InvalidConfig(
+                "grammar_compile_cpu_s and grammar_compile_wall_s must lie between 0.05 and 60 seconds: they are "
+                f"{self.compile_cpu_s} and {self.compile_wall_s}"
+            )
+        if self.compile_memory_bytes < 16 << 20 or self.worker_memory_bytes < self.compile_memory_bytes:
+            raise InvalidConfig(
+                "grammar_compile_memory_bytes must be at least 16 MiB, and grammar_worker_memory_bytes at least as much: "
+                f"they are {self.compile_memory_bytes} and {self.worker_memory_bytes}"
+            )
+        if self.max_waiting_per_tenant < 1:
+            raise InvalidConfig(f"grammar_queue must be at least 1, not {self.max_waiting_per_tenant}")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replica. `None` and "auto" are resolved by the core from the model and the machine."""
 
@@ -167,6 +191,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank_losses_within_s: float | None = None  # what is of late; None: ten minutes
     transfer: TransferConfig = TransferConfig()
     offload: OffloadConfig = OffloadConfig()
+    grammar: GrammarLimits = GrammarLimits()
     adapters: dict[str, str] = {}  # of the operator: name → folder
     adapter_memory_bytes: int | None = None  # of the device; 0: no adapters
     max_adapters: int = 64  # in memory at once

@@ -31,10 +31,14 @@ def load_of(
     waited_s: tuple[float, float],
     masked_ranks: int,
     tenant_blocks: dict[str, int],
+    grammars: dict[str, float],
 ) -> CoreLoad:
     """The totals are since its start. `experts`: the cache of offloaded ones. `waited_s`: of attention and of experts,
-    each for the other. `masked_ranks`: that it does without. `tenant_blocks`: as `TenantBlocks` told them last."""
+    each for the other. `masked_ranks`: that it does without. `tenant_blocks`: as `TenantBlocks` told them last.
+    `grammars`: figures of their compilation."""
     load = _load_of(scheduler, exchange, steps_total, requests_total, waited_s, tenant_blocks)
+    if grammars:
+        load = msgspec.structs.replace(load, **grammars)
     if masked_ranks:
         load = msgspec.structs.replace(load, masked_ranks=masked_ranks)
     if disk is not None:

@@ -29,9 +29,7 @@ from moiety_engine.disk.tier import DiskTier
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.drafting.draft import Draft
 from moiety_engine.errors import OutOfMemory
-from moiety_engine.guiding.follower import Follower
-from moiety_engine.guiding.library import Library
-from moiety_engine.guiding.lobby import Lobby
+from moiety_engine.first_steps import FirstSteps
 from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
@@ -46,9 +44,13 @@ from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.runner.weights import Weights
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
+from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
+from moiety_engine.structured_outputs.service import GrammarService
+from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_engine.transfer.exchange import exchange_of
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
@@ -70,12 +72,12 @@ class EngineLoop:
         clock_ns: Callable[[], int] = time.time_ns,
         crew: Crew | None = None,
         local_ranks: int = 1,
-        library: Library | str = "it was made without a tokenizer",
+        grammars: GrammarService | str = "it was made without a tokenizer",
         draft_model: Transformer | None = None,
     ) -> None:
-        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `library`: of
-        guides for answers, or why there is none. `draft_model`: if the configuration says that there is one. Raises
-        AdapterError for one of the operator's that cannot be served."""
+        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `grammars`:
+        the service that compiles and steps them, or why there is none. `draft_model`: if the configuration says that
+        there is one. Raises AdapterError for one of the operator's that cannot be served."""
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
@@ -84,7 +86,7 @@ class EngineLoop:
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks, draft_model=draft_model)
         self._draft = None if draft_model is None else Draft(draft_model, sizes, clock_ns)
         self._weights = Weights([model] if draft_model is None else [model, draft_model], self._orders)
-        self._lobby = Lobby(library)
+        self._lobby = GrammarCompileQueue(grammars, config.grammar)
         self.exchange = exchange_of(config.transfer)
         self.adapters = AdapterRegistry(
             model,
@@ -117,6 +119,7 @@ class EngineLoop:
         self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
         self._tenant_blocks, self._telling = TenantBlocks(), Telling()
+        self.first_steps: FirstSteps | None = None  # where to write whose first token is being computed
         self.steps_total = 0
 
     @property
@@ -194,6 +197,8 @@ class EngineLoop:
         resident.copy_blocks(plan)
         if self._draft is not None:
             plan = self._draft.fill(plan, resident.runner.sampled_L)
+        if self.first_steps is not None and plan.chunks:
+            self._note_first_steps(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
         if launched is not None:
             self._end_astray(launched)
@@ -315,6 +320,7 @@ class EngineLoop:
         if self.disk is not None:
             self.disk.close(None if self._resident is None else self._resident.move)
         self.exchange.close()
+        self._lobby.close()
         self.adapters.close()
         self.model.close()
         self._orders.close()
@@ -339,7 +345,7 @@ class EngineLoop:
         parts = self.disk, self.model.expert_cache, self.rebalancing, self.steps_total, self._requests_total
         held = self._tenant_blocks.read(self.scheduler, self._clock_ns())
         orders = self._orders.waited_s(), self._orders.masked_ranks
-        return load_of(self.scheduler, self.exchange, *parts, *orders, held)
+        return load_of(self.scheduler, self.exchange, *parts, *orders, held, self._lobby.figures())
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""
@@ -352,7 +358,7 @@ class EngineLoop:
             answers_apart=self.model.arithmetic.invariant,
         )
 
-    def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:
+    def _queue(self, submit: CoreSubmit, guide: GrammarHandle | None) -> None:
         seed = submit.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
         num_landing = self.exchange.num_landing(submit.key)
@@ -368,13 +374,18 @@ class EngineLoop:
                 self.extend(submit.key, submit.credit_tokens, last=True)
         self._failures += self._anteroom.take_refused()
 
+    def _note_first_steps(self, plan: Plan) -> None:
+        """Write whose first token this step computes, and the one before it that may still run."""
+        plans = [plan] if self._flight is None else [plan, self._flight.plan]
+        assert self.first_steps is not None, "asked only where they are wanted"
+        self.first_steps.write(chunk.sequence.key for one in plans for chunk in one.chunks[one.num_decode :])
+
     def _end_astray(self, flight: Flight) -> None:
         """Requests whose guides cannot be followed any further: what the step samples for them is thrown away."""
-        for key, problem in flight.astray:
+        for key, code, message in flight.astray:
             ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
             if ended is not None and ended.finish is not None:
-                num_output = ended.finish.num_output_tokens
-                self._failures.append(CoreFailure(key, FailureCode.GUIDE_REFUSED, problem, num_output))
+                self._failures.append(CoreFailure(key, code, message, ended.finish.num_output_tokens))
 
     def _move_in(self) -> Resident:
         num_mask_words, exchange = self._lobby.num_words, self.exchange

@@ -155,6 +155,7 @@ class CoreFailure(msgspec.Struct, frozen=True, array_like=True):
     num_output_tokens: int = 0
     reason: Reason | None = None
     retry_after_s: float | None = None
+    in_first_step: bool | None = None  # as in Failed
 
 
 class CoreLoad(Figures, frozen=True, array_like=True):

@@ -10,8 +10,8 @@ from moiety_engine.assembly import assemble, telling
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.drafting.loading import load_drafter
-from moiety_engine.guiding.library import Reading
 from moiety_engine.loop import EngineLoop
+from moiety_engine.structured_outputs.service import GrammarServiceStart
 
 
 def load_loop(
@@ -24,11 +24,11 @@ def load_loop(
     """Load the checkpoint folder that the configuration names and make a loop of it, as rank 0 if there are several.
     `meeting`: what a launcher said of the others, who are started here without one. `progress(done, total)` in bytes.
     Raises EngineError with what to do."""
-    library = Reading(Path(config.model))
+    grammars = GrammarServiceStart(Path(config.model), config.grammar)
     assembled = assemble(config, meeting, progress)
     crew, local_ranks = assembled.crew, assembled.local_ranks
     with telling(crew):
-        found = library.result()
+        found = grammars.result()
         model = assembled.model
         try:
             draft_model = load_drafter(config, model, progress)
@@ -38,7 +38,7 @@ def load_loop(
                 clock_ns=clock_ns,
                 crew=crew,
                 local_ranks=local_ranks,
-                library=found,
+                grammars=found,
                 draft_model=draft_model,
             )
         except BaseException:

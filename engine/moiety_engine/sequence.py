@@ -14,8 +14,8 @@ from enum import IntEnum
 from typing import Any
 
 from moiety_engine.cache.prefix import MARK_BYTES, block_hash, root_hash
-from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreEvent, CoreSubmit
+from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.notes import EventKind, Reason
 
 PENDING = -1  # stands for a token that the running step samples
@@ -105,7 +105,7 @@ class Sequence:
         seed: int,
         queued_unix_ns: int = 0,
         answer_apart: bool = False,
-        guide: Follower | None = None,
+        guide: GrammarHandle | None = None,
     ) -> None:
         """`answer_apart`: the hashes of its answer's blocks are not those of a prompt with the same tokens."""
         self.submit = submit

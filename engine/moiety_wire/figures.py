@@ -107,6 +107,9 @@ class Figures(msgspec.Struct, frozen=True):
     masked_ranks: int = 0  # that did not come, and whose parts of the model the others have
     prefill_seconds_total: float = 0.0  # of steps that had prompt tokens in them, decodes beside or not
     decode_seconds_total: float = 0.0  # of all others
+    grammars_waiting: int = 0
+    grammar_compile_seconds_total: float = 0.0
+    grammar_worker_restarts_total: int = 0
     tenant_kv_blocks: dict[str, int] = {}  # that a tenant's requests hold, each counting its own; of those with most
 
 
@@ -135,6 +138,7 @@ GAUGES = (
     ("disk_bytes_total", "Bytes that the prefix cache may take on disk; 0 without that tier."),
     ("disk_bytes_used", "Bytes that it takes."),
     ("disk_blocks_cached", "Blocks that are on disk."),
+    ("grammars_waiting", "Grammars of structured outputs that wait to be compiled, or are being compiled."),
     ("expert_slots", "Slots on the device for offloaded experts, of all layers."),
     ("rank_balancedness", "Mean load of ranks by experts, over the largest, when last judged; 1 where nothing is."),
     ("rank_balancedness_planned", "The same load, by where experts were moved then."),
@@ -176,6 +180,8 @@ COUNTERS = (
     ("expert_loaded_bytes", "Bytes of offloaded experts that were brought to the device."),
     ("rebalances", "Times that experts were moved between its ranks."),
     ("moved_expert_bytes", "Weights of experts that ranks sent each other."),
+    ("grammar_compile_seconds", "Processor time of compiling grammars, refused ones too."),
+    ("grammar_worker_restarts", "Restarts of the processes that compile and step grammars."),
     ("prefill_seconds", "Seconds of steps that had prompt tokens in them."),
     ("decode_seconds", "Seconds of steps that had none."),
 )

@@ -327,6 +327,8 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
     num_output_tokens: int = 0
     reason: Reason | None = None  # of `overloaded`
     retry_after_s: float | None = None  # when coming back is predicted to succeed
+    # Of an engine whose core died: whether it was computing this request's first token then, and may have died of it.
+    in_first_step: bool | None = None
 
 
 class Metered(msgspec.Struct, frozen=True, array_like=True):

@@ -16,6 +16,7 @@ PlatformError
 │   └── Overloaded          429  the class's promise cannot be kept now, or the tenant has too much in flight
 ├── HeadTooLarge            431  the request's line and headers exceed the limit
 ├── EngineFailed            502  the engine broke off the request
+│   └── EngineDied          502  the engine's process died, or cannot be reached any more
 └── Unavailable             503  no engine, or the store is away; try again after `retry_after_s`
 """
 
@@ -27,6 +28,7 @@ from typing import ClassVar
 
 from moiety_wire.notes import Reason
 
+CRASH_SUSPECTED = "engine_crash_suspected"  # the code of a request that may have ended the engine that computed it
 FORM_NOT_SUPPORTED = "form_not_supported"  # the code of what an answer should be and cannot be made to be
 NO_FORMS = "the engine of {model!r} cannot hold an answer to a form; leave the form out, or use another model"
 
@@ -141,6 +143,14 @@ class EngineFailed(PlatformError):
     status = 502
     type = "server_error"
     default_code = "engine_failed"
+
+
+class EngineDied(EngineFailed):
+    """`in_first_step`: whether the engine was computing the request's first token as it died; None: not known."""
+
+    def __init__(self, message: str, *, in_first_step: bool | None) -> None:
+        super().__init__(message)
+        self.in_first_step = in_first_step
 
 
 class Unavailable(PlatformError):

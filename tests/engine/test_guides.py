@@ -16,15 +16,13 @@ import torch
 
 from moiety_demo import checkpoint_path
 from moiety_engine.config import EngineConfig, LoadFormat, Overlap, Speculate
-from moiety_engine.guiding.errors import GuideRefused
-from moiety_engine.guiding.follower import Follower
-from moiety_engine.guiding.library import Library
-from moiety_engine.guiding.lobby import Lobby
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.opening import load_loop
 from moiety_engine.sampling.allowed import Allowed, ban_others, write_out
+from moiety_engine.structured_outputs.compiler import GrammarCompiler
+from moiety_engine.structured_outputs.errors import GuideRefused
 from moiety_platform.completions.tools.strict import guide_of_calls
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
@@ -126,23 +124,6 @@ def test_an_answer_that_is_not_of_its_form_is_ended_and_no_other(model: EngineLo
     assert complaint(text_of(tokens), PLACE) == ""
 
 
-def test_a_guide_on_which_compiling_itself_fails_costs_its_request_and_not_the_engine() -> None:
-    class Broken(Library):
-        def __init__(self) -> None:
-            self.num_words = 1
-
-        def open(self, guide: Guide) -> Follower:
-            raise ZeroDivisionError("a defect")
-
-    lobby, refused = Lobby(Broken()), []
-    lobby.enter(asked(1, Guide(GuideKind.REGEX, "a+")))
-    while not refused:
-        assert not list(lobby.take_ready())
-        refused = lobby.take_refused()
-    assert [(one.key, one.code) for one in refused] == [(1, FailureCode.GUIDE_REFUSED)]
-    assert lobby.leave(1) is None
-
-
 def test_who_has_no_guide_goes_on_while_one_is_compiled_and_who_leaves_meanwhile_is_told(model: EngineLoop) -> None:
     slow = Guide(GuideKind.JSON_SCHEMA, json.dumps({"enum": [f"{i} {i * i}" for i in range(9000)]}))
     model.submit(asked(1, None, max_tokens=8))
@@ -235,7 +216,7 @@ def test_schemas_of_many_kinds_are_kept_to(model: EngineLoop, monkeypatch: pytes
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(kind: GuideKind, text: str, told: str) -> None:
-    library = Library(TEXT.tokenizer_json, TEXT.eos_token_ids)
+    library = GrammarCompiler(TEXT.tokenizer_json, TEXT.eos_token_ids)
     with pytest.raises(GuideRefused) as refused:
         library.open(Guide(kind, text))
     assert told in str(refused.value)

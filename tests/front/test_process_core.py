@@ -105,6 +105,23 @@ async def test_what_the_core_sent_before_it_died_still_arrives(bench: Any, submi
         assert (answer.end.code, len(answer.token_ids)) == (FailureCode.ENGINE_FAILED, 3)
 
 
+async def test_a_dead_core_tells_whose_first_token_it_computed(bench: Any, submit: Any) -> None:
+    async with bench(make_core=core_of(Script(dies_at_step=2, max_running=1))) as running:
+        gateway = running.connect()
+        await gateway.send(submit("answered", credit_tokens=2))
+        await gateway.until(lambda: gateway.answers and len(gateway.answers["answered"].token_ids) == 2)
+        for name in ("begun", "waiting"):
+            await gateway.send(submit(name))
+        assert await running.front.wait() is Ending.CORE_DIED
+        ends = {name: (await gateway.finish(name)).end for name in ("answered", "begun", "waiting")}
+        assert {end.code for end in ends.values()} == {FailureCode.ENGINE_FAILED}
+        assert {name: end.in_first_step for name, end in ends.items()} == {
+            "answered": False,
+            "begun": True,
+            "waiting": False,
+        }
+
+
 async def test_an_answer_that_a_stop_string_completed_is_not_lost_with_the_core(bench: Any, submit: Any) -> None:
     async with bench(make_core=core_of(Script(dies_at_step=3))) as running:
         gateway = running.connect()

@@ -70,11 +70,11 @@ def open_guides() -> Take:
     """What an answer must be, compiled within its bounds, and followed for some tokens."""
     from fuzz.words import tokenizer_json
 
-    from moiety_engine.guiding.errors import GuideRefused
-    from moiety_engine.guiding.library import Library
+    from moiety_engine.structured_outputs.compiler import GrammarCompiler
+    from moiety_engine.structured_outputs.errors import GuideRefused
     from moiety_wire.guides import Guide, GuideKind
 
-    library, kinds = Library(tokenizer_json(), (2,)), list(GuideKind)
+    library, kinds = GrammarCompiler(tokenizer_json(), (2,)), list(GuideKind)
 
     def take(data: bytes) -> None:
         way, data = split(data, len(kinds))

@@ -20,6 +20,7 @@ from moiety_engine.core.link import FrontLink
 from moiety_engine.core.service import serve
 from moiety_engine.distribution.meeting import meeting_from
 from moiety_engine.errors import EngineError
+from moiety_engine.first_steps import FirstSteps
 from moiety_engine.logs import configure_logs
 
 LOST_FRONT = 3  # exit code
@@ -36,7 +37,9 @@ def end_with_front() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m moiety_engine.core")
     parser.add_argument("--address", required=True, help="ZeroMQ address of the front's PAIR socket")
-    address = parser.parse_args().address
+    parser.add_argument("--first-steps-fd", type=int, help="descriptor of the memory for FirstSteps")
+    arguments = parser.parse_args()
+    first_steps = None if arguments.first_steps_fd is None else FirstSteps(arguments.first_steps_fd)
     configure_logs()
     log = structlog.get_logger()
     line = sys.stdin.buffer.readline()
@@ -44,9 +47,9 @@ def main() -> int:
         return LOST_FRONT
     config = msgspec.json.decode(line, type=EngineConfig)
     threading.Thread(target=end_with_front, name="life-line", daemon=True).start()
-    with zmq.Context() as context, FrontLink(context, address) as link:
+    with zmq.Context() as context, FrontLink(context, arguments.address) as link:
         try:
-            serve(link, config, meeting_from(os.environ))
+            serve(link, config, meeting_from(os.environ), first_steps)
         except EngineError as exc:
             log.error("core_refused", reason=str(exc))
             link.send_refusal(str(exc))

@@ -12,6 +12,7 @@ from moiety_engine.config import Batching, EngineConfig
 from moiety_engine.core.link import IDLE_WAIT_MS, FrontLink
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory
+from moiety_engine.first_steps import FirstSteps
 from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop
 from moiety_engine.messages import (
     CoreAbort,
@@ -35,13 +36,16 @@ COMPANY_WAIT_MS = 2  # a request waits for company (the dynamic strategy) or its
 PROGRESS_INTERVAL_S = 0.2
 
 
-def serve(link: FrontLink, config: EngineConfig, meeting: Meeting | None = None) -> None:
-    """Runs until the front says shutdown. `meeting`: what a launcher said of other ranks. Raises EngineError where the
-    model cannot be loaded."""
+def serve(
+    link: FrontLink, config: EngineConfig, meeting: Meeting | None = None, first_steps: FirstSteps | None = None
+) -> None:
+    """Runs until the front says shutdown. `meeting`: what a launcher said of other ranks. `first_steps`: where to write
+    whose first token is being computed. Raises EngineError where the model cannot be loaded."""
     if ignored := ignored_keys(Path(config.model)):
         advice = "see that the model computes the same without them"
         structlog.get_logger().warning("config_keys_ignored", keys=ignored, advice=advice)
     with load_loop(config, meeting=meeting, progress=_Progress(link)) as loop:
+        loop.first_steps = first_steps
         _serve(link, loop, config)
 
 

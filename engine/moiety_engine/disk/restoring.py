@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from moiety_engine.disk.folder import DiskFolder
     from moiety_engine.disk.index import DiskIndex, Stored
     from moiety_engine.disk.rows import Rows
-    from moiety_engine.guiding.follower import Follower
     from moiety_engine.messages import CoreSubmit
+    from moiety_engine.structured_outputs.stepping import GrammarHandle
 
 PATIENCE_S = 0.25  # beyond what computing would take
 FIRST_PATIENCE_S = 5.0  # as long as it is not known what computing takes
@@ -49,7 +49,7 @@ class ReadingRate:
 @dataclass(slots=True)
 class _Guest:
     submit: CoreSubmit
-    guide: Follower | None
+    guide: GrammarHandle | None
     wanted: deque[bytes]  # that nobody reads yet, the first first
     since_s: float
     until_s: float
@@ -95,7 +95,7 @@ class Restorer:
     def enter(
         self,
         submit: CoreSubmit,
-        guide: Follower | None,
+        guide: GrammarHandle | None,
         wanted: list[bytes],
         compute_s: float,
         block_bytes: int,
@@ -161,7 +161,7 @@ class Restorer:
         self.restored_blocks_total += num_blocks
         self.restored_bytes_total += num_bytes
 
-    def take_ready(self) -> Iterator[tuple[CoreSubmit, Follower | None]]:
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None]]:
         """Who need not wait any more, or has waited as long as computing would have taken."""
         now_s = self._clock()
         for key, guest in list(self._guests.items()):

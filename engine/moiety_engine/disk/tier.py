@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     from moiety_engine.cache.host import Copies
     from moiety_engine.config import EngineConfig
-    from moiety_engine.guiding.follower import Follower
     from moiety_engine.messages import CoreSubmit
     from moiety_engine.model.batch import KvCache
     from moiety_engine.model.transformer import Transformer
     from moiety_engine.scheduling.scheduler import Scheduler
+    from moiety_engine.structured_outputs.stepping import GrammarHandle
 
 ROW_BYTES = {"cuda": 128 << 20, "cpu": 32 << 20}  # of host memory, for each way
 SCAN_WAIT_S = 2.0  # for which a start waits for the index; what is not found by then is found while it serves
@@ -142,7 +142,7 @@ class DiskTier:
 
     # ── who waits for it ──
 
-    def must_wait(self, submit: CoreSubmit, guide: Follower | None) -> bool:
+    def must_wait(self, submit: CoreSubmit, guide: GrammarHandle | None) -> bool:
         """Whether a request waits here for the beginning of its prompt."""
         if not self.index.num_blocks or submit.transfer_id:
             return False
@@ -169,7 +169,7 @@ class DiskTier:
         ledger.refresh(hits)
         return True
 
-    def take_ready(self) -> Iterator[tuple[CoreSubmit, Follower | None]]:
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None]]:
         """Who need not wait any more, and the guide that it came with."""
         for submit, guide in self.restorer.take_ready():
             probe = Sequence(submit, order=0, seed=0, answer_apart=self._ledger.answers_apart)

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 import zmq
 
+from moiety_engine.first_steps import FirstSteps
 from moiety_engine.front.core_address import CoreAddress
 from moiety_engine.front.settings import CORE_SILENCE_S
 from moiety_engine.front.zmq_reader import ZmqReader
@@ -49,6 +50,9 @@ class CoreLink(Protocol):
     def send(self, commands: list[ToCore]) -> None:
         """Never blocks; what is sent to a dead core is lost."""
 
+    def first_step_keys(self) -> frozenset[int] | None:
+        """The requests whose first token the core computed when it died; None if that is not known."""
+
     async def stop(self) -> None:
         """End the core, and wait until it has ended."""
 
@@ -79,6 +83,7 @@ class ProcessCore:
         self._process: Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._address: CoreAddress | None = None
+        self._first_steps: FirstSteps | None = None
         self._is_ready = False
         self._was_heard = False
         self._num_silent_checks = 0
@@ -106,10 +111,13 @@ class ProcessCore:
         self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by credit
         self._socket.bind(address)
         self._reader = ZmqReader(self._socket, self._take, lambda: None)
+        self._first_steps = FirstSteps()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self._module, "--address", address),
+            *("--first-steps-fd", str(self._first_steps.fd)),
             stdin=PIPE,
             stdout=STANDARD_ERROR,
+            pass_fds=[self._first_steps.fd],
             start_new_session=True,  # an interrupt from the terminal is for the front, which drains
         )
         assert self._process.stdin is not None
@@ -122,6 +130,9 @@ class ProcessCore:
         with contextlib.suppress(zmq.Again):  # no peer any more: on_death tells the rest
             self._socket.send(self._encoder.encode(commands), zmq.NOBLOCK)
         self._reader.read_soon()
+
+    def first_step_keys(self) -> frozenset[int] | None:
+        return None if self._first_steps is None else self._first_steps.read()
 
     async def stop(self) -> None:
         self._events = None
@@ -138,6 +149,8 @@ class ProcessCore:
             self._socket = None
         if self._address is not None:
             self._address.remove()
+        if self._first_steps is not None:
+            self._first_steps.close()
 
     async def _end(self, process: Process) -> None:
         if process.returncode is None and not self._hangs:

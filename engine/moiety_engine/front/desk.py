@@ -205,10 +205,11 @@ class RequestDesk:
         for request in requests:
             request.ran_in(packed)
 
-    def fail_all(self, code: FailureCode, message: str) -> None:
-        """The core is gone."""
+    def fail_all(self, code: FailureCode, message: str, first_step_keys: Container[int] | None = None) -> None:
+        """The core is gone. `first_step_keys`: requests whose first token it computed as it died, if that is known."""
         for request, session in list(self._open.values()):
-            self._fail(request, session, CoreFailure(request.key, code, message))
+            in_first_step = None if first_step_keys is None else request.key in first_step_keys
+            self._fail(request, session, CoreFailure(request.key, code, message, in_first_step=in_first_step))
         self._commands.clear()
 
     def _finish(self, request: OpenRequest, session: GatewaySession, finish: CoreFinish) -> None:

@@ -271,7 +271,8 @@ class Front:
     def on_death(self, reason: str) -> None:
         was_ready = self.card is not None
         log.error("core_died", reason=self._refusal or reason, was_ready=was_ready, num_open=self.num_open)
-        self._desk.fail_all(FailureCode.ENGINE_FAILED, "the engine's core process died; send the request again")
+        message = "the engine's core process died; send the request again"
+        self._desk.fail_all(FailureCode.ENGINE_FAILED, message, self._core.first_step_keys())
         self._end(Ending.CORE_DIED if was_ready else Ending.CORE_DID_NOT_START)
 
     def _become_ready(self, hello: CoreHello) -> None:

@@ -245,6 +245,7 @@ class OpenRequest:
             self.num_output,
             failure.reason,
             failure.retry_after_s,
+            failure.in_first_step,
         )
 
     def _ended(self, reason: FinishReason, detail: str) -> CoreFinish:

@@ -24,7 +24,7 @@ from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.inputs import BatchBuilder, HostBatch, scored
-from moiety_engine.runner.masks import MaskMaker
+from moiety_engine.runner.masks import GrammarProblem, MaskMaker
 from moiety_engine.runner.micro_batches import WHOLE, Cutting, cut
 from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.scoring import Scores, score
@@ -50,7 +50,7 @@ class Flight:
     unit_ED: Tensor | None
     scores: Scores | None
     done: Mark
-    astray: list[tuple[int, str]]  # keys of rows whose guides cannot be followed, and why: their tokens mean nothing
+    astray: list[GrammarProblem]  # rows whose grammars cannot be followed: their tokens mean nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import msgspec
 
-from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.sequence import Sequence
+from moiety_engine.structured_outputs.stepping import GrammarHandle
 
 
 class Row(Protocol):
@@ -20,7 +20,7 @@ class Row(Protocol):
     @property
     def seed(self) -> int: ...
     @property
-    def guide(self) -> Follower | None: ...
+    def guide(self) -> GrammarHandle | None: ...
     @property
     def num_output(self) -> int: ...
     @property
@@ -60,7 +60,7 @@ class Foreseen:
         if self.submit.sampling.num_logprobs is not None:  # nobody is told those
             sampling = msgspec.structs.replace(self.submit.sampling, num_logprobs=None)
             self.submit = msgspec.structs.replace(self.submit, sampling=sampling)
-        self.guide: Follower | None = None
+        self.guide: GrammarHandle | None = None
         self.num_output = sequence.num_output
         self.pending, self.pending_row = sequence.pending, sequence.pending_row
 

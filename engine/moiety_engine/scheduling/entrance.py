@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreSubmit
 from moiety_engine.scheduling.groups import KvGroups
 from moiety_engine.scheduling.places import Places
 from moiety_engine.scheduling.policy import Policy, Verdict
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.sequence import Sequence
+from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.messages import FailureCode
 from moiety_wire.notes import EventKind, Reason
 
@@ -40,7 +40,7 @@ class Entrance:
         self._failures: list[CoreFailure] = []
 
     def add(
-        self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: Follower | None = None, num_landing: int = 0
+        self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: GrammarHandle | None = None, num_landing: int = 0
     ) -> None:
         """Queue a request, or turn it away."""
         sequence = Sequence(

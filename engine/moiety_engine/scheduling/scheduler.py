@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.endings import finish_of, why_it_ends
 from moiety_engine.scheduling.entrance import Entrance
@@ -41,6 +40,7 @@ from moiety_engine.scheduling.strategies import Strategy, queue_view
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.scheduling.watch import StepWatch
 from moiety_engine.sequence import Place, Sequence
+from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.figures import ClassLoad
 from moiety_wire.messages import FinishReason
 
@@ -105,7 +105,7 @@ class Scheduler:
     # ── requests come and go ──
 
     def add(
-        self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: Follower | None = None, num_landing: int = 0
+        self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: GrammarHandle | None = None, num_landing: int = 0
     ) -> None:
         """Queue a request, or turn it away (see `take_verdicts`). The caller has seen to it that prompt and output fit
         the pool. `num_landing`: of so many tokens KV has come from another engine. What is foreseen is no request: its

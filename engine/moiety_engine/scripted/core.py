@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from moiety_engine.core.link import IDLE_WAIT_MS, FrontLink
+from moiety_engine.first_steps import FirstSteps
 from moiety_engine.messages import CoreHello, CoreShutdown, CoreState
 from moiety_engine.scripted.engine import ScriptedEngine
 from moiety_engine.scripted.script import Script
@@ -34,20 +35,22 @@ def _end_with_front() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m moiety_engine.scripted.core")
     parser.add_argument("--address", required=True, help="ZeroMQ address of the front's PAIR socket")
-    address = parser.parse_args().address
+    parser.add_argument("--first-steps-fd", type=int, help="descriptor of the memory for FirstSteps")
+    arguments = parser.parse_args()
+    first_steps = None if arguments.first_steps_fd is None else FirstSteps(arguments.first_steps_fd)
     script = msgspec.json.decode(sys.stdin.buffer.readline(), type=Script)
     threading.Thread(target=_end_with_front, name="life-line", daemon=True).start()
-    with zmq.Context() as context, FrontLink(context, address) as link:
+    with zmq.Context() as context, FrontLink(context, arguments.address) as link:
         if script.refuses:
             link.send_refusal(script.refuses)
             return REFUSED
         if script.loads_for_ever:
             link.send(CoreHello(CoreState.LOADING, "loading weights: never done"))
             threading.Event().wait()
-        return _serve(link, ScriptedEngine(script))
+        return _serve(link, ScriptedEngine(script), first_steps)
 
 
-def _serve(link: FrontLink, engine: ScriptedEngine) -> int:
+def _serve(link: FrontLink, engine: ScriptedEngine, first_steps: FirstSteps | None) -> int:
     link.send(engine.hello())
     num_steps = 0
     while True:
@@ -60,6 +63,8 @@ def _serve(link: FrontLink, engine: ScriptedEngine) -> int:
         if not engine.has_work:
             link.beat(engine.load)
             continue
+        if first_steps is not None:
+            first_steps.write(engine.first_step_keys())
         if num_steps == engine.script.dies_at_step:
             return DIED_BY_SCRIPT  # what it has sent is on its way: the link lingers for it
         time.sleep(engine.script.step_delay_s)

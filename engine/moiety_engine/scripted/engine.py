@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from moiety_engine.messages import (
     CoreAbort,
@@ -109,6 +110,12 @@ class ScriptedEngine:
         return bool(
             self._admissions or self._ended or self._failures or self._running or self._has_place()
         )  # what has no credit does not run
+
+    def first_step_keys(self) -> list[int]:
+        """The requests whose first token the next step would bring."""
+        running = [one.key for one in self._running.values() if one.num_output == len(one.submit.resumed_ids or ())]
+        num_free = max(0, self.script.max_running - len(self._running))
+        return running + [one.key for one in islice(self._waiting, num_free)]
 
     def step(self) -> CoreStep:
         """Let in what fits, then give each running request its next tokens."""

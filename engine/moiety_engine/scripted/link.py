@@ -34,6 +34,9 @@ class ScriptedCore:
         if not self._step_is_due:
             asyncio.get_running_loop().call_soon(self._tell_load)
 
+    def first_step_keys(self) -> frozenset[int]:
+        return frozenset(self.engine.first_step_keys())
+
     async def stop(self) -> None:
         self._events = None
 

@@ -177,6 +177,8 @@ class Run:
         the engine's, and what made the sequence move where no other engine takes it."""
         if sequence.attempt is not None:
             sequence.attempt.failed(error.code, self._clock.unix_ns())
+        if (suspicion := sequence.suspicion_of(error)) is not None:
+            raise suspicion
         if not sequence.fail(error):
             raise error
         del self._of_stream[sequence.stream]

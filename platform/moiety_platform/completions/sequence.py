@@ -13,11 +13,13 @@ from moiety_platform.completions.promise import Progress
 from moiety_platform.engine_client.base import Connection
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_platform.errors import EngineFailed, PlatformError, Unavailable
+from moiety_platform.errors import CRASH_SUSPECTED, BadRequest, EngineDied, EngineFailed, PlatformError, Unavailable
 from moiety_platform.routing.affinity import Prefix
 from moiety_platform.routing.roles import Need, need_of
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Tokens
+
+MAX_FIRST_STEP_DEATHS = 2  # of engines: a request without a grammar is suspected then
 
 
 class Sequence:
@@ -33,6 +35,7 @@ class Sequence:
         self.accepted: Accepted | None = None  # the first verdict
         self.failure: PlatformError | None = None  # that made it move; until it has been taken in elsewhere
         self.attempt: Attempt | None = None  # at the engine that has it
+        self._num_first_step_deaths = 0  # of engines, known to have computed its first token then
         self.handed_over: list[Finished] = []  # what engines said that others went on after
         self._place: Place | None = None
         self._no_more_expected: Callable[[], None] | None = None  # by the engine that is to go on with it
@@ -155,6 +158,29 @@ class Sequence:
         is_moving = (self.failure is not None or self._was_handed_over) and self.accepted is not None
         self.failure = self.failure or error
         return is_moving or isinstance(error, EngineFailed | Unavailable)
+
+    def suspicion_of(self, error: PlatformError) -> PlatformError | None:
+        """The error for the client if the request may be what its engine died of, so that no other engine gets it.
+
+        A request is suspected while an engine computes its first token there. With a grammar that the client chose, the
+        first death is enough, unless an earlier engine got beyond that point; without one the second death is. Requests
+        that waited, or that got tokens from the engine, are innocent. An engine that vanished whole cannot tell who
+        waited: then a request with a grammar is suspected until its first token."""
+        if not isinstance(error, EngineDied) or error.in_first_step is False or self._has_output_there():
+            return None
+        self._num_first_step_deaths += error.in_first_step is True
+        has_grammar = self._submit.guide is not None and not self._output_ids
+        if not has_grammar and self._num_first_step_deaths < MAX_FIRST_STEP_DEATHS:
+            return None
+        cause = "grammar (response_format, structured_outputs or strict tools)" if has_grammar else "parameters"
+        return BadRequest(
+            "the engine died before the first token of this request and may have died of it, so no other engine gets "
+            f"the request; change its {cause}",
+            code=CRASH_SUSPECTED,
+        )
+
+    def _has_output_there(self) -> bool:
+        return self.attempt is not None and self.stream.num_output_tokens > self.attempt.num_resumed_tokens
 
     async def close(self) -> None:
         """End it at its engine. Idempotent."""

@@ -15,7 +15,7 @@ from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
-from moiety_platform.errors import EngineFailed, Unavailable
+from moiety_platform.errors import EngineDied, Unavailable
 from moiety_text.stop import StopFinder, new_stop_finder
 from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.figures import ClassLoad, Load, SleepState
@@ -172,7 +172,9 @@ class FakeEngineClient:
         for task in self._tasks:
             task.cancel()
         for run in list(self._running.values()):
-            run.stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
+            in_first_step = run.num_emitted == len(run.submit.resumed_ids or ())
+            message = "the engine was lost while it answered; send the request again"
+            run.stream.fail(EngineDied(message, in_first_step=in_first_step))
         self._on_change()
 
     @asynccontextmanager

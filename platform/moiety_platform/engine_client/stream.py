@@ -14,6 +14,7 @@ from moiety_platform.errors import (
     FORM_NOT_SUPPORTED,
     BadRequest,
     ContextTooLong,
+    EngineDied,
     EngineFailed,
     NotFound,
     Overloaded,
@@ -204,7 +205,14 @@ def error_of(failed: Failed) -> PlatformError:
             code = "engine_draining" if failed.code is FailureCode.DRAINING else failed.code.value
             return Unavailable(failed.message, code=code, retry_after_s=1)
         case FailureCode.ENGINE_FAILED:
-            return EngineFailed(failed.message)
+            return _failure_of(failed)
+
+
+def _failure_of(failed: Failed) -> PlatformError:
+    """An engine knows what its core did when it died; an engine that shuts down has none that died."""
+    if failed.in_first_step is None:
+        return EngineFailed(failed.message)
+    return EngineDied(failed.message, in_first_step=failed.in_first_step)
 
 
 def _overload_of(failed: Failed) -> PlatformError:

@@ -20,7 +20,7 @@ from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.lending import ReadAdapter
 from moiety_platform.engine_client.session import Session
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
-from moiety_platform.errors import FORM_NOT_SUPPORTED, NO_FORMS, BadRequest, EngineFailed, Unavailable
+from moiety_platform.errors import FORM_NOT_SUPPORTED, NO_FORMS, BadRequest, EngineDied, Unavailable
 from moiety_wire.experts import ExpertLoad
 from moiety_wire.messages import Card, Forget, Metered, Rest, Settled, Submit, Unsettled
 
@@ -180,7 +180,8 @@ class ZmqEngineClient:
                 self._reason = lost
                 log.warning("engine_lost", engine=self._address, reason=lost, num_streams=len(session.streams))
             finally:
-                session.close(EngineFailed("the engine was lost while it answered; send the request again"))
+                message = "the engine was lost while it answered; send the request again"
+                session.close(EngineDied(message, in_first_step=None))
                 self._session = None
                 self._on_change()
             await asyncio.sleep(RECONNECT_PAUSE_S)

@@ -120,6 +120,9 @@ class LoadView(msgspec.Struct, frozen=True):
     masked_ranks: int
     prefill_seconds_total: float
     decode_seconds_total: float
+    grammars_waiting: int
+    grammar_compile_seconds_total: float
+    grammar_worker_restarts_total: int
     tenant_kv_blocks: dict[str, int]
     classes: list[ClassLoadView]
 

@@ -11,7 +11,7 @@ _NOT_ALLOWED = "doesn't satisfy the grammar"  # the library's words of a token; 
 TOO_COSTLY = "the form that was asked for is too complex to be followed here; make it simpler"
 
 
-class Follower:
+class GrammarState:
     """Of one request. Preempted or moved to another engine, it takes in again whatever the answer has by then. Used by
     one thread at a time."""
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from llguidance import LLMatcher
 
-from moiety_engine.guiding.calls import calls_grammar
-from moiety_engine.guiding.errors import GuideRefused
-from moiety_engine.guiding.formats import with_patterns
+from moiety_engine.structured_outputs.calls import calls_grammar
+from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.formats import with_patterns
 from moiety_wire.guides import Guide, GuideKind
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from moiety_engine.guiding.errors import GuideRefused
-from moiety_engine.guiding.formats import with_patterns
+from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.formats import with_patterns
 from moiety_wire.guides import CallsForm
 
 _ONE_SPACE = {"whitespace_pattern": r"\x20", "lenient": False, "coerce_one_of": False}

@@ -1,0 +1,50 @@
+"""Which requests a core computes the first token of, in memory that outlives it.
+
+A core that dies in the first step of a request may have died of that request. The core writes the keys before each such
+step; the front reads them after the core's death.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from itertools import islice
+
+MAX_KEYS = 4095
+_BYTES = 8 * (MAX_KEYS + 2)
+_NAME = "moiety-first-steps"
+_IS_OPEN, _COUNT, _FIRST = 0, 1, 2  # places of 64-bit words
+
+
+class FirstSteps:
+    """One process's view. The front makes it and gives its descriptor to the core."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd`: of the memory that the front has made, which this object closes. None makes new memory."""
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC) if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, _BYTES)
+        self._words = memoryview(mmap.mmap(self.fd, _BYTES)).cast("Q")
+        if fd is not None:
+            self._words[_IS_OPEN] = 1
+
+    def write(self, keys: Iterable[int]) -> None:
+        """Say whose first token is being computed from now on. What is beyond MAX_KEYS is left out."""
+        told = list(islice(keys, MAX_KEYS))
+        self._words[_COUNT] = 0
+        for i, key in enumerate(told, _FIRST):
+            self._words[i] = key
+        self._words[_COUNT] = len(told)
+
+    def read(self) -> frozenset[int] | None:
+        """What the core wrote last; None if it has never opened the memory."""
+        if not self._words[_IS_OPEN]:
+            return None
+        return frozenset(self._words[_FIRST : _FIRST + self._words[_COUNT]])
+
+    def close(self) -> None:
+        """Give back the descriptor. The memory goes with the object."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

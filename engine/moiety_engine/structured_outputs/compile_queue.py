@@ -1,0 +1,205 @@
+"""Requests whose grammar is being compiled. No other request waits for them, and no tenant for another's for long.
+
+Each tenant has a queue of grammars. One grammar of a tenant is compiled at a time, and the tenant goes first whose
+compilations have taken the least time. So a tenant whose grammars are expensive delays others by one compilation at
+most, which has a limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import structlog
+
+from moiety_engine.config import GrammarLimits
+from moiety_engine.messages import CoreFailure, CoreSubmit
+from moiety_engine.structured_outputs.errors import GrammarWorkerFailed, GuideRefused
+from moiety_engine.structured_outputs.service import GrammarService
+from moiety_engine.structured_outputs.stepping import NOT_RUNNING, CheckedGrammar, GrammarHandle, SteppingWorker
+from moiety_wire.guides import Guide
+from moiety_wire.messages import FailureCode
+from moiety_wire.notes import Reason
+
+log = structlog.get_logger()
+
+NUM_COMPILERS = 2
+MAX_ACCOUNTS = 1024  # tenants whose past compilations are remembered while they have none
+RETRY_AFTER_S = 1.0
+NOT_HELD_HERE = "this engine cannot hold an answer to a form: {reason}"
+REFUSED = "the form that was asked for cannot be followed: {reason}"
+QUEUE_FULL = "{num} grammars of this tenant wait to be compiled, which is the limit; send the request again later"
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What waits of one tenant, by grammar, in the order of arrival, and the time that its compilations took."""
+
+    waiting: OrderedDict[Guide, list[CoreSubmit]] = field(default_factory=OrderedDict)
+    used_s: float = 0.0
+    is_compiling: bool = False
+
+
+@dataclass(slots=True)
+class _Compilation:
+    tenant: _Tenant
+    begin_s: float
+    result: Future[tuple[CheckedGrammar, SteppingWorker]]
+
+
+class GrammarCompileQueue:
+    """Of one replica; used by the step loop's thread. Its own threads only wait for other processes."""
+
+    def __init__(self, service: GrammarService | str, limits: GrammarLimits | None = None) -> None:
+        """`service`: or why there is none."""
+        self._service = None if isinstance(service, str) else service
+        self._reason = service if isinstance(service, str) else ""
+        self._max_waiting = (limits or GrammarLimits()).max_waiting_per_tenant
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._places: dict[int, tuple[str, Guide]] = {}  # of requests that wait, by their keys
+        self._compilations: dict[Guide, _Compilation] = {}
+        self._ready: deque[tuple[CoreSubmit, GrammarHandle]] = deque()
+        self._refused: deque[CoreFailure] = deque()
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammars") if self._service else None
+
+    @property
+    def is_open(self) -> bool:
+        return self._service is not None
+
+    @property
+    def num_words(self) -> int:
+        """32-bit words of a mask; 0 where there are no grammars."""
+        return 0 if self._service is None else self._service.num_words
+
+    @property
+    def num_waiting(self) -> int:
+        """Grammars that wait to be compiled, or are being compiled."""
+        return sum(len(tenant.waiting) for tenant in self._tenants.values())
+
+    def figures(self) -> dict[str, float]:
+        """Fields of `Figures`."""
+        if self._service is None:
+            return {}
+        return {
+            "grammars_waiting": self.num_waiting,
+            "grammar_compile_seconds_total": self._service.compile_seconds_total,
+            "grammar_worker_restarts_total": self._service.restarts_total,
+        }
+
+    def enter(self, submit: CoreSubmit) -> None:
+        """A request waits until its grammar is compiled, or is refused."""
+        guide = submit.guide
+        assert guide is not None, "only who has a guide waits for it"
+        if self._service is None:
+            self._refuse(submit.key, NOT_HELD_HERE.format(reason=self._reason))
+        elif refusal := self._service.refusal_of(guide):
+            self._refuse(submit.key, REFUSED.format(reason=refusal))
+        elif (handle := self._service.open(guide)) is not None:
+            self._ready.append((submit, handle))
+        else:
+            self._wait(submit, guide)
+
+    def leave(self, key: int) -> CoreSubmit | None:
+        """A waiting request goes; None if there is no such request."""
+        for one in self._ready:
+            if one[0].key == key:
+                self._ready.remove(one)
+                return one[0]
+        tenant_id, guide = self._places.pop(key, ("", None))
+        if guide is None:
+            return None
+        waiting = self._tenants[tenant_id].waiting
+        (submit,) = [one for one in waiting[guide] if one.key == key]
+        waiting[guide].remove(submit)
+        if not waiting[guide]:
+            del waiting[guide]
+        return submit
+
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle]]:
+        """Requests that need not wait any more, with their grammars."""
+        for guide in [guide for guide, one in self._compilations.items() if one.result.done()]:
+            self._take_result(guide, self._compilations.pop(guide))
+        self._compile_more()
+        while self._ready:
+            yield self._ready.popleft()
+
+    def take_refused(self) -> list[CoreFailure]:
+        refused = list(self._refused)
+        self._refused.clear()
+        return refused
+
+    def close(self) -> None:
+        """End the threads and the processes."""
+        if self._service is not None and self._compilers is not None:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+            self._service.close()
+
+    def _wait(self, submit: CoreSubmit, guide: Guide) -> None:
+        tenant = self._tenants.setdefault(submit.tenant_id, _Tenant())
+        if guide not in tenant.waiting and len(tenant.waiting) >= self._max_waiting:
+            message = QUEUE_FULL.format(num=len(tenant.waiting))
+            code, reason = FailureCode.OVERLOADED, Reason.TENANT_QUEUE_FULL
+            self._refused.append(CoreFailure(submit.key, code, message, 0, reason, RETRY_AFTER_S))
+            return
+        if not tenant.waiting:  # it has no credit from the time in which it wanted nothing
+            busy = [other.used_s for other in self._tenants.values() if other.waiting]
+            tenant.used_s = max(tenant.used_s, min(busy, default=0.0))
+        self._tenants.move_to_end(submit.tenant_id)
+        tenant.waiting.setdefault(guide, []).append(submit)
+        self._places[submit.key] = submit.tenant_id, guide
+        self._compile_more()
+
+    def _compile_more(self) -> None:
+        while len(self._compilations) < NUM_COMPILERS and (chosen := self._next()) is not None:
+            assert self._service is not None and self._compilers is not None, "where there is none, nobody waits"
+            tenant, guide = chosen
+            tenant.is_compiling = True
+            result = self._compilers.submit(self._service.compile, guide)
+            self._compilations[guide] = _Compilation(tenant, time.monotonic(), result)
+
+    def _next(self) -> tuple[_Tenant, Guide] | None:
+        """The tenant that has used the least, and its oldest grammar that is not being compiled for another tenant."""
+        found: tuple[_Tenant, Guide] | None = None
+        for tenant in self._tenants.values():
+            if tenant.is_compiling or not tenant.waiting or (found is not None and found[0].used_s <= tenant.used_s):
+                continue
+            guide = next((guide for guide in tenant.waiting if guide not in self._compilations), None)
+            if guide is not None:
+                found = tenant, guide
+        return found
+
+    def _take_result(self, guide: Guide, compilation: _Compilation) -> None:
+        compilation.tenant.is_compiling = False
+        compilation.tenant.used_s += time.monotonic() - compilation.begin_s
+        submits = [one for tenant in self._tenants.values() for one in tenant.waiting.pop(guide, ())]
+        for submit in submits:
+            del self._places[submit.key]
+        self._forget_accounts()
+        code = FailureCode.GUIDE_REFUSED
+        try:
+            grammar, worker = compilation.result.result()
+        except GuideRefused as exc:
+            message = REFUSED.format(reason=exc)
+        except GrammarWorkerFailed as exc:
+            code, message = FailureCode.ENGINE_FAILED, NOT_RUNNING.format(reason=exc)
+        except Exception:  # the root of a compiler's task: it costs its requests, and not the engine
+            log.exception("grammar_failed")
+            message = "the form that was asked for cannot be compiled; write it otherwise"
+        else:
+            self._ready += [(submit, worker.open(grammar)) for submit in submits]
+            return
+        for submit in submits:
+            self._refuse(submit.key, message, code)
+
+    def _forget_accounts(self) -> None:
+        while len(self._tenants) > MAX_ACCOUNTS:
+            idle = next((name for name, one in self._tenants.items() if not (one.waiting or one.is_compiling)), None)
+            if idle is None:
+                return
+            del self._tenants[idle]
+
+    def _refuse(self, key: int, message: str, code: FailureCode = FailureCode.GUIDE_REFUSED) -> None:
+        self._refused.append(CoreFailure(key, code, message))

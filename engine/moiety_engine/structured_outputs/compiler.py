@@ -1,0 +1,69 @@
+"""Compilation of grammars for one tokenizer.
+
+What clients send is compiled in processes of its own only (`worker_child`), since native code may crash or not end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.grammar import grammar_of
+from moiety_engine.structured_outputs.state import GrammarState
+from moiety_text.folder import read_text_model
+from moiety_wire.guides import MAX_GUIDE_BYTES, Guide
+
+MAX_TOLD_CHARS = 500
+
+_LIMITS = LLParserLimits(
+    max_items_in_row=10_000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+
+
+class GrammarCompiler:
+    """Compiler of one tokenizer's grammars. It may be used from several threads; compiling releases the interpreter's
+    lock."""
+
+    def __init__(self, tokenizer_json: str, eos_token_ids: tuple[int, ...]) -> None:
+        """Raises ValueError where the tokenizer is none that guides can be followed with."""
+        if not eos_token_ids:
+            raise ValueError("the model names no token that ends an answer")
+        self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
+        self.num_words = -(-self._tokenizer.vocab_size // 32)  # of 32 tokens each, in a mask
+
+    @classmethod
+    def read(cls, folder: Path) -> GrammarCompiler:
+        """Of a checkpoint. Raises ValueError and moiety_text's errors."""
+        text = read_text_model(folder)
+        return cls(text.tokenizer_json, text.eos_token_ids)
+
+    def open(self, guide: Guide) -> GrammarState:
+        """Compile for one answer. Raises GuideRefused."""
+        return GrammarState(self.compile(guide))
+
+    def compile(self, guide: Guide) -> LLMatcher:
+        """Compile a grammar and its first mask. Raises GuideRefused."""
+        if len(guide.text.encode()) > MAX_GUIDE_BYTES:
+            raise GuideRefused(f"it has more than {MAX_GUIDE_BYTES:,} bytes")
+        matcher = LLMatcher(self._tokenizer, grammar_of(guide), log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # now, and not in a step: what is slow shows, and what follows is found faster
+        if matcher.is_error():
+            raise GuideRefused(_told(matcher.get_error()))
+        return matcher
+
+
+def _told(error: str) -> str:
+    """The library's complaint in one sentence, as far as clients can use it."""
+    line = error.replace("<non-verbose/>", "").strip().split("\n")[0]
+    if line.startswith("NoExtension"):
+        return "nothing can ever fulfil it, for instance since it refers to itself without an end"
+    return line[:MAX_TOLD_CHARS]

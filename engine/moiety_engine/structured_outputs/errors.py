@@ -1,0 +1,11 @@
+"""GuideRefused: the engine cannot follow a client's grammar. GrammarWorkerFailed: it cannot follow any."""
+
+from moiety_engine.errors import EngineError
+
+
+class GuideRefused(EngineError):
+    """The message is for the client."""
+
+
+class GrammarWorkerFailed(EngineError):
+    """The processes that compile and step grammars cannot be run on this machine, whatever the grammar."""

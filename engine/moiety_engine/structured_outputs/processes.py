@@ -1,0 +1,198 @@
+"""The core's side of grammar processes: starting the template, having it fork children, and learning how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import structlog
+
+from moiety_engine.structured_outputs.errors import GrammarWorkerFailed
+from moiety_engine.structured_outputs.frames import (
+    ChildExit,
+    ChildOrder,
+    StepperOrder,
+    TemplateReady,
+    TrialOrder,
+    receive_frame,
+    send_frame,
+)
+
+log = structlog.get_logger()
+
+START_S = 120.0  # for the largest tokenizers on a slow disk
+END_S = 2.0  # that the template takes to end, or to tell of a child's end
+# Signals that a process brings upon itself, by what it does or by a limit that it reaches.
+OWN_SIGNALS = frozenset(
+    {
+        signal.SIGSEGV,
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGTRAP,
+        signal.SIGSYS,
+        signal.SIGPROF,
+        signal.SIGXCPU,
+    }
+)
+
+
+class WorkerChild:
+    """One forked process. Closing it ends the process."""
+
+    def __init__(self, link: socket.socket, status_link: socket.socket) -> None:
+        self.link, self._status_link = link, status_link
+        status_link.settimeout(END_S)
+
+    def __enter__(self) -> WorkerChild:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def send(self, role: TrialOrder | StepperOrder, fds: tuple[int, ...] = ()) -> None:
+        """Tell it its role. Raises OSError."""
+        send_frame(self.link, ChildOrder(role), fds)
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Whether it has answered or ended by then. Raises OSError where another thread has closed it."""
+        poll = select.poll()
+        try:
+            poll.register(self.link, select.POLLIN)
+        except ValueError as exc:
+            raise OSError("the link is closed") from exc
+        return bool(poll.poll(timeout_s * 1000))
+
+    def end(self) -> ChildExit | None:
+        """How it ended, after a moment for that; None if it has not, or its template cannot tell any more."""
+        try:
+            return receive_frame(self._status_link, ChildExit)
+        except (EOFError, OSError):
+            return None
+
+    def kill(self) -> ChildExit | None:
+        """End it, and say how it ended."""
+        with contextlib.suppress(OSError):
+            self._status_link.sendall(b"K")
+        return self.end()
+
+    def close(self) -> None:
+        """The template sees the status link close, and kills what still runs."""
+        self.link.close()
+        self._status_link.close()
+
+
+class WorkerTemplate:
+    """The process from which all grammar processes are forked. Restarted when it is gone. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: of the checkpoint, for its tokenizer. Starts the process and waits until it can fork. Raises
+        ValueError where the tokenizer supports no grammars, GrammarWorkerFailed where the process does not start."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.restarts_total = 0
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fork(self) -> WorkerChild:
+        """A new process, which waits for its role. Raises GrammarWorkerFailed."""
+        with self._lock:
+            for is_last in (False, True):
+                if self._is_closed:
+                    raise GrammarWorkerFailed("the engine is shutting down")
+                try:
+                    return self._fork()
+                except OSError:
+                    if is_last:
+                        raise GrammarWorkerFailed("the template of grammar processes does not answer") from None
+                    self._restart()
+        raise AssertionError("either of them returns or raises")
+
+    def restart(self, seen_pid: int) -> None:
+        """Replace a process that hangs, unless another thread has done so since `seen_pid` was read."""
+        with self._lock:
+            if self._process.pid == seen_pid and not self._is_closed:
+                self._restart()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._end()
+
+    def _start(self) -> None:
+        own, its = socket.socketpair()
+        command = [sys.executable, "-m", "moiety_engine.structured_outputs.worker", str(self._folder)]
+        with its:
+            self._process = subprocess.Popen(
+                [*command, str(its.fileno())],
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},  # whose threads would not survive a fork
+            )
+        self._control = own
+        own.settimeout(START_S)
+        try:
+            ready = receive_frame(own, TemplateReady)
+        except (EOFError, OSError) as exc:
+            self._end()
+            raise GrammarWorkerFailed(f"the template of grammar processes does not start: {exc}") from exc
+        if ready.problem:
+            self._end()
+            raise ValueError(ready.problem)
+        self.num_words = ready.num_words
+
+    def _fork(self) -> WorkerChild:
+        link, child_link = socket.socketpair()
+        status_link, child_status_link = socket.socketpair()
+        try:
+            with child_link, child_status_link:
+                send_frame(self._control, None, (child_link.fileno(), child_status_link.fileno()))
+        except OSError:
+            link.close()
+            status_link.close()
+            raise
+        return WorkerChild(link, status_link)
+
+    def _restart(self) -> None:
+        log.warning("grammar_template_restarted", pid=self._process.pid)
+        self.restarts_total += 1
+        self._process.kill()
+        self._end()
+        self._start()
+
+    def _end(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def name_of(end: ChildExit) -> str:
+    """The way a process ended, for people."""
+    if os.WIFSIGNALED(end.status):
+        number = os.WTERMSIG(end.status)
+        return f"signal {number}, {signal.Signals(number).name}"
+    return f"exit code {os.waitstatus_to_exitcode(end.status)}"
+
+
+def is_own_fault(end: ChildExit) -> bool:
+    """Whether a process ended by what it did, and not because somebody killed it."""
+    if os.WIFSIGNALED(end.status):
+        return os.WTERMSIG(end.status) in OWN_SIGNALS
+    return os.waitstatus_to_exitcode(end.status) != 0

@@ -1,0 +1,236 @@
+"""Compiling and stepping of grammars in processes of their own: what the core asks, and what is remembered of answers.
+
+A grammar is first compiled in a trial, a process with hard limits that ends with it. What passes is compiled again in
+the process that steps it. What does not is refused, and that is remembered, so that repeating it costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import structlog
+
+from moiety_engine.config import GrammarLimits
+from moiety_engine.structured_outputs.errors import GrammarWorkerFailed, GuideRefused
+from moiety_engine.structured_outputs.frames import (
+    EXIT_OUT_OF_MEMORY,
+    ChildExit,
+    TrialOrder,
+    TrialReport,
+    receive_frame,
+)
+from moiety_engine.structured_outputs.processes import WorkerTemplate, name_of
+from moiety_engine.structured_outputs.stepping import (
+    MAX_KEPT,
+    MAX_KEPT_BYTES,
+    MAX_WORKERS,
+    CheckedGrammar,
+    GrammarHandle,
+    SteppingWorker,
+)
+from moiety_wire.guides import Guide
+
+log = structlog.get_logger()
+
+REQUESTS_A_WORKER = 8  # fewer are not worth another one
+MAX_VERDICTS = 4096  # refusals that are remembered
+MAX_CRASHES = 2  # of stepping processes, by one grammar: then it is refused
+MAX_TRIALS = 3  # of one grammar whose trial was ended by somebody else
+
+
+class GrammarService:
+    """Owns the grammar processes of one replica. Thread-safe. `close` ends them; so does the end of the object."""
+
+    def __init__(self, folder: Path, limits: GrammarLimits) -> None:
+        """`folder`: of the checkpoint, for its tokenizer. Raises ValueError where it supports no grammars, and
+        GrammarWorkerFailed where no process can be started."""
+        self._limits = limits
+        self._template = WorkerTemplate(folder)
+        self._lock = threading.Lock()
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by the grammar's hash
+        self._accepted: OrderedDict[Guide, CheckedGrammar] = OrderedDict()
+        self._crashes: OrderedDict[Guide, int] = OrderedDict()
+        num_workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // 2))
+        note_crash = _weak_method(self)
+        self._workers = [SteppingWorker(self._template, limits, note_crash) for _ in range(num_workers)]
+        self._close = weakref.finalize(self, _close_all, self._workers, self._template)
+        self.compile_seconds_total = 0.0  # processor time of compilations, refused ones too
+
+    @property
+    def num_words(self) -> int:
+        """32-bit words of a mask."""
+        return self._template.num_words
+
+    @property
+    def restarts_total(self) -> int:
+        """Restarts of stepping processes and of their template."""
+        return self._template.restarts_total + sum(worker.restarts_total for worker in self._workers)
+
+    def refusal_of(self, guide: Guide) -> str:
+        """Why this grammar was refused before; "" if it was not."""
+        return self._refusals.get(_digest(guide), "")
+
+    def open(self, guide: Guide) -> GrammarHandle | None:
+        """For one request, if nothing is to be compiled for it."""
+        with self._lock:
+            grammar = self._accepted.get(guide)
+            if grammar is None:
+                return None
+            self._accepted.move_to_end(guide)
+        worker = self._choose()
+        return worker.open(grammar) if worker.has(guide) else None
+
+    def compile(self, guide: Guide) -> tuple[CheckedGrammar, SteppingWorker]:
+        """Compile a grammar where requests that follow can have it stepped. Waits for that. Raises GuideRefused,
+        GrammarWorkerFailed."""
+        if refusal := self.refusal_of(guide):
+            raise GuideRefused(refusal)
+        with self._lock:
+            grammar = self._accepted.get(guide)
+        if grammar is None:
+            grammar = CheckedGrammar(guide, self._try(guide))
+            with self._lock:
+                self._accepted[guide] = grammar
+                self._forget_oldest()
+        worker = self._choose()
+        self._count(worker.prepare(grammar))
+        return grammar, worker
+
+    def remember_refusal(self, guide: Guide, refusal: str) -> None:
+        """Refuse the grammar from now on without compiling it."""
+        with self._lock:
+            self._accepted.pop(guide, None)
+            self._refusals[_digest(guide)] = refusal
+            if len(self._refusals) > MAX_VERDICTS:
+                self._refusals.popitem(last=False)
+
+    def note_crash(self, guide: Guide, problem: str) -> None:
+        """A stepping process died of a grammar that had passed its trial. Requests with it may have been unlucky with
+        their tokens; a second time, the grammar is refused."""
+        with self._lock:
+            crashes = self._crashes.pop(guide, 0) + 1
+            self._crashes[guide] = crashes
+            if len(self._crashes) > MAX_KEPT:
+                self._crashes.popitem(last=False)
+        if crashes >= MAX_CRASHES:
+            self.remember_refusal(guide, problem)
+
+    def close(self) -> None:
+        """End all processes. Calls that are under way raise GrammarWorkerFailed."""
+        self._close()
+
+    def _choose(self) -> SteppingWorker:
+        """The first with few requests, so that few processes run where one is enough; else that with the fewest."""
+        for worker in self._workers:
+            if worker.num_open < REQUESTS_A_WORKER:
+                return worker
+        return min(self._workers, key=lambda worker: worker.num_open)
+
+    def _try(self, guide: Guide) -> int:
+        """Compile in a process that ends with it. Returns the bytes of memory that the grammar takes. Raises
+        GuideRefused, GrammarWorkerFailed."""
+        limits = self._limits
+        order = TrialOrder(guide, limits.compile_cpu_s, limits.compile_wall_s, limits.compile_memory_bytes)
+        for _ in range(MAX_TRIALS):
+            template_pid = self._template.pid
+            with self._template.fork() as child:
+                child.link.settimeout(limits.compile_wall_s + 2)
+                try:
+                    child.send(order)
+                    report = receive_frame(child.link, TrialReport)
+                except (EOFError, OSError):
+                    end = child.kill()
+                    if end is None:
+                        self._template.restart(template_pid)
+                        continue
+                    self._count(end.cpu_s)
+                    if not _was_killed(end):
+                        raise self._refuse(guide, end) from None
+                    continue
+            self._count(report.cpu_s)
+            if report.refusal:
+                self.remember_refusal(guide, report.refusal)
+                raise GuideRefused(report.refusal)
+            return report.memory_bytes
+        raise GuideRefused("the process that compiles it was killed from outside; send the request again")
+
+    def _refuse(self, guide: Guide, end: ChildExit) -> GuideRefused:
+        """What the end of a trial means for the client."""
+        limits, number = self._limits, os.WTERMSIG(end.status) if os.WIFSIGNALED(end.status) else 0
+        if number == signal.SIGALRM:  # which depends on what else the machine does
+            return GuideRefused(f"compiling it took more than {limits.compile_wall_s:g} s; make it simpler")
+        if number in (signal.SIGPROF, signal.SIGXCPU):
+            problem = f"compiling it takes more than {limits.compile_cpu_s:g} s of processor time; make it simpler"
+        elif number == signal.SIGABRT or os.waitstatus_to_exitcode(end.status) == EXIT_OUT_OF_MEMORY:
+            problem = f"compiling it takes more than {limits.compile_memory_bytes >> 20:,} MiB; make it simpler"
+        else:
+            problem = f"compiling it crashed the compiler ({name_of(end)}); write it otherwise"
+        log.warning("grammar_refused", ended_by=name_of(end), kind=str(guide.kind), bytes=len(guide.text))
+        self.remember_refusal(guide, problem)
+        return GuideRefused(problem)
+
+    def _count(self, cpu_s: float) -> None:
+        with self._lock:
+            self.compile_seconds_total += cpu_s
+
+    def _forget_oldest(self) -> None:
+        num_bytes = sum(len(guide.text) for guide in self._accepted)
+        while len(self._accepted) > MAX_KEPT or num_bytes > MAX_KEPT_BYTES:
+            guide, _ = self._accepted.popitem(last=False)
+            num_bytes -= len(guide.text)
+
+
+class GrammarServiceStart:
+    """A service that is being started beside other work, since large vocabularies take a second."""
+
+    def __init__(self, folder: Path, limits: GrammarLimits) -> None:
+        self._found: GrammarService | str = ""
+        self._thread = threading.Thread(target=self._start, args=(folder, limits), name="grammar-start", daemon=True)
+        self._thread.start()
+
+    def result(self) -> GrammarService | str:
+        """The service, or why there is none."""
+        self._thread.join()
+        if isinstance(self._found, str):
+            log.warning("structured_outputs_unavailable", reason=self._found)
+        return self._found
+
+    def _start(self, folder: Path, limits: GrammarLimits) -> None:
+        try:
+            self._found = GrammarService(folder, limits)
+        except (ValueError, GrammarWorkerFailed) as exc:
+            self._found = str(exc)
+
+
+def _was_killed(end: ChildExit) -> bool:
+    """By somebody else: the operator, or a machine that is short of memory."""
+    return os.WIFSIGNALED(end.status) and os.WTERMSIG(end.status) in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+
+
+def _digest(guide: Guide) -> bytes:
+    return blake2b(f"{guide.kind}\0{guide.text}".encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _close_all(workers: Sequence[SteppingWorker], template: WorkerTemplate) -> None:
+    for worker in workers:
+        worker.close()
+    template.close()
+
+
+def _weak_method(service: GrammarService) -> Callable[[Guide, str], None]:
+    """`note_crash` without keeping the service alive."""
+    method = weakref.WeakMethod(service.note_crash)
+
+    def note(guide: Guide, problem: str) -> None:
+        found = method()
+        if found is not None:
+            found(guide, problem)
+
+    return note

@@ -1,0 +1,311 @@
+"""A process that steps the grammars of many requests, as the core sees it: one round trip a step, restarts, blame.
+
+All that a request's grammar needs to go on is here: its source, and the tokens of its answer. When the process dies, a
+new one gets both of each request, and no other request notices but by the time that takes. A request in whose operation
+the process died by its own doing fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from moiety_engine.config import GrammarLimits
+from moiety_engine.structured_outputs.errors import GrammarWorkerFailed, GuideRefused
+from moiety_engine.structured_outputs.frames import (
+    ChildExit,
+    PrepareOrder,
+    PrepareReport,
+    StepOrder,
+    StepperOrder,
+    StepReport,
+    StepRow,
+    receive_frame,
+    send_frame,
+)
+from moiety_engine.structured_outputs.mask_buffer import MaskBuffer
+from moiety_engine.structured_outputs.processes import WorkerChild, WorkerTemplate, is_own_fault, name_of
+from moiety_wire.guides import Guide
+from moiety_wire.messages import FailureCode
+
+log = structlog.get_logger()
+
+MAX_WORKERS = 4  # processes that step the grammars of one replica
+MAX_KEPT = 256  # grammars in one process
+MAX_KEPT_BYTES = 8 << 20  # of their text
+STALL_S = 5.0  # without a finished operation, after which a process counts as stopped
+MAX_DEATHS = 2  # of processes while they worked for a request, without proof of its fault: then it fails
+MAX_UNEXPLAINED = 3  # deaths within one step that no request was the cause of
+CRASHED = "following it crashed the process that does so ({how}); write it otherwise"
+NOT_RUNNING = "the engine cannot run its grammar processes ({reason}); send the request again"
+
+_ids = itertools.count(1)
+
+
+class CheckedGrammar(NamedTuple):
+    """A grammar that compiled within its limits."""
+
+    guide: Guide
+    memory_bytes: int
+
+
+class GrammarHandle:
+    """The grammar of one request. Made by the thread that queues requests, then used by one thread at a time."""
+
+    __slots__ = ("__weakref__", "accepted_ids", "code", "grammar", "num_deaths", "problem", "state_id", "worker")
+
+    def __init__(self, grammar: CheckedGrammar, worker: SteppingWorker, freed_ids: deque[int]) -> None:
+        """`freed_ids` gets the handle's `state_id` once nobody has the handle any more."""
+        self.grammar, self.worker = grammar, worker
+        self.state_id = next(_ids)
+        self.accepted_ids: list[int] = []  # tokens of the answer
+        self.problem, self.code = "", FailureCode.GUIDE_REFUSED  # why it cannot go on, for the client
+        self.num_deaths = 0  # of processes while they worked for it, without proof of its fault
+        weakref.finalize(self, freed_ids.append, self.state_id).atexit = False
+
+    @property
+    def num_taken(self) -> int:
+        """Tokens of the answer that it has taken."""
+        return len(self.accepted_ids)
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Take the next tokens of the answer; the process hears of them with the next step."""
+        self.accepted_ids += token_ids
+
+    def fail(self, problem: str, code: FailureCode = FailureCode.GUIDE_REFUSED) -> None:
+        """Say why it cannot go on. The first reason stands."""
+        if not self.problem:
+            self.problem, self.code = problem, code
+
+
+class _Kept(NamedTuple):
+    grammar_id: int
+    memory_bytes: int
+    text_bytes: int
+
+
+class _Process:
+    """One process, from its start to its death. `has` is guarded by the worker's lock."""
+
+    def __init__(self, template: WorkerTemplate, limits: GrammarLimits) -> None:
+        self.child: WorkerChild = template.fork()
+        self.masks = MaskBuffer(template.num_words)
+        self.compile_link, its_compile_link = socket.socketpair()
+        self.prepare_lock = threading.Lock()  # one round trip at a time
+        self.has: OrderedDict[Guide, _Kept] = OrderedDict()
+        self.freed_grammar_ids: list[int] = []
+        self.num_sent: dict[int, int] = {}  # tokens that each state in it has taken
+        self.end: ChildExit | None = None
+        order = StepperOrder(limits.worker_memory_bytes, limits.compile_cpu_s + 1, template.num_words)
+        self.child.link.settimeout(STALL_S)
+        self.compile_link.settimeout(4 * limits.compile_wall_s + STALL_S)
+        with its_compile_link:
+            try:
+                self.child.send(order, (self.masks.fd, its_compile_link.fileno()))
+            except OSError:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        self.child.close()
+        self.compile_link.close()
+        self.masks.close()
+
+
+class SteppingWorker:
+    """A stepping process and those that come after it. `open` and `has` for the thread that queues requests, `prepare`
+    for compiling threads, `step` for one thread at a time."""
+
+    def __init__(
+        self, template: WorkerTemplate, limits: GrammarLimits, note_crash: Callable[[Guide, str], None]
+    ) -> None:
+        """`note_crash` is told of a grammar that ended the process."""
+        self._template, self._limits, self._note_crash = template, limits, note_crash
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._is_closed = False
+        self._freed_ids: deque[int] = deque()
+        self._num_opened = self._num_freed = 0
+        self.restarts_total = 0
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose grammars it steps."""
+        return self._num_opened - self._num_freed - len(self._freed_ids)
+
+    def has(self, guide: Guide) -> bool:
+        """Whether a request with this grammar can go on at once."""
+        process = self._process
+        return process is not None and guide in process.has
+
+    def open(self, grammar: CheckedGrammar) -> GrammarHandle:
+        self._num_opened += 1
+        return GrammarHandle(grammar, self, self._freed_ids)
+
+    def prepare(self, grammar: CheckedGrammar) -> float:
+        """Have the grammar compiled beside the steps; the processor time of that, in seconds. Raises GuideRefused,
+        GrammarWorkerFailed."""
+        for _ in range(MAX_UNEXPLAINED):
+            process = self._running()
+            with process.prepare_lock:
+                if self.has(grammar.guide):
+                    return 0.0
+                order = PrepareOrder(next(_ids), grammar.guide)
+                try:
+                    send_frame(process.compile_link, order)
+                    report = receive_frame(process.compile_link, PrepareReport)
+                except (EOFError, OSError):
+                    end = self._bury(process)
+                    if end is not None and is_own_fault(end) and order.grammar_id in process.masks.grammars_in_progress:
+                        raise self._guilty(grammar.guide, end) from None
+                    continue
+                if report.refusal:
+                    raise GuideRefused(report.refusal)
+                with self._lock:
+                    self._keep(process, grammar, order.grammar_id)
+                return report.cpu_s
+        raise GrammarWorkerFailed("grammar processes end as soon as they start")
+
+    def step(self, handles: Sequence[GrammarHandle]) -> tuple[memoryview, Sequence[int]]:
+        """Have each handle's new tokens taken and its mask written. Returns the masks, one after the other, which stay
+        until the next call, and the place of each handle's among them; -1 where it has a problem."""
+        num_unexplained = 0
+        while live := [handle for handle in handles if not handle.problem]:
+            try:
+                process = self._running()
+            except GrammarWorkerFailed as exc:
+                self._give_up(live, str(exc))
+                break
+            try:
+                report = self._ask(process, live)
+            except (EOFError, OSError):
+                num_unexplained += not self._blame(process, live)
+                if num_unexplained >= MAX_UNEXPLAINED:
+                    self._give_up(live, "they end in the middle of their work")
+                continue
+            for index, problem in report.problems:
+                live[index].fail(problem)
+            for handle in live:
+                process.num_sent[handle.state_id] = handle.num_taken
+            masks = process.masks.rows(len(live))
+            if len(live) == len(handles) and not report.problems:
+                return masks, range(len(handles))
+            places = {handle.state_id: i for i, handle in enumerate(live) if not handle.problem}
+            return masks, [places.get(handle.state_id, -1) for handle in handles]
+        return memoryview(b""), [-1] * len(handles)
+
+    def close(self) -> None:
+        """End the process. Calls that are under way fail."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.close()
+                self._process = None
+
+    def _running(self) -> _Process:
+        with self._lock:
+            if self._is_closed:
+                raise GrammarWorkerFailed("the engine is shutting down")
+            for _ in range(MAX_UNEXPLAINED):
+                if self._process is not None:
+                    return self._process
+                try:
+                    self._process = _Process(self._template, self._limits)
+                except OSError:
+                    self._template.restart(self._template.pid)
+            raise GrammarWorkerFailed("grammar processes do not start")
+
+    def _ask(self, process: _Process, live: Sequence[GrammarHandle]) -> StepReport:
+        order = self._order(process, live)
+        process.masks.reserve(len(live))
+        send_frame(process.child.link, order)
+        num_operations = -1
+        while not process.child.wait_readable(STALL_S):
+            if process.masks.operations_total == num_operations:
+                raise TimeoutError("no operation ended")
+            num_operations = process.masks.operations_total
+        return receive_frame(process.child.link, StepReport)
+
+    def _order(self, process: _Process, live: Sequence[GrammarHandle]) -> StepOrder:
+        rows, grammars = [], []
+        with self._lock:
+            freed_ids = [self._freed_ids.popleft() for _ in range(len(self._freed_ids))]
+            self._num_freed += len(freed_ids)
+            for handle in live:
+                num_sent = process.num_sent.get(handle.state_id)
+                grammar_id = 0
+                if num_sent is None:
+                    kept = process.has.get(handle.grammar.guide)
+                    if kept is None:
+                        kept = self._keep(process, handle.grammar, next(_ids))
+                        grammars.append(PrepareOrder(kept.grammar_id, handle.grammar.guide))
+                    grammar_id = kept.grammar_id
+                fresh_ids = handle.accepted_ids[num_sent or 0 :]
+                rows.append(StepRow(handle.state_id, grammar_id, fresh_ids, num_sent is None))
+            freed_grammar_ids, process.freed_grammar_ids = process.freed_grammar_ids, []
+        freed_ids = [state_id for state_id in freed_ids if process.num_sent.pop(state_id, None) is not None]
+        new_ids = {grammar.grammar_id for grammar in grammars}
+        return StepOrder(rows, grammars, freed_ids, [one for one in freed_grammar_ids if one not in new_ids])
+
+    def _keep(self, process: _Process, grammar: CheckedGrammar, grammar_id: int) -> _Kept:
+        """Note that the process has a grammar, and which it is to drop for it. The caller holds the lock."""
+        kept = process.has[grammar.guide] = _Kept(grammar_id, grammar.memory_bytes, len(grammar.guide.text))
+        while len(process.has) > 1 and (
+            len(process.has) > MAX_KEPT
+            or sum(one.text_bytes for one in process.has.values()) > MAX_KEPT_BYTES
+            or sum(one.memory_bytes for one in process.has.values()) > self._limits.worker_memory_bytes // 2
+        ):
+            _, dropped = process.has.popitem(last=False)
+            process.freed_grammar_ids.append(dropped.grammar_id)
+        return kept
+
+    def _bury(self, process: _Process) -> ChildExit | None:
+        """A process that does not answer is ended; the next call starts another one. Returns how it ended, if that is
+        known."""
+        with self._lock:
+            if self._process is process:
+                self._process = None
+                self.restarts_total += 1
+                process.end = process.child.kill()
+                process.close()
+                how = "unknown" if process.end is None else name_of(process.end)
+                log.warning("grammar_worker_restarted", ended_by=how, restarts_total=self.restarts_total)
+            return process.end
+
+    def _blame(self, process: _Process, live: Sequence[GrammarHandle]) -> bool:
+        """Find the request in whose operation the process died. False: there was none."""
+        end = self._bury(process)
+        masks = process.masks
+        compiling, beside = masks.grammars_in_progress
+        suspects = []
+        for handle in live:
+            kept = process.has.get(handle.grammar.guide)
+            is_compiled = bool(compiling) and kept is not None and kept.grammar_id == compiling
+            if is_compiled or handle.state_id == masks.state_in_progress:
+                suspects.append(handle)
+        is_proved = end is not None and is_own_fault(end) and not beside
+        for handle in suspects:
+            handle.num_deaths += 1
+            if end is not None and (is_proved or handle.num_deaths >= MAX_DEATHS):
+                handle.fail(str(self._guilty(handle.grammar.guide, end)))
+            elif handle.num_deaths >= MAX_DEATHS:
+                handle.fail(CRASHED.format(how="it was ended twice"))
+        return bool(suspects)
+
+    def _guilty(self, guide: Guide, end: ChildExit) -> GuideRefused:
+        problem = CRASHED.format(how=name_of(end))
+        if is_own_fault(end):
+            self._note_crash(guide, problem)
+        return GuideRefused(problem)
+
+    @staticmethod
+    def _give_up(live: Sequence[GrammarHandle], reason: str) -> None:
+        for handle in live:
+            handle.fail(NOT_RUNNING.format(reason=reason), FailureCode.ENGINE_FAILED)

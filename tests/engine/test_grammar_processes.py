@@ -1,0 +1,429 @@
+"""Processes that compile and step grammars: limits, crashes, restarts, and fairness between tenants."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from moiety_demo import checkpoint_path
+from moiety_engine.config import EngineConfig, GrammarLimits, LoadFormat, Overlap
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.loop import EngineLoop
+from moiety_engine.messages import CoreFailure, CoreSubmit
+from moiety_engine.offline import run_all
+from moiety_engine.opening import load_loop
+from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
+from moiety_engine.structured_outputs.compiler import GrammarCompiler
+from moiety_engine.structured_outputs.errors import GrammarWorkerFailed, GuideRefused
+from moiety_engine.structured_outputs.service import GrammarService
+from moiety_engine.structured_outputs.stepping import GrammarHandle
+from moiety_text.folder import read_text_model
+from moiety_text.tokenizer import Tokenizer
+from moiety_wire.classes import STANDARD
+from moiety_wire.guides import Guide, GuideKind
+from moiety_wire.messages import FailureCode, Sampling
+
+TEXT = read_text_model(checkpoint_path())
+TOKENIZER = Tokenizer.from_json(TEXT.tokenizer_json)
+COMPILER = GrammarCompiler(TEXT.tokenizer_json, TEXT.eos_token_ids)
+MASK_BYTES = 4 * COMPILER.num_words
+INT64_MIN = -(2**63)
+CRASHING = [
+    Guide(GuideKind.JSON_SCHEMA, json.dumps({"type": "integer", "minimum": INT64_MIN, "maximum": INT64_MIN})),
+    Guide(GuideKind.JSON_SCHEMA, json.dumps({"type": "integer", "minimum": -(10**19), "maximum": -(10**19)})),
+    Guide(GuideKind.GRAMMAR, f'start: %json {{"type": "integer", "minimum": {INT64_MIN}, "maximum": {INT64_MIN}}}'),
+]
+SLOW = [
+    Guide(GuideKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 999983}'),
+    Guide(GuideKind.REGEX, "x?" * 30_000),
+]
+CHOICE = Guide(GuideKind.CHOICE, '["yes", "no"]')
+LIST = Guide(GuideKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 40}')
+LIMITS = GrammarLimits(compile_cpu_s=0.3)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[GrammarService]:
+    made = GrammarService(checkpoint_path(), LIMITS)
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    """The condition's value once it holds."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+    return found
+
+
+def asked(key: int, guide: Guide | None, tenant_id: str = "t", **more: Any) -> CoreSubmit:
+    prompt, eos = TOKENIZER.encode("What is it?"), list(TEXT.eos_token_ids)
+    submit = CoreSubmit(key, tenant_id, STANDARD, prompt, Sampling(seed=key), 60, 0, eos, 60, b"", 0, guide=guide)
+    return msgspec.structs.replace(submit, **more)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_dead(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
+    """End processes, and wait until they have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # a trial that has ended by itself
+            os.kill(pid, number)
+        until(partial(is_dead, pid))
+
+
+def template_pid(service: GrammarService) -> int:
+    return service._template.pid
+
+
+def opened(service: GrammarService, guide: Guide) -> GrammarHandle:
+    service.compile(guide)
+    handle = service.open(guide)
+    assert handle is not None
+    return handle
+
+
+def mask_of(handle: GrammarHandle) -> bytes:
+    (mask,) = masks_of([handle])
+    assert mask is not None, handle.problem
+    return mask
+
+
+def masks_of(handles: list[GrammarHandle]) -> list[bytes | None]:
+    """One round trip; None where a handle has a problem. All handles are of one process."""
+    masks, places = handles[0].worker.step(handles)
+    return [None if one < 0 else bytes(masks[one * MASK_BYTES : (one + 1) * MASK_BYTES]) for one in places]
+
+
+# ── trials ──
+
+
+@pytest.mark.parametrize("guide", CRASHING)
+def test_a_grammar_that_crashes_the_compiler_is_refused_and_costs_nothing_when_repeated(
+    service: GrammarService, guide: Guide
+) -> None:
+    with pytest.raises(GuideRefused, match="crashed the compiler"):
+        service.compile(guide)
+    used_s = service.compile_seconds_total
+    with pytest.raises(GuideRefused, match="crashed the compiler"):
+        service.compile(guide)
+    assert service.compile_seconds_total == used_s
+    assert "crashed" in service.refusal_of(guide)
+    service.compile(CHOICE)
+
+
+@pytest.mark.parametrize("guide", SLOW)
+def test_a_grammar_that_takes_too_long_is_ended_at_the_limit(service: GrammarService, guide: Guide) -> None:
+    used_s = service.compile_seconds_total
+    with pytest.raises(GuideRefused, match=r"more than 0\.3 s of processor time"):
+        service.compile(guide)
+    assert service.compile_seconds_total - used_s < 2 * LIMITS.compile_cpu_s
+
+
+def test_a_grammar_that_takes_too_much_memory_is_ended_at_the_limit() -> None:
+    limits = GrammarLimits(compile_cpu_s=30, compile_wall_s=30, compile_memory_bytes=64 << 20)
+    service = GrammarService(checkpoint_path(), limits)
+    try:
+        with pytest.raises(GuideRefused, match="more than 64 MiB"):
+            service.compile(Guide(GuideKind.REGEX, "x?" * 10_000))
+        service.compile(CHOICE)
+    finally:
+        service.close()
+
+
+def test_a_refusal_of_the_compiler_has_its_words(service: GrammarService) -> None:
+    with pytest.raises(GuideRefused, match="regex"):
+        service.compile(Guide(GuideKind.REGEX, "(a"))
+
+
+def test_the_template_has_one_thread_so_that_forking_is_safe(service: GrammarService) -> None:
+    assert len(os.listdir(f"/proc/{template_pid(service)}/task")) == 1  # noqa: PTH208 - no folder of files
+
+
+def test_a_trial_leaves_no_process_behind(service: GrammarService) -> None:
+    for guide in (Guide(GuideKind.REGEX, "no+pe"), Guide(GuideKind.REGEX, "(b"), SLOW[0]):
+        with contextlib.suppress(GuideRefused):
+            service.compile(guide)
+    num_steppers = sum(worker.has(Guide(GuideKind.REGEX, "no+pe")) for worker in service._workers)
+    until(lambda: len(children_of(template_pid(service))) == num_steppers)
+
+
+# ── stepping ──
+
+
+def test_masks_are_those_of_the_compiler_itself(service: GrammarService) -> None:
+    handle, state = opened(service, LIST), COMPILER.open(LIST)
+    for token_id in TOKENIZER.encode("[1, 2"):
+        own_W = np.zeros(service.num_words, dtype=np.int32)
+        state.write(own_W.ctypes.data, own_W.nbytes)
+        assert mask_of(handle) == own_W.tobytes()
+        state.take([token_id])
+        handle.take([token_id])
+
+
+def test_many_rows_share_one_round_trip_and_each_has_its_own_mask(service: GrammarService) -> None:
+    handles = [opened(service, LIST) for _ in range(3)]
+    worker = handles[0].worker
+    handles += [worker.open(handles[0].grammar) for _ in range(200)]
+    handles[1].take(TOKENIZER.encode("["))
+    handles[-1].take(TOKENIZER.encode("[1"))
+    masks = masks_of(handles)
+    assert len(masks) == len(handles)
+    assert masks[0] == masks[2] == masks[-2]
+    assert len({masks[0], masks[1], masks[-1]}) == 3
+
+
+def test_an_answer_that_violates_its_grammar_fails_alone(service: GrammarService) -> None:
+    bad = opened(service, CHOICE)
+    good = bad.worker.open(bad.grammar)
+    bad.take(TOKENIZER.encode("maybe"))
+    assert [mask is None for mask in masks_of([bad, good])] == [True, False]
+    assert bad.problem and not good.problem
+
+
+@pytest.mark.parametrize("who", ["stepper", "template", "both"])
+def test_after_a_kill_every_state_goes_on_where_it_was(service: GrammarService, who: str) -> None:
+    handles = [opened(service, LIST) for _ in range(4)]
+    for i, handle in enumerate(handles):
+        handle.take(TOKENIZER.encode("[1, 22, 333"[: 2 * i + 1]))
+    before = [mask_of(handle) for handle in handles]
+    template, restarts = template_pid(service), service.restarts_total
+    steppers = children_of(template)
+    kill({"stepper": steppers, "template": [template], "both": [template, *steppers]}[who])
+    assert [mask_of(handle) for handle in handles] == before
+    assert service.restarts_total > restarts
+    service.compile(Guide(GuideKind.REGEX, f"a new grammar after a kill of {who}"))
+
+
+def test_a_process_that_was_stopped_is_replaced(service: GrammarService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moiety_engine.structured_outputs.stepping.STALL_S", 0.2)
+    handle = opened(service, LIST)
+    before = mask_of(handle)
+    for pid in children_of(template_pid(service)):
+        os.kill(pid, signal.SIGSTOP)
+    assert mask_of(handle) == before
+
+
+def test_only_the_request_whose_operation_ended_the_process_fails(service: GrammarService) -> None:
+    guide = Guide(GuideKind.REGEX, "[cd]{30}")
+    first = opened(service, guide)
+    worker = first.worker
+    for is_second in (False, True):
+        handles = [worker.open(first.grammar) for _ in range(3)]
+        worker.step(handles)
+        process = worker._process
+        assert process is not None
+        process.masks.mark_state(handles[1].state_id)  # as a crashing process would leave it
+        kill(children_of(template_pid(service)), signal.SIGSEGV)
+        masks = masks_of(handles)
+        assert [mask is None for mask in masks] == [False, True, False]
+        assert "signal 11" in handles[1].problem
+        assert bool(service.refusal_of(guide)) is is_second  # after the second time it is not compiled any more
+
+
+def test_a_request_at_whose_operation_a_process_is_killed_goes_on_once(service: GrammarService) -> None:
+    grammar = Guide(GuideKind.REGEX, "[ab]{30}")
+    handle = opened(service, grammar)
+    before = mask_of(handle)
+    for is_last in (False, True):
+        process = handle.worker._process
+        assert process is not None
+        process.masks.mark_state(handle.state_id)
+        kill(children_of(template_pid(service)))
+        (mask,) = masks_of([handle])
+        assert (mask is None) is is_last
+        assert is_last or mask == before
+    assert not service.refusal_of(grammar)  # which proves nothing against the grammar
+
+
+def test_states_of_requests_that_ended_are_freed(service: GrammarService) -> None:
+    handle = opened(service, LIST)
+    worker = handle.worker
+    num_open = worker.num_open
+    del handle
+    assert worker.num_open == num_open - 1
+
+
+def test_a_closed_service_says_so_and_leaves_no_process() -> None:
+    service = GrammarService(checkpoint_path(), LIMITS)
+    handle, pid = opened(service, CHOICE), template_pid(service)
+    steppers = children_of(pid)
+    service.close()
+    until(lambda: not any(Path(f"/proc/{one}").exists() for one in (pid, *steppers)))
+    with pytest.raises(GrammarWorkerFailed, match="shutting down"):
+        service.compile(LIST)
+    assert masks_of([handle]) == [None]
+    assert handle.code is FailureCode.ENGINE_FAILED
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"compile_cpu_s": 0},
+        {"compile_wall_s": 100},
+        {"compile_memory_bytes": 1},
+        {"worker_memory_bytes": 1 << 20},
+        {"max_waiting_per_tenant": 0},
+    ],
+)
+def test_limits_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig):
+        GrammarLimits(**wrong)
+
+
+# ── the queue ──
+
+
+def drained(queue: GrammarCompileQueue, keys: set[int]) -> tuple[list[int], list[CoreFailure]]:
+    """Keys in the order in which they were ready or refused, and the refusals."""
+    order: list[int] = []
+    refusals: list[CoreFailure] = []
+
+    def take() -> bool:
+        order.extend(submit.key for submit, _ in queue.take_ready())
+        refused = queue.take_refused()
+        order.extend(one.key for one in refused)
+        refusals.extend(refused)
+        return keys <= set(order)
+
+    until(take)
+    return order, refusals
+
+
+def test_a_tenant_with_expensive_grammars_does_not_delay_another(service: GrammarService) -> None:
+    queue = GrammarCompileQueue(service, LIMITS)
+    slow = [Guide(GuideKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 999_000 + i})) for i in range(6)]
+    for key, guide in enumerate(slow):
+        queue.enter(asked(key, guide, "hostile"))
+    queue.enter(asked(100, Guide(GuideKind.CHOICE, '["red", "green"]'), "other"))
+    assert queue.num_waiting == 7
+    order, _ = drained(queue, {100})
+    assert len(order) <= 2  # at most one of the expensive ones ended before it
+    for key in range(6):
+        queue.leave(key)
+    assert queue.num_waiting == 0
+
+
+def test_the_tenant_that_has_used_the_least_goes_first(service: GrammarService) -> None:
+    queue = GrammarCompileQueue(service, LIMITS)
+    tenants = [f"tenant-{i}" for i in range(3)]
+    for i in range(9):
+        number = 990_001 + 7 * i if i < 6 else i
+        guide = Guide(GuideKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": number}))
+        queue.enter(asked(i, guide, tenants[i // 3]))
+    order, _ = drained(queue, set(range(9)))
+    assert max(order.index(i) for i in (6, 7, 8)) <= 5  # the cheap ones of the third do not wait for the others'
+
+
+def test_requests_with_one_grammar_are_compiled_together_also_of_several_tenants(service: GrammarService) -> None:
+    queue = GrammarCompileQueue(service, LIMITS)
+    guide = Guide(GuideKind.REGEX, "(together|apart)+")
+    for key in range(8):
+        queue.enter(asked(key, guide, f"tenant-{key % 3}"))
+    used_s = service.compile_seconds_total
+    order, refusals = drained(queue, set(range(8)))
+    assert sorted(order) == list(range(8)) and not refusals
+    assert service.compile_seconds_total - used_s < 0.2
+    queue.enter(asked(9, guide))
+    assert [submit.key for submit, _ in queue.take_ready()] == [9]  # at once
+
+
+def test_a_full_queue_of_one_tenant_refuses_it_and_nobody_else(service: GrammarService) -> None:
+    queue = GrammarCompileQueue(service, msgspec.structs.replace(LIMITS, max_waiting_per_tenant=2))
+    for key in range(4):
+        queue.enter(asked(key, Guide(GuideKind.REGEX, f"full {key}"), "eager"))
+    queue.enter(asked(9, Guide(GuideKind.REGEX, "full 9"), "other"))
+    order, refusals = drained(queue, {0, 1, 2, 3, 9})
+    assert [(one.key, one.code) for one in refusals] == [(2, FailureCode.OVERLOADED), (3, FailureCode.OVERLOADED)]
+    assert all(one.retry_after_s and "2 grammars" in one.message for one in refusals)
+    assert sorted(order) == [0, 1, 2, 3, 9]
+
+
+def test_who_leaves_is_gone_and_the_others_are_served(service: GrammarService) -> None:
+    queue = GrammarCompileQueue(service, LIMITS)
+    guide = Guide(GuideKind.REGEX, "leave (or|stay)")
+    for key in (1, 2):
+        queue.enter(asked(key, guide))
+    gone = queue.leave(1)
+    assert gone is not None and gone.key == 1
+    assert queue.leave(1) is None
+    assert drained(queue, {2})[0] == [2]
+    queue.enter(asked(3, guide))
+    ready = queue.leave(3)  # it is ready, and has not been taken
+    assert ready is not None and ready.key == 3
+    assert not list(queue.take_ready())
+
+
+# ── in the step loop ──
+
+
+def make_loop(**settings: Any) -> EngineLoop:
+    settings = {"load_format": LoadFormat.DUMMY, "kv_memory_bytes": 2**23, "num_threads": 1, **settings}
+    config = EngineConfig(model=str(checkpoint_path()), name="m", device="cpu", dtype="float32", **settings)
+    return load_loop(config)
+
+
+@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
+def test_streams_are_the_same_when_grammar_processes_are_killed_in_their_middle(overlap: Overlap) -> None:
+    with make_loop(overlap=overlap, grammar=LIMITS) as loop:
+        submits = [asked(key, LIST, sampling=Sampling(temperature=0.0)) for key in range(1, 7)]
+        undisturbed = {key: result.token_ids for key, result in run_all(loop, submits).items()}
+        service = loop._lobby._service
+        assert service is not None
+        found: dict[int, list[int]] = {key: [] for key in undisturbed}
+        for submit in submits:
+            loop.submit(submit)
+        failures, num_steps = [], 0
+        while not loop.scheduler.idle or loop.waits_for_others:
+            loop.step()
+            step = loop.take_outputs()
+            for output in [] if step is None else step.outputs:
+                found[output.key] += output.token_ids
+            failures += [] if step is None else step.failures
+            num_steps += 1
+            if num_steps in (10, 11, 25):
+                pid = template_pid(service)
+                kill([*children_of(pid), *([pid] if num_steps == 25 else [])])
+        assert failures == []
+        assert found == undisturbed
+        assert loop.load().grammar_worker_restarts_total >= 2
+
+
+def test_a_crashing_grammar_fails_its_request_while_others_are_answered() -> None:
+    with make_loop(grammar=LIMITS) as loop:
+        guides = [*CRASHING, SLOW[0], CHOICE, None]
+        for key, guide in enumerate(guides):
+            loop.submit(asked(key, guide, f"tenant-{key}", max_tokens=8))
+        failures: dict[int, CoreFailure] = {}
+        ended = set()
+        while not loop.scheduler.idle or loop.waits_for_others:
+            loop.step()
+            step = loop.take_outputs()
+            if step is not None:
+                failures |= {one.key: one for one in step.failures}
+                ended |= {output.key for output in step.outputs if output.finish is not None}
+        assert {key: one.code for key, one in failures.items()} == dict.fromkeys(range(4), FailureCode.GUIDE_REFUSED)
+        assert ended == {4, 5}
+        assert loop.load().grammar_compile_seconds_total > 0
+        assert loop.load().grammars_waiting == 0

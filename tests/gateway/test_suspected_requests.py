@@ -1,0 +1,129 @@
+"""Requests that may be what their engine died of: no other engine gets them, and nobody else suffers."""
+
+from __future__ import annotations
+
+import msgspec
+import openai
+import pytest
+
+from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_wire.figures import ClassLoad
+from moiety_wire.messages import Failed, FailureCode
+
+HELLO = [{"role": "user", "content": "hello"}]
+ASK = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
+WHOLE = " ".join(str(1 + i) for i in range(60))
+
+
+def engines_of(new_card, number, **settings) -> list[FakeEngineClient]:
+    cards = [msgspec.structs.replace(new_card(f"engine-{i}"), follows_guides=True) for i in range(number)]
+    return [FakeEngineClient(card, **settings) for card in cards]
+
+
+def busy(engines):
+    """The engines that have a request now."""
+    return [engine for engine in engines if engine.state.num_inflight]
+
+
+async def text_of(stream) -> str:
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+GRAMMAR = {"response_format": {"type": "json_object"}}
+
+
+def dies_before_the_first_token(engines):
+    """A script: each engine dies in the first step of a request whose prompt says so; others are answered."""
+
+    def script(submit):
+        for position, piece in enumerate(count_aloud(submit)):
+            if position == 0 and submit.stopping.max_tokens == 7:
+                next(engine for engine in engines if submit in engine.submits and engine.state.healthy).die()
+            yield piece
+
+    for engine in engines:
+        engine.script = script
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "responses"])
+async def test_a_request_with_a_grammar_whose_engine_dies_in_its_first_step_gets_no_other_engine(
+    start_gateway, new_card, api
+):
+    engines = engines_of(new_card, 3)
+    dies_before_the_first_token(engines)
+    path, more = {
+        "chat": ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 7, **GRAMMAR}),
+        "completions": ("/v1/completions", {"prompt": "hello", "max_tokens": 7, **GRAMMAR}),
+        "responses": (
+            "/v1/responses",
+            {"input": "hello", "max_output_tokens": 7, "text": {"format": {"type": "json_object"}}},
+        ),
+    }[api]
+    async with start_gateway(engines) as gateway:
+        status, _, body = await gateway.post(path, {"model": "tiny", **more})
+        assert (status, b"may have died of it" in body) == (400, True), body
+        assert sum(len(engine.submits) for engine in engines) == 1
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.error_code, row.output_tokens) == ("engine_crash_suspected", 0)
+
+
+async def test_a_request_without_a_grammar_moves_once_after_an_engine_died_in_its_first_step(start_gateway, new_card):
+    engines = engines_of(new_card, 3)
+    dies_before_the_first_token(engines)
+    async with start_gateway(engines) as gateway:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await gateway.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=7)
+        assert refused.value.code == "engine_crash_suspected"
+        assert sum(len(engine.submits) for engine in engines) == 2
+        answer = await gateway.client.chat.completions.create(**ASK)  # by the engine that is left
+        assert answer.choices[0].message.content == WHOLE
+
+
+@pytest.mark.parametrize("grammar", [{}, GRAMMAR])
+async def test_requests_that_had_tokens_when_another_ended_their_engine_go_on(start_gateway, new_card, grammar):
+    engines = engines_of(new_card, 2, token_s=0.001)
+    dies_before_the_first_token(engines)
+    async with start_gateway(engines) as gateway:
+        stream = await gateway.client.chat.completions.create(**ASK, **grammar, stream=True)
+        first = await anext(aiter(stream))
+        while not first.choices[0].delta.content:
+            first = await anext(aiter(stream))
+        (has_it,) = busy(engines)
+        (other,) = [engine for engine in engines if engine is not has_it]
+        other.class_loads = [ClassLoad("standard", 9, 9, 9.0, 0, {}, 0, {}, 0, 0, 0)]  # so the next one goes there too
+        with pytest.raises(openai.BadRequestError):
+            await gateway.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=7, **GRAMMAR)
+        assert not has_it.state.healthy and other.state.healthy
+        rest = await text_of(stream)
+        assert first.choices[0].delta.content + rest == WHOLE
+
+
+@pytest.mark.parametrize("in_first_step", [False, True, None])
+@pytest.mark.parametrize("guided", [False, True])
+async def test_what_the_engine_says_of_its_death_decides_who_is_suspected(
+    start_gateway, new_card, in_first_step, guided
+):
+    """False: it waited there. None: the engine shuts down, and nothing died."""
+    engines = engines_of(new_card, 2)
+    left = [1]
+
+    def script(submit):
+        if left:
+            left.pop()
+            message = "the engine's core process died; send the request again"
+            return Failed(submit.request_id, 1, FailureCode.ENGINE_FAILED, message, in_first_step=in_first_step)
+        return count_aloud(submit)
+
+    for engine in engines:
+        engine.script = script
+    async with start_gateway(engines) as gateway:
+        ask = {**ASK, **(GRAMMAR if guided else {})}
+        if guided and in_first_step:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await gateway.client.chat.completions.create(**ask)
+            assert refused.value.code == "engine_crash_suspected"
+            assert sum(len(engine.submits) for engine in engines) == 1
+        else:
+            answer = await gateway.client.chat.completions.create(**ask)
+            assert answer.choices[0].message.content == WHOLE
+            assert sum(len(engine.submits) for engine in engines) == 2
