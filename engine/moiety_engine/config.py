@@ -135,7 +135,7 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.compile_memory_bytes < 16 << 20 or self.worker_memory_bytes < self.compile_memory_bytes:
             raise InvalidConfig(
-                "grammar_compile_memory_bytes must be at least 16 MiB, and grammar_worker_memory_bytes at least as much: "
+                "grammar_compile_memory_bytes must be at least 16 MiB, grammar_worker_memory_bytes at least as much: "
                 f"they are {self.compile_memory_bytes} and {self.worker_memory_bytes}"
             )
         if self.max_waiting_per_tenant < 1:
