@@ -413,9 +413,13 @@ def make_loop(**settings: Any) -> EngineLoop:
     return load_loop(config)
 
 
-@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
-def test_streams_are_the_same_when_grammar_processes_are_killed_in_their_middle(overlap: Overlap) -> None:
-    with make_loop(overlap=overlap, grammar=LIMITS) as loop:
+@pytest.mark.parametrize(
+    "layout",
+    [{"overlap": Overlap.OFF}, {"overlap": Overlap.ON}, {"tp": 2}, {"pp": 2}, {"dp_attention": 2}],
+    ids=["one rank", "overlapped steps", "tp", "pp", "dp_attention"],
+)
+def test_streams_are_the_same_when_grammar_processes_are_killed_in_their_middle(layout: dict[str, Any]) -> None:
+    with make_loop(**layout, grammar=LIMITS) as loop:
         submits = [asked(key, LIST, sampling=Sampling(temperature=0.0)) for key in range(1, 7)]
         undisturbed = {key: result.token_ids for key, result in run_all(loop, submits).items()}
         service = loop._lobby._service
