@@ -135,8 +135,8 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.compile_memory_bytes < 16 << 20 or self.worker_memory_bytes < self.compile_memory_bytes:
             raise InvalidConfig(
-                "grammar_compile_memory_bytes must be at least 16 MiB, and grammar_worker_memory_bytes "
-                f"at least as much: they are {self.compile_memory_bytes} and {self.worker_memory_bytes}"
+                "grammar_compile_memory_bytes must be at least 16 MiB, grammar_worker_memory_bytes at least as much: "
+                f"they are {self.compile_memory_bytes} and {self.worker_memory_bytes}"
             )
         if self.max_waiting_per_tenant < 1:
             raise InvalidConfig(f"grammar_queue must be at least 1, not {self.max_waiting_per_tenant}")

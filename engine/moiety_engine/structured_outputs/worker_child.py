@@ -81,8 +81,11 @@ def _end_with_parent() -> None:
 
 def limit_memory(more_bytes: int) -> None:
     """Let the address space grow by so much from now on, and write no core file."""
-    now_bytes = _memory_pages()[0] * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now_bytes + more_bytes, now_bytes + more_bytes))
+    limit_bytes = _memory_pages()[0] * resource.getpagesize() + more_bytes
+    _, hard_bytes = resource.getrlimit(resource.RLIMIT_AS)
+    if hard_bytes != resource.RLIM_INFINITY:
+        limit_bytes = min(limit_bytes, hard_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
