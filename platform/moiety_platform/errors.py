@@ -16,6 +16,7 @@ PlatformError
 │   └── Overloaded          429  the class's promise cannot be kept now, or the tenant has too much in flight
 ├── HeadTooLarge            431  the request's line and headers exceed the limit
 ├── EngineFailed            502  the engine broke off the request
+├── NonFiniteOutput         502  the model computed NaN or infinity for the request
 └── Unavailable             503  no engine, or the store is away; try again after `retry_after_s`
 """
 
@@ -141,6 +142,14 @@ class EngineFailed(PlatformError):
     status = 502
     type = "server_error"
     default_code = "engine_failed"
+
+
+class NonFiniteOutput(PlatformError):
+    """No other engine is asked: it has the same weights. An answer of which nothing was sent is not billed."""
+
+    status = 502
+    type = "server_error"
+    default_code = "non_finite_output"
 
 
 class Unavailable(PlatformError):

@@ -15,6 +15,7 @@ from moiety_platform.errors import (
     BadRequest,
     ContextTooLong,
     EngineFailed,
+    NonFiniteOutput,
     NotFound,
     Overloaded,
     PlatformError,
@@ -203,8 +204,9 @@ def error_of(failed: Failed) -> PlatformError:
         case FailureCode.DRAINING | FailureCode.ADAPTER_MISSING:
             code = "engine_draining" if failed.code is FailureCode.DRAINING else failed.code.value
             return Unavailable(failed.message, code=code, retry_after_s=1)
-        case FailureCode.ENGINE_FAILED:
-            return EngineFailed(failed.message)
+        case FailureCode.NON_FINITE | FailureCode.ENGINE_FAILED:
+            is_engines = failed.code is FailureCode.ENGINE_FAILED
+            return EngineFailed(failed.message) if is_engines else NonFiniteOutput(failed.message)
 
 
 def _overload_of(failed: Failed) -> PlatformError:
