@@ -46,6 +46,7 @@ log = structlog.get_logger()
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_EXACT = "--dtype float32 asks for exact products"
 _IN_PLACE = OffloadConfig()
 _WHOLE_NUMBERS = {INT8.name, INT4.name}
 
@@ -147,12 +148,12 @@ def load_share(
     where = torch.device(device)
     compiler = begin() if where.type == "cpu" else None
     spec = foretelling_spec(read_spec(folder)) if foretelling else _spec(folder, load_format, keeps_hidden=keeps_hidden)
+    stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
+    wanted = _form(quantization, stored, exact=dtype == "float32")
     if dtype == "auto":
         dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
-    stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
-    wanted = _form(quantization, stored)
     own = own_spec(spec, ranks.seat)
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
     if form is not None:
@@ -235,11 +236,16 @@ def _check_moe_kernel(
             log.warning("moe_kernel_unavailable", kernel="triton", reason=reason, instead=fallback)
 
 
-def _form(quantization: str, stored: WeightFormat | None) -> WeightFormat | None:
+def _form(quantization: str, stored: WeightFormat | None, *, exact: bool) -> WeightFormat | None:
+    """Return the format that products are to be kept in. `exact`: float32 was asked for, in which whole numbers that a
+    checkpoint has packed are widened, unless they are asked for, too."""
     if quantization == "none":
         return None
     if quantization == "auto":
-        return stored
+        if not exact or stored is None or stored.floating:
+            return stored
+        log.info("checkpoint_widened", kept=stored.name, to=str(torch.float32), reason=_EXACT)
+        return None
     if quantization not in FORMATS:
         known = ", ".join(("auto", "none", *FORMATS))
         raise UnsupportedModelError(f"quantization {quantization!r} is not supported; choose one of {known}")
@@ -278,7 +284,7 @@ def _unreadable(
     if not takes_products(form, spec):
         return f"some rows have no multiple of {form.pack} inputs"
     if dtype.itemsize != 2 and (form.bits == 4 or form.is_stored_as(spec.weight_format)):
-        return "--dtype float32 asks for exact products"
+        return _EXACT
     if where.type != "cpu" and moe_kernel not in ("auto", "triton"):
         return f"Triton's would, but --moe-kernel is {moe_kernel}"
     return None if where.type == "cpu" else unavailable("triton", where, dtype, form)
