@@ -66,6 +66,7 @@ class Loading(TypedDict, total=False):
     offload: OffloadConfig
     progress: Callable[[int, int], None] | None
     keeps_hidden: bool
+    max_context_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ def load_share(
     progress: Callable[[int, int], None] | None = None,
     keeps_hidden: bool = False,
     foretelling: bool = False,
+    max_context_tokens: int | None = None,
 ) -> Share:
     """Read the checkpoint in `folder` for `device` ("cpu", "cuda", "cuda:1"). With dummy weights only its config.json
     is read.
@@ -140,14 +142,16 @@ def load_share(
     `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
     process. Of several `ranks` this one reads its share only. `offload`: which experts need not be on the device.
     `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that foretells from
-    what the model makes of tokens; `foretelling`: it is what is read, and nothing else. Raises
+    what the model makes of tokens; `foretelling`: it is what is read, and nothing else. `max_context_tokens`: the
+    longest context that is served, on which LongRoPE depends; None: the longest that the model takes. Raises
     ModelError, InvalidConfig, and OutOfMemory with the figures.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     where = torch.device(device)
     compiler = begin() if where.type == "cpu" else None
-    spec = foretelling_spec(read_spec(folder)) if foretelling else _spec(folder, load_format, keeps_hidden=keeps_hidden)
+    spec = _spec(folder, load_format, max_context_tokens, keeps_hidden=keeps_hidden)
+    spec = foretelling_spec(spec) if foretelling else spec
     stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
     wanted = _form(quantization, stored, exact=dtype == "float32")
     if dtype == "auto":
@@ -193,9 +197,9 @@ def load_share(
     return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden)
 
 
-def _spec(folder: Path, load_format: LoadFormat, *, keeps_hidden: bool) -> ModelSpec:
+def _spec(folder: Path, load_format: LoadFormat, max_context_tokens: int | None, *, keeps_hidden: bool) -> ModelSpec:
     """Of the model; a layer that is to foretell is missed before anything is read."""
-    spec = read_spec(folder)
+    spec = read_spec(folder).within(max_context_tokens)
     if keeps_hidden:
         require_foretelling(folder, spec, load_format)
     return spec

@@ -7,10 +7,10 @@ transformers 5 writes (`rope_parameters`, `num_local_experts`, `dtype`).
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
-from moiety_engine.model.families.config import Config, Features, checkpoint_dtype
+from moiety_engine.model.families.config import Config, Features, checkpoint_dtype, quantization_settings
 from moiety_engine.model.families.deepseek import (
     deepseek_v2,
     deepseek_v2_features,
@@ -88,6 +88,12 @@ def ignored_keys(folder: Path) -> list[str]:
     return ignored_of(stated, config.seen)
 
 
+def kv_cache_scheme(folder: Path) -> Any:
+    """What config.json says of a KV cache in few bits; None if nothing. Raises as `read_spec` does."""
+    settings = quantization_settings(_text_part(_read(folder)))
+    return settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
+
+
 def _read(folder: Path) -> Config:
     path = folder / "config.json"
     try:
@@ -142,7 +148,7 @@ def _spec_of(config: Config) -> ModelSpec:
             max_context_tokens=config["max_position_embeddings"],
             checkpoint_dtype=checkpoint_dtype(config),
             layers=tuple(read_layer(config, index) for index in range(config["num_hidden_layers"])),
-            weight_format=stored_format(config.get("quantization_config") or {}),
+            weight_format=stored_format(quantization_settings(config)),
             **(usual | WHOLE[family](config) if family in WHOLE else usual),
         )
     except KeyError as exc:

@@ -11,6 +11,7 @@ from moiety_engine.model.spec import (
     DenseSpec,
     LinearScaling,
     Llama3Scaling,
+    LongRopeFactors,
     LongRopeScaling,
     MoeSpec,
     RopeScaling,
@@ -97,12 +98,13 @@ def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling 
 
 
 def _long_rope(parameters: Mapping[str, Any], factor: float, original: int, most: int) -> LongRopeScaling:
-    """LongRoPE has factors for contexts up to the original length and others for longer ones. Keys stay in the cache
-    and are shared, so one set has to serve a model's every context: that of the longest it takes."""
-    length = "long" if most > original else "short"
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    attention_factor = first(parameters, f"{length}_mscale", "attention_factor", default=default)
-    return LongRopeScaling(tuple(map(float, parameters[f"{length}_factor"])), float(attention_factor))
+
+    def factors(length: str) -> LongRopeFactors:
+        attention_factor = first(parameters, f"{length}_mscale", "attention_factor", default=default)
+        return LongRopeFactors(tuple(map(float, parameters[f"{length}_factor"])), float(attention_factor))
+
+    return LongRopeScaling(factors("short"), factors("long"), original, most)
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
@@ -121,9 +123,15 @@ def yarn_magnitude(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def quantization_settings(config: Config) -> Config:
+    """Return how weights are quantized on disk; older compressed-tensors write it under another name."""
+    settings: Config = first(config, "quantization_config", "compression_config", default={})
+    return settings
+
+
 def checkpoint_dtype(config: Config) -> str:
     """The type of the weights on disk, by name; of what is kept in few bits, the type that it stands for."""
-    unsaid = "bfloat16" if config.get("quantization_config") else "float32"
+    unsaid = "bfloat16" if quantization_settings(config) else "float32"
     return str(first(config, "dtype", "torch_dtype", default=unsaid)).removeprefix("torch.")
 
 

@@ -26,7 +26,7 @@ NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "m
 
 def gemma3_text_config(config: Config) -> Config:
     """Return the text model's configuration, with what is said once for the whole model."""
-    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "compression_config")
     around = {key: config[key] for key in shared if key in config}
     text: Config = config.get("text_config", config)
     return around | text
