@@ -256,6 +256,7 @@ def _load(config: EngineConfig, meeting: Meeting, ranks: Ranks, progress: Callab
         offload=config.offload,
         progress=progress,
         keeps_hidden=config.speculate is Speculate.MTP,
+        max_context_tokens=config.max_context_tokens,
     )
 
 

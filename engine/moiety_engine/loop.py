@@ -42,6 +42,7 @@ from moiety_engine.runner.resident import Resident, free_cached_memory
 from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.runner.weights import Weights
+from moiety_engine.scheduling.endings import NonFiniteEnd
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.limits import Limits
 from moiety_engine.scheduling.plan import Plan
@@ -419,12 +420,35 @@ class EngineLoop:
             now_ns = self._clock_ns()
             pace = None if self._experts is None else self._experts.pace
             self._tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns, pace)
-            self._outputs += [CoreOutput(key, [], scores=scores) for key, scores in found.scores]
-            came = self.scheduler.commit(flight.plan, found.token_ids, found.logprobs, now_ns, found.vectors)
+            good_scores = [one for one in found.scores if one[0] not in found.bad_scores]
+            self._outputs += [CoreOutput(key, [], scores=scores) for key, scores in good_scores]
+            self._end_non_finite(now_ns, found.bad_scores)
+            of_step = (found.token_ids, found.logprobs, now_ns, found.vectors, found.non_finite)
+            came = self.scheduler.commit(flight.plan, *of_step)
             self._tracer.committed(came)
             self._outputs += came
+            self._end_non_finite(now_ns)
             self.steps_total += 1
+
+    def _end_non_finite(self, now_ns: int, also: Iterable[int] = ()) -> None:
+        """End the requests whose logits, vectors or scores are not finite, with a failure."""
+        for ended in self.scheduler.end_non_finite(now_ns, also):
+            if self.disk is not None:
+                self.disk.invalidate(ended.hashes)
+            log.error("output_not_finite", adapter=ended.adapter, num_output_tokens=ended.num_output_tokens)
+            self._failures.append(
+                CoreFailure(ended.key, FailureCode.NON_FINITE, _not_finite(ended), ended.num_output_tokens)
+            )
 
     def _emit(self, output: CoreOutput | None) -> None:
         if output is not None:
             self._outputs.append(output)
+
+
+def _not_finite(ended: NonFiniteEnd) -> str:
+    if ended.adapter:
+        return (
+            "the model computes values that are not finite with this adapter: see that its weights times "
+            "lora_alpha / r are of the size that training left them at"
+        )
+    return "the model computed values that are not finite: the operator should check the checkpoint's weights"

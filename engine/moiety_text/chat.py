@@ -123,6 +123,39 @@ class _Limits(Extension):
         return self.call_method("join", parts, lineno=concat.lineno)
 
 
+class _Message(dict[str, Any]):
+    """A message whose null fields are left out, as `transformers` leaves them out: most templates print "None" for a
+    null, or fail, and expect such a field to be missing."""
+
+    __slots__ = ("nulls",)
+
+    def __init__(self, message: Mapping[str, Any]) -> None:
+        super().__init__((name, value) for name, value in message.items() if value is not None)
+        self.nulls = message.keys() - self.keys()
+
+
+class _Undefined(jinja2.Undefined):
+    """What is missing. A message's field that was null has the methods of an empty text beside, for templates that test
+    for null and otherwise take it for text."""
+
+    __slots__ = ()
+
+    def _was_null(self) -> bool:
+        message = self._undefined_obj
+        return isinstance(message, _Message) and self._undefined_name in message.nulls
+
+    def __add__(self, other: Any) -> Any:
+        return other if isinstance(other, str) and self._was_null() else super().__add__(other)
+
+    def __radd__(self, other: Any) -> Any:
+        return other if isinstance(other, str) and self._was_null() else super().__radd__(other)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr("", name) and self._was_null():
+            return getattr("", name)
+        return super().__getattr__(name)
+
+
 _OF_DICTS = frozenset(dir(dict))
 
 
@@ -132,7 +165,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """The library looks for an attribute first, and only when that has failed for a key; which a message's fields,
         what templates mostly ask for, always are."""
-        if type(obj) is dict and attribute not in _OF_DICTS and attribute in obj:
+        if type(obj) in (dict, _Message) and attribute not in _OF_DICTS and attribute in obj:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
@@ -215,7 +248,11 @@ class ChatTemplate:
         """`special_tokens` are variables of the template (`bos_token` …); `now` is local time for `strftime_now`.
         Raises TemplateRefused if the template does not parse."""
         environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Limits, loopcontrols], finalize=_printable
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Limits, loopcontrols],
+            finalize=_printable,
+            undefined=_Undefined,
         )
         environment.filters["tojson"] = _to_json
         environment.filters["replace"] = _replace
@@ -252,12 +289,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. `extra` are further variables of the template (such as `enable_thinking`); they do not replace
-        the arguments here. Raises TemplateRefused with what the template said."""
+        """The prompt; null fields of messages are left out. `extra` are further variables of the template (such as
+        `enable_thinking`); they do not replace the arguments here. Raises TemplateRefused with what the template
+        said."""
         variables = {
             **self._special_tokens,
             **(extra or {}),
-            "messages": messages,
+            "messages": list(map(_Message, messages)),
             "tools": tools,
             "documents": (extra or {}).get("documents"),
             "add_generation_prompt": add_generation_prompt,

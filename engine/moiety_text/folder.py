@@ -23,8 +23,9 @@ class TextModel:
 
 
 def read_text_model(folder: Path) -> TextModel:
-    """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and the end-of-sequence ids of
-    generation_config.json, config.json and the tokenizer. Raises ModelFilesUnusable, UnusableTokenizer."""
+    """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, additional_chat_templates/*.jinja and the
+    end-of-sequence ids of generation_config.json, config.json and the tokenizer. Raises ModelFilesUnusable,
+    UnusableTokenizer."""
     if not folder.is_dir():
         raise ModelFilesUnusable(f"{folder} is not a folder; give the folder of a checkpoint in Hugging Face's format")
     tokenizer_json = _read_text(folder / "tokenizer.json")
@@ -35,11 +36,11 @@ def read_text_model(folder: Path) -> TextModel:
         )
     tokenizer = Tokenizer.from_json(tokenizer_json)
     config = _read_object(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(_read_object(folder / "special_tokens_map.json")) | _special_tokens(config)
-    template = _read_text(folder / "chat_template.jinja")
-    if template is None:
-        template = _one_template(config.get("chat_template"), folder)
-    return TextModel(tokenizer_json, template, special_tokens, _eos_ids(folder, tokenizer, special_tokens))
+    mapped, configured = _special_tokens(_read_object(folder / "special_tokens_map.json")), _special_tokens(config)
+    # as transformers has it: newer files say all in tokenizer_config.json, and what the older one says beside is void
+    special_tokens = configured if "added_tokens_decoder" in config else configured | mapped
+    template = _one_template(_template_files(folder) or config.get("chat_template"), folder)
+    return TextModel(tokenizer_json, template, special_tokens, _eos_ids(folder, tokenizer, mapped | configured))
 
 
 def _read_text(path: Path) -> str | None:
@@ -66,20 +67,36 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """All `…_token` entries, each a string or a description with its `content`."""
+    """Return the variables of templates: all `…_token` entries, and those that a model has of its own, by name, in
+    `extra_special_tokens`. Each is a string or a description with its `content`. A list there has no names, so that
+    templates do not know its tokens."""
+    named = {name: value for name, value in config.items() if name.endswith("_token")}
+    for own in ("model_specific_special_tokens", "extra_special_tokens"):
+        more = config.get(own)
+        named |= more if isinstance(more, dict) else {}
     found: dict[str, str] = {}
-    for name, value in config.items():
-        if not name.endswith("_token"):
-            continue
+    for name, value in named.items():
         content = value.get("content") if isinstance(value, dict) else value
         if isinstance(content, str):
             found[name] = content
     return found
 
 
+def _template_files(folder: Path) -> str | list[dict[str, str]]:
+    """Return the template of chat_template.jinja, or it and those of additional_chat_templates with their names; "" if
+    there is none."""
+    default, more = _read_text(folder / "chat_template.jinja"), folder / "additional_chat_templates"
+    named = {} if default is None else {"default": default}
+    for path in sorted(more.glob("*.jinja")):
+        named[path.stem] = _read_text(path) or ""
+    if named.keys() <= {"default"}:
+        return named.get("default", "")
+    return [{"name": name, "template": template} for name, template in named.items()]
+
+
 def _one_template(value: Any, folder: Path) -> str:
-    """The template of a tokenizer_config.json: one string, or several with names, of which `tool_use` serves requests
-    with tools and `default` all others."""
+    """Return one template that stands for a string, or for several with names, of which `tool_use` serves requests with
+    tools and `default` all others."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -92,7 +109,9 @@ def _one_template(value: Any, folder: Path) -> str:
         ) from exc
     if not named:
         return ""
-    default = named.get("default", next(iter(named.values())))
+    default = named.get("default")
+    if default is None:
+        default = "{{ raise_exception('the model has a chat template for requests with tools only') }}"
     with_tools = named.get("tool_use")
     if with_tools is None or with_tools == default:
         return default

@@ -58,6 +58,7 @@ class FailureCode(StrEnum):
     GUIDE_REFUSED = "guide_refused"  # what the answer is to be cannot be followed
     ADAPTER_MISSING = "adapter_missing"  # the engine does not have it, or not any more: send it, and submit again
     ADAPTER_REFUSED = "adapter_refused"  # it cannot be served beside this model
+    NON_FINITE = "non_finite_output"  # its logits or vector held NaN or infinity
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     ENGINE_FAILED = "engine_failed"

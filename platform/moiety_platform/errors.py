@@ -17,6 +17,7 @@ PlatformError
 ├── HeadTooLarge            431  the request's line and headers exceed the limit
 ├── EngineFailed            502  the engine broke off the request
 │   └── EngineDied          502  the engine's process died, or cannot be reached any more
+├── NonFiniteOutput         502  the model computed NaN or infinity for the request
 └── Unavailable             503  no engine, or the store is away; try again after `retry_after_s`
 """
 
@@ -151,6 +152,14 @@ class EngineDied(EngineFailed):
     def __init__(self, message: str, *, in_first_step: bool | None) -> None:
         super().__init__(message)
         self.in_first_step = in_first_step
+
+
+class NonFiniteOutput(PlatformError):
+    """No other engine is asked: it has the same weights. An answer of which nothing was sent is not billed."""
+
+    status = 502
+    type = "server_error"
+    default_code = "non_finite_output"
 
 
 class Unavailable(PlatformError):

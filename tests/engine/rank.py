@@ -51,6 +51,7 @@ class Work(msgspec.Struct):
     fails: str = ""  # with these words on rank 0, after all
     lacks: str = ""  # room on rank 1 for `weights`, or what a nap moves: `host`, `device`; or on all for the `cache`
     exact: bool = False  # no product rounds rows to bfloat16
+    some_fail: bool = False  # requests, and the others are answered
     turns: str = ""  # a folder: there each rank with attention notes what it sends, and experts wait for the next of it
 
 
@@ -68,6 +69,7 @@ class Answer(msgspec.Struct):
     num_picks: int = 0  # of experts, counted for them
     vectors: dict[int, list[float]] = {}
     refusals: list[str] = []
+    failed: dict[int, str] = {}  # codes
     num_waited: int = 0  # layers of micro-batches that experts gave back only once others had been sent
     waited_s: list[float] = []  # of attention and of experts, each for the other
     moves: dict[str, float] = {}  # of experts between ranks, what the engine tells of them
@@ -203,12 +205,33 @@ def waited_s(loop: EngineLoop) -> list[float]:
     return [load.attention_waited_seconds_total, load.experts_waited_seconds_total]
 
 
+def step_through(loop: EngineLoop, wave: list[CoreSubmit], answer: Answer) -> None:
+    """Until all have ended, some of them with a failure."""
+    for submit in wave:
+        answer.token_ids[submit.key] = []
+        loop.submit(submit)
+    num_open = len(wave)
+    while num_open:
+        loop.step()
+        step = loop.take_outputs()
+        for output in step.outputs if step else ():
+            answer.token_ids[output.key] += output.token_ids
+            num_open -= output.finish is not None
+        for failure in step.failures if step else ():
+            answer.failed[failure.key] = failure.code
+            num_open -= 1
+
+
 def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer = Answer()
     loop.warm_up()
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
     shuffle = shuffler(loop) if work.shuffles else None
+    for wave in work.waves if work.some_fail else ():
+        step_through(loop, wave, answer)
+    if work.some_fail:
+        return answer
     for wave in itertools.cycle(work.waves) if work.again else work.waves:
         for submit, (key, result) in zip(wave, run_all(loop, wave, on_step=shuffle).items(), strict=True):
             assert result.finish is not None

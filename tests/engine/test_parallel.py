@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -617,3 +618,23 @@ def test_a_lost_parallel_rank_ends_the_group(
     assert f"{first} {LOST_RANK}" in ended
     assert "rank_lost" in logged
     assert ("said nothing" if number == signal.SIGSTOP else "is lost") in logged
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp_attention": 2, "ep": 2}, {"expert_ranks": 1}])
+def test_a_request_that_is_not_finite_fails_alone_on_every_layout(
+    processes: RankProcesses, folders: dict[str, Path], tmp_path: Path, layout: dict[str, int]
+) -> None:
+    folder = tmp_path / "poisoned"
+    shutil.copytree(folders["mixtral"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][384] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    good = requests()[0]
+    bad = [msgspec.structs.replace(good[key], key=20 + key, prompt_ids=[*good[key].prompt_ids, 384]) for key in (1, 3)]
+    (alone,) = processes.work(*ranks_of(settings_of(folder)), waves=[good], some_fail=True, exact=True)
+    config = settings_of(folder, **layout)
+    found = processes.work(*ranks_of(config), waves=[[*good, *bad]], some_fail=True, exact=True)[0]
+    assert found["failed"] == dict.fromkeys(("21", "23"), "non_finite_output")
+    said = {key: tokens for key, tokens in found["token_ids"].items() if key not in found["failed"]}
+    assert said == alone["token_ids"]
+    assert [found["token_ids"][key] for key in found["failed"]] == [[], []]

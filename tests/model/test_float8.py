@@ -200,7 +200,9 @@ def test_of_float8_checkpoints_those_are_named_that_can_be_read(make_checkpoint:
     folder = make_checkpoint("llama, llama3 rope").folder
     config = json.loads((folder / "config.json").read_text())
     for settings in (compressed("tensor_group"), compressed("channel", num_bits=4), compressed("block")):
-        with pytest.raises(UnsupportedModelError, match="keep them in float8 by matrices, rows or blocks"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"quantized as compressed-tensors 'float-quantized'.*supported are fp8"
+        ):
             spec_from_config(config | {"quantization_config": settings})
 
 

@@ -21,10 +21,11 @@ from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import spec_from_config
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.narrow import from_packed, to_packed
+from moiety_engine.model.weights import products_of
 from moiety_engine.quantize.report import quantize_and_measure
 from moiety_engine.quantize.writing import write_quantized
 from moiety_kernels.cpu import dots
-from moiety_kernels.quantization import INT4, INT8, QuantizedWeight, dequantize, quantize
+from moiety_kernels.quantization import INT4, INT8, QuantizedWeight, WeightFormat, dequantize, quantize
 from moiety_kernels.quantization.reference import round_to
 
 FAMILIES = [
@@ -194,5 +195,30 @@ def test_bad_requests_say_what_to_do(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     asymmetric = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
     settings = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": asymmetric}}}
-    with pytest.raises(UnsupportedModelError, match="symmetric whole numbers"):
+    with pytest.raises(UnsupportedModelError, match=r"pack-quantized.*asymmetric"):
         spec_from_config(config | {"quantization_config": settings | {"quant_method": "compressed-tensors"}})
+
+
+@pytest.mark.parametrize("variant", ["mixtral, sliding window", "llama, llama3 rope"])
+@pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
+def test_in_float32_a_packed_checkpoint_is_the_model_of_its_numbers_times_its_scales(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any, tmp_path: Path, variant: str, form: WeightFormat
+) -> None:
+    source, narrow = make_checkpoint(variant).folder, tmp_path / "narrow"
+    write_quantized(source, narrow, form, silent)
+    tensors = load_file(narrow / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_packed")]:
+        plain = name.removesuffix("_packed")
+        q, scales = (tensors.pop(plain + end) for end in ("_packed", "_scale"))
+        tensors[plain] = from_packed(q, scales, tensors.pop(plain + "_shape"), form)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    prompt = list(range(3, 90))
+    with capture_logs() as logs:
+        widened = make_driver(narrow, dtype="float32")
+    assert [one["kept"] for one in logs if one["event"] == "checkpoint_widened"] == [form.name]
+    assert not any(isinstance(one, QuantizedWeight) for one in products_of(widened.model._weights))
+    assert torch.equal(
+        widened.prefill(make_sequence(prompt), 64), make_driver(source).prefill(make_sequence(prompt), 64)
+    )
+    kept = make_driver(narrow, dtype="float32", quantization=form.name)
+    assert all(isinstance(one, QuantizedWeight) for one in products_of(kept.model._weights)), "it was asked for"

@@ -5,16 +5,22 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
+import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis.strategies import integers, sampled_from
 from litestar import Litestar
 from sqlalchemy import delete, func, select, update
 
 from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
 from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.adapters.controller import AdapterRoom, adapter_routes
+from moiety_platform.adapters.magnitudes import bound_of
 from moiety_platform.adapters.models import Adapter, AdapterChunk
 from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.adapters.service import ABANDONED_MS, erase_some
@@ -208,3 +214,71 @@ async def test_a_part_that_is_gone_is_missed_by_whoever_reads_an_adapter(
         await session.execute(delete(AdapterChunk))
     with pytest.raises(NotFound):
         [part async for part in AdapterContents(database).parts(made["id"])]
+
+
+def floats(dtype: str, *halves: tuple[str, list[float]]) -> bytes:
+    """A safetensors file of factors with these numbers."""
+    kinds = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+    entries, data = {}, b""
+    for half, values in halves:
+        if dtype == "BF16":
+            part = (np.array(values, dtype="<f4").view("<u4") >> 16).astype("<u2").tobytes()
+        else:
+            part = np.array(values, dtype=kinds[dtype]).tobytes()
+        name = f"base_model.model.a.lora_{half}.weight"
+        offsets = [len(data), len(data) + len(part)]
+        entries[name] = {"dtype": dtype, "shape": [1, len(values)], "data_offsets": offsets}
+        data += part
+    head = json.dumps(entries).encode()
+    return len(head).to_bytes(8, "little") + head + data
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "BF16", "F16"])
+@pytest.mark.parametrize("half", ["A", "B"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+async def test_weights_that_are_not_finite_or_overflow_are_not_published(
+    api: Admin, demo: Demo, dtype: str, half: str, value: float
+) -> None:
+    if dtype == "F16" and value == 3e38:
+        value = 65504.0  # times 65504 and the scale it is too large, too
+    values = {"A": [0.1] * 7, "B": [0.2] * 7} | {half: [0.1] * 5 + [value, 0.1]}
+    content = floats(dtype, *values.items())
+    config = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4e8 if dtype == "F16" else 16})
+    made = await begin(api, demo, config=config)
+    first = len(content) - 9  # in the middle of a number
+    await send(api, made["id"], 0, content[:first])
+    await send(api, made["id"], first, content[first:])
+    refused = await api.call("POST", f"adapters/{made['id']}/publish", 400)
+    assert "finite" in refused["error"]["message"] or "too large" in refused["error"]["message"]
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "BF16", "F16"])
+async def test_weights_as_training_leaves_them_are_published(api: Admin, demo: Demo, dtype: str) -> None:
+    made = await begin(
+        api, demo, config=json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 64, "use_rslora": True})
+    )
+    await send(api, made["id"], 0, floats(dtype, ("A", [-3.0, 0.0, 1e-6, 40.0]), ("B", [0.0, -12.0])))
+    await api.call("POST", f"adapters/{made['id']}/publish", 200)
+
+
+@pytest.mark.parametrize("alpha", ["1e308", "-1e300", "1e999", "1" + "0" * 400, "true", '"16"'])
+@pytest.mark.parametrize("rslora", ["true", "false"])
+async def test_a_scale_that_overflows_is_refused_before_the_upload(
+    api: Admin, demo: Demo, alpha: str, rslora: str
+) -> None:
+    config = f'{{"peft_type": "LORA", "r": 4, "lora_alpha": {alpha}, "use_rslora": {rslora}}}'
+    refused = await begin(api, demo, expect=400, config=config)
+    assert refused["error"]["param"] == "config"
+
+
+@given(bits=integers(0, (1 << 64) - 1), dtype=sampled_from(["F64", "F32", "F16"]))
+def test_the_highest_byte_bounds_every_number(bits: int, dtype: str) -> None:
+    size = {"F64": 8, "F32": 4, "F16": 2}[dtype]
+    data = (bits & (1 << 8 * size) - 1).to_bytes(size, "little")
+    (value,) = struct.unpack({"F64": "<d", "F32": "<f", "F16": "<e"}[dtype], data)
+    bound = bound_of(data[-1] & 0x7F, dtype)
+    assert math.isinf(bound) or abs(value) < bound * (1 if dtype != "F64" else 65_536)
+    if not math.isfinite(value):
+        assert math.isinf(bound)
+    if 1e-3 < abs(value) < 1e3:
+        assert bound <= 4 * abs(value)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_NAMES_SHOWN = 4
+MAX_GAIN = 1e12  # of factors and scale; what training leaves is below 1e4
 
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)\.lora_([AB])\.weight")
 _MODULE = re.compile(r"(?:self_attn\.([qkvo])_proj|mlp\.(?:experts\.(\d{1,6})\.)?(gate|up|down)_proj)")
@@ -70,8 +71,8 @@ class _Config(msgspec.Struct):
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
-def read_adapter(folder: Path, spec: ModelSpec, *, max_rank: int) -> AdapterWeights:
-    """The adapter in `folder`. Raises AdapterError."""
+def read_adapter(folder: Path, spec: ModelSpec, *, max_rank: int, dtype: torch.dtype = torch.float32) -> AdapterWeights:
+    """The adapter in `folder`, whose factors are served in `dtype`. Raises AdapterError."""
     config = _read_config(folder, max_rank)
     try:
         with safe_open(folder / TENSORS, framework="pt") as file:
@@ -85,6 +86,8 @@ def read_adapter(folder: Path, spec: ModelSpec, *, max_rank: int) -> AdapterWeig
     ups = {module: halves[module, "B"] for module, half in halves if half == "B"}
     _check_pairs(downs, ups)
     _check_rank(downs, ups, config.r)
+    for module, down in downs.items():
+        _check_size(module, down, ups[module], config.scale, dtype)
     return AdapterWeights(config.r, _fused(spec, downs, ups, config))
 
 
@@ -162,6 +165,20 @@ def _check_rank(downs: dict[_Module, Tensor], ups: dict[_Module, Tensor], rank: 
         if down.shape[0] != rank or ups[module].shape[1] != rank:
             of = f"{tuple(down.shape)} and {tuple(ups[module].shape)}"
             raise AdapterError(f"{_told(module)} has factors of {of}, which are not of the rank {rank} in {CONFIG}")
+
+
+def _check_size(module: _Module, down: Tensor, up: Tensor, scale: float, dtype: torch.dtype) -> None:
+    """Raises AdapterError where the factors, or what they make of inputs of magnitude 1, overflow in the model."""
+    if not (down.to(dtype).isfinite().all() and (up * scale).to(dtype).isfinite().all()):
+        raise AdapterError(
+            f"{_told(module)} has weights that are not finite in {dtype}, the scale lora_alpha / r included"
+        )
+    gain = float((up.double().abs() * abs(scale) @ down.double().abs().sum(dim=1)).max()) if up.numel() else 0.0
+    if not gain <= MAX_GAIN:
+        raise AdapterError(
+            f"{_told(module)} multiplies its input by up to {gain:.3g} (lora_B, lora_A and lora_alpha / r together); "
+            f"at most {MAX_GAIN:.0e} is served, since sums of squares overflow beyond. Lower lora_alpha, or train anew"
+        )
 
 
 def _fused(

@@ -149,7 +149,7 @@ class AdapterRegistry:
     def _read(self, folder: Path) -> AdapterWeights:
         """Also in the reader's thread. Raises AdapterError, whatever is wrong: a tenant's bytes end nobody's engine."""
         try:
-            return read_adapter(folder, self._model.spec, max_rank=self._max_rank)
+            return read_adapter(folder, self._model.spec, max_rank=self._max_rank, dtype=self._stacks.dtype)
         except AdapterError:
             raise
         except Exception as exc:

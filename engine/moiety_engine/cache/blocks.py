@@ -118,12 +118,17 @@ class BlockPool:
         """Forget all contents whose hashes begin with one of these marks; blocks that are used stay with who uses them,
         and are blank after that. Their hashes."""
         struck = [block_hash for block_hash in self._block_of if block_hash[:MARK_BYTES] in marks]
-        for block_hash in struck:
-            if not self.blank(block_hash):
+        self.invalidate(struck)
+        return struck
+
+    def invalidate(self, hashes: Iterable[bytes]) -> None:
+        """Forget the contents with these hashes, where they are there; blocks that are used stay with who uses them,
+        and are blank after that."""
+        for block_hash in hashes:
+            if not self.blank(block_hash) and block_hash in self._block_of:
                 block = self._block_of.pop(block_hash)
                 self._hash_of[block] = None
                 self._aside.pop(block, None)
-        return struck
 
     def find(self, block_hash: bytes) -> int | None:
         """The block whose contents have this hash, if it is still there. Takes no reference."""

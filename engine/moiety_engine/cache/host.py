@@ -19,7 +19,7 @@ It knows ids and hashes only; moving the bytes is the runner's business.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from moiety_engine.cache.blocks import BlockPool
@@ -117,6 +117,10 @@ class HostTier:
     def strike(self, marks: Container[bytes]) -> list[bytes]:
         """As the pool above it does."""
         return self._pool.strike(marks)
+
+    def invalidate(self, hashes: Iterable[bytes]) -> None:
+        """As the pool above it does."""
+        self._pool.invalidate(hashes)
 
     def forget(self) -> None:
         """All contents are lost; no block is used, and no copy is queued."""

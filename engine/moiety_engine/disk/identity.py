@@ -40,6 +40,7 @@ def identity_of(model: Transformer, config: EngineConfig, kv: KvCache, parent: P
         "contents": [(path.name, digest) for path, digest in zip(files, digests_of(files, parent), strict=True)],
         "weights": [config.load_format, config.quantization, str(model.dtype)],
         "arithmetic": [model.arithmetic.moe_kernel, model.arithmetic.invariant],
+        "rotation": kv.rotation,
         "block_size": kv.block_size,
         "layers": [[(tuple(part.shape[1:]), str(part.dtype)) for part in layer.parts] for layer in kv.everything],
     }

@@ -53,6 +53,7 @@ class _Writing:
     rows: Rows | None  # None: the cache has left meanwhile
     taken: list[int]
     hashes: list[bytes]
+    is_valid: bool = True  # False: the file is to be removed once it is written
 
 
 class Saver:
@@ -143,7 +144,7 @@ class Saver:
                 stored = done.future.result()
                 self.written_blocks_total += len(stored.hashes)
                 self.written_bytes_total += stored.num_bytes
-                gone = self._index.add(stored)
+                gone = self._index.add(stored) if done.is_valid else [stored]
                 self._index.keep(stored, stored.kept, self._clock())
                 self.remove(gone)
             elif isinstance(problem, FileNotFoundError) and self._folder.path.exists():
@@ -177,6 +178,20 @@ class Saver:
         else:
             if num_files:
                 log.info("disk_cache_erased_elsewhere", num_files=num_files)
+
+    def invalidate(self, hashes: Collection[bytes]) -> None:
+        """Remove the files that have any of these blocks, and do not write what was offered of them."""
+        bad = set(hashes)
+        for offer in self._offers:
+            self._known.difference_update(bad.intersection(offer.hashes))
+            offer.hashes = [one for one in offer.hashes if one not in bad]
+        self._offers = deque(offer for offer in self._offers if offer.hashes)
+        for writing in self._writing:
+            writing.is_valid = writing.is_valid and bad.isdisjoint(writing.hashes)
+        files = {stored.name: stored for one in bad if (stored := self._index.find(one)) is not None}
+        for stored in files.values():
+            self._index.drop(stored)
+        self.remove(list(files.values()))
 
     def forget(self) -> None:
         """The cache's contents are lost: what was not copied out yet is not there any more."""

@@ -134,6 +134,10 @@ class DiskTier:
         """Remove what they have left, now and whenever more of it is found; how many files are known of."""
         return self.saver.forget_tenants(tenant_ids)
 
+    def invalidate(self, hashes: Collection[bytes]) -> None:
+        """See that blocks with these hashes are neither restored nor written any more."""
+        self.saver.invalidate(hashes)
+
     def tend(self) -> None:
         """What goes on while the engine sleeps, too: files are found, written to their end, and deleted in time."""
         self._take_found()

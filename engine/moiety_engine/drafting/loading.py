@@ -37,6 +37,7 @@ def load_drafter(
         "moe_kernel": config.moe_kernel,
         "load_format": config.load_format,
         "progress": progress,
+        "max_context_tokens": config.max_context_tokens,
     }
     if config.speculate is Speculate.MTP:
         return load_foretelling(Path(config.model), model, **how)

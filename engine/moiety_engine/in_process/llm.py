@@ -274,6 +274,6 @@ def _predicted_tokens(answer: _Answer) -> int:
 
 
 def _refusal(failed: Failed) -> Exception:
-    if failed.code is FailureCode.ENGINE_FAILED:
+    if failed.code in (FailureCode.ENGINE_FAILED, FailureCode.NON_FINITE):
         return EngineError(failed.message)
     return InvalidRequest(failed.message)

@@ -104,11 +104,12 @@ class AdapterStacks:
         self.layers = [LayerFactors() for _ in spec.layers]
         self.num_slots = self.rank = 0
         self.keys: frozenset[Key] = frozenset()
-        self._spec, self._device, self._dtype = spec, device, dtype
+        self.dtype = dtype  # of all factors
+        self._spec, self._device = spec, device
 
     def num_bytes(self, keys: Iterable[Key], num_slots: int, rank: int) -> int:
         """Memory of so many slots."""
-        return sum(self._form(key).values(rank) for key in keys) * num_slots * self._dtype.itemsize
+        return sum(self._form(key).values(rank) for key in keys) * num_slots * self.dtype.itemsize
 
     @torch.inference_mode()
     def lay_out(self, keys: frozenset[Key], num_slots: int, rank: int, moves: Mapping[int, int]) -> None:
@@ -146,8 +147,8 @@ class AdapterStacks:
         self, before: Factors | None, form: Form, num_slots: int, rank: int, moves: Mapping[int, int]
     ) -> Factors:
         places, parts = num_slots * form.num_experts, len(form.widths)
-        down = torch.zeros(places, parts * rank, form.width, dtype=self._dtype, device=self._device)
-        up = torch.zeros(places, rank, sum(form.widths), dtype=self._dtype, device=self._device)
+        down = torch.zeros(places, parts * rank, form.width, dtype=self.dtype, device=self._device)
+        up = torch.zeros(places, rank, sum(form.widths), dtype=self.dtype, device=self._device)
         after = Factors(down, up, form.widths, form.num_experts)
         for source, target in moves.items() if before is not None else ():
             assert before is not None

@@ -85,6 +85,7 @@ class KvCache:
     layers: tuple[LayerCache | LatentCache, ...]
     num_blocks: int
     block_size: int
+    rotation: str = ""  # a digest of how keys are turned, the same where other engines' keys fit
     hidden: LatentCache | None = None  # what the model made of each token, after the final norm; None: it is not kept
 
     @property

@@ -15,17 +15,23 @@ from safetensors import SafetensorError, safe_open
 from moiety_engine.distribution.layout import ONLY_SEAT, Seat
 from moiety_engine.model.as_stored import AsStored
 from moiety_engine.model.errors import WeightsError
+from moiety_engine.model.families import kv_cache_scheme
 from moiety_engine.model.fewer_bits import FewerBits, products_among
 from moiety_engine.model.names import ignorable, placements
 from moiety_engine.model.names.place import Place
 from moiety_engine.model.narrow import sources
 from moiety_engine.model.offloading import expert_names
+from moiety_engine.model.quantization_formats import (
+    KV_SCALES,
+    refuse_by_tensors,
+    refuse_scales_without_settings,
+)
 from moiety_engine.model.shares import own_places, own_spec, whole_places
 from moiety_engine.model.straight import Straight
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from torch import Tensor
@@ -71,6 +77,10 @@ def load(
     experts_in = filling.store.empty if filling is not None and form is None else None
     weights = allocate(own, device=filled_on, dtype=dtype, product_dtype=exactly, experts_in=experts_in)
     shard_of = tensor_files(folder)
+    refuse_by_tensors(shard_of)
+    if spec.weight_format is None:
+        refuse_scales_without_settings(folder, shard_of)
+    _note_kv_scales(folder, shard_of)
     found = sources(set(shard_of), spec.weight_format)
     wholes = placements(spec, weights, set(found)) if own is spec else whole_places(spec, set(found))
     _complain("lacks", sorted(wholes.keys() - found.keys()), folder)
@@ -108,6 +118,14 @@ def load(
     if progress is not None:
         progress(total, total)
     return weights if fewer_bits is None else fewer_bits.finish(dtype)
+
+
+def _note_kv_scales(folder: Path, names: Iterable[str]) -> None:
+    """Log that scales of a KV cache are left on disk, where the checkpoint has any or asks for such a cache."""
+    scales, scheme = sorted(name for name in names if name.endswith(KV_SCALES)), kv_cache_scheme(folder)
+    if scales or scheme:
+        advice = "--kv-dtype says how keys and values are kept; in 8 bits each gets a scale of its own"
+        log.info("kv_scales_ignored", first=next(iter(scales), None), of=len(scales), scheme=scheme, advice=advice)
 
 
 def product_names(folder: Path, spec: ModelSpec) -> set[str]:

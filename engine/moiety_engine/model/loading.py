@@ -46,6 +46,7 @@ log = structlog.get_logger()
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_EXACT = "--dtype float32 asks for exact products"
 _IN_PLACE = OffloadConfig()
 _WHOLE_NUMBERS = {INT8.name, INT4.name}
 
@@ -65,6 +66,7 @@ class Loading(TypedDict, total=False):
     offload: OffloadConfig
     progress: Callable[[int, int], None] | None
     keeps_hidden: bool
+    max_context_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ def load_share(
     progress: Callable[[int, int], None] | None = None,
     keeps_hidden: bool = False,
     foretelling: bool = False,
+    max_context_tokens: int | None = None,
 ) -> Share:
     """Read the checkpoint in `folder` for `device` ("cpu", "cuda", "cuda:1"). With dummy weights only its config.json
     is read.
@@ -139,20 +142,22 @@ def load_share(
     `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
     process. Of several `ranks` this one reads its share only. `offload`: which experts need not be on the device.
     `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that foretells from
-    what the model makes of tokens; `foretelling`: it is what is read, and nothing else. Raises
+    what the model makes of tokens; `foretelling`: it is what is read, and nothing else. `max_context_tokens`: the
+    longest context that is served, on which LongRoPE depends; None: the longest that the model takes. Raises
     ModelError, InvalidConfig, and OutOfMemory with the figures.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     where = torch.device(device)
     compiler = begin() if where.type == "cpu" else None
-    spec = foretelling_spec(read_spec(folder)) if foretelling else _spec(folder, load_format, keeps_hidden=keeps_hidden)
+    spec = _spec(folder, load_format, max_context_tokens, keeps_hidden=keeps_hidden)
+    spec = foretelling_spec(spec) if foretelling else spec
+    stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
+    wanted = _form(quantization, stored, exact=dtype == "float32")
     if dtype == "auto":
         dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
-    stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
-    wanted = _form(quantization, stored)
     own = own_spec(spec, ranks.seat)
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
     if form is not None:
@@ -192,9 +197,9 @@ def load_share(
     return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden)
 
 
-def _spec(folder: Path, load_format: LoadFormat, *, keeps_hidden: bool) -> ModelSpec:
+def _spec(folder: Path, load_format: LoadFormat, max_context_tokens: int | None, *, keeps_hidden: bool) -> ModelSpec:
     """Of the model; a layer that is to foretell is missed before anything is read."""
-    spec = read_spec(folder)
+    spec = read_spec(folder).within(max_context_tokens)
     if keeps_hidden:
         require_foretelling(folder, spec, load_format)
     return spec
@@ -235,11 +240,16 @@ def _check_moe_kernel(
             log.warning("moe_kernel_unavailable", kernel="triton", reason=reason, instead=fallback)
 
 
-def _form(quantization: str, stored: WeightFormat | None) -> WeightFormat | None:
+def _form(quantization: str, stored: WeightFormat | None, *, exact: bool) -> WeightFormat | None:
+    """Return the format that products are to be kept in. `exact`: float32 was asked for, in which whole numbers that a
+    checkpoint has packed are widened, unless they are asked for, too."""
     if quantization == "none":
         return None
     if quantization == "auto":
-        return stored
+        if not exact or stored is None or stored.floating:
+            return stored
+        log.info("checkpoint_widened", kept=stored.name, to=str(torch.float32), reason=_EXACT)
+        return None
     if quantization not in FORMATS:
         known = ", ".join(("auto", "none", *FORMATS))
         raise UnsupportedModelError(f"quantization {quantization!r} is not supported; choose one of {known}")
@@ -278,7 +288,7 @@ def _unreadable(
     if not takes_products(form, spec):
         return f"some rows have no multiple of {form.pack} inputs"
     if dtype.itemsize != 2 and (form.bits == 4 or form.is_stored_as(spec.weight_format)):
-        return "--dtype float32 asks for exact products"
+        return _EXACT
     if where.type != "cpu" and moe_kernel not in ("auto", "triton"):
         return f"Triton's would, but --moe-kernel is {moe_kernel}"
     return None if where.type == "cpu" else unavailable("triton", where, dtype, form)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.quantization_formats import method_name, refused
 from moiety_kernels.quantization import FP8, MXFP4, QuantizedWeight, WeightFormat, dequantize
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three bits bel
 EXPONENT_BIAS = 127
 COMPRESSED, PACKED_FORMAT, FLOAT_FORMAT = "compressed-tensors", "pack-quantized", "float-quantized"
 PACKED, SCALES, SHAPE = "_packed", "_scale", "_shape"
+_IN_ORDER = (None, False, "weight", "static")  # groups are of neighbours; else `_g_idx` says which inputs each has
 INPUT_SCALE = ".input_scale"  # for rounding rows by; here each row is rounded by scales of its own
 
 
@@ -57,14 +58,11 @@ def stored_format(settings: Mapping[str, Any]) -> WeightFormat | None:
         return None
     if method == "mxfp4":
         return MXFP4
-    if method == "fp8":
+    if method == "fp8" and settings.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
         return _float8(settings.get("weight_block_size"))
     if method == COMPRESSED:
         return _compressed(settings)
-    raise UnsupportedModelError(
-        f"a checkpoint quantized by {method!r} is not supported; known are mxfp4, fp8, and {COMPRESSED} with packed "
-        "whole numbers or float8. Use the unquantized one"
-    )
+    raise refused(method_name(settings))
 
 
 def _float8(block: Any) -> WeightFormat:
@@ -81,14 +79,24 @@ def _compressed(settings: Mapping[str, Any]) -> WeightFormat:
         if strategy == "block" and weights.get("block_structure"):
             return _float8(weights["block_structure"])
     whole = layout == PACKED_FORMAT and weights.get("type") == "int" and bits in (4, 8) and weights.get("symmetric")
+    whole = whole and weights.get("actorder") in _IN_ORDER
     if whole and strategy in ("channel", "group") and not groups[0].get("input_activations"):
         group = None if strategy == "channel" else int(weights["group_size"])
         return WeightFormat(f"int{bits}", int(weights["num_bits"]), group)
-    raise UnsupportedModelError(
-        f"of {COMPRESSED}'s checkpoints those are supported that pack all weights as symmetric whole numbers of 4 or 8 "
-        "bits by rows or groups, and no activations, or keep them in float8 by matrices, rows or blocks; use another "
-        "one, or the unquantized one"
-    )
+    raise refused(f"{COMPRESSED} {_told(settings, groups)}")
+
+
+def _told(settings: Mapping[str, Any], groups: list[Any]) -> str:
+    """Return what a compressed-tensors configuration says of its weights, in words."""
+    if len(groups) != 1:
+        return f"{settings.get('format')!r} with {len(groups)} groups of layers of their own"
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
+    kind = f"{weights.get('num_bits')} bits, {weights.get('type')}, by {weights.get('strategy')}"
+    more = [] if weights.get("symmetric", True) else ["asymmetric"]
+    more += [f"activation ordering {weights['actorder']!r}"] if weights.get("actorder") else []
+    more += [f"activations in {inputs.get('num_bits')} bits"] if inputs else []
+    more += ["sparse"] if settings.get("sparsity_config") else []
+    return f"{settings.get('format')!r} ({', '.join([kind, *more])})"
 
 
 def sources(present: set[str], form: WeightFormat | None = None) -> dict[str, Source]:

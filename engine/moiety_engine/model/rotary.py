@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moiety_engine.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+
+if TYPE_CHECKING:
+    from moiety_engine.model.spec import ModelSpec
 
 
 class RotaryTable:
@@ -31,6 +37,15 @@ class RotaryTable:
         return self._cos_PR, self._sin_PR
 
 
+def rotation_of(spec: ModelSpec) -> str:
+    """Return a digest of the frequencies by which all layers turn keys."""
+    digest = hashlib.blake2b(digest_size=16)
+    for rope in dict.fromkeys(layer.attention.rope for layer in spec.layers):
+        frequencies_R, magnitude = inverse_frequencies(rope)
+        digest.update(frequencies_R.numpy().tobytes() + struct.pack("<d?", magnitude, rope.interleaved))
+    return digest.hexdigest()
+
+
 def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     """(radians a position for each rotated pair, what cosines and sines are multiplied by).
 
@@ -47,8 +62,8 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
             return _llama3(plain_R, scaling), 1.0
         case YarnScaling() as scaling:
             return _yarn(plain_R, exponent_R, spec, scaling), scaling.attention_factor
-        case LongRopeScaling(factors, attention_factor):
-            return 1.0 / (torch.tensor(factors) * spec.theta**exponent_R), attention_factor
+        case LongRopeScaling(factors=factors):
+            return 1.0 / (torch.tensor(factors.of_pairs) * spec.theta**exponent_R), factors.attention_factor
 
 
 def _llama3(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:

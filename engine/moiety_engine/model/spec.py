@@ -6,7 +6,7 @@ another way adds a description here and its layer in `layers`, not a branch in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moiety_kernels.moe.activation import SILU, Activation
@@ -46,12 +46,28 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024): each rotated pair's frequency divided by a factor of its own; `attention_factor`
-    multiplies cosines and sines."""
+class LongRopeFactors:
+    """A factor for each rotated pair; `attention_factor` multiplies cosines and sines."""
 
-    factors: tuple[float, ...]
+    of_pairs: tuple[float, ...]
     attention_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024): each rotated pair's frequency divided by a factor of its own. Contexts beyond
+    `original_max_positions` have other factors than those within; `longest_context` decides for a model, since its keys
+    stay in the cache and are shared."""
+
+    short: LongRopeFactors
+    long: LongRopeFactors
+    original_max_positions: int
+    longest_context: int
+
+    @property
+    def factors(self) -> LongRopeFactors:
+        """Those of the model's longest context."""
+        return self.long if self.longest_context > self.original_max_positions else self.short
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -235,7 +251,24 @@ class ModelSpec:
     foretelling: LayerSpec | None = None
     foretells_after: int | None = None
 
+    def within(self, max_context_tokens: int | None) -> ModelSpec:
+        """Return the spec of the model as it computes contexts of at most so many tokens; None: of all that it takes.
+        Only LongRoPE depends on that."""
+        if max_context_tokens is None or max_context_tokens >= self.max_context_tokens:
+            return self
+        layers = tuple(_layer_within(layer, max_context_tokens) for layer in self.layers)
+        foretelling = None if self.foretelling is None else _layer_within(self.foretelling, max_context_tokens)
+        return replace(self, layers=layers, foretelling=foretelling)
+
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with routed experts."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoeSpec))
+
+
+def _layer_within(layer: LayerSpec, max_context_tokens: int) -> LayerSpec:
+    rope = layer.attention.rope
+    if not isinstance(rope.scaling, LongRopeScaling):
+        return layer
+    scaling = replace(rope.scaling, longest_context=min(rope.scaling.longest_context, max_context_tokens))
+    return replace(layer, attention=replace(layer.attention, rope=replace(rope, scaling=scaling)))

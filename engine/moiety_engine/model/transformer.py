@@ -24,7 +24,7 @@ from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
 from moiety_engine.model.moving import SlotWeights
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.residence import Residence, named_tensors
-from moiety_engine.model.rotary import RotaryTable
+from moiety_engine.model.rotary import RotaryTable, rotation_of
 from moiety_engine.model.shares import own_spec
 from moiety_engine.model.spec import KV_SCALE_BYTES, AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.vocabulary import Vocabulary
@@ -158,7 +158,8 @@ class Transformer:
         if self.keeps_hidden:
             width = self.spec.hidden_size
             hidden = LatentCache(empty(num_blocks, block_size, width, dtype=self.activation_dtype), width)
-        return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size, hidden)
+        layers = tuple(layer(one.attention) for one in self._own.layers)
+        return KvCache(layers, num_blocks, block_size, rotation_of(self.spec), hidden)
 
     @property
     def only_kernels(self) -> bool:

@@ -5,6 +5,7 @@ E prompts that end in this step, D model width.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,5 +23,6 @@ def unit_vectors(hidden_ED: Tensor) -> Tensor:
 
 
 def as_bytes(unit_ED: Tensor) -> list[bytes]:
-    """Vectors in host memory as little-endian float32."""
-    return [row_D.tobytes() for row_D in unit_ED.numpy().astype("<f4", copy=False)]
+    """Return vectors in host memory as little-endian float32; one that is not finite as no bytes."""
+    rows = unit_ED.numpy().astype("<f4", copy=False)
+    return [row_D.tobytes() if np.isfinite(row_D).all() else b"" for row_D in rows]

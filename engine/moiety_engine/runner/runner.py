@@ -27,7 +27,7 @@ from moiety_engine.runner.inputs import BatchBuilder, HostBatch, scored
 from moiety_engine.runner.masks import GrammarProblem, MaskMaker
 from moiety_engine.runner.micro_batches import WHOLE, Cutting, cut
 from moiety_engine.runner.orders import Orders
-from moiety_engine.runner.scoring import Scores, score
+from moiety_engine.runner.scoring import Scores, are_finite, score
 from moiety_engine.runner.spreading import order_of, spread_of
 from moiety_engine.sampling import Best, Drawn, Sampler, is_plain, rows_of
 from moiety_engine.sampling.rows import Row
@@ -56,12 +56,16 @@ class Flight:
 @dataclass(frozen=True, slots=True)
 class Results:
     """What a step brought: tokens for the chunks that sample, one each and one for each token of its draft, vectors for
-    those that embed, in the plan's order; what was asked of prompts, by the requests' keys."""
+    those that embed, in the plan's order; what was asked of prompts, by the requests' keys. `non_finite`: the sampled
+    rows, counted as the tokens are, whose logits are not finite, so that their tokens mean nothing. A vector that is
+    not finite is empty; `bad_scores` are the keys of prompts whose log-probabilities are not finite."""
 
     token_ids: list[int]
     logprobs: list[CoreLogprob | None]
     vectors: list[bytes]
     scores: list[tuple[int, CoreScores]]
+    non_finite: frozenset[int] = frozenset()
+    bad_scores: frozenset[int] = frozenset()
 
 
 class Runner:
@@ -174,7 +178,9 @@ class Runner:
         flight.done.wait()
         token_ids, logprobs = flight.drawn.unpack()
         vectors = [] if flight.unit_ED is None else as_bytes(flight.unit_ED)
-        return Results(token_ids, logprobs, vectors, [] if flight.scores is None else flight.scores.unpack())
+        scores = [] if flight.scores is None else flight.scores.unpack()
+        bad_scores = frozenset(key for key, one in scores if not are_finite(one))
+        return Results(token_ids, logprobs, vectors, scores, flight.drawn.non_finite_rows(), bad_scores)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ L rows, the hidden states before the tokens that are scored; D model width, V vo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +54,12 @@ def score(model: Transformer, hidden_LD: Tensor, parts: list[Scored], staging: S
         for rows_LD, picked_L in zip(in_turns(hidden_LD), in_turns(token_L), strict=True)
     ]
     return Scores(parts, pieces)
+
+
+def are_finite(scores: CoreScores) -> bool:
+    """Return whether every log-probability is a number that can be told."""
+    told = (value for one in scores.logprobs for value in (one.logprob, *one.top_logprobs))
+    return all(map(math.isfinite, told))
 
 
 def in_turns(rows: Tensor) -> list[Tensor]:

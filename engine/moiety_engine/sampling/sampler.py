@@ -20,6 +20,7 @@ from torch.nn import functional
 from moiety_engine.messages import CoreLogprob
 from moiety_engine.sampling.adjusting import bias_and_ban, has_bias_or_ban, has_penalty, penalties
 from moiety_engine.sampling.allowed import Allowed, ban_others
+from moiety_engine.sampling.finite import finite_rows, finite_rows_on_device
 from moiety_engine.sampling.randomness import uniforms
 from moiety_engine.sampling.rows import Row
 from moiety_engine.staging import Staging, Upload
@@ -47,16 +48,22 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One token a row, on the device or, after `download`, in host memory."""
+    """One token a row, on the device or, after `download`, in host memory. Of a row whose logits are not `finite` the
+    token means nothing."""
 
     token_L: Tensor  # int64
+    finite_L: Tensor  # bool
     logprobs: Logprobs | None
     counts: list[int | None]  # how many likeliest tokens each row wants; None for no log-probabilities
 
     def download(self, staging: Staging) -> Drawn:
         """The same in host memory, once a mark that is set after this has been passed."""
         found = None if self.logprobs is None else self.logprobs.download(staging)
-        return Drawn(staging.download(self.token_L), found, self.counts)
+        return Drawn(staging.download(self.token_L), staging.download(self.finite_L), found, self.counts)
+
+    def non_finite_rows(self) -> frozenset[int]:
+        """Return the rows whose logits are not finite, of what is in host memory."""
+        return frozenset(np.flatnonzero(~self.finite_L.numpy()).tolist())
 
     def unpack(self) -> tuple[list[int], list[CoreLogprob | None]]:
         """What is in host memory, as messages have it."""
@@ -78,11 +85,16 @@ class Best:
     """The tokens of the largest logits, which the host knows. Stands for a `Drawn` with no log-probabilities."""
 
     token_ids: list[int]
+    finite_L: np.ndarray  # bool, as Drawn's
 
     @classmethod
     def of(cls, logits: np.ndarray) -> Best:
         """Of [L, V], float32: the first of each row's largest, of a NaN where there is one."""
-        return cls(logits.argmax(axis=1).tolist())
+        return cls(logits.argmax(axis=1).tolist(), finite_rows(logits))
+
+    def non_finite_rows(self) -> frozenset[int]:
+        """Return the rows whose logits are not finite."""
+        return frozenset(np.flatnonzero(~self.finite_L).tolist())
 
     @property
     def token_L(self) -> Tensor:  # noqa: N802 - a tensor's name, as that of Drawn's
@@ -109,6 +121,7 @@ class Sampler:
     ) -> Drawn:
         """One token a row. `logits_LV` float32, row i belongs to rows[i]; it may be overwritten. `sampled_L`: what the
         running step samples. `allowed`: of the rows with a guide."""
+        finite_L = finite_rows_on_device(logits_LV)  # as the model made them: what follows bans by -inf
         counts = [row.submit.sampling.num_logprobs for row in rows]
         wanting = [i for i, count in enumerate(counts) if count is not None]
         raw_LV = self._pick(logits_LV, wanting).clone() if wanting else None
@@ -130,7 +143,7 @@ class Sampler:
         logprobs = None
         if raw_LV is not None:
             logprobs = logprobs_of(raw_LV, self._pick(token_L, wanting), max(count or 0 for count in counts))
-        return Drawn(token_L, logprobs, counts)
+        return Drawn(token_L, finite_L, logprobs, counts)
 
     def _penalise(self, logits_LV: Tensor, rows: Rows[Row], picked: list[int], sampled_L: Tensor | None) -> None:
         """In place, of the rows that were picked."""

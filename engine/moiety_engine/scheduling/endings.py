@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from moiety_engine.messages import CoreFinish
 from moiety_engine.sequence import Sequence
 from moiety_wire.messages import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteEnd:
+    """A request whose logits or vector were not finite, and the hashes of the blocks that were invalidated for it."""
+
+    key: int
+    adapter: str
+    num_output_tokens: int
+    hashes: list[bytes]
 
 
 def why_it_ends(sequence: Sequence, token_id: int) -> tuple[FinishReason, str] | None:

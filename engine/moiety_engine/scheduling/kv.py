@@ -243,6 +243,21 @@ class KvLedger:
             self.pins.drop(block_hash)
         return len(struck)
 
+    def invalidate(self, sequence: Sequence) -> list[bytes]:
+        """Forget what the full blocks of a sequence hold, on the device and on the host: nobody else may begin with
+        them. Its blocks stay with it. Return the hashes that they had."""
+        if not self.caches(sequence):
+            return []
+        num_full = min(sequence.peak_computed, sequence.num_known) // self.block_size
+        hashes = sequence.hashes_between(0, num_full, self.block_size)
+        self.pool.invalidate(hashes)
+        if self.host is not None:
+            self.host.invalidate(hashes)
+        for block_hash in hashes:
+            self.pins.drop(block_hash)
+        sequence.num_sealed = 0  # so that nothing of it is offered to the disk
+        return hashes
+
     def forget(self) -> None:
         """The cache's contents are lost, on the device and on the host. No sequence holds any."""
         self.pins.forget()

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.endings import finish_of, why_it_ends
+from moiety_engine.scheduling.endings import NonFiniteEnd, finish_of, why_it_ends
 from moiety_engine.scheduling.entrance import Entrance
 from moiety_engine.scheduling.filling import Filling
 from moiety_engine.scheduling.foresight.foresight import Foresight
@@ -100,6 +100,7 @@ class Scheduler:
         self.output_tokens_total = self.recomputed_tokens_total = 0
         self.prefill_seconds_total = self.decode_seconds_total = 0.0  # of steps with prompt tokens in them, and without
         self.drafted_tokens_total = self.accepted_tokens_total = 0
+        self._non_finite: list[int] = []  # keys of sequences whose newest row means nothing, to be ended
         self.overshot_tokens_total = 0  # sampled for sequences that had ended by then
 
     # ── requests come and go ──
@@ -182,6 +183,23 @@ class Scheduler:
             if group not in busy and not kv.pool.num_free:
                 self._room.break_deadlock(now_ns, group)
 
+    def end_non_finite(self, now_ns: int, also: Iterable[int] = ()) -> list[NonFiniteEnd]:
+        """End the requests of which the committed step made values that are not finite, and those whose keys are in
+        `also` if they are open. What their blocks hold is found by nobody else any more."""
+        ended = []
+        for key in dict.fromkeys([*self._non_finite, *also]):
+            sequence = self.places.by_key.get(key)
+            if sequence is None:
+                continue
+            hashes = self.groups.of(sequence).invalidate(sequence)
+            output = self.abort(key, FinishReason.ABORT, now_ns=now_ns)
+            if output is not None and output.finish is not None:
+                num_output = output.finish.num_output_tokens
+                ended.append(NonFiniteEnd(key, sequence.submit.adapter, num_output, hashes))
+        self._non_finite.clear()
+        self._retire_ghosts()
+        return ended
+
     def launched(self, plan: Plan) -> None:
         """The step runs, or will before anything that is planned from now on; the one before has been committed. Blocks
         that it reads may be given away at once, since whoever writes to them runs later."""
@@ -221,10 +239,12 @@ class Scheduler:
         logprobs: list[CoreLogprob | None],
         now_ns: int,
         embeddings: Iterable[bytes] = (),
+        non_finite: frozenset[int] = frozenset(),
     ) -> list[CoreOutput]:
         """Take in the step's result: for each chunk that samples one token and one for each token of its draft, and for
         each that embeds one vector, in the plan's order. A step that was not launched is launched first: nothing is
-        planned while it runs."""
+        planned while it runs. What comes of a row among `non_finite`, or of an empty vector, is no output: its sequence
+        waits for `end_non_finite`."""
         if self._running is None:
             self.launched(plan)
         assert self._running is plan, "a step was committed while another ran"
@@ -233,25 +253,23 @@ class Scheduler:
         sampled = iter(zip(token_ids, logprobs, strict=True))
         embedded = iter(embeddings)
         got_token = []
+        row = 0  # the chunk's first among those that are sampled
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if chunk.samples:
                 token = next(sampled)
                 drafted = list(islice(sampled, len(chunk.draft))) if chunk.draft else []
+                first, row = row, row + 1 + len(chunk.draft)
                 if sequence.pending_row < 0:
                     self.overshot_tokens_total += 1
                     continue
-                if drafted:
-                    output = self._take_draft(chunk, token, drafted, now_ns)
-                else:
-                    output = self._take_token(sequence, *token, now_ns)
+                output = self._take_samples(chunk, [token, *drafted], now_ns, first, non_finite)
+                if output is None:
+                    continue
                 got_token += [sequence] * len(output.token_ids)
                 outputs.append(output)
             elif chunk.embeds:
-                vector = next(embedded)
-                if sequence.place is not Place.ENDED:
-                    finish = self._end(sequence, FinishReason.STOP, "", now_ns, vector)
-                    outputs.append(CoreOutput(sequence.key, [], None, finish))
+                outputs += self._take_vector(sequence, next(embedded), now_ns)
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
         self._retire_ghosts()
@@ -336,6 +354,30 @@ class Scheduler:
             planner.limit_time(self.policy.step_budget(view, now_ns / 1e9))
             self._filling.fill(planner, view, joinable, now_ns)
 
+    def _take_samples(
+        self, chunk: Chunk, sampled: list[_Sampled], now_ns: int, first: int, non_finite: frozenset[int]
+    ) -> CoreOutput | None:
+        """Take in what a chunk's rows sampled, the first of which is row `first` of the step. None where that one means
+        nothing."""
+        if non_finite:
+            sampled = sampled[: next((i for i in range(len(sampled)) if first + i in non_finite), None)]
+        if not sampled:
+            self._non_finite.append(chunk.sequence.key)
+            return None
+        if chunk.draft:
+            return self._take_draft(chunk, sampled[0], sampled[1:], now_ns)
+        return self._take_token(chunk.sequence, *sampled[0], now_ns)
+
+    def _take_vector(self, sequence: Sequence, vector: bytes, now_ns: int) -> list[CoreOutput]:
+        """Take in the vector of a prompt that is embedded, which is empty if it means nothing."""
+        if sequence.place is Place.ENDED:
+            return []
+        if not vector:
+            self._non_finite.append(sequence.key)
+            return []
+        finish = self._end(sequence, FinishReason.STOP, "", now_ns, vector)
+        return [CoreOutput(sequence.key, [], None, finish)]
+
     def _take_token(self, sequence: Sequence, token_id: int, logprob: CoreLogprob | None, now_ns: int) -> CoreOutput:
         sequence.token_came(token_id, now_ns / 1e9)
         num_cached = 0
@@ -355,9 +397,13 @@ class Scheduler:
         self.drafted_tokens_total += len(chunk.draft)
         output = self._take_token(sequence, *first, now_ns)
         token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
-        for guessed, sampled in zip(chunk.draft, drafted, strict=True):
+        for place, guessed in enumerate(chunk.draft):
             if finish is not None or guessed != token_ids[-1]:
                 break
+            if place == len(drafted):  # what comes next is not finite
+                self._non_finite.append(sequence.key)
+                break
+            sampled = drafted[place]
             sequence.num_accepted += 1
             self._computed(sequence, 1)
             sequence.expect_token(-1)

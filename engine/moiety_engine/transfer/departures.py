@@ -103,7 +103,9 @@ class Departures:
             return True
         form, tokens = form_of(kv), departure.tokens
         num_bytes = len(tokens) * token_bytes(form)
-        begin = Begin(departure.hand_over.transfer_id, len(tokens), num_bytes, prompt_hash(tokens), form)
+        begin = Begin(
+            departure.hand_over.transfer_id, len(tokens), num_bytes, prompt_hash(tokens), form, rotation=kv.rotation
+        )
         problem = self._sender.begin(departure.hand_over, begin)
         if problem:
             self._problems[key] = problem

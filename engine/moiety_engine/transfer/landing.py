@@ -199,8 +199,10 @@ class LandingZone:
             num_bytes = begin.num_tokens * token_bytes(begin.form)
         except (ValueError, IndexError) as exc:
             return f"its form is not understood: {exc}"
-        if not is_fit:
-            return "it is of a model with other layers, heads or widths, or only one engine has --speculate mtp"
+        if not is_fit or begin.rotation != self._kv.rotation:
+            angles = "its keys are turned by other angles: give both engines the same --max-context-tokens"
+            other = "it is of a model with other layers, heads or widths, or only one engine has --speculate mtp"
+            return angles if is_fit else other
         if begin.num_tokens < 1 or begin.num_bytes != num_bytes:
             return f"{begin.num_tokens} tokens have {num_bytes} bytes, not {begin.num_bytes}"
         if self._held_bytes + begin.num_bytes > self._max_bytes:

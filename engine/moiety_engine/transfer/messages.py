@@ -34,6 +34,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
     form: Form
     segment: str = ""  # a file with the memory that the pieces go to; "": they come along
     way: str = ""
+    rotation: str = ""  # of the sender's cache, as KvCache has it
 
 
 class Piece(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from moiety_platform.adapters.magnitudes import Magnitudes
 from moiety_platform.adapters.models import Adapter
 from moiety_platform.adapters.service import get_adapter, read_part
-from moiety_platform.adapters.tensors import check_head, head_bytes
+from moiety_platform.adapters.tensors import check_config, check_head, head_bytes
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound
 from moiety_wire.messages import AdapterPart
@@ -46,5 +48,13 @@ class AdapterContents:
                 length = head_bytes(part.data)
             if len(head) < length:
                 head += part.data[: length - len(head)]
-        check_head(head, adapter.num_bytes)
+        await self._check_values(adapter, Magnitudes(check_head(head, adapter.num_bytes), length))
         return digest.hexdigest()
+
+    async def _check_values(self, adapter: Adapter, magnitudes: Magnitudes) -> None:
+        """Read the parts again, now that it is known where each tensor lies. Raises BadRequest."""
+        start = 0
+        async for part in self.parts(adapter.id):
+            await asyncio.to_thread(magnitudes.take, start, part.data)
+            start += len(part.data)
+        magnitudes.check_gain(check_config(adapter.config))

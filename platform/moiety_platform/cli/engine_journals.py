@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from moiety_platform.cli.errors import CommandError
+from moiety_platform.errors import NonFiniteOutput
 
 MAX_SHOWN = 100
 NEVER_BILLED = ("rejected",)  # nothing of it was sent
@@ -44,13 +45,18 @@ def read_journals(paths: Iterable[Path], since: datetime) -> dict[str, dict[str,
     return counted
 
 
+def _was_waived(row: Mapping[str, Any]) -> bool:
+    """Whether nothing of the request is billed because nothing of its answer was sent."""
+    return row["error_code"] == NonFiniteOutput.default_code and not row["output_tokens"]
+
+
 def compare(counted: Mapping[str, Mapping[str, int]], requests: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Requests whose bill is not what was counted; `unproven` are those that no journal has, since their engine was
     killed, or whose engine lost the gateway before their end."""
     differences, compared = [], 0
     for request_id, answers in counted.items():
         row = requests.get(request_id)
-        if row is not None and row["outcome"] in NEVER_BILLED:
+        if row is not None and (row["outcome"] in NEVER_BILLED or _was_waived(row)):
             continue
         compared += 1
         billed, total = None if row is None else row["output_tokens"], sum(answers.values())

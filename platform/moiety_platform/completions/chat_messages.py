@@ -92,8 +92,9 @@ class ChatMessage(StrictBody):
         return value
 
     def for_template(self) -> dict[str, Any]:
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        text = self.content
+        if isinstance(text, list):
+            text = "\n".join(part.text for part in text)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.name is not None:
             message["name"] = self.name

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
+from msgspec.structs import replace
+
 from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.inbox import Inbox
@@ -35,7 +37,7 @@ from moiety_wire.messages import (
 from moiety_wire.notes import Event, Phases, Reason
 
 Piece = tuple[int, str]  # a token and the text that it completes
-Script = Callable[[Submit], Sequence[Piece] | Failed]
+Script = Callable[[Submit], Sequence[Piece | Failed] | Failed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,13 @@ class FakeEngineClient:
             run.aborted = True
         run.changed.set()
 
+    def _accept(self, run: _Running, script: Sequence[Piece | Failed] | Failed, verdict: Verdict) -> None:
+        """Tell the verdict, unless the script says that the request is rejected."""
+        if isinstance(script, Failed) and script.seq == 0:
+            return
+        reason, ttft_s = verdict.reason, verdict.predicted_ttft_s
+        run.stream.deliver(Accepted(run.submit.request_id, run.take_seq(), verdict.served_class, reason, ttft_s))
+
     async def _answer(self, run: _Running) -> None:
         received_ns = self._clock.unix_ns()
         if run.submit.foresees is not None:
@@ -217,16 +226,7 @@ class FakeEngineClient:
             self._finish(run, self.verdict(run.submit), received_ns, FinishReason.STOP, "computed")
             return
         script, verdict = self.script(run.submit), self.verdict(run.submit)
-        if not (isinstance(script, Failed) and script.seq == 0):  # else it is rejected, not accepted
-            run.stream.deliver(
-                Accepted(
-                    run.submit.request_id,
-                    run.take_seq(),
-                    verdict.served_class,
-                    verdict.reason,
-                    verdict.predicted_ttft_s,
-                )
-            )
+        self._accept(run, script, verdict)
         if isinstance(script, Failed):
             run.stream.deliver(script)
             return
@@ -236,11 +236,16 @@ class FakeEngineClient:
         reason, detail = FinishReason.STOP, ""
         finder = new_stop_finder(run.submit.stopping.stop, run.submit.stopping.thought)
         pieces = iter(script)
-        resumed = "".join([text for _, text in islice(pieces, run.num_emitted)])  # is not said again
+        said = [piece for piece in islice(pieces, run.num_emitted) if not isinstance(piece, Failed)]
+        resumed = "".join([text for _, text in said])  # is not said again
         if finder is not None:
             finder.add(resumed)
-        for token_id, text in pieces:
+        for piece in pieces:
             await self._pause(run)
+            if isinstance(piece, Failed):
+                run.stream.deliver(replace(piece, seq=run.take_seq(), num_output_tokens=run.num_emitted))
+                return
+            token_id, text = piece
             while run.num_emitted >= run.credit_tokens and not run.aborted and not run.credit_last:
                 run.changed.clear()
                 await run.changed.wait()

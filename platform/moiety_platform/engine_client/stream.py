@@ -16,6 +16,7 @@ from moiety_platform.errors import (
     ContextTooLong,
     EngineDied,
     EngineFailed,
+    NonFiniteOutput,
     NotFound,
     Overloaded,
     PlatformError,
@@ -204,12 +205,14 @@ def error_of(failed: Failed) -> PlatformError:
         case FailureCode.DRAINING | FailureCode.ADAPTER_MISSING:
             code = "engine_draining" if failed.code is FailureCode.DRAINING else failed.code.value
             return Unavailable(failed.message, code=code, retry_after_s=1)
-        case FailureCode.ENGINE_FAILED:
+        case FailureCode.NON_FINITE | FailureCode.ENGINE_FAILED:
             return _failure_of(failed)
 
 
 def _failure_of(failed: Failed) -> PlatformError:
     """An engine knows what its core did when it died; an engine that shuts down has none that died."""
+    if failed.code is FailureCode.NON_FINITE:
+        return NonFiniteOutput(failed.message)
     if failed.in_first_step is None:
         return EngineFailed(failed.message)
     return EngineDied(failed.message, in_first_step=failed.in_first_step)

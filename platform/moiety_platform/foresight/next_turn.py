@@ -20,7 +20,8 @@ def next_turns(asked: Conversation, answer: Parts) -> tuple[Conversation, Conver
     """The conversation's next turn with one message and with another. After calls of tools it is the result of the
     first. Thoughts are left out, as clients and templates do."""
     calls = [part for part in answer if isinstance(part, Call)]
-    said: dict[str, Any] = {"role": "assistant", "content": "".join(part for part in answer if isinstance(part, str))}
+    text = "".join(part for part in answer if isinstance(part, str))
+    said: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}  # as clients send it back
     if calls:
         said["tool_calls"] = [
             {

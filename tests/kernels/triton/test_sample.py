@@ -138,3 +138,19 @@ def test_a_mutant_that_penalises_is_found(mutated: Any, noticed: Any, old: str, 
     mutant = mutated(kernel, old, new)
     with pytest.raises(noticed):
         assert_penalised_alike(mutant, device)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole rows", "one number"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the numpy that interprets it
+@pytest.mark.timeout(60)
+def test_a_row_that_is_not_finite_ends_with_some_token_and_leaves_the_others_alone(
+    value: float, whole: bool, device: str
+) -> None:
+    size, asked = 70, draws(FILTERS * 2, device)
+    logits = some_logits("random", len(FILTERS) * 2, size, device)
+    expected = kernel.sample(logits.clone(), asked, block=64)
+    logits[1::2, slice(None) if whole else 69] = value
+    found = kernel.sample(logits, asked, block=64)
+    assert found[::2].tolist() == expected[::2].tolist()
+    assert ((found >= 0) & (found < size)).all()

@@ -7,19 +7,20 @@ transformers 5 writes (`rope_parameters`, `num_local_experts`, `dtype`).
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
-from moiety_engine.model.families.config import Config, Features, checkpoint_dtype
+from moiety_engine.model.families.config import Config, Features, checkpoint_dtype, quantization_settings
 from moiety_engine.model.families.deepseek import (
     deepseek_v2,
     deepseek_v2_features,
     deepseek_v3,
     deepseek_v3_features,
 )
+from moiety_engine.model.families.defaults import filled, under_own_names
 from moiety_engine.model.families.dots import dots1
 from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
-from moiety_engine.model.families.gemma import gemma3, gemma3_config, gemma3_features
+from moiety_engine.model.families.gemma import gemma3, gemma3_features, gemma3_text_config
 from moiety_engine.model.families.glm import glm4_moe, glm_features
 from moiety_engine.model.families.gpt_oss import gpt_oss
 from moiety_engine.model.families.granite import granite, granite_features, granitemoe
@@ -70,8 +71,8 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "granitemoe": granite_features,
     "phimoe": phimoe_features,
 }
-# A configuration with what the family's own class adds to it, or with what stands deeper in it.
-COMPLETE: dict[str, Callable[[Config], Config]] = {"gemma3": gemma3_config, "gemma3_text": gemma3_config}
+# The part of a config.json that describes the text model, where it is not the whole.
+TEXT_PART: dict[str, Callable[[Config], Config]] = {"gemma3": gemma3_text_config}
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -81,9 +82,16 @@ def read_spec(folder: Path) -> ModelSpec:
 
 def ignored_keys(folder: Path) -> list[str]:
     """What config.json says that reading its spec ignores, and that may matter. Raises as `read_spec` does."""
-    config = Noting(_completed(_read(folder)))
+    stated = _text_part(_read(folder))
+    config = Noting(filled(stated, stated["model_type"]))
     _spec_of(config)
-    return ignored_of(config)
+    return ignored_of(stated, config.seen)
+
+
+def kv_cache_scheme(folder: Path) -> Any:
+    """What config.json says of a KV cache in few bits; None if nothing. Raises as `read_spec` does."""
+    settings = quantization_settings(_text_part(_read(folder)))
+    return settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
 
 
 def _read(folder: Path) -> Config:
@@ -101,24 +109,37 @@ def _read(folder: Path) -> Config:
 
 def spec_from_config(config: Config) -> ModelSpec:
     """The spec that a parsed config.json describes; raises ConfigError or UnsupportedModelError."""
-    return _spec_of(_completed(config))
+    stated = _text_part(config)
+    return _spec_of(filled(stated, stated["model_type"]))
 
 
-def _completed(config: Config) -> Config:
+def _text_part(config: Config) -> Config:
+    """Return what the file says of the text model, under the family's own names. Raises UnsupportedModelError."""
     family = config.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model family {family!r} is not supported; the known families are: {known}")
-    return {**COMPLETE[family](config), "model_type": family} if family in COMPLETE else config
+    text = TEXT_PART[family](config) if family in TEXT_PART else config
+    return {**under_own_names(text, family), "model_type": family}
+
+
+def _check_layer_types(config: Config) -> None:
+    """Raises ConfigError where the file names the types of more layers than there are, or of fewer."""
+    kinds, num_layers = config.get("layer_types"), config["num_hidden_layers"]
+    if isinstance(kinds, list) and len(kinds) != num_layers:
+        raise ConfigError(
+            f"config.json has {len(kinds)} layer_types for {num_layers} num_hidden_layers; give one for each layer"
+        )
 
 
 def _spec_of(config: Config) -> ModelSpec:
     family = config["model_type"]
     read_layer = FAMILIES[family]
     try:
+        _check_layer_types(config)
         usual: Features = {
-            "norm": NormSpec(config.get("rms_norm_eps", 1e-6)),
-            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "norm": NormSpec(float(config["rms_norm_eps"])),
+            "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         }
         return ModelSpec(
             family=family,
@@ -127,7 +148,7 @@ def _spec_of(config: Config) -> ModelSpec:
             max_context_tokens=config["max_position_embeddings"],
             checkpoint_dtype=checkpoint_dtype(config),
             layers=tuple(read_layer(config, index) for index in range(config["num_hidden_layers"])),
-            weight_format=stored_format(config.get("quantization_config") or {}),
+            weight_format=stored_format(quantization_settings(config)),
             **(usual | WHOLE[family](config) if family in WHOLE else usual),
         )
     except KeyError as exc:

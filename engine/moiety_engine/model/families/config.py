@@ -11,6 +11,7 @@ from moiety_engine.model.spec import (
     DenseSpec,
     LinearScaling,
     Llama3Scaling,
+    LongRopeFactors,
     LongRopeScaling,
     MoeSpec,
     RopeScaling,
@@ -55,14 +56,14 @@ def read_rope(config: Config, head_dim: int) -> RopeSpec:
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:
-    """What the configuration says of the rotary embedding beside its base."""
-    parameters: dict[str, Any] = first(config, "rope_parameters", "rope_scaling", default={})
+    """Return what the configuration says of the rotary embedding beside its base; of two forms the first releases'."""
+    parameters: dict[str, Any] = config.get("rope_scaling") or first(config, "rope_parameters", default={})
     return parameters
 
 
 def rope_from(config: Config, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
     """The rotary embedding that one set of parameters describes; what they lack stands in the configuration."""
-    theta = float(first(parameters, "rope_theta", default=first(config, "rope_theta", default=10_000.0)))
+    theta = float(first(parameters, "rope_theta") or need(config, "rope_theta"))
     partial = first(parameters, "partial_rotary_factor", default=first(config, "partial_rotary_factor", default=1.0))
     return RopeSpec(theta, int(head_dim * partial), _rope_scaling(config, parameters))
 
@@ -97,12 +98,13 @@ def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling 
 
 
 def _long_rope(parameters: Mapping[str, Any], factor: float, original: int, most: int) -> LongRopeScaling:
-    """LongRoPE has factors for contexts up to the original length and others for longer ones. Keys stay in the cache
-    and are shared, so one set has to serve a model's every context: that of the longest it takes."""
-    length = "long" if most > original else "short"
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    attention_factor = first(parameters, f"{length}_mscale", "attention_factor", default=default)
-    return LongRopeScaling(tuple(map(float, parameters[f"{length}_factor"])), float(attention_factor))
+
+    def factors(length: str) -> LongRopeFactors:
+        attention_factor = first(parameters, f"{length}_mscale", "attention_factor", default=default)
+        return LongRopeFactors(tuple(map(float, parameters[f"{length}_factor"])), float(attention_factor))
+
+    return LongRopeScaling(factors("short"), factors("long"), original, most)
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
@@ -121,9 +123,15 @@ def yarn_magnitude(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def quantization_settings(config: Config) -> Config:
+    """Return how weights are quantized on disk; older compressed-tensors write it under another name."""
+    settings: Config = first(config, "quantization_config", "compression_config", default={})
+    return settings
+
+
 def checkpoint_dtype(config: Config) -> str:
     """The type of the weights on disk, by name; of what is kept in few bits, the type that it stands for."""
-    unsaid = "bfloat16" if config.get("quantization_config") else "float32"
+    unsaid = "bfloat16" if quantization_settings(config) else "float32"
     return str(first(config, "dtype", "torch_dtype", default=unsaid)).removeprefix("torch.")
 
 
@@ -145,17 +153,18 @@ def require(config: Config, family: str, **only: Any) -> None:
             raise UnsupportedModelError(f"{key} {said!r} is not supported in {family}; known: {value}")
 
 
-def read_activation(config: Config) -> Activation:
-    name = first(config, "hidden_act", "hidden_activation", default="silu")
+def read_activation(config: Config, key: str = "hidden_act") -> Activation:
+    """Return the activation that `key` names. Raises UnsupportedModelError."""
+    name = need(config, key)
     if name not in ACTIVATIONS:
-        raise UnsupportedModelError(f"hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+        raise UnsupportedModelError(f"{key} {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
-def read_attention(config: Config, *, default_head_dim: int | None = None, **features: Any) -> AttentionSpec:
+def read_attention(config: Config, **features: Any) -> AttentionSpec:
     """The attention; `features` override what follows from the heads, such as `scale`."""
     heads = config["num_attention_heads"]
-    head_dim = first(config, "head_dim", default=default_head_dim or config["hidden_size"] // heads)
+    head_dim = first(config, "head_dim", default=config["hidden_size"] // heads)
     kv_heads = first(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -164,11 +173,14 @@ def read_attention(config: Config, *, default_head_dim: int | None = None, **fea
     return AttentionSpec(heads, kv_heads, head_dim, **({"scale": head_dim**-0.5} | features))
 
 
-def read_routing(config: Config, *, renormalize: bool, **features: Any) -> RoutingSpec:
-    experts = need(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    top_k = need(config, "num_experts_per_tok", "moe_k")
+def read_routing(
+    config: Config, experts_key: str, *, top_k_key: str = "num_experts_per_tok", renormalize: bool, **features: Any
+) -> RoutingSpec:
+    """Return the routing; the keys are the family's own. Raises ConfigError, and KeyError for a key that is
+    missing."""
+    experts, top_k = need(config, experts_key), need(config, top_k_key)
     if not 0 < top_k <= experts:
-        raise ConfigError(f"num_experts_per_tok {top_k} must be between 1 and num_experts {experts}")
+        raise ConfigError(f"{top_k_key} {top_k} must be between 1 and {experts_key} {experts}")
     try:
         return RoutingSpec(experts, top_k, renormalize, **features)
     except KernelInputError as exc:
@@ -177,18 +189,19 @@ def read_routing(config: Config, *, renormalize: bool, **features: Any) -> Routi
 
 def read_sigmoid_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
     """The feed-forwards of DeepSeek-V3 as other families have them: experts scored by a sigmoid, chosen from the best
-    groups with a bias, beside shared ones; the first layers are dense. Without keys, nothing of it is there."""
+    groups with a bias, beside shared ones; the first layers are dense."""
     activation = read_activation(config)
-    if index < first(config, "first_k_dense_replace", default=0):
+    if index < config["first_k_dense_replace"]:
         return DenseSpec(config["intermediate_size"], activation=activation)
     routing = read_routing(
         config,
-        renormalize=bool(config.get("norm_topk_prob", False)),
+        "n_routed_experts",
+        renormalize=bool(config["norm_topk_prob"]),
         scoring="sigmoid",
-        num_groups=first(config, "n_group", default=1),
-        top_groups=first(config, "topk_group", default=1),
+        num_groups=config["n_group"],
+        top_groups=config["topk_group"],
         group_score="best_two",
-        scale=float(first(config, "routed_scaling_factor", default=1.0)),
+        scale=float(config["routed_scaling_factor"]),
     )
     width, num_shared = config["moe_intermediate_size"], first(config, "n_shared_experts", default=0)
     shared = SharedSpec(DenseSpec(num_shared * width, activation=activation)) if num_shared else None

@@ -9,6 +9,7 @@ from moiety_engine.model.families.config import (
     Config,
     Features,
     first,
+    need,
     read_activation,
     read_foretelling,
     read_rope,
@@ -20,16 +21,6 @@ from moiety_engine.model.families.config import (
 )
 from moiety_engine.model.spec import DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec, SharedSpec
 
-# what a configuration leaves out if it is as in the family's own class
-V3_DEFAULTS: Config = {
-    "first_k_dense_replace": 3,
-    "n_group": 8,
-    "topk_group": 4,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-}
-
 
 def deepseek_v2(config: Config, index: int) -> LayerSpec:
     require(config, "deepseek_v2", scoring_func="softmax", moe_layer_freq=1)
@@ -38,8 +29,8 @@ def deepseek_v2(config: Config, index: int) -> LayerSpec:
 
 def deepseek_v3(config: Config, index: int) -> LayerSpec:
     require(config, "deepseek_v3", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    attention = _attention(config, interleaved=bool(config.get("rope_interleave", True)))
-    return LayerSpec(attention, read_sigmoid_mixture(V3_DEFAULTS | config, index))
+    attention = _attention(config, interleaved=bool(config["rope_interleave"]))
+    return LayerSpec(attention, read_sigmoid_mixture(config, index))
 
 
 def deepseek_v2_features(config: Config) -> Features:
@@ -52,35 +43,36 @@ def deepseek_v3_features(config: Config) -> Features:
 
 def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
     """The feed-forwards of DeepSeek-V2."""
-    activation, bias = read_activation(config), bool(config.get("mlp_bias", False))
-    if index < config.get("first_k_dense_replace", 0):
+    activation, bias = read_activation(config), bool(config["mlp_bias"])
+    if index < config["first_k_dense_replace"]:
         return DenseSpec(config["intermediate_size"], bias, activation)
-    method = config.get("topk_method", "greedy")
+    method = config["topk_method"]
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModelError(f"topk_method {method!r} is not supported; known: greedy, group_limited_greedy")
-    if config.get("norm_topk_prob"):
+    if config["norm_topk_prob"]:
         raise UnsupportedModelError("norm_topk_prob is not supported in deepseek_v2, where no released model has it")
     limited = method == "group_limited_greedy"
     routing = read_routing(
         config,
+        "n_routed_experts",
         renormalize=False,
-        num_groups=config["n_group"] if limited else 1,
-        top_groups=config["topk_group"] if limited else 1,
-        scale=float(config.get("routed_scaling_factor", 1.0)),
+        num_groups=need(config, "n_group") if limited else 1,
+        top_groups=need(config, "topk_group") if limited else 1,
+        scale=float(config["routed_scaling_factor"]),
     )
-    width, num_shared = config["moe_intermediate_size"], config.get("n_shared_experts", 2)
+    width, num_shared = config["moe_intermediate_size"], config["n_shared_experts"]
     shared = SharedSpec(DenseSpec(num_shared * width, bias, activation)) if num_shared else None
     return MoeSpec(width, routing, activation, exact_router=True, shared=shared)
 
 
 def _attention(config: Config, *, interleaved: bool) -> LatentAttentionSpec:
     nope_width, rotary_width = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    bias = bool(config.get("attention_bias", False))
-    if bias and config.get("q_lora_rank") is None:
+    bias = bool(config["attention_bias"])
+    if bias and config["q_lora_rank"] is None:
         raise UnsupportedModelError("attention_bias without a q_lora_rank is not supported; no released model has that")
     return LatentAttentionSpec(
         num_heads=config["num_attention_heads"],
-        query_rank=config.get("q_lora_rank"),
+        query_rank=config["q_lora_rank"],
         latent_width=config["kv_lora_rank"],
         nope_width=nope_width,
         value_width=config["v_head_dim"],

@@ -7,7 +7,7 @@ from moiety_engine.model.spec import LayerSpec
 
 
 def dots1(config: Config, index: int) -> LayerSpec:
-    bias = bool(config.get("attention_bias", False))
+    bias = bool(config["attention_bias"])
     window = _window(config, index)
     attention = read_attention(config, qkv_bias=bias, output_bias=bias, qk_norm="head", window=window)
     return LayerSpec(attention, read_sigmoid_mixture(config, index))
@@ -15,5 +15,5 @@ def dots1(config: Config, index: int) -> LayerSpec:
 
 def _window(config: Config, index: int) -> int | None:
     kinds = config.get("layer_types")
-    slides = index >= config.get("max_window_layers", 62) if kinds is None else kinds[index] == "sliding_attention"
-    return config.get("sliding_window", 4096) if slides else None
+    slides = index >= config["max_window_layers"] if kinds is None else kinds[index] == "sliding_attention"
+    return config["sliding_window"] if slides else None

@@ -14,22 +14,20 @@ from moiety_engine.model.families.config import (
 )
 from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec, SharedSpec
 
-_THETA = 500_000.0  # where the configuration has none
-
 
 def ernie4_5_moe(config: Config, index: int) -> LayerSpec:
-    bias, activation = bool(config.get("use_bias", False)), read_activation(config)
-    attention = read_attention({"rope_theta": _THETA} | config, qkv_bias=bias, output_bias=bias)
+    bias, activation = bool(config["use_bias"]), read_activation(config)
+    attention = read_attention(config, qkv_bias=bias, output_bias=bias)
     if attention.rope.rotary_width != attention.head_dim:
         raise UnsupportedModelError("partial_rotary_factor is not supported in ernie4_5_moe, where no model has it")
     attention = replace(attention, rope=replace(attention.rope, interleaved=True))
     if not _is_mixture(config, index):
         return LayerSpec(attention, DenseSpec(config["intermediate_size"], bias, activation))
-    least = float(config.get("moe_norm_min", 1e-12))
-    width, num_shared = config["moe_intermediate_size"], config.get("moe_num_shared_experts", 2)
+    least = float(config["moe_norm_min"])
+    width, num_shared = config["moe_intermediate_size"], config["moe_num_shared_experts"]
     mixture = MoeSpec(
         width,
-        read_routing(config, renormalize=True, least_sum=least),
+        read_routing(config, "moe_num_experts", top_k_key="moe_k", renormalize=True, least_sum=least),
         activation,
         selection_bias=True,
         exact_router=True,
@@ -39,15 +37,12 @@ def ernie4_5_moe(config: Config, index: int) -> LayerSpec:
 
 
 def _is_mixture(config: Config, index: int) -> bool:
-    last = config.get("moe_layer_end_index", -1)
+    last = config["moe_layer_end_index"]
     last = config["num_hidden_layers"] - 1 if last == -1 else last
-    within = config.get("moe_layer_start_index", 1) <= index <= last
-    return bool(within and (index + 1) % config.get("moe_layer_interval", 1) == 0)
+    within = config["moe_layer_start_index"] <= index <= last
+    return bool(within and (index + 1) % config["moe_layer_interval"] == 0)
 
 
-def ernie_features(config: Config) -> Features:
-    """Head and embedding are one unless it says otherwise; the layers that draft tokens are left on disk."""
-    return {
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
-        "ignored_prefixes": ("model.mtp_",),
-    }
+def ernie_features(_config: Config) -> Features:
+    """Return the prefix of the layers that draft tokens, which are left on disk."""
+    return {"ignored_prefixes": ("model.mtp_",)}

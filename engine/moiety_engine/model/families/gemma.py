@@ -12,40 +12,24 @@ from moiety_engine.model.families.config import (
     Features,
     checkpoint_dtype,
     first,
+    need,
     read_activation,
     read_attention,
     rope_from,
 )
 from moiety_engine.model.spec import DenseSpec, LayerSpec, NormSpec, RopeSpec
 
-# what config.json leaves out if it is as in the family's own config class
-DEFAULTS: Config = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-}
 # "sliding_attention" and "full_attention" layers turn by angles of their own
-THETAS = {"sliding_attention": ("rope_local_base_freq", 10_000.0), "full_attention": ("rope_theta", 1_000_000.0)}
+THETA_KEYS = {"sliding_attention": "rope_local_base_freq", "full_attention": "rope_theta"}
 NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
-def gemma3_config(config: Config) -> Config:
-    """The text model's configuration, with what it leaves out."""
-    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+def gemma3_text_config(config: Config) -> Config:
+    """Return the text model's configuration, with what is said once for the whole model."""
+    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "compression_config")
     around = {key: config[key] for key in shared if key in config}
     text: Config = config.get("text_config", config)
-    return DEFAULTS | around | text
+    return around | text
 
 
 def gemma3(config: Config, index: int) -> LayerSpec:
@@ -55,7 +39,7 @@ def gemma3(config: Config, index: int) -> LayerSpec:
         kind = "sliding_attention" if local else "full_attention"
     else:
         kind = kinds[index]
-    bias = bool(config.get("attention_bias", False))
+    bias = bool(config["attention_bias"])
     attention = read_attention(
         config,
         rope=_rope(config, kind),
@@ -65,7 +49,9 @@ def gemma3(config: Config, index: int) -> LayerSpec:
         qk_norm="head",
         window=config["sliding_window"] if kind == "sliding_attention" else None,
     )
-    return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=read_activation(config)), True)
+    return LayerSpec(
+        attention, DenseSpec(config["intermediate_size"], activation=read_activation(config, "hidden_activation")), True
+    )
 
 
 def _rope(config: Config, kind: str) -> RopeSpec:
@@ -74,8 +60,7 @@ def _rope(config: Config, kind: str) -> RopeSpec:
         parameters: dict[str, Any] = by_kind[kind]
     else:  # as first released: what scales is of the layers that see everything
         parameters = first(config, "rope_scaling", default={}) if kind == "full_attention" else {}
-    key, theta = THETAS[kind]
-    return rope_from(config, {"rope_theta": first(config, key, default=theta)} | parameters, config["head_dim"])
+    return rope_from(config, {"rope_theta": need(config, THETA_KEYS[kind])} | parameters, config["head_dim"])
 
 
 def gemma3_features(config: Config) -> Features:
@@ -87,7 +72,7 @@ def gemma3_features(config: Config) -> Features:
     if checkpoint_dtype(config) == "bfloat16":
         scale = scale.bfloat16()  # as rounded as it was in training
     return {
-        "norm": NormSpec(config["rms_norm_eps"], weight_offset=1.0),
+        "norm": NormSpec(float(config["rms_norm_eps"]), weight_offset=1.0),
         "embedding_multiplier": scale.item(),
         "logit_softcap": config.get("final_logit_softcapping"),
         "ignored_prefixes": NOT_TEXT,

@@ -14,12 +14,11 @@ from moiety_engine.model.spec import LayerSpec
 
 def glm4_moe(config: Config, index: int) -> LayerSpec:
     attention = read_attention(
-        {"partial_rotary_factor": 0.5} | config,
-        qkv_bias=bool(config.get("attention_bias", False)),
-        qk_norm="head" if config.get("use_qk_norm") else "none",
+        config,
+        qkv_bias=bool(config["attention_bias"]),
+        qk_norm="head" if config["use_qk_norm"] else "none",
     )
-    usual = {"first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1}
-    return LayerSpec(attention, read_sigmoid_mixture(usual | config, index))
+    return LayerSpec(attention, read_sigmoid_mixture(config, index))
 
 
 def glm_features(config: Config) -> Features:

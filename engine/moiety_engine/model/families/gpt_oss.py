@@ -10,15 +10,15 @@ from moiety_kernels.moe.activation import Activation
 def gpt_oss(config: Config, index: int) -> LayerSpec:
     kinds = config.get("layer_types")
     local = index % 2 == 0 if kinds is None else kinds[index] == "sliding_attention"
-    bias = bool(config.get("attention_bias", True))
+    bias = bool(config["attention_bias"])
     attention = read_attention(
         config, qkv_bias=bias, output_bias=bias, sinks=True, window=config["sliding_window"] if local else None
     )
     require(config, "gpt_oss", hidden_act="silu")  # which its activation is made of
-    limit, alpha = float(config.get("swiglu_limit", 7.0)), float(config.get("swiglu_alpha", 1.702))
+    limit, alpha = float(config["swiglu_limit"]), float(config["swiglu_alpha"])
     mixture = MoeSpec(
         config["intermediate_size"],
-        read_routing(config, renormalize=False, scoring="softmax_chosen"),
+        read_routing(config, "num_local_experts", renormalize=False, scoring="softmax_chosen"),
         Activation("clipped", limit, alpha),
         bias=True,
         router_bias=True,

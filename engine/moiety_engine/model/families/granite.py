@@ -13,25 +13,25 @@ from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpe
 
 
 def granite(config: Config, _index: int) -> LayerSpec:
-    mlp_bias = bool(config.get("mlp_bias", False))
+    mlp_bias = bool(config["mlp_bias"])
     return LayerSpec(_attention(config), DenseSpec(config["intermediate_size"], mlp_bias, read_activation(config)))
 
 
 def granitemoe(config: Config, _index: int) -> LayerSpec:
-    routing = read_routing(config, renormalize=False, scoring="softmax_chosen")
+    routing = read_routing(config, "num_local_experts", renormalize=False, scoring="softmax_chosen")
     return LayerSpec(_attention(config), MoeSpec(config["intermediate_size"], routing, read_activation(config)))
 
 
 def _attention(config: Config) -> AttentionSpec:
-    bias = bool(config.get("attention_bias", False))
-    scale = float(config.get("attention_multiplier", 1.0))
+    bias = bool(config["attention_bias"])
+    scale = float(config["attention_multiplier"])
     return read_attention(config, qkv_bias=bias, output_bias=bias, scale=scale)
 
 
 def granite_features(config: Config) -> Features:
     """What embeddings, the halves of layers and logits are multiplied by."""
     return {
-        "embedding_multiplier": float(config.get("embedding_multiplier", 1.0)),
-        "residual_multiplier": float(config.get("residual_multiplier", 1.0)),
-        "logits_multiplier": 1 / float(config.get("logits_scaling", 1.0)),
+        "embedding_multiplier": float(config["embedding_multiplier"]),
+        "residual_multiplier": float(config["residual_multiplier"]),
+        "logits_multiplier": 1 / float(config["logits_scaling"]),
     }

@@ -58,11 +58,12 @@ class Noting(dict[str, Any]):
         return Noting(super().__ror__(other), self.seen)
 
 
-def ignored_of(config: Noting) -> list[str]:
-    """The keys that were not looked at, but for those that say nothing, or nothing of how the model computes."""
-    said, harmless = dict(config), _HARMLESS
-    if said.get("use_sliding_window") is False:
+def ignored_of(stated: Config, seen: set[str]) -> list[str]:
+    """Return the keys of the file that were not looked at, but for those that say nothing, or nothing of how the model
+    computes."""
+    harmless = _HARMLESS
+    if not stated.get("use_sliding_window", True):
         harmless |= _OF_WINDOWS
-    if said.get("layer_types") and "layer_types" in config.seen:
+    if stated.get("layer_types") and "layer_types" in seen:
         harmless |= _OF_LAYERS
-    return sorted(key for key, value in said.items() if key not in config.seen | harmless and value not in _OFF)
+    return sorted(key for key, value in stated.items() if key not in seen | harmless and value not in _OFF)

@@ -8,7 +8,7 @@ from moiety_engine.model.spec import DenseSpec, LayerSpec
 
 def llama(config: Config, _index: int) -> LayerSpec:
     """The layer `_index` of a Llama model."""
-    bias = bool(config.get("attention_bias", False))
+    bias = bool(config["attention_bias"])
     attention = read_attention(config, qkv_bias=bias, output_bias=bias)
-    mlp_bias = bool(config.get("mlp_bias", False))
+    mlp_bias = bool(config["mlp_bias"])
     return LayerSpec(attention, DenseSpec(config["intermediate_size"], mlp_bias, read_activation(config)))

@@ -7,7 +7,7 @@ from moiety_engine.model.spec import DenseSpec, LayerSpec
 
 
 def mistral(config: Config, _index: int) -> LayerSpec:
-    window = config.get("sliding_window", 4096)  # the family's own default; later releases say null
+    window = config["sliding_window"]  # null in later releases
     return LayerSpec(
         read_attention(config, window=window),
         DenseSpec(config["intermediate_size"], activation=read_activation(config)),

@@ -9,5 +9,10 @@ from moiety_engine.model.spec import LayerSpec, MoeSpec
 def mixtral(config: Config, _index: int) -> LayerSpec:
     attention = read_attention(config, window=config.get("sliding_window"))
     return LayerSpec(
-        attention, MoeSpec(config["intermediate_size"], read_routing(config, renormalize=True), read_activation(config))
+        attention,
+        MoeSpec(
+            config["intermediate_size"],
+            read_routing(config, "num_local_experts", renormalize=True),
+            read_activation(config),
+        ),
     )

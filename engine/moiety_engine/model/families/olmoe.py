@@ -7,7 +7,7 @@ from moiety_engine.model.spec import LayerSpec, MoeSpec
 
 
 def olmoe(config: Config, _index: int) -> LayerSpec:
-    bias = bool(config.get("attention_bias", False))
+    bias = bool(config["attention_bias"])
     attention = read_attention(config, qkv_bias=bias, output_bias=bias, qk_norm="full", clip=config.get("clip_qkv"))
-    routing = read_routing(config, renormalize=bool(config.get("norm_topk_prob", False)))
+    routing = read_routing(config, "num_experts", renormalize=bool(config["norm_topk_prob"]))
     return LayerSpec(attention, MoeSpec(config["intermediate_size"], routing, read_activation(config)))

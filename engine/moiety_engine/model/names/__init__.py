@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moiety_engine.model.names.attention import attention_places
 from moiety_engine.model.names.feed_forward import expert_places, feed_forward_places
 from moiety_engine.model.names.place import Place, Shares, plain, raised, whole
+from moiety_engine.model.quantization_formats import KV_SCALES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,7 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
 def ignorable(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor that has no place may be in the checkpoint all the same."""
     copied_head = spec.tie_word_embeddings and name in ("lm_head.weight", "language_model.lm_head.weight")
-    return copied_head or name.endswith(_IGNORED_SUFFIXES) or name.startswith(spec.ignored_prefixes)
+    return copied_head or name.endswith(_IGNORED_SUFFIXES + KV_SCALES) or name.startswith(spec.ignored_prefixes)
 
 
 def _around(spec: ModelSpec, weights: ModelWeights, root: str) -> Iterator[Named]:

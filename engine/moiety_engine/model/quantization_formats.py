@@ -1,0 +1,113 @@
+"""Which quantization format a checkpoint is in, by its configuration and the names of its tensors, for refusals that
+name it. Knows no tensor; what can be read is read by `narrow`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from moiety_engine.model.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+SUPPORTED = (
+    "supported are fp8 (float8_e4m3fn with scales of blocks, rows or matrices), mxfp4 experts, and compressed-tensors "
+    "that are pack-quantized (symmetric, 4 or 8 bits, by channel or group) or float-quantized; take one of those, or "
+    "the unquantized checkpoint, which --quantization puts into fewer bits"
+)
+MODELOPT_FILE = "hf_quant_config.json"  # beside config.json, in which older versions of modelopt say nothing
+_METHODS = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "awq": "AWQ",
+    "bitnet": "BitNet",
+    "bitsandbytes": "bitsandbytes",
+    "bitsandbytes_4bit": "bitsandbytes (4 bits)",
+    "bitsandbytes_8bit": "bitsandbytes (8 bits)",
+    "eetq": "EETQ",
+    "exl2": "ExLlamaV2 (EXL2)",
+    "fbgemm_fp8": "FBGEMM fp8",
+    "fp_quant": "FP-Quant",
+    "gptq": "GPTQ",
+    "gguf": "GGUF",
+    "higgs": "HIGGS",
+    "hqq": "HQQ",
+    "modelopt": "NVIDIA ModelOpt",
+    "quanto": "Quanto",
+    "quark": "AMD Quark",
+    "spqr": "SpQR",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
+}
+# Ends of tensors' names that only one format has, the first that is there decides; all of `ends` must be there.
+_BY_TENSORS: tuple[tuple[tuple[str, ...], str], ...] = (
+    ((".weight_g_idx",), "compressed-tensors with activation ordering (actorder 'group': weight_g_idx)"),
+    ((".qweight", ".g_idx"), "GPTQ (qweight, qzeros, g_idx)"),
+    ((".qweight", ".qzeros"), "AWQ or GPTQ (qweight, qzeros)"),
+    ((".q_weight", ".q_scale"), "ExLlamaV2 (EXL2)"),
+    ((".absmax",), "bitsandbytes (4 bits: absmax)"),
+    ((".SCB",), "bitsandbytes (8 bits: SCB)"),
+    ((".codebooks",), "AQLM (codebooks)"),
+    ((".weight_scale_2",), "NVIDIA ModelOpt NVFP4 (weight_scale_2)"),
+    ((".weight_global_scale",), "compressed-tensors NVFP4 (weight_global_scale)"),
+    ((".weight_zero_point",), "asymmetric whole numbers (weight_zero_point)"),
+)
+# Scales of keys and values, and of queries and of what attention's softmax gives, in a cache and attention of fp8.
+KV_SCALES = tuple(
+    f".{name}" for name in (
+        "k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "k_zero_point", "v_zero_point",
+        "k_proj.output_scale", "v_proj.output_scale", "q_proj.output_scale",
+    )
+)  # fmt: skip
+
+
+def refused(what: str) -> UnsupportedModelError:
+    """Return the error for a checkpoint in that format."""
+    return UnsupportedModelError(f"the checkpoint is quantized as {what}, which is not supported; {SUPPORTED}")
+
+
+def method_name(settings: Mapping[str, Any]) -> str:
+    """Return what a quantization_config calls its format, in words."""
+    method = settings.get("quant_method")
+    if method is None and ("quant_algo" in settings or "producer" in settings):
+        method = "modelopt"
+    told = _METHODS.get(str(method).lower(), repr(method))
+    bits = settings.get("bits", settings.get("w_bit"))
+    details = [f"{bits} bits"] if isinstance(bits, int) else []
+    if settings.get("fmt"):
+        details.append(str(settings["fmt"]))
+    if settings.get("desc_act"):
+        details.append("act-order (desc_act)")
+    algorithm = settings.get("quant_algo") or (settings.get("quantization") or {}).get("quant_algo")
+    if algorithm:
+        details.append(str(algorithm))
+    return f"{told} ({', '.join(details)})" if details else told
+
+
+def refuse_by_tensors(names: Collection[str]) -> None:
+    """Raises UnsupportedModelError where tensors are of a format that is not read, whatever config.json says."""
+    for ends, what in _BY_TENSORS:
+        if all(any(name.endswith(end) for name in names) for end in ends):
+            raise refused(what)
+
+
+def refuse_scales_without_settings(folder: Path, names: Collection[str]) -> None:
+    """Raises UnsupportedModelError or ConfigError where weights have scales and config.json has no
+    quantization_config."""
+    scale = next((name for name in sorted(names) if name.endswith((".weight_scale", ".weight_scale_inv"))), None)
+    if scale is None:
+        return
+    path = folder / MODELOPT_FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"config.json in {folder} has no quantization_config, but the files have {scale}: fetch config.json as it "
+            "was published, or the unquantized checkpoint"
+        )
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path} cannot be read as JSON: {exc}") from exc
+    settings = said if isinstance(said, dict) else {}
+    raise refused(f"{method_name({'quant_method': 'modelopt', **settings})}, of a version that says so in {path.name}")

@@ -1,0 +1,34 @@
+"""Which rows of a step's logits hold a value that is not finite, so that no token can be drawn from them.
+
+L rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def finite_rows(logits_LV: np.ndarray) -> np.ndarray:
+    """Return bool [L]: whether all of the row is finite. Minimum and maximum pass a NaN on, so that nothing of the
+    logits' size is written."""
+    if not logits_LV.size:
+        return np.ones(len(logits_LV), dtype=np.bool_)
+    with np.errstate(invalid="ignore"):
+        found: np.ndarray = np.isfinite(logits_LV.min(axis=1)) & np.isfinite(logits_LV.max(axis=1))
+    return found
+
+
+def finite_rows_on_device(logits_LV: Tensor) -> Tensor:
+    """Return the same on the logits' device, without waiting for it."""
+    if logits_LV.device.type == "cpu":
+        return torch.from_numpy(finite_rows(logits_LV.numpy()))
+    if not logits_LV.numel():
+        return torch.ones(logits_LV.shape[0], dtype=torch.bool, device=logits_LV.device)
+    lowest_L, highest_L = torch.aminmax(logits_LV, dim=-1)
+    return lowest_L.isfinite() & highest_L.isfinite()

@@ -1,0 +1,152 @@
+"""What a config.json leaves out means what it means to transformers' configuration class of its family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from moiety_engine.model.errors import ModelError
+from moiety_engine.model.families import FAMILIES, spec_from_config
+from moiety_engine.model.families.defaults import DEFAULTS, OTHER_NAMES
+
+from .conftest import LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, YARN_ROPE
+
+Config = dict[str, Any]
+# a derived value is compared where it is used: in the spec
+DERIVED = {"rope_theta", "rope_local_base_freq", "rope_parameters", "partial_rotary_factor", "sliding_window_pattern"}
+DERIVED |= {"sliding_window", "moe_layer_end_index"}
+
+
+def text_class(family: str) -> Any:
+    return CONFIG_MAPPING["gemma3_text" if family == "gemma3" else family]
+
+
+def theirs(family: str, config: Config) -> Config:
+    """The configuration with every key as transformers understands it. Raises what its class raises."""
+    said = {key: value for key, value in config.items() if key != "model_type"}
+    return {**text_class(family)(**said).to_dict(), "model_type": family}
+
+
+def outcome(config: Config) -> Any:
+    """The spec, or "refused"; anything but a ModelError fails the test."""
+    try:
+        return spec_from_config(config)
+    except ModelError as exc:
+        assert "'NoneType'" not in str(exc), exc
+        return "refused"
+
+
+def as_first_released(config: Config) -> Config:
+    """The same with `rope_theta` and `rope_scaling`, as before transformers 5."""
+    old = dict(config)
+    rope = dict(old.pop("rope_parameters"))
+    if "full_attention" in rope:
+        full, local = dict(rope["full_attention"]), rope["sliding_attention"]
+        old["rope_local_base_freq"] = local["rope_theta"]
+        rope = full
+    old["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return old
+
+
+def without_each_key(config: Config) -> list[tuple[str, Config]]:
+    """(what was left out, the rest), for each key and each key of rotary parameters."""
+    made = [(key, {other: value for other, value in config.items() if other != key}) for key in config]
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if isinstance(rope, dict):
+            made += [
+                (f"{name}.{key}", config | {name: {other: value for other, value in rope.items() if other != key}})
+                for key in rope
+            ]
+    return [(key, rest) for key, rest in made if key != "model_type"]
+
+
+def full(name: str) -> tuple[str, Config]:
+    family, changes = VARIANTS[name]
+    return family, theirs(family, SMALL | changes)
+
+
+ROPES = {"llama": LLAMA3_ROPE, "yarn": YARN_ROPE, "linear": LINEAR_ROPE}
+
+
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_key_that_is_left_out_means_what_transformers_takes_it_for(name: str, form: str) -> None:
+    family, config = full(name)
+    if form == "rope_scaling":
+        config = as_first_released(config)
+        assert "rope_parameters" not in config
+    assert spec_from_config(config) == spec_from_config(theirs(family, config)), "nothing is left out yet"
+    tried = 0
+    for key, rest in without_each_key(config):
+        try:
+            meant = theirs(family, rest)
+        except Exception:
+            outcome(rest)  # is a spec, or refused by name
+            continue
+        assert outcome(rest) == outcome(meant), key
+        tried += 1
+    assert tried >= len(DEFAULTS[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_that_says_nothing_is_the_class_as_it_is(family: str) -> None:
+    assert outcome({"model_type": family}) == outcome(theirs(family, {}))
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3", "gemma3_text", "phimoe"}))
+def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: str) -> None:
+    scaling = {key: value for key, value in ROPES[kind].items() if key != "rope_theta"}
+    sizes = {"num_experts_per_tok": 2, "n_routed_experts": 8} if family in ("dots1", "deepseek_v2") else {}
+    for key in ("rope_scaling", "rope_parameters"):
+        config = {"model_type": family, key: scaling, "max_position_embeddings": 4096, **sizes}
+        spec = spec_from_config(config)
+        assert spec == spec_from_config(theirs(family, config))
+        assert spec.layers[0].attention.rope.theta == text_class(family).default_theta
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_default_is_that_of_transformers(family: str) -> None:
+    config = text_class(family)()
+    for key in DEFAULTS[family].keys() - DERIVED:
+        assert getattr(config, key) == DEFAULTS[family][key], key
+    for key, others in OTHER_NAMES.get(family, {}).items():
+        names = {key, *others}
+        assert {*type(config).attribute_map.items()} & {(a, b) for a in names for b in names}, key
+
+
+def test_the_same_count_under_another_name_is_not_overruled_by_a_default() -> None:
+    for family, names in OTHER_NAMES.items():
+        for key, others in names.items():
+            for other in others:
+                config = {"model_type": family, "num_experts_per_tok": 3, "n_routed_experts": 24} | {other: 16}
+                config = {name: value for name, value in config.items() if name != key}
+                assert spec_from_config(config) == spec_from_config(theirs(family, config)), (family, other)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "qwen3"])
+@pytest.mark.parametrize("use", [{}, {"use_sliding_window": False}])
+def test_layer_types_with_a_window_that_is_not_used_are_refused(family: str, use: Config) -> None:
+    layers: Config = {"num_hidden_layers": 2, "sliding_window": 40}
+    config = {"model_type": family, **layers, **use}
+    sliding, mixed = ["sliding_attention"] * 2, ["full_attention", "sliding_attention"]
+    for kinds in (sliding, mixed):
+        assert outcome(config | {"layer_types": kinds}) == "refused"
+        with pytest.raises(ModelError, match=r"layer_types that layer \d has sliding_attention.*use_sliding_window"):
+            spec_from_config(config | {"layer_types": kinds})
+    spec = spec_from_config(config | {"layer_types": ["full_attention"] * 2})
+    assert [layer.attention.window for layer in spec.layers] == [None, None]
+    used = spec_from_config(config | {"layer_types": mixed, "use_sliding_window": True})
+    assert [layer.attention.window for layer in used.layers] == [None, 40]
+
+
+def test_as_many_layer_types_as_layers_are_asked_for() -> None:
+    config = {"model_type": "gpt_oss", "num_hidden_layers": 3, "layer_types": ["full_attention"] * 2}
+    with pytest.raises(ModelError, match="2 layer_types for 3 num_hidden_layers"):
+        spec_from_config(config)
