@@ -196,6 +196,7 @@ def draw_drain(client: AdminClient) -> None:
         state = fleet.engine_state(engine)
         row = st.container(border=True, horizontal=True, vertical_alignment="center")
         up = f", up {time_left(load['running_for_s'])}" if load.get("running_for_s") else ""
+        problem = as_text(load.get("sleep_problem", ""))
         row.markdown(f"{as_text(engine['address'])}  {as_text(state.split(':')[0])}{up}  {problem}")
         rests = state in ("falling asleep", "asleep", "waking")
         label, icon = ("Wake", ":material/play_arrow:") if rests else ("Drain", ":material/pause:")
@@ -210,5 +211,5 @@ def ask(client: AdminClient, engine: Mapping[str, Any], rests: bool) -> None:
         panels.ask_first(what, button, lambda: client.change("POST", f"{path}/wake"), done)
         return
     open_now = f"Its {(engine['load'] or {}).get('num_running', 0)} running requests end first."
-    what = f"Drain {as_text(engine['address'])}? {open_now} Without another engine of its model, requests are answered 503."
+    what = f"Drain {as_text(engine['address'])}? {open_now} Requests get 503 if no other engine serves its model."
     panels.ask_first(what, "Drain it", lambda: client.change("POST", f"{path}/sleep"), "It falls asleep.")
