@@ -46,7 +46,7 @@ def is_id(text: str) -> bool:
 
 
 def check_name(name: str, param: str = "name") -> str:
-    """Return a name for people to read, in NFC: 1 to 100 visible characters, no space at its ends. Raises BadRequest."""
+    """Return a name for people to read, in NFC: 1 to 100 visible characters, no outer space. Raises BadRequest."""
     name = unicodedata.normalize("NFC", name)
     if not 1 <= len(name) <= MAX_NAME_LENGTH:
         raise BadRequest(f"'{param}' must have 1 to {MAX_NAME_LENGTH} characters, not {len(name)}.", param=param)
