@@ -11,6 +11,7 @@ from streamlit.navigation.page import StreamlitPage
 
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import ApiRefused, GatewayAway, KeyRefused, RoleRefused
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.page import Page
 from moiety_dashboard.settings import DashboardSettings, read_settings
 from moiety_dashboard.views import PAGES, View
@@ -35,7 +36,7 @@ def main() -> None:
         session.take_notice()
         chosen.run()
     elif credential is not None and session.credential() is not None:
-        st.error(f"{why}.", icon=":material/cloud_off:")
+        st.error(f"{as_text(why)}.", icon=":material/cloud_off:")
         st.button("Try again")
     else:
         session.ask_to_sign_in(settings, why)
@@ -71,7 +72,7 @@ def draw_who() -> None:
     me = st.session_state[session.CALLER]
     with st.sidebar:
         whose = "one tenant" if me["tenant_id"] else "all tenants"
-        st.caption(f"Signed in as **{me['role']}** of {whose}")
+        st.caption(f"Signed in as **{as_text(me['role'])}** of {whose}")
         if st.button("Sign out", icon=":material/logout:", width="stretch"):
             session.sign_out()
             st.rerun()

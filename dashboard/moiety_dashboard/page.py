@@ -13,6 +13,7 @@ from streamlit.navigation.page import StreamlitPage
 
 from moiety_dashboard import session
 from moiety_dashboard.client import AdminClient, ApiRefused, GatewayAway, KeyRefused, RoleRefused
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.session import client_of
 from moiety_dashboard.settings import DashboardSettings
 
@@ -33,14 +34,14 @@ class Page:
         try:
             yield client_of(self.settings, self.credential)
         except GatewayAway as exc:
-            st.error(f"{exc}. This page tries again by itself.", icon=":material/cloud_off:")
+            st.error(f"{as_text(exc)}. This page tries again by itself.", icon=":material/cloud_off:")
         except KeyRefused as exc:
-            st.error(f"The gateway no longer takes this sign-in: {exc}", icon=":material/key_off:")
+            st.error(f"The gateway no longer takes this sign-in: {as_text(exc)}", icon=":material/key_off:")
             st.button("Sign in again", on_click=session.sign_out)
         except RoleRefused as exc:
-            st.info(f"Your role does not show this. {exc}", icon=":material/lock:")
+            st.info(f"Your role does not show this. {as_text(exc)}", icon=":material/lock:")
         except ApiRefused as exc:
-            st.error(str(exc), icon=":material/error:")
+            st.error(as_text(exc), icon=":material/error:")
 
     def live(self, draw: Draw, *, slower: float = 1.0) -> None:
         """A part that is drawn anew by itself, every few seconds, and alone. Whatever asks or edits stands outside of

@@ -3,6 +3,7 @@ what is dangerous."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import streamlit as st
 
 from moiety_dashboard import colours, session
 from moiety_dashboard.client import Answer, ApiError
+from moiety_dashboard.escaping import as_text, csv_of
 
 ROW_HEIGHT = 36  # pixels, of a table
 STYLE = """
@@ -49,8 +51,8 @@ class Tile:
 def head(title: str, says: str) -> None:
     """A page's title and what it is for."""
     left, right = st.columns([5, 1], vertical_alignment="bottom")
-    left.title(title, anchor=False)
-    left.caption(says)
+    left.title(as_text(title), anchor=False)
+    left.caption(as_text(says))
     right.caption(f"as of {datetime.now(session.zone()):%H:%M:%S %Z}", text_alignment="right")
 
 
@@ -60,8 +62,8 @@ def tiles(figures: Sequence[Tile], answers: Sequence[Answer] = (), *, key: str =
     for column, tile in zip(row.columns(len(figures), gap="small"), figures, strict=True):
         with column.container(border=True, height="stretch", gap=None):
             history = None if tile.history is None or len(tile.history) < 2 else list(tile.history)
-            st.metric(tile.label, tile.value, help=tile.help, chart_data=history, chart_type="area")
-            st.caption(tile.note)
+            st.metric(as_text(tile.label), tile.value, help=tile.help, chart_data=history, chart_type="area")
+            st.caption(as_text(tile.note))
     if answers:
         with row:
             _more(answers, key, None)
@@ -74,7 +76,7 @@ def panel(
     """A bordered part of a page. Behind its button are the queries that it shows, and its data as CSV."""
     with st.container(border=True, gap="xsmall"):
         row = st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center")
-        row.markdown(f"**{title}**  :small[:gray[{note}]]")
+        row.markdown(f"**{as_text(title)}**  :small[:gray[{as_text(note)}]]")
         with row:
             _more(answers, key, frame)
         yield
@@ -95,7 +97,7 @@ def _offer(frame: pd.DataFrame, key: str) -> None:
     name = f"moiety-{key.replace(' ', '-')}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.csv"
     st.download_button(
         "Download CSV",
-        lambda: frame.to_csv(index=False),
+        lambda: csv_of(frame),
         name,
         "text/csv",
         key=f"{key} csv",
@@ -178,7 +180,7 @@ def chips(names: Mapping[str, str]) -> None:
     """The classes and their colours."""
     dots = "".join(
         f'<span style="margin-right:1.1rem;white-space:nowrap"><span style="display:inline-block;width:.65rem;'
-        f'height:.65rem;border-radius:50%;background:{colour};margin-right:.4rem"></span>{name}</span>'
+        f'height:.65rem;border-radius:50%;background:{colour};margin-right:.4rem"></span>{html.escape(name)}</span>'
         for name, colour in names.items()
     )
     st.html(f'<div style="font-size:.85rem">{dots}</div>')
@@ -189,7 +191,7 @@ def attempt(change: Callable[[], Any], done: str) -> Any:
     try:
         result = change()
     except ApiError as exc:
-        st.error(str(exc), icon=":material/error:")
+        st.error(as_text(exc), icon=":material/error:")
         return None
     session.tell(done)
     return {} if result is None else result

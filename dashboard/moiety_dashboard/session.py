@@ -11,6 +11,7 @@ import httpx
 import streamlit as st
 
 from moiety_dashboard.client import CONNECT_TIMEOUT_S, TIMEOUT_S, AdminClient, ApiError, GatewayAway
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.settings import DashboardSettings
 
 CREDENTIAL = "credential"
@@ -72,9 +73,9 @@ def ask_to_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
     _, middle, _ = st.columns([1, 1.4, 1])
     with middle:
         st.title("Moiety", anchor=False)
-        st.caption(f"Administration of the gateway at {settings.gateway_url}")
+        st.caption(f"Administration of the gateway at {as_text(settings.gateway_url)}")
         if why is not None:
-            st.error(why, icon=":material/key_off:")
+            st.error(as_text(why), icon=":material/key_off:")
         if has_provider() and st.button("Sign in with your identity provider", type="primary", width="stretch"):
             st.login()
         with st.form("sign in", border=True):
@@ -91,9 +92,9 @@ def _try(settings: DashboardSettings, entered: str) -> None:
     try:
         found = client_of(settings, entered).get("/caller").data
     except GatewayAway as exc:
-        st.error(f"{exc}. Is it running?", icon=":material/cloud_off:")
+        st.error(f"{as_text(exc)}. Is it running?", icon=":material/cloud_off:")
     except ApiError as exc:
-        st.error(f"The gateway refused the key: {exc}", icon=":material/key_off:")
+        st.error(f"The gateway refused the key: {as_text(exc)}", icon=":material/key_off:")
     else:
         st.session_state[CREDENTIAL], st.session_state[CALLER] = entered, found
         st.rerun()
@@ -116,4 +117,4 @@ def zone() -> ZoneInfo:
 def take_notice() -> None:
     text = st.session_state.pop(NOTICE, None)
     if text is not None:
-        st.toast(text, icon=":material/check_circle:")
+        st.toast(as_text(text), icon=":material/check_circle:")

@@ -41,6 +41,7 @@ from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.health import health_routes
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelServices, model_routes
@@ -173,6 +174,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
             ClientDisconnected: _answer_nobody,
             Exception: answer_unexpected_error,
         },
+        guards=[guard_query],
         before_send=[add_request_id, tell_allowed_methods],
         openapi_config=None,  # the documents are ours
         request_class=BoundedRequest,

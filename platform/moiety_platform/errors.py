@@ -13,6 +13,7 @@ PlatformError
 ├── TooLarge                413  the body exceeds the limit
 ├── Unprocessable           422  it contradicts an earlier request
 ├── RateLimited             429  try again after `retry_after_s`
+│   ├── RequestExceedsQuota 429  more than the whole cap of a limit: sending it again never helps
 │   └── Overloaded          429  the class's promise cannot be kept now, or the tenant has too much in flight
 ├── HeadTooLarge            431  the request's line and headers exceed the limit
 ├── EngineFailed            502  the engine broke off the request
@@ -122,6 +123,12 @@ class RateLimited(PlatformError):
     status = 429
     type = "rate_limit_error"
     default_code = "rate_limit_exceeded"
+
+
+class RequestExceedsQuota(RateLimited):
+    """The request needs more than the whole cap of a limit, so no wait makes room for it. It has no Retry-After."""
+
+    default_code = "request_exceeds_quota"
 
 
 class Overloaded(RateLimited):

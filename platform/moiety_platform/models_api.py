@@ -26,6 +26,7 @@ from moiety_platform.completions.text import ModelTexts
 from moiety_platform.completions.tools.fields import TemplateVariables
 from moiety_platform.completions.tools.schemas import ChatTools, offer_of
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
+from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
@@ -35,6 +36,7 @@ from moiety_wire.messages import Card
 Body = TypeVar("Body", bound=StrictBody)
 
 SECURITY = [{KEY: list[str]()}]
+_BETA = {IGNORED: SENT_BY_ANTHROPIC_CLIENTS}
 
 
 class _Body(StrictBody):
@@ -157,13 +159,13 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
         limits = (services.max_body_bytes, services.max_json_depth, services.shape)
         return await receive_body(schema, request.receive, request.scope["headers"], *limits)
 
-    @get("/v1/models", name="list_models", tags=["models"], security=SECURITY)
+    @get("/v1/models", name="list_models", tags=["models"], security=SECURITY, opt=_BETA)
     async def list_models(request: Request[Any, Any, Any]) -> ModelList:
         """List the served models that the key may use."""
         cards = await visible(await caller(request))
         return {"object": "list", "data": [_describe(name, card) for name, card in cards.items()]}
 
-    @get("/v1/models/{model_id:path}", name="retrieve_model", tags=["models"], security=SECURITY)
+    @get("/v1/models/{model_id:path}", name="retrieve_model", tags=["models"], security=SECURITY, opt=_BETA)
     async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> Model:
         """Get one model."""
         cards = await visible(await caller(request))

@@ -389,3 +389,24 @@ async def test_a_stop_gives_lines_back_and_the_next_start_answers_them(start_gat
         assert tokens == [1 + number for number in range(40)]
         rows = await usage_rows(gateway)
         assert sorted(row.output_tokens for row in rows) == tokens
+
+
+@pytest.mark.parametrize(("kind", "cap"), [("tokens_per_minute", 40), ("tokens_per_day", 40), ("tokens_per_day", 0)])
+async def test_a_line_that_never_fits_a_limit_fails_at_once_and_alone(start_gateway, card, kind, cap):
+    async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
+        (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
+        limit = {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap}
+        await admin(gateway, "PUT", "/quotas", limit)
+        lines = [chat_line("too long", "hello " * 8), *([chat_line("short", "a", max_tokens=1)] if cap else [])]
+        batch = await wait_for(gateway, await submit(gateway, lines), "completed")
+        assert (batch.request_counts.failed, batch.request_counts.completed) == (1, len(lines) - 1)
+        (failed,) = await results(gateway, batch.error_file_id)
+        assert failed["custom_id"] == "too long"
+        assert "request_exceeds_quota" in json.dumps(failed)
+
+
+async def test_a_byte_order_mark_before_the_first_line_is_skipped(gateway):
+    lines = [chat_line("first"), chat_line("second")]
+    batch = await wait_for(gateway, await submit(gateway, b"\xef\xbb\xbf" + jsonl(lines)), "completed", "failed")
+    assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+    assert [one["custom_id"] for one in await results(gateway, batch.output_file_id)] == ["first", "second"]

@@ -164,11 +164,31 @@ async def test_a_rate_lets_its_worth_through_and_refills(limited):
         assert (await served(gateway)).choices[0].finish_reason == "length"
 
 
+NEVER_ENOUGH = [(f"tokens_per_{period}", 20) for period in ("minute", "day", "month")]
+NO_REQUESTS = [("requests_per_minute", 0), ("concurrent_requests", 0)]
+
+
 async def test_a_request_that_never_fits_is_told_so(limited):
     async with limited() as gateway:
-        await limit(gateway, "tenant", 20, "tokens_per_minute")
-        with pytest.raises(openai.RateLimitError, match="This request alone needs more"):
-            await ask(gateway)
+        for level in ("tenant", "project", "key"):
+            for kind, cap in (*NEVER_ENOUGH, *((kind, 0) for kind, _ in NEVER_ENOUGH), *NO_REQUESTS):
+                made = await limit(gateway, level, cap, kind)
+                with pytest.raises(openai.RateLimitError) as refused:
+                    await ask(gateway)
+                assert refused.value.response.json()["error"]["code"] == "request_exceeds_quota", (level, kind, cap)
+                assert "retry-after" not in refused.value.response.headers
+                assert refused.value.response.headers["x-should-retry"] == "false"
+                await admin(gateway, "DELETE", f"/quotas/{made['id']}")
+
+
+async def test_a_request_that_would_fit_an_empty_limit_is_told_when_to_come_back(limited):
+    async with limited() as gateway:
+        await limit(gateway, "tenant", 60, "tokens_per_minute")
+        with pytest.raises(openai.RateLimitError) as refused:
+            for _ in range(20):
+                await ask(gateway)
+        assert refused.value.response.json()["error"]["code"] == "rate_limit_exceeded"
+        assert int(refused.value.response.headers["retry-after"]) >= 1
 
 
 async def test_requests_that_are_refused_do_not_count_as_requests(limited):

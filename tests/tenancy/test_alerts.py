@@ -304,11 +304,13 @@ async def test_thresholds_that_make_no_sense_are_refused(admin: Admin, demo: Dem
 ELSEWHERE = (
     "https://10.0.0.1/", "https://169.254.169.254/latest", "https://[::1]/", "https://[fe80::1]/", "https://100.64.0.1",
     "https://[::ffff:10.0.0.1]/", "https://[64:ff9b::a00:1]/", "https://[2002:a00:1::]/", "https://0.0.0.0/",
-    "https://224.0.0.1/", "https://[fd00::1]/", "http://93.184.216.34/",
+    "https://224.0.0.1/", "https://[fd00::1]/", "http://93.184.216.34/", "https://10.1/",
+    "https://0x0a000001/", "https://167772161/",
 )  # fmt: skip
 NO_ADDRESS = (
     "ftp://example.com", "example.com", "https://", "https://u:p@example.com", "https://e.com/#x", "https://e e",
     "http://[", "https://" + "x" * 1000, "file:///etc/passwd", "https://exämple.com", "https://a\nb", "https://e.com:0x",
+    "https://e.com:0", "https://e.com:65536", "https://e.com:99999/x", "https://e.com:-1", "https://@e.com", "https://:@e.com",
 )  # fmt: skip
 
 

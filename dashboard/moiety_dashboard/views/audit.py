@@ -9,6 +9,7 @@ import streamlit as st
 
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.frames.changes import audit_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.tenants.names import names_of
@@ -95,4 +96,4 @@ def draw_verdict(client: AdminClient) -> None:
             icon=":material/verified:",
         )
     else:
-        left.error(f"The log was tampered with: {verdict['complaint']}.", icon=":material/gpp_bad:")
+        left.error(f"The log was tampered with: {as_text(verdict['complaint'])}.", icon=":material/gpp_bad:")

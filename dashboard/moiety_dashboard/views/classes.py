@@ -10,6 +10,7 @@ import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, samples, session
 from moiety_dashboard.client import AdminClient
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.columns import class_columns
 from moiety_dashboard.views.overview import EMPTY, classes_of_hour
@@ -35,7 +36,9 @@ def draw(page: Page) -> None:
             return
         names = [terms["name"] for terms in classes]
         left, right = st.columns([3, 1], vertical_alignment="bottom")
-        chosen = left.segmented_control("Class to edit", names, default=names[0], key="edited class")
+        chosen = left.segmented_control(
+            "Class to edit", names, default=names[0], key="edited class", format_func=as_text
+        )
         if right.button("New class", icon=":material/add:", width="stretch"):
             create(client, names)
         if chosen:
@@ -100,9 +103,9 @@ def edit(client: AdminClient, name: str, names: list[str]) -> None:
         save, _ = st.columns([1, 3])
         if save.form_submit_button("Save", type="primary", width="stretch"):
             change(client, name, terms, seen)
-    if not answer.data["shipped"] and st.button(f"Delete {name}", icon=":material/delete:"):
+    if not answer.data["shipped"] and st.button(f"Delete {as_text(name)}", icon=":material/delete:"):
         panels.ask_first(
-            f"Delete the class **{name}**? It is refused while a tenant or another class uses it.",
+            f"Delete the class **{as_text(name)}**? It is refused while a tenant or another class uses it.",
             "Delete",
             lambda: client.change("DELETE", f"/classes/{name}", if_match=seen[name]),
             f"The class {name} is deleted.",

@@ -11,6 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, samples, session
 from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import NOTHING, percent, ratio, short, short_address, time_left
 from moiety_dashboard.frames import fleet
 from moiety_dashboard.page import Page
@@ -195,7 +196,8 @@ def draw_drain(client: AdminClient) -> None:
         state = fleet.engine_state(engine)
         row = st.container(border=True, horizontal=True, vertical_alignment="center")
         up = f", up {time_left(load['running_for_s'])}" if load.get("running_for_s") else ""
-        row.markdown(f"`{engine['address']}`  {state.split(':')[0]}{up}  {load.get('sleep_problem', '')}")
+        problem = as_text(load.get("sleep_problem", ""))
+        row.markdown(f"{as_text(engine['address'])}  {as_text(state.split(':')[0])}{up}  {problem}")
         rests = state in ("falling asleep", "asleep", "waking")
         label, icon = ("Wake", ":material/play_arrow:") if rests else ("Drain", ":material/pause:")
         if row.button(label, icon=icon, key=f"drain {engine['address']}", disabled=not engine["healthy"]):
@@ -209,5 +211,5 @@ def ask(client: AdminClient, engine: Mapping[str, Any], rests: bool) -> None:
         panels.ask_first(what, button, lambda: client.change("POST", f"{path}/wake"), done)
         return
     open_now = f"Its {(engine['load'] or {}).get('num_running', 0)} running requests end first."
-    what = f"Drain `{engine['address']}`? {open_now} If no other engine serves its model, requests are answered 503."
+    what = f"Drain {as_text(engine['address'])}? {open_now} Requests get 503 if no other engine serves its model."
     panels.ask_first(what, "Drain it", lambda: client.change("POST", f"{path}/sleep"), "It falls asleep.")

@@ -11,6 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import NOTHING, percent, short
 from moiety_dashboard.frames import experts as frames
 from moiety_dashboard.page import Page
@@ -68,7 +69,7 @@ def choose_model(models: list[dict[str, Any]], row: Any) -> Mapping[str, Any] | 
             return next(iter(mixtures.values()))
         return mixtures[row.selectbox("Model", list(mixtures), key="experts model", label_visibility="collapsed")]
     for one in models:
-        st.info(f"`{one['model']}` {DENSE}", icon=":material/grid_off:")
+        st.info(f"{as_text(one['model'])} {DENSE}", icon=":material/grid_off:")
     if not models:
         st.info(
             "No engine that could tell of its experts is connected. Start one with `moiety engine`, or see the Engines "

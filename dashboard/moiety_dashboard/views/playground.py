@@ -14,6 +14,7 @@ import streamlit as st
 
 from moiety_dashboard import panels
 from moiety_dashboard.client import AdminClient, ApiRefused, read_error, read_message
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import milliseconds, short
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
@@ -77,12 +78,15 @@ def draw(page: Page) -> None:
 def send(url: str, key: str, body: Mapping[str, Any], run: Run) -> None:
     try:
         with st.container(border=True):
-            st.write_stream(arriving(url, key, body, run))
+            place, text = st.empty(), ""
+            for piece in arriving(url, key, body, run):
+                text += piece
+                place.text(text)  # a model's answer is not read as Markdown
     except Refused as exc:
-        st.error(str(exc), icon=":material/block:")
+        st.error(as_text(exc), icon=":material/block:")
         return
     except httpx.HTTPError as exc:
-        st.error(f"The connection broke: {type(exc).__name__}. Is the gateway at {url} running?")
+        st.error(f"The connection broke: {type(exc).__name__}. Is the gateway at {as_text(url)} running?")
         return
     tell(run)
 
@@ -144,7 +148,7 @@ def tell(run: Run) -> None:
             Tile("Tier", run.tier or "–", "in which it was served"),
         ]
     )
-    st.caption(f"Request `{run.request_id}`" if run.request_id else "")
+    st.caption(f"Request {as_text(run.request_id)}" if run.request_id else "")
     if run.limits:
         st.caption("Where the key's limits stand")
         st.code("\n".join(f"{name}: {value}" for name, value in sorted(run.limits.items())), language=None)
@@ -156,7 +160,7 @@ def draw_trace(client: AdminClient, page: Page, run: Run, waited_s: float) -> No
         client.get(f"/traces/{run.trace_id}")
     except ApiRefused as exc:
         if exc.code != "trace_not_found":
-            st.caption(f"There is no trace to look at: {exc}")
+            st.caption(f"There is no trace to look at: {as_text(exc)}")
         elif waited_s < STORED_WITHIN_S:
             st.caption("Its trace is on its way …")
         else:

@@ -11,6 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import percent, short
 from moiety_dashboard.frames import fleet, series, simulations
 from moiety_dashboard.page import Page
@@ -65,7 +66,9 @@ def draw_progress(client: AdminClient, simulation_id: str) -> None:
     if one["state"] != "running":
         st.rerun()
     seconds = (datetime.now(UTC) - datetime.fromisoformat(one["created_at"])).total_seconds()
-    st.markdown(f":material/hourglass_top: **Simulating** for {seconds:.0f} s: {simulations.in_words(one['settings'])}")
+    st.markdown(
+        f":material/hourglass_top: **Simulating** for {seconds:.0f} s: {as_text(simulations.in_words(one['settings']))}"
+    )
 
 
 def ask(client: AdminClient, known: Mapping[str, Any]) -> None:
@@ -163,7 +166,7 @@ def draw_ended(page: Page, client: AdminClient, ended: list[dict[str, Any]], kno
     if one["state"] == "cancelled":
         st.info("This one was cancelled.", icon=":material/stop_circle:")
     elif one["state"] == "failed":
-        st.error(f"Nothing came of it: {one['problem']}.", icon=":material/error:")
+        st.error(f"Nothing came of it: {as_text(one['problem'])}.", icon=":material/error:")
     else:
         draw_result(client, one, known)
 
@@ -180,7 +183,7 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
     inks = colours.of_classes(terms["name"] for terms in classes)
     frame = simulations.sides_frame(result)
     left_out = f", {short(result['num_unserved'])} without lengths left out" if result["num_unserved"] else ""
-    st.caption(f"Of one replica. How long its steps take: {result['device']}.")
+    st.caption(f"Of one replica. How long its steps take: {as_text(result['device'])}.")
     note = "by class, of one replica"
     figures = {
         "Promises kept": charts.Figure("attainment", "of the class's requests", ".1%"),

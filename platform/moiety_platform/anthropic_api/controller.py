@@ -30,6 +30,7 @@ from moiety_platform.completions.whole import parts_of
 from moiety_platform.errors import PlatformError
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import error_headers, internal_error
+from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
@@ -79,6 +80,7 @@ def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
         ),
         errors=ANTHROPIC_ERRORS,
         authorization=_authorization_of,
+        ignored_parameters=SENT_BY_ANTHROPIC_CLIENTS,
     )
     return [route(messages, services.exchange), _count_route(services)]
 
@@ -110,7 +112,7 @@ def _count_route(services: MessageServices) -> HTTPRouteHandler:
         status_code=200,
         tags=["text"],
         security=[{name: []} for name in SECURITY],
-        opt=_COUNTING,
+        opt=_COUNTING | {IGNORED: SENT_BY_ANTHROPIC_CLIENTS},
     )
     async def count_tokens(request: Request[Any, Any, Any]) -> TokenCount:
         """Count a conversation's tokens."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.errors import BadRequest
 from moiety_platform.json_depth import check_depth
 
+BOM = codecs.BOM_UTF8  # which some editors write before the first line
 MAX_ERRORS = 100  # that are listed
 TOO_MANY = "too_many_errors"
 
@@ -101,8 +103,10 @@ class Splitter:
     def _end(self) -> Iterator[RawLine]:
         """Nothing for a blank line."""
         text = bytes(self._rest)
+        skipped = len(BOM) if self._start == 0 and text.startswith(BOM) else 0
+        text = text[skipped:]
         if self._is_too_long or text.strip():
-            yield RawLine(self._number, self._start, None if self._is_too_long else text)
+            yield RawLine(self._number, self._start + skipped, None if self._is_too_long else text)
         self._rest.clear()
         self._is_too_long = False
         self._number += 1

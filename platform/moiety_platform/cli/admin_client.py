@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import httpx
 
-from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.errors import CommandError, Refused
 from moiety_platform.cli.gateway_client import answer, connect, local_keys
 
 TIMEOUT_S = 30.0
+_ID = re.compile(r"[A-Za-z0-9_]{1,32}", re.ASCII)
 NO_KEY = "no admin key: give --admin-key or MOIETY_ADMIN_KEY"
 PAGE_LIMIT = 500
 
@@ -54,9 +56,19 @@ class AdminClient:
                 return
 
     def find_tenant(self, name_or_id: str) -> dict[str, Any]:
-        """A tenant by its name, or else by its id. Raises CommandError."""
+        """Return the tenant with this id, or else the one with this name. Raises CommandError.
+
+        An id goes first, so that a tenant that is named like the id of another never takes its place."""
+        if _ID.fullmatch(name_or_id):
+            try:
+                return self.get(f"/tenants/{name_or_id}")
+            except Refused as exc:
+                if exc.param != "tenant_id":
+                    raise
         found = list(self.pages("/tenants", name=name_or_id))
-        return found[0] if found else self.get(f"/tenants/{name_or_id}")
+        if not found:
+            raise CommandError(f"there is no tenant with the id or name {name_or_id!r}; see: moiety tenant list")
+        return found[0]
 
     def find_project(self, tenant_id: str, name: str) -> dict[str, Any]:
         """A tenant's project by its name. Raises CommandError."""

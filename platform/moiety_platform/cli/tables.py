@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -11,7 +12,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+_FORMULA = re.compile(r"[\s\x00]*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 PIPE_WIDTH = 1000
 
 
@@ -22,7 +26,7 @@ def show_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], as_
         return
     table = Table(*columns.values())
     for row in rows:
-        table.add_row(*(show_value(row.get(field)) for field in columns))
+        table.add_row(*(as_text(row.get(field)) for field in columns))
     make_console().print(table)
 
 
@@ -33,7 +37,7 @@ def show_row(row: Mapping[str, Any], as_json: bool) -> None:
         return
     table = Table(show_header=False)
     for field, value in row.items():
-        table.add_row(field.replace("_", " "), show_value(value))
+        table.add_row(field.replace("_", " "), as_text(value))
     make_console().print(table)
 
 
@@ -51,7 +55,19 @@ def show_csv(rows: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else [], lineterminator="\n")
     if rows:
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({field: escape_formula(value) for field, value in row.items()} for row in rows)
+
+
+def as_text(value: Any) -> Text:
+    """Return a cell in which nothing is rich's markup, an emoji code or an escape sequence of the terminal."""
+    return Text("".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in show_value(value)))
+
+
+def escape_formula(value: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula (OWASP, CSV injection). Numbers stay numbers."""
+    if isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value):
+        return "'" + value
+    return value
 
 
 def show_value(value: Any) -> str:

@@ -36,6 +36,7 @@ from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
 from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm, internal_error
+from moiety_platform.known_parameters import check_query
 from moiety_platform.metrics import Metrics
 from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
@@ -103,6 +104,7 @@ class Endpoint(Generic[Body]):
     prepare: Callable[[Body, RequestRecord], Awaitable[Body]] | None = None
     errors: ErrorForm = OPENAI_ERRORS
     authorization: Callable[[Scope], str | None] = authorization_of
+    ignored_parameters: frozenset[str] = frozenset()  # of the query string: clients send them, and they change nothing
 
 
 def route(endpoint: Endpoint[Body], services: ExchangeServices) -> HTTPRouteHandler:
@@ -144,6 +146,8 @@ class Exchange(Generic[Body]):
         reply = Reply(send, scope, self._endpoint.errors)
         try:
             principal = await self._authenticate(scope)
+            if scope["query_string"]:
+                check_query(scope["query_string"], (), self._endpoint.ignored_parameters)
             await self._services.once.serve(
                 principal, self._endpoint.path, scope, receive, reply, partial(self._serve, principal, scope, reply)
             )

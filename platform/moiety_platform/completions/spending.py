@@ -58,13 +58,15 @@ class Spending:
 
     async def begin(self, num_prompt_tokens: int, num_sequences: int, credit_tokens: int, tariff: Tariff) -> int:
         """Reserve the prompt, and output for each sequence: as much as was asked for or, where a limit has not so much
-        left, a part of it. The credit of each sequence. Raises QuotaExceeded, Forbidden or Unavailable."""
+        left, a part of it. The credit of each sequence. Raises QuotaExceeded, RequestExceedsQuota,
+        Forbidden or Unavailable."""
         self._prompt_tokens, self._tariff, self._dearest = num_prompt_tokens, tariff, tariff.dearest
+        least = self._amounts(num_prompt_tokens + num_sequences * min(1, credit_tokens))
         while True:
             tokens = num_prompt_tokens + num_sequences * credit_tokens
             amounts = self._amounts(tokens)
             try:
-                self._hold = await self._keeper.hold(self._scopes, amounts)
+                self._hold = await self._keeper.hold(self._scopes, amounts, least)
             except QuotaExceeded as refusal:
                 affordable = self._affordable(refusal.unit, 0, refusal.room) - num_prompt_tokens
                 credit_tokens = min(credit_tokens - 1, affordable // num_sequences)

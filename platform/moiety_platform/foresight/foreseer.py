@@ -25,7 +25,7 @@ from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Used, scopes_of
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_platform.errors import BadRequest, PlatformError
+from moiety_platform.errors import BadRequest, PlatformError, RequestExceedsQuota
 from moiety_platform.foresight.next_turn import has_called, next_turns, num_shared
 from moiety_platform.metrics import ForesightMetrics
 from moiety_platform.quota.errors import QuotaExceeded
@@ -99,7 +99,7 @@ class Foreseer:
             outcome = REFUSED if submit is None else await self._have_computed(turn, submit)
         except (BadRequest, TextError):  # the template does not take what the model has said, or it is too long
             outcome = REFUSED
-        except QuotaExceeded:
+        except (QuotaExceeded, RequestExceedsQuota):
             outcome = LIMITED
         except PlatformError as error:
             log.debug("foresight_failed", request_id=record.request_id, code=error.code)

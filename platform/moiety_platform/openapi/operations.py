@@ -99,6 +99,8 @@ def _parameters(fields: Mapping[str, FieldDefinition], schemas: Schemas) -> Iter
             "required": is_path or field.is_required,
             "schema": schemas.of(choices[0]) | (kwarg.schema_extra or {}),
         }
+        if parameter["schema"].get("type") == "string" and not {"enum", "format"} & set(parameter["schema"]):
+            parameter["schema"].setdefault("minLength", 1)
         if parameter["schema"].get("type") == "array":
             parameter |= {"style": "form", "explode": False}
         if kwarg.description:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from moiety_platform.db.failures import RETRY_AFTER_S
-from moiety_platform.errors import RateLimited, Unavailable
+from moiety_platform.errors import RateLimited, RequestExceedsQuota, Unavailable
 from moiety_platform.quota.kinds import NANO, Meter, Unit, window_end
 from moiety_platform.quota.lease import WindowId
 from moiety_platform.quota.limits import Limit
@@ -34,8 +34,18 @@ def store_unavailable() -> Unavailable:
     )
 
 
-def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, needed: int, now: datetime) -> QuotaExceeded:
-    """The refusal of a request that needs so much in all, where there is `room` for some, `short` of it."""
+def never_fits(limit: Limit, needed: int) -> RequestExceedsQuota:
+    """Return the refusal of a request that needs more of a limit than the limit's whole cap."""
+    if limit.cap == 0:
+        why = "allows no request at all. Have the limit raised"
+    else:
+        amount = f"$ {needed / NANO:,.6f}" if limit.kind.unit is Unit.MONEY else f"{needed:,}"
+        why = f"can never allow this request, which needs at least {amount}. Make it smaller, or have the limit raised"
+    return RequestExceedsQuota(f"The {limit.scope.level}'s limit of {shown(limit)} {why}")
+
+
+def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, now: datetime) -> QuotaExceeded:
+    """The refusal of a request, where there is `room` for some of it, and `short` too little for the rest."""
     kind, whose = limit.kind, f"The {limit.scope.level}'s limit of {shown(limit)}"
     if kind.meter is Meter.SLOTS:
         return QuotaExceeded(
@@ -44,11 +54,8 @@ def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, needed: i
         )  # fmt: skip
     if kind.meter is Meter.RATE:
         wait_s = max(1.0, short * 60 / limit.cap) if limit.cap else 60.0
-        advice = f"Try again in {wait_s:.0f} s, or have the limit raised"
-        if needed > limit.cap:
-            advice = "This request alone needs more than that: make it smaller, or have the limit raised"
         return QuotaExceeded(
-            f"{whose} does not allow this request now. {advice}",
+            f"{whose} does not allow this request now. Try again in {wait_s:.0f} s, or have the limit raised",
             unit=kind.unit, room=room, code="rate_limit_exceeded", retry_after_s=wait_s,
         )  # fmt: skip
     assert kind.period is not None, "a stock has a period"
@@ -63,17 +70,15 @@ def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, needed: i
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A limit that has not so much left as a hold lacks: `short` of it; `room` is how much more the hold might have,
-    and `needed` what it was to have in all."""
+    """A limit that has not so much left as a hold lacks: `short` of it; `room` is how much more the hold might have."""
 
     limit: Limit
     window: WindowId
     room: int
     short: int
-    needed: int
 
     def error(self, now: datetime) -> QuotaExceeded:
-        return exceeded(self.limit, self.window, room=self.room, short=self.short, needed=self.needed, now=now)
+        return exceeded(self.limit, self.window, room=self.room, short=self.short, now=now)
 
 
 def shown(limit: Limit) -> str:

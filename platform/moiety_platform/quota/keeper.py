@@ -25,7 +25,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.edits import Edits
 from moiety_platform.errors import Unavailable
 from moiety_platform.quota.account import Account, KnownScope, fail
-from moiety_platform.quota.errors import Refusal, store_unavailable
+from moiety_platform.quota.errors import Refusal, never_fits, store_unavailable
 from moiety_platform.quota.kinds import Meter, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit, load_limits
@@ -98,12 +98,20 @@ class QuotaKeeper:
 
     # ── a request ──
 
-    async def hold(self, scopes: Sequence[Scope], amounts: Mapping[Unit, int]) -> Hold:
-        """Reserve so much under every limit of these scopes. Raises QuotaExceeded, or Unavailable while the store is
-        away and what is leased does not do."""
+    async def hold(
+        self, scopes: Sequence[Scope], amounts: Mapping[Unit, int], least: Mapping[Unit, int] | None = None
+    ) -> Hold:
+        """Reserve so much under every limit of these scopes. Raises QuotaExceeded, RequestExceedsQuota where a whole
+        cap is smaller than `least` (the smallest amounts the caller could do with, `amounts` by default), or
+        Unavailable while the store is away and what is leased does not do."""
         accounts = self._known_accounts(scopes)
         if accounts is None:
             accounts = await self._accounts_of(scopes)
+        smallest = amounts if least is None else least
+        for account in accounts:
+            needed = smallest.get(account.lease.unit, 0)
+            if needed > account.limit.cap:
+                raise never_fits(account.limit, needed)
         hold = Hold([account.lease for account in accounts])
         refusal = None if self.extend_now(hold, amounts) else await self.extend(hold, amounts)
         if refusal is not None:
@@ -130,8 +138,7 @@ class QuotaKeeper:
                 elif amount > 0 and grant.amount == 0:
                     account = self._accounts[window]
                     room = max(0, account.lease.free) + grant.remaining
-                    needed = amounts.get(account.lease.unit, 0)
-                    return Refusal(account.limit, window, room, amount - grant.remaining, needed)
+                    return Refusal(account.limit, window, room, amount - grant.remaining)
         return None
 
     def require_current(self, hold: Hold) -> None:

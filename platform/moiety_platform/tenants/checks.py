@@ -6,6 +6,7 @@ import math
 import re
 import secrets
 import string
+import unicodedata
 from datetime import UTC, datetime
 
 from moiety_platform.errors import BadRequest
@@ -16,6 +17,12 @@ MAX_WEIGHT = 1000.0
 MIN_WEIGHT = 0.001
 
 _ALPHABET = string.ascii_lowercase + string.digits
+_BLANKS = frozenset({0x2800, 0x3164, 0xFFA0, 0x115F, 0x1160})  # Braille blank, Hangul fillers
+_IGNORABLE = (  # DerivedCoreProperties.txt, Default_Ignorable_Code_Point
+    (0x00AD, 0x00AD), (0x034F, 0x034F), (0x061C, 0x061C), (0x17B4, 0x17B5), (0x180B, 0x180F), (0x200B, 0x200F),
+    (0x202A, 0x202E), (0x2060, 0x206F), (0xFE00, 0xFE0F), (0xFEFF, 0xFEFF), (0xFFF0, 0xFFF8), (0x1BCA0, 0x1BCA3),
+    (0x1D173, 0x1D17A), (0xE0000, 0xE0FFF),
+)  # fmt: skip
 _ID = re.compile(r"[A-Za-z0-9_]{1,32}", re.ASCII)
 
 
@@ -39,14 +46,26 @@ def is_id(text: str) -> bool:
 
 
 def check_name(name: str, param: str = "name") -> str:
-    """A name for people to read: 1 to 100 printable characters, no space at either end."""
+    """Return a name for people to read, in NFC: 1 to 100 visible characters, no outer space. Raises BadRequest."""
+    name = unicodedata.normalize("NFC", name)
     if not 1 <= len(name) <= MAX_NAME_LENGTH:
         raise BadRequest(f"'{param}' must have 1 to {MAX_NAME_LENGTH} characters, not {len(name)}.", param=param)
     if not name.isprintable():
         raise BadRequest(f"'{param}' must not contain control or other unprintable characters.", param=param)
     if name != name.strip():
         raise BadRequest(f"'{param}' must not begin or end with a space.", param=param)
+    hidden = next((character for character in name if is_invisible(character)), None)
+    if hidden is not None:
+        told = f"'{param}' must not contain the invisible character U+{ord(hidden):04X}."
+        raise BadRequest(told, param=param)
     return name
+
+
+def is_invisible(character: str) -> bool:
+    """Return whether a character has no shape of its own: those of Unicode's property Default_Ignorable_Code_Point that
+    str.isprintable() lets through, and blanks that count as letters or symbols."""
+    code = ord(character)
+    return code in _BLANKS or any(first <= code <= last for first, last in _IGNORABLE)
 
 
 def check_moment(moment: datetime, param: str) -> datetime:

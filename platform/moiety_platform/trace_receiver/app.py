@@ -22,6 +22,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.errors import BadRequest
+from moiety_platform.known_parameters import check_query
 from moiety_platform.metrics import CONTENT_TYPE
 from moiety_platform.trace_receiver.writer import TraceWriter
 from moiety_platform.trace_store.rows import rows_of
@@ -78,6 +80,13 @@ class TraceApp:
 
     async def __call__(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
+        try:
+            check_query(scope["query_string"], ())
+        except BadRequest as exc:
+            is_otlp = path in PATHS
+            body = _status(exc.message) if is_otlp else exc.message.encode()
+            await _answer(send, 400, body, PROTOBUF if is_otlp else "text/plain")
+            return
         if path in PATHS:
             await self._take(scope, receive, send)
         elif method == "GET" and path == "/healthz":

@@ -26,6 +26,9 @@ ADDRESS_NOT_ALLOWED = "address_not_allowed"
 NAME_NOT_RESOLVED = "name_not_resolved"
 
 
+MIN_PORT, MAX_PORT = 1, 65_535
+
+_AUTHORITY = re.compile(r"^[^:]+:/*([^/?#\\]*)")
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}", re.ASCII)
 
 
@@ -53,12 +56,15 @@ class Reach:
             raise _bad("is not a URL") from exc
         if url.scheme not in ("https", "http") or not (_HOST.fullmatch(url.host) or _literal(url.host)):
             raise _bad("must begin with https://, and name a host")
-        if url.userinfo or url.fragment:
+        if url.port is not None and not MIN_PORT <= url.port <= MAX_PORT:
+            raise _bad(f"must have a port from {MIN_PORT} to {MAX_PORT}, or none for the usual one")
+        if url.userinfo or "@" in _AUTHORITY.findall(text)[0] or url.fragment:
             raise _bad("must have neither a user nor a fragment (#…)")
         if url.scheme == "http" and not self.networks:
             raise _bad("must begin with https://; http:// is for networks that the setting webhook_networks names")
-        literal = _literal(url.host)
-        if literal is not None and not self.allows(literal, url.scheme):
+        literal = _literal(url.host) or _numeric(url.host)
+        is_local = url.host.rstrip(".").lower().rpartition(".")[2] == "localhost" and not self.networks
+        if is_local or (literal is not None and not self.allows(literal, url.scheme)):
             raise _bad(
                 "leads to an address that webhooks may not go to: it is private, or http:// leads out of the networks "
                 "of the setting webhook_networks",
@@ -103,6 +109,14 @@ def _literal(host: str) -> Address | None:
     try:
         return ip_address(host)
     except ValueError:
+        return None
+
+
+def _numeric(host: str) -> Address | None:
+    """Return the IPv4 address that a resolver reads from forms such as 127.1, 2130706433 and 0x7f000001."""
+    try:
+        return IPv4Address(socket.inet_aton(host.rstrip(".")))
+    except (OSError, ValueError):
         return None
 
 

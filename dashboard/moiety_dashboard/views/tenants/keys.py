@@ -9,6 +9,7 @@ import streamlit as st
 
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.frames.tenants import keys_frame
 from moiety_dashboard.views.tenants.names import forget_names
 
@@ -108,7 +109,7 @@ def ask_change(client: AdminClient, keys: list[dict[str, Any]]) -> None:
             rotate(client, chosen, labels[chosen], grace)
         if right.button("Revoke", icon=":material/key_off:", width="stretch"):
             panels.ask_first(
-                f"Revoke **{labels[chosen]}**? Whoever uses it is refused at once, and there is no way back.",
+                f"Revoke **{as_text(labels[chosen])}**? Whoever uses it is refused at once, and there is no way back.",
                 "Revoke",
                 lambda: client.change("POST", f"/keys/{chosen}/revoke"),
                 f"The key {labels[chosen]} is revoked.",
@@ -118,7 +119,7 @@ def ask_change(client: AdminClient, keys: list[dict[str, Any]]) -> None:
 @st.dialog("Rotate a key")
 def rotate(client: AdminClient, key_id: str, label: str, grace: str) -> None:
     until = "at once" if grace == "none" else f"after {grace}"
-    st.markdown(f"Make a successor of **{label}**? The old key is refused {until}.")
+    st.markdown(f"Make a successor of **{as_text(label)}**? The old key is refused {until}.")
     if st.button("Rotate it", type="primary"):
         body = {"grace_s": GRACES[grace]}
         made = panels.attempt(lambda: client.change("POST", f"/keys/{key_id}/rotate", body), "The key is rotated.")

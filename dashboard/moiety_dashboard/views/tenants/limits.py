@@ -10,6 +10,7 @@ import streamlit as st
 
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import show_time
 from moiety_dashboard.frames import limits
 from moiety_dashboard.views.columns import limit_columns
@@ -112,7 +113,7 @@ def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[d
     st.caption(f"Set {show_time(mine[chosen]['created_at'], session.zone())}.")
     if st.button("Take it away", icon=":material/delete:"):
         panels.ask_first(
-            f"Take away **{label(chosen)}**? From the next request on nothing holds back what it held back.",
+            f"Take away **{as_text(label(chosen))}**? From the next request on nothing holds back what it held back.",
             "Take it away",
             lambda: client.change("DELETE", f"/quotas/{chosen}"),
             "The limit is gone.",

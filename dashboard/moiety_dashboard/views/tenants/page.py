@@ -11,6 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import percent, ratio, short
 from moiety_dashboard.frames.tenants import tenants_frame
 from moiety_dashboard.page import Page
@@ -115,7 +116,7 @@ def columns() -> dict[str, Any]:
 
 
 def draw_one(page: Page, client: AdminClient, tenant: dict[str, Any]) -> None:
-    st.subheader(tenant["name"], anchor=False)
+    st.subheader(as_text(tenant["name"]), anchor=False)
     panels.chips(colours.of_classes([tenant["service_class"]]))
     names = ["Usage", "Limits", "Keys", "Settings"]
     shown = st.segmented_control("Part", names, default="Usage", key="part", label_visibility="collapsed")

@@ -9,6 +9,7 @@ import streamlit as st
 
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.views.tenants.names import forget_names
 
 
@@ -33,8 +34,8 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
         st.rerun()
     if not suspended and st.button("Suspend", icon=":material/block:"):
         panels.ask_first(
-            f"Suspend **{tenant['name']}**? Its keys are refused within two seconds, its administrators' as well. "
-            "Requests that run end as they would.",
+            f"Suspend **{as_text(tenant['name'])}**? Its keys are refused within two seconds, its administrators' as "
+            "well. Requests that run end as they would.",
             "Suspend",
             lambda: set_status(client, tenant, "suspended"),
             f"{tenant['name']} is suspended.",

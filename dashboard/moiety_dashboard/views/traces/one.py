@@ -11,6 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import colours, panels, waterfall
 from moiety_dashboard.client import AdminClient, Answer, ApiRefused
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import dollars, milliseconds, short
 from moiety_dashboard.frames import traces as frames
 from moiety_dashboard.panels import Tile
@@ -82,7 +83,10 @@ def draw_request(request: Mapping[str, Any], names: Mapping[str, str], answer: A
     )  # fmt: skip
     row = st.container(horizontal=True, vertical_alignment="center")
     tenant, request_id = of.get("moiety.tenant_id", ""), of.get("moiety.request_id", "")
-    row.caption(f"Tenant **{names.get(tenant, tenant)}** · request `{request_id}`", width="content")
+    row.caption(
+        f"Tenant **{as_text(names.get(tenant, tenant))}** · request {as_text(request_id)}",
+        width="content",
+    )
     with row.container(width="content"):
         panels.chips(colours.of_classes([chosen]) if chosen else {})
 

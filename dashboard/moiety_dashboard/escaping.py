@@ -1,0 +1,48 @@
+"""Show strings that others wrote as literal text. Pure; knows no page.
+
+Streamlit reads labels, captions, toasts and errors as Markdown with extensions (colours, icons, shortcodes, LaTeX), so
+a name such as `![p](http://…)` would load a picture in the reader's browser. Spreadsheets read cells that begin with
+`=` as formulas.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pandas as pd
+
+_MARKDOWN = re.compile(r"[!-/:-@\[-`{-~]")  # all ASCII punctuation, which a character reference may stand for
+# Streamlit and GFM look for these in the text once it is parsed: icons, shortcodes, links, arrows and dashes.
+_READ_LATER = re.compile(r"([:@-])(?!$)|(?<=www)(?=\.)", re.IGNORECASE)
+_JOINER = "\u2060"  # WORD JOINER, which has no width
+_SPACES = re.compile(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+_FORMULA = re.compile(r"^[\s\x00]*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # OWASP, CSV injection; full width too
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+
+
+def as_text(text: object) -> str:
+    """Return Markdown on one line that renders as this text, whatever it contains.
+
+    Each punctuation character becomes a numeric character reference, which the parser never takes for syntax. What is
+    looked for in parsed text (`:material/…:`, `:smile:`, `http://`, `www.`, `a@b.c`) is broken by a WORD JOINER."""
+    line = _SPACES.sub(" ", str(text))
+    broken = _READ_LATER.sub(lambda match: (match.group(1) or "") + _JOINER, line)
+    return _MARKDOWN.sub(lambda match: f"&#{ord(match.group())};", broken)
+
+
+def escape_formula(value: Any) -> Any:
+    """Return a cell of a CSV that no spreadsheet takes for a formula: text gets an apostrophe before what begins one.
+    Numbers stay numbers."""
+    if not isinstance(value, str) or _NUMBER.fullmatch(value) or not _FORMULA.match(value):
+        return value
+    return "'" + value
+
+
+def csv_of(frame: pd.DataFrame) -> str:
+    """Return a frame as CSV, with its formulas escaped in cells and headings."""
+    safe = frame.rename(columns=escape_formula)
+    for at, dtype in enumerate(frame.dtypes):
+        if pd.api.types.is_object_dtype(dtype) or isinstance(dtype, pd.StringDtype | pd.CategoricalDtype):
+            safe.isetitem(at, frame.iloc[:, at].astype(object).map(escape_formula))
+    return str(safe.to_csv(index=False, lineterminator="\r\n"))
