@@ -44,5 +44,5 @@ def csv_of(frame: pd.DataFrame) -> str:
     safe = frame.rename(columns=escape_formula)
     for at, dtype in enumerate(frame.dtypes):
         if pd.api.types.is_object_dtype(dtype) or isinstance(dtype, pd.StringDtype | pd.CategoricalDtype):
-            safe.isetitem(at, frame.iloc[:, at].astype(object).map(escape_formula))
+            safe.isetitem(at, [escape_formula(value) for value in frame.iloc[:, at]])
     return str(safe.to_csv(index=False, lineterminator="\r\n"))
