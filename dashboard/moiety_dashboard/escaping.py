@@ -12,9 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-_MARKDOWN = re.compile(r"[!-/:-@\[-`{-~]")  # all ASCII punctuation, which a character reference may stand for
+_MARKDOWN = re.compile(r"[^\w\s%',?\u2060]", re.ASCII)  # punctuation that Markdown or its extensions read
 # Streamlit and GFM look for these in the text once it is parsed: icons, shortcodes, links, arrows and dashes.
-_READ_LATER = re.compile(r"([:@-])(?!$)|(?<=www)(?=\.)", re.IGNORECASE)
+_READ_LATER = re.compile(r"(:(?=[\w+/-]+[:\[])|:(?=//)|@(?=[\w-]+\.)|[<-](?=-)|-(?=>))|(?<=www)(?=\.)", re.IGNORECASE)
 _JOINER = "\u2060"  # WORD JOINER, which has no width
 _SPACES = re.compile(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 _FORMULA = re.compile(r"^[\s\x00]*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # OWASP, CSV injection; full width too

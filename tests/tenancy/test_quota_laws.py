@@ -30,7 +30,7 @@ from tests.database_clock import DatabaseClock
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
-from moiety_platform.errors import Unavailable
+from moiety_platform.errors import RequestExceedsQuota, Unavailable
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Kind, Level, Scope, Unit
@@ -123,6 +123,7 @@ class World(RuleBasedStateMachine):
         self.replicas: list[Replica] = []
         self.caps = dict(CAPS)
         self.highest_cap = dict(CAPS)
+        self.lowest_cap = dict(CAPS)
         self.granted: dict[tuple[str, datetime], int] = {}
         self.crashed: set[str] = set()
 
@@ -151,6 +152,9 @@ class World(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(self.alive()))
         try:
             hold = self.run(replica.ask(replica.keeper.hold(scopes, {Unit.TOKENS: tokens})))
+        except RequestExceedsQuota:
+            assert any(self.lowest_cap.get(scope, tokens) < tokens for scope in scopes), "it fits every limit there was"
+            return
         except (QuotaExceeded, Unavailable):
             return
         replica.open.append((hold, tokens))
@@ -227,6 +231,7 @@ class World(RuleBasedStateMachine):
     def set_cap(self, scope: Scope, cap: int) -> None:
         self.caps[scope] = cap
         self.highest_cap[scope] = max(cap, self.highest_cap[scope])
+        self.lowest_cap[scope] = min(cap, self.lowest_cap[scope])
         self.run(self._set_cap(scope, cap))
 
     async def _set_cap(self, scope: Scope, cap: int) -> None:

@@ -47,7 +47,7 @@ def read_journals(paths: Iterable[Path], since: datetime) -> dict[str, dict[str,
 
 def _was_waived(row: Mapping[str, Any]) -> bool:
     """Whether nothing of the request is billed because nothing of its answer was sent."""
-    return row["error_code"] == NonFiniteOutput.default_code and not row["output_tokens"]
+    return row.get("error_code") == NonFiniteOutput.default_code and not row["output_tokens"]
 
 
 def compare(counted: Mapping[str, Mapping[str, int]], requests: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
