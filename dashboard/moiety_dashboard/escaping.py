@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-_MARKDOWN = re.compile(r"[^\w\s%',?\u2060]", re.ASCII)  # punctuation that Markdown or its extensions read
+_MARKDOWN = re.compile(r"[^\w\s%',?\u2060]|_", re.ASCII)  # punctuation that Markdown or its extensions read
 # Streamlit and GFM look for these in the text once it is parsed: icons, shortcodes, links, arrows and dashes.
 _READ_LATER = re.compile(r"(:(?=[\w+/-]+[:\[])|:(?=//)|@(?=[\w-]+\.)|[<-](?=-)|-(?=>))|(?<=www)(?=\.)", re.IGNORECASE)
 _JOINER = "\u2060"  # WORD JOINER, which has no width

@@ -271,7 +271,7 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.see_in_table("tenant globex")
     browser.go("Playground")
     browser.press("Send")
-    browser.see(re.compile("429 quota_exceeded: .*"))
+    browser.see(re.compile("429 request_exceeds_quota: .*"))
 
     browser.go("Audit")
     browser.see_in_table("tenant tokens_per_day 5")
