@@ -31,7 +31,7 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.db.readiness import StoreReadiness
-from moiety_platform.db.session import LOOKING, Database
+from moiety_platform.db.session import CHECKING, LOOKING, SERVING, Database
 from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.gateway_parts.administration import Administration
 from moiety_platform.gateway_parts.engines import Engines, key_files
@@ -181,8 +181,8 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         telemetry = Telemetry(settings, metrics.registry, process_id)
         stack.push_async_callback(telemetry.close)
         metrics.registry.register(TraceCollector(telemetry.tracing))
-        database, looked_at, traces = _open_stores(stack, settings)
-        metrics.watch_statements(lambda: database.num_statements + looked_at.num_statements)
+        database, looked_at, keys, traces = _open_stores(stack, settings)
+        metrics.watch_statements(lambda: sum(one.num_statements for one in (database, looked_at, keys)))
         store = StoreReadiness(database)
         stack.push_async_callback(store.close)
         usage = UsageRecorder(database, settings.data_dir / "usage-journal")
@@ -204,7 +204,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         )
         quotas.quarantine.is_proven = engines.replicas.have_settled_for
         foreseer = await stack.enter_async_context(Foreseer(usage, quotas, ForesightMetrics(metrics.registry), clock))
-        authenticator = await stack.enter_async_context(Authenticator(database, pepper, clock, turn=turn))
+        authenticator = await stack.enter_async_context(Authenticator(keys, pepper, clock, turn=turn))
         classes, prices, adapters = (
             ClassCache(database, clock),
             PriceCache(database, clock),
@@ -251,16 +251,18 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         )
 
 
-def _open_stores(stack: AsyncExitStack, settings: GatewaySettings) -> tuple[Database, Database, Database | None]:
-    """The store for those who are served, the same for those who look, and that of traces where it is another; until
-    the stack is closed."""
-    database, looked_at = Database.open(settings.store_url), Database.open(settings.store_url, pool=LOOKING)
-    apart = settings.traces_url != settings.store_url
-    traces = Database.open(settings.traces_url, pool=LOOKING) if apart else None
-    for opened in (database, looked_at, traces):
+def _open_stores(
+    stack: AsyncExitStack, settings: GatewaySettings
+) -> tuple[Database, Database, Database, Database | None]:
+    """The store for those who are served, the same for those who look and for look-ups of keys, and that of traces
+    where it is another; until the stack is closed."""
+    url = settings.store_url
+    database, looked_at, keys = (Database.open(url, pool=pool) for pool in (SERVING, LOOKING, CHECKING))
+    traces = Database.open(settings.traces_url, pool=LOOKING) if settings.traces_url != url else None
+    for opened in (database, looked_at, keys, traces):
         if opened is not None:
             stack.push_async_callback(opened.close)
-    return database, looked_at, traces
+    return database, looked_at, keys, traces
 
 
 async def _keep_answers(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> IdempotencyKeeper:

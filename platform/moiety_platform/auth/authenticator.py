@@ -3,7 +3,8 @@
 Owns a small cache of keys, so that a request costs no statement: what it holds is trusted for `ttl_s`, which bounds how
 long a revoked key or a suspended tenant still passes. Keys in use are read again before that, all by one statement.
 When the database is away, or does not answer for `PATIENCE_S`, it fails closed for keys that it does not know (503,
-never 401) and serves those that it knows for `grace_s`. Knows nothing of HTTP but the header's form.
+never 401) and serves those that it knows for `grace_s`. Ids that may not exist are looked up in a queue of their own,
+whose failures say nothing about the store. Knows nothing of HTTP but the header's form.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import structlog
+from sqlalchemy import exc as sa
 
-from moiety_platform.auth.keys import KeyText, derive_cache_salt, hash_key, hashes_match, mark_of, parse_key
+from moiety_platform.auth.bearer import HOW_TO, read_key
+from moiety_platform.auth.keys import KeyText, derive_cache_salt, hash_key, hashes_match, mark_of
+from moiety_platform.auth.known_ids import KnownKeyIds
+from moiety_platform.auth.lookups import LookupQueue, StoreHealth, cannot_check
 from moiety_platform.auth.pepper import Turn
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.rehashing import Rehashing
 from moiety_platform.auth.store import StoredKey, find_keys
 from moiety_platform.clock import Clock
-from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.db.session import Database
 from moiety_platform.edits import Edits
 from moiety_platform.errors import Forbidden, Unauthenticated, Unavailable
+from moiety_platform.rounds import Rounds
 from moiety_platform.tenants.models import TenantStatus
 
 TTL_S = 2.0
@@ -37,11 +42,11 @@ MAX_AT_ONCE = 1_000  # keys by one statement
 LOOKUP_TIMEOUT_S = 3.0
 PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # for what the database says of a key that is known
 OUTAGE_PAUSE_S = 0.5
+KNOWN_STATEMENTS, MAX_KNOWN_WAITING = 2, 10_000
+UNKNOWN_STATEMENTS, MAX_UNKNOWN_WAITING = 1, 1_000
+KNOWN_IDS_S = 5.0  # how often the ids of new keys are read
 
 log = structlog.get_logger(__name__)
-
-_MAX_HEADER_LENGTH = 512
-_HOW_TO = "Send your key as 'Authorization: Bearer mty_…', or to /v1/messages as 'x-api-key: mty_…'."
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +86,37 @@ class Authenticator:
         self._edits = Edits()  # of keys, through this process
         self._used_s: dict[str, float] = {}  # when keys were last used
         self._refreshing: asyncio.Task[None] | None = None
-        self._lookups: dict[str, asyncio.Task[_Entry]] = {}
-        self._reading_since_s: dict[object, float] = {}  # when statements under way were sent
-        self._away_until_s = float("-inf")
-        self._away = False
+        self._health = StoreHealth(clock, OUTAGE_PAUSE_S)
+        self._known_lookups = LookupQueue(
+            "known",
+            self._read,
+            clock,
+            max_statements=KNOWN_STATEMENTS,
+            max_waiting=MAX_KNOWN_WAITING,
+            max_batch=MAX_AT_ONCE,
+        )
+        self._unknown_lookups = LookupQueue(
+            "unknown",
+            self._read_unknown,
+            clock,
+            max_statements=UNKNOWN_STATEMENTS,
+            max_waiting=MAX_UNKNOWN_WAITING,
+            max_batch=MAX_AT_ONCE,
+            pause_s=OUTAGE_PAUSE_S,
+        )
+        self._ids = KnownKeyIds()
+        self._id_rounds = Rounds("read_key_ids", self.read_key_ids, KNOWN_IDS_S)
+        self._reading_since_s: dict[object, float] = {}  # when statements under way were sent, for keys that exist
 
     async def authenticate(self, authorization: str | None) -> Principal:
         """The caller. Raises Unauthenticated (no key, wrong, revoked or expired), Forbidden (its tenant is
         suspended), or Unavailable (the database is away and this key was not seen lately)."""
-        key = _read_header(authorization)
+        key = read_key(authorization)
         offered_hash = hash_key(key, self._pepper)
         entry = await self._find(key.key_id)
         stored = entry.stored
         if stored is None or entry.principal is None or not self._is_right(key, offered_hash, stored):
-            raise Unauthenticated(f"This API key is not one of ours. Check that it is whole and current. {_HOW_TO}")
+            raise Unauthenticated(f"This API key is not one of ours. Check that it is whole and current. {HOW_TO}")
         self._check_standing(stored)
         return entry.principal
 
@@ -116,6 +138,7 @@ class Authenticator:
     async def principal_of(self, key_id: str) -> Principal:
         """The holder of a key that was authenticated before, for work that was left under it. Raises what
         `authenticate` raises."""
+        self._ids.add(key_id)
         entry = await self._find(key_id)
         if entry.stored is None or entry.principal is None:
             raise Unauthenticated("The API key that this was sent with is gone. Send it again with another.")
@@ -139,8 +162,17 @@ class Authenticator:
         read just now may be older than the change, and is not kept."""
         self._drop(key_id)
         self._edits.note(key_id)
+        self._known_lookups.forget(key_id)
+        self._unknown_lookups.forget(key_id)
+
+    async def read_key_ids(self) -> None:
+        """Learn the ids of keys that were made elsewhere, so that their first use does not wait with strangers'. Raises
+        Unavailable."""
+        await self._ids.refresh(self._database)
 
     async def __aenter__(self) -> Self:
+        self._id_rounds.start()
+        self._id_rounds.wake()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -149,11 +181,18 @@ class Authenticator:
     async def close(self) -> None:
         """End what goes on beside the requests, as the database is closed next: nothing is to hold a transaction then.
         Keys that are hashed anew are written first."""
+        await self._id_rounds.cancel()
         await self.rehashing.close()
-        left = [*self._lookups.values(), *([self._refreshing] if self._refreshing is not None else [])]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await self._known_lookups.close()
+        await self._unknown_lookups.close()
+
+    @property
+    def num_waiting(self) -> int:
+        """Keys that wait to be looked up."""
+        return self._known_lookups.num_waiting + self._unknown_lookups.num_waiting
 
     @property
     def num_cached(self) -> int:
@@ -165,15 +204,15 @@ class Authenticator:
         now_s = self._clock.monotonic()
         if cached is not None and now_s - cached.read_at_s < self._ttl_s:
             self._touch(key_id, now_s)
-            if now_s - cached.read_at_s >= self._ttl_s / 2 and now_s >= self._away_until_s:
+            if now_s - cached.read_at_s >= self._ttl_s / 2 and key_id in self._known and not self._health.is_paused:
                 self._refresh_soon(now_s)
             return cached
         if cached is None or cached.stored is None or now_s - cached.read_at_s >= self._grace_s:
-            if now_s < self._away_until_s:
-                raise _unavailable()
-            return await self._look_up_once(key_id)
+            if self._health.is_paused:
+                raise cannot_check()
+            return await self._look_up(key_id)
         self._touch(key_id, now_s)
-        if now_s >= self._away_until_s:
+        if not self._health.is_paused:
             await self._confirm(key_id, now_s)
         return self._known.get(key_id) or await self._find(key_id)  # again, where it was changed meanwhile
 
@@ -181,30 +220,19 @@ class Authenticator:
         """Have a key that is known read again: with all others, and hardly waited for, where the database does not
         answer."""
         oldest_s = next(iter(self._reading_since_s.values()), now_s)
-        asking: asyncio.Task[Any]
-        if self._away or now_s - oldest_s >= PATIENCE_S:
+        asking: asyncio.Future[Any]
+        if self._health.is_away or now_s - oldest_s >= PATIENCE_S:
             asking, patience_s = self._refresh_soon(now_s), PATIENCE_AWAY_S
         else:
-            asking, patience_s = self._begin_look_up(key_id), PATIENCE_S
+            asking, patience_s = self._known_lookups.begin(key_id), PATIENCE_S
         await asyncio.wait([asking], timeout=max(0.0, oldest_s + patience_s - now_s))
 
-    async def _look_up_once(self, key_id: str) -> _Entry:
-        """Every caller that waits for the same key shares one statement; a caller that leaves does not take it
-        along."""
-        return await asyncio.shield(self._begin_look_up(key_id))
-
-    def _begin_look_up(self, key_id: str) -> asyncio.Task[_Entry]:
-        task = self._lookups.get(key_id)
-        if task is None:
-            task = asyncio.create_task(self._look_up(key_id), name="key-lookup")
-            self._lookups[key_id] = task
-            task.add_done_callback(lambda done: self._finish_lookup(key_id, done))
-        return task
-
-    def _finish_lookup(self, key_id: str, task: asyncio.Task[_Entry]) -> None:
-        self._lookups.pop(key_id, None)
-        if not task.cancelled():
-            task.exception()  # retrieved even if every caller has left
+    async def _look_up(self, key_id: str) -> _Entry:
+        """What the database says of a key that is not cached. Every caller that waits for the same key shares one
+        look-up; a caller that leaves does not take it along. Raises Unavailable."""
+        exists = key_id in self._known or key_id in self._ids
+        lookups = self._known_lookups if exists else self._unknown_lookups
+        return await asyncio.shield(lookups.begin(key_id))
 
     def _refresh_soon(self, now_s: float) -> asyncio.Task[None]:
         """Read every key that was used lately again, while what is held of it is still good."""
@@ -228,29 +256,38 @@ class Authenticator:
         entry = self._known.get(key_id)
         return entry is not None and now_s - entry.read_at_s >= self._ttl_s / 4
 
-    async def _look_up(self, key_id: str) -> _Entry:
-        return (await self._read([key_id]))[key_id]
-
     async def _read(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
-        """What the database says of these keys now. Raises Unavailable."""
-        asked_at_s, seen, token = self._clock.monotonic(), self._edits.now, object()
+        """What the database says now of keys that exist. Raises Unavailable."""
+        asked_at_s, token = self._clock.monotonic(), object()
         self._reading_since_s[token] = asked_at_s
+        try:
+            entries = await self._read_unknown(key_ids)
+        except Unavailable as error:
+            timed_out = isinstance(error.__cause__, TimeoutError | sa.TimeoutError)
+            if self._health.failed(asked_at_s, timed_out=timed_out):
+                log.warning("key_store_away", reason=str(error.__cause__) or "the database does not answer in time")
+            raise
+        finally:
+            del self._reading_since_s[token]
+        self._health.answered(asked_at_s)
+        return entries
+
+    async def _read_unknown(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
+        """What the database says of these keys, without a word on the database itself. Raises Unavailable."""
+        asked_at_s, seen = self._clock.monotonic(), self._edits.now
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 found = await find_keys(self._database, key_ids)
-        except (Unavailable, TimeoutError) as error:
-            self._away_until_s = self._clock.monotonic() + OUTAGE_PAUSE_S
-            if not self._away:
-                log.warning("key_store_away", reason=str(error) or "the database does not answer in time")
-            self._away = True
-            raise _unavailable() from error
-        finally:
-            del self._reading_since_s[token]
-        self._away = False
+        except TimeoutError as error:
+            raise cannot_check() from error
+        except Unavailable as error:
+            raise cannot_check() from error.__cause__
         entries = {}
         for key_id in key_ids:
             stored = found.get(key_id)
             entries[key_id] = _Entry(stored, self._principal_of(key_id, stored), asked_at_s)
+            if stored is not None:
+                self._ids.add(key_id)
             if not self._edits.since(seen, key_id):
                 self._remember(key_id, entries[key_id])
         return entries
@@ -294,23 +331,3 @@ class Authenticator:
             allowed_models=stored.allowed_models,
             foresight=stored.foresight,
         )
-
-
-def _unavailable() -> Unavailable:
-    return Unavailable(
-        "API keys cannot be checked right now; try again shortly.",
-        code="store_unavailable",
-        retry_after_s=RETRY_AFTER_S,
-    )
-
-
-def _read_header(authorization: str | None) -> KeyText:
-    if not authorization:
-        raise Unauthenticated(f"There is no API key in this request. {_HOW_TO}", code="missing_api_key")
-    scheme, _, credential = authorization[:_MAX_HEADER_LENGTH].partition(" ")
-    if scheme.lower() != "bearer":
-        raise Unauthenticated(f"The Authorization header must use the Bearer scheme. {_HOW_TO}")
-    key = parse_key(credential.strip())
-    if key is None:
-        raise Unauthenticated(f"This is not the form of an API key of ours. Check that it is whole. {_HOW_TO}")
-    return key

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sqlite3
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from sqlalchemy.orm import ORMExecuteState
 from sqlalchemy.orm.interfaces import ORMOption
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from moiety_platform.db.connecting import connect_uncancelled
 from moiety_platform.db.failures import unavailable_when_away
 from moiety_platform.db.url import sqlite_path, to_async_url
 from moiety_platform.standing_back import stand_back
@@ -47,6 +49,7 @@ class Pool:
 
 
 SERVING = Pool(10, 5, CONNECT_TIMEOUT_S)
+CHECKING = Pool(5, 5, CONNECT_TIMEOUT_S)  # look-ups of API keys, which no other work may keep from a connection
 LOOKING = Pool(4, 3, 8.0)  # apart from those who are served: who only looks waits longer, and takes nobody's place
 
 
@@ -73,6 +76,7 @@ def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, po
         hide_parameters=True,  # tracebacks and logs are no place for hashes of keys
         connect_args={"cached_statements": SQLITE_STATEMENTS, "timeout": busy_timeout_s, "factory": _Connection},
     )
+    connect_uncancelled(engine)
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
@@ -147,18 +151,28 @@ class Database:
 
 
 class _Connection(sqlite3.Connection):
-    """A connection whose transaction ends when it is closed, as that of a cancelled task is at once. SQLite by itself
-    keeps transaction and lock for as long as anything, such as the task's error, refers to one of the cursors.
+    """A connection that ends its transaction and closes its file when it is closed, as that of a cancelled task is at
+    once. SQLite by itself keeps transaction, lock and descriptors for as long as anything, such as the task's error,
+    refers to one of the cursors.
 
     The driver makes each in a thread that it has to itself."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._cursors: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
         stand_back()
+
+    def cursor(self, *args: Any) -> sqlite3.Cursor:  # type: ignore[override]  # the driver gives no factory
+        cursor: sqlite3.Cursor = super().cursor(*args)
+        self._cursors.add(cursor)
+        return cursor
 
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):  # what cannot be rolled back is closed all the same
             self.rollback()
+        for cursor in list(self._cursors):
+            with contextlib.suppress(sqlite3.Error):
+                cursor.close()
         super().close()
 
 

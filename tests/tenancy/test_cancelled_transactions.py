@@ -1,0 +1,92 @@
+"""A transaction that is cancelled, wherever it is, gives its connection back and leaves nothing open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from sqlalchemy import AsyncAdaptedQueuePool, text
+
+from moiety_platform.db.session import Database, Pool
+from moiety_platform.errors import Unavailable
+
+SMALL = Pool(3, 3, 1.0)
+MOST_TURNS = 120  # of the event loop, in which a transaction is over by far
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """What is open must be closed, and not found by accident."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def checked_out(database: Database) -> int:
+    pool = database.engine.pool
+    assert isinstance(pool, AsyncAdaptedQueuePool)
+    return pool.checkedout()
+
+
+def num_descriptors(path: Path) -> int:
+    """Of this process, to a database's files."""
+    links = []
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(one.readlink())
+    return sum(link.name.startswith(path.name) and link.parent == path.parent for link in links)
+
+
+async def transact(database: Database, *, write: bool) -> None:
+    async with database.write() if write else database.read() as session:
+        await session.execute(text("SELECT count(*) FROM api_keys"))
+        await session.execute(text("SELECT count(*) FROM tenants"))
+
+
+async def cancel_after(database: Database, turns: int, *, write: bool) -> None:
+    task = asyncio.create_task(transact(database, write=write))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Unavailable):
+        await task
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.usefixtures("no_garbage_collection")
+async def test_connections_come_back_whenever_a_transaction_is_cancelled(
+    database_url: str, dialect: str, tmp_path: Path, write: bool
+) -> None:
+    database = Database.open(database_url, pool=SMALL)
+    try:
+        for turns in range(MOST_TURNS):
+            await cancel_after(database, turns, write=write)
+        for _ in range(10):  # many at once, of which some wait for the pool
+            await asyncio.gather(*(cancel_after(database, turns, write=write) for turns in range(0, 60, 2)))
+        assert checked_out(database) == 0
+        await transact(database, write=write)
+    finally:
+        await database.close()
+    if dialect == "sqlite":
+        await eventually(lambda: num_descriptors(tmp_path / "moiety.db") == 0)
+    else:
+        with contextlib.closing(psycopg.connect(database_url, autocommit=True)) as watcher:
+            others = (
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+            await eventually(lambda: watcher.execute(others).fetchone() == (0,))
