@@ -40,10 +40,10 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     way = str(request.param)
     if way == "tiles":
         if not tiles.usable():
-            pytest.skip("this processor has no matrix tiles")
+            pytest.skip("this processor has no matrix tiles: test_emulated.py runs this with them emulated")
         return way
     if not all(map(dots.usable, PACKED[way])):
-        pytest.skip("this processor does not multiply so")
+        pytest.skip("this processor does not multiply so: test_emulated.py runs this with its instructions emulated")
     monkeypatch.setattr(tiles, "usable", lambda: False)
     monkeypatch.setattr(dots, "usable", lambda bits: bits in PACKED[way])
     return way

@@ -19,7 +19,7 @@ SUMMING = 1e-4  # what float32 sums and powers may add to it
 @pytest.fixture(autouse=True)
 def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not dots.usable(16):
-        pytest.skip("this processor does not multiply in pairs")
+        pytest.skip("this processor does not multiply in pairs: test_emulated.py runs this with that emulated")
     monkeypatch.setattr(tiles, "usable", lambda: False)
     torch.manual_seed(0)
 

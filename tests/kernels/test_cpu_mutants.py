@@ -214,7 +214,7 @@ def named(module: ModuleType) -> str:
 @pytest.mark.parametrize("module", CHECKS, ids=named)
 def test_a_kernel_agrees_with_its_reference(module: ModuleType, paged: Any) -> None:
     if module is cpu_pairs and not dots.usable(16):
-        pytest.skip("this processor does not multiply in pairs")
+        pytest.skip("this processor does not multiply in pairs: test_emulated.py runs this with that emulated")
     CHECKS[module](module, paged)
 
 
@@ -225,7 +225,7 @@ def test_a_mutant_is_found(
     module: ModuleType, old: str, new: str, mutated: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if module is cpu_pairs and not dots.usable(16):
-        pytest.skip("this processor does not multiply in pairs")
+        pytest.skip("this processor does not multiply in pairs: test_emulated.py runs this with that emulated")
     monkeypatch.setattr(compiling, "_cacheable", lambda: False)  # of a text that is gone nothing is to be kept
     mutant = mutated(module, old, new)
     with pytest.raises(AssertionError):

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 
+from moiety_kernels.cpu.instructions import EMULATED
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -61,7 +63,7 @@ def _cacheable() -> bool:
     compiles, not at those of the functions called from there.
     """
     package = Path(__file__).parent.parent
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(",".join(sorted(EMULATED)).encode())
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
     for parent in (package / "__pycache__", Path("~/.cache/moiety")):

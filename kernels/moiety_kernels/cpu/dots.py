@@ -21,7 +21,6 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from moiety_kernels.cpu.emitter import (
-    FEATURES,
     I8,
     I16,
     I32,
@@ -30,11 +29,18 @@ from moiety_kernels.cpu.emitter import (
     VF,
     VI32,
     VOID,
-    WIDE,
     Emitter,
     constant,
     emit_once,
     function,
+)
+from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_words, rounded_pairs
+from moiety_kernels.cpu.instructions import (
+    EMULATED,
+    FEATURES,
+    PAIRS_FEATURE,
+    WIDE,
+    WORDS_FEATURE,
 )
 from moiety_kernels.quantization.reference import MAGNITUDES
 
@@ -50,10 +56,10 @@ BLOCKS = 64  # inputs of four bits that are read at once: two blocks
 LINE = 64
 SHARE_BITS = 8
 
-PAIRS_IN_HARDWARE = WIDE and "avx512bf16" in FEATURES
-WHOLE_IN_HARDWARE = WIDE and "avx512bw" in FEATURES
-FOURS_IN_HARDWARE = PAIRS_IN_HARDWARE and WHOLE_IN_HARDWARE
-if PAIRS_IN_HARDWARE:
+PAIRS_AVAILABLE = WIDE and PAIRS_FEATURE in FEATURES
+WHOLE_AVAILABLE = WIDE and WORDS_FEATURE in FEATURES
+FOURS_AVAILABLE = PAIRS_AVAILABLE and WHOLE_AVAILABLE
+if PAIRS_AVAILABLE and PAIRS_FEATURE not in EMULATED:
     llvm.initialize_native_asmparser()  # for the instructions that have no portable intrinsic
 
 _PAIR_LANES = 2 * LANES
@@ -67,19 +73,30 @@ _E2M1 = [*MAGNITUDES, *(-one for one in MAGNITUDES)]
 
 def usable(bits: int) -> bool:
     """Whether the processor multiplies a weight as it lies, of bfloat16 or in so many bits."""
-    return {16: PAIRS_IN_HARDWARE, 8: WHOLE_IN_HARDWARE, 4: FOURS_IN_HARDWARE}[bits]
+    return {16: PAIRS_AVAILABLE, 8: WHOLE_AVAILABLE, 4: FOURS_AVAILABLE}[bits]
 
 
 def narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
     """The nearest bfloat16 of 32 floats, ties to even, as 16 pairs (by AVX512-BF16)."""
+    if PAIRS_FEATURE in EMULATED:
+        return rounded_pairs(e, low, high, VI32)
     kind = ir.FunctionType(VI32, [VF, VF])
     return e.builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], side_effect=False)
 
 
 def add_pairs(e: Emitter, sums: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value:
     """In each of 16 lanes, two products of bfloat16 added to a float (by AVX512-BF16)."""
+    if PAIRS_FEATURE in EMULATED:
+        return add_products(e, sums, x, w)
     kind = ir.FunctionType(VF, [VF, x.type, w.type])
     return e.builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, x, w], side_effect=False)
+
+
+def _multiplied(e: Emitter, x: ir.Value, w: ir.Value) -> ir.Value:
+    """Products of whole numbers of 16 bits, those of neighbours added (by AVX512-BW)."""
+    if WORDS_FEATURE in EMULATED:
+        return multiplied_words(e, x, w, VI32)
+    return e.intrinsic("llvm.x86.avx512.pmaddw.d.512", VI32, [_WORDS] * 2, x, w)
 
 
 def _pack_pairs(e: Emitter) -> None:
@@ -275,6 +292,8 @@ class _FourBits:
 
     def _read(self, table: ir.Value, index: ir.Value) -> ir.Value:
         """By the lowest five bits of words."""
+        if WORDS_FEATURE in EMULATED:
+            return self.e.builder.bitcast(looked_up(self.e, table, index), VI32)
         name = "llvm.x86.avx512.permvar.hi.512"
         return self.e.builder.bitcast(self.e.intrinsic(name, _WORDS, [_WORDS] * 2, table, index), VI32)
 
@@ -372,7 +391,7 @@ class _Eights(_Dots):
             for m, start in enumerate(self.starts):
                 x = self.load(start, builder.mul(at, I64(2)), _WORDS)
                 for n, w in enumerate(loaded):
-                    pairs = e.intrinsic("llvm.x86.avx512.pmaddw.d.512", VI32, [_WORDS] * 2, x, w)
+                    pairs = _multiplied(e, x, w)
                     products[m * self.cols + n] = builder.add(products[m * self.cols + n], pairs)
         group = builder.mul(builder.lshr(i, I64(GROUP.bit_length() - 1)), I64(4))
         scales = [e.splat(e.load_scalar(one, group)) for one in self.x_scales]
@@ -431,18 +450,18 @@ def _packing(name: str, num_arguments: int, emit: Callable[[Emitter], None], is_
     return function(f"moiety_pack_{name}", [I64] * num_arguments, emit if is_there else lambda _: None)
 
 
-pack_pairs_row = _packing("pairs", 3, _pack_pairs, PAIRS_IN_HARDWARE)
-pack_fours_row = _packing("fours", 3, _pack_fours, FOURS_IN_HARDWARE)
-unpack_fours_row = _packing("out_fours", 6, _unpack_fours, FOURS_IN_HARDWARE)
-pack_whole_group = _packing("whole", 4, _pack_whole, WHOLE_IN_HARDWARE)
+pack_pairs_row = _packing("pairs", 3, _pack_pairs, PAIRS_AVAILABLE)
+pack_fours_row = _packing("fours", 3, _pack_fours, FOURS_AVAILABLE)
+unpack_fours_row = _packing("out_fours", 6, _unpack_fours, FOURS_AVAILABLE)
+pack_whole_group = _packing("whole", 4, _pack_whole, WHOLE_AVAILABLE)
 
 # kinds of weights: of bfloat16, in four bits, in eight with a scale a row, or with scales of groups
 PAIRS, FOURS, EIGHTS, GROUPED_EIGHTS = range(4)
 _KINDS = (
-    ("pairs", PAIRS_IN_HARDWARE, _Pairs, PAIRS_FEW, PAIRS_ROWS),
-    ("fours", FOURS_IN_HARDWARE, _Fours, FOURS_FEW, FOURS_FEW),
-    ("eights", WHOLE_IN_HARDWARE, _Eights, EIGHTS_FEW, EIGHTS_ROWS),
-    ("grouped_eights", WHOLE_IN_HARDWARE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS),
+    ("pairs", PAIRS_AVAILABLE, _Pairs, PAIRS_FEW, PAIRS_ROWS),
+    ("fours", FOURS_AVAILABLE, _Fours, FOURS_FEW, FOURS_FEW),
+    ("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS),
+    ("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS),
 )
 _MOST_ROWS = 16  # more than any of them takes at once
 # (kind, whether there are many rows, their number, and what `_Dots` takes); of a kind that the processor lacks

@@ -11,21 +11,15 @@ import inspect
 import math
 from typing import TYPE_CHECKING, Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import types
-from numba.core.registry import cpu_target
 
 from moiety_kernels.cpu.compiling import emitted
+from moiety_kernels.cpu.instructions import WIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
-# What numba compiles for; its settings may say less than the processor has.
-FEATURES = frozenset(
-    one[1:] for one in cpu_target.target_context.codegen().magic_tuple()[2].split(",") if one.startswith("+")
-)
 LANES = 16 if WIDE else 8
 
 F32, VOID = ir.FloatType(), ir.VoidType()

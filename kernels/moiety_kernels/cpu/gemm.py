@@ -15,6 +15,7 @@ import torch
 
 from moiety_kernels.cpu import dots, tiles
 from moiety_kernels.cpu.compiling import jit
+from moiety_kernels.cpu.instructions import EMULATED
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.packed import (
     DESCRIPTION_BYTES,
@@ -98,6 +99,8 @@ def product_kind(weight: Tensor | QuantizedWeight) -> int:
 def arithmetic() -> str:
     """By what this machine multiplies, in words. Machines that do so differently may choose different experts for the
     same token: the ranks of a group must all do it alike."""
+    if EMULATED:
+        return f"emulated {', '.join(sorted(EMULATED))}"
     if tiles.usable():
         return "matrix tiles"
     pairs = [str(bits) for bits in (16, 8, 4) if dots.usable(bits)]
@@ -191,21 +194,21 @@ def _unpack_few(sums: int, height: int, m: int, out: int, out_stride: int) -> No
 @jit
 def _tile_sums(
     num_tiles: int, num_panels: int, fetching: int, w: int, w_stride: int, panel: int, apart: int, k: int,
-    sums: int, sums_apart: int, is_first: int,
+    sums: int, sums_apart: int, is_first: int, height: int,
 ) -> None:  # fmt: skip
     if num_tiles == 1:
         if num_panels == 1:
-            sums_1_1(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
+            sums_1_1(w, w_stride, panel, apart, k, sums, sums_apart, is_first, height)
         else:
-            sums_1_2(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
+            sums_1_2(w, w_stride, panel, apart, k, sums, sums_apart, is_first, height)
     elif num_panels == 1:
-        sums_2_1(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
+        sums_2_1(w, w_stride, panel, apart, k, sums, sums_apart, is_first, height)
     elif fetching == 0:
-        sums_2_2(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
+        sums_2_2(w, w_stride, panel, apart, k, sums, sums_apart, is_first, height)
     elif fetching == 1:
-        sums_2_2_fetching(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
+        sums_2_2_fetching(w, w_stride, panel, apart, k, sums, sums_apart, is_first, height)
     else:
-        sums_2_2_fetching_rest(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
+        sums_2_2_fetching_rest(w, w_stride, panel, apart, k, sums, sums_apart, is_first, height)
 
 
 @jit
@@ -230,7 +233,9 @@ def _multiply_block(
                 sums, sums_apart = area, SUMS_BYTES * 2
             fetching = first // 2 + 1 if is_whole and panels > 2 and first <= 2 and left >= 4 * ROWS else 0
             start, panel = w + column * w_stride, packed + first * apart
-            _tile_sums(num_tiles, num_panels, fetching, start, w_stride, panel, apart, k, sums, sums_apart, is_first)
+            _tile_sums(
+                num_tiles, num_panels, fetching, start, w_stride, panel, apart, k, sums, sums_apart, is_first, height
+            )
             if not is_last:
                 continue
             for tile in range(num_tiles):

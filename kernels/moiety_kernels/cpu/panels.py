@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from llvmlite import ir
 
-from moiety_kernels.cpu.dots import PAIRS_IN_HARDWARE, add_pairs, narrowed
+from moiety_kernels.cpu.dots import PAIRS_AVAILABLE, add_pairs, narrowed
 from moiety_kernels.cpu.emitter import (
     F32,
     I16,
@@ -244,7 +244,7 @@ def _by_rows(name: str, num_arguments: int, emit: Callable[..., None]) -> Any:
 
 def _function(name: str, kinds: list[ir.Type], emit: Callable[[Emitter], None]) -> Any:
     """Code of nothing where the processor has no such instructions; it is never called there."""
-    return function(f"moiety_panels_{name}", kinds, emit if PAIRS_IN_HARDWARE else lambda _: None)
+    return function(f"moiety_panels_{name}", kinds, emit if PAIRS_AVAILABLE else lambda _: None)
 
 
 pack_keys, pack_narrow_keys = (

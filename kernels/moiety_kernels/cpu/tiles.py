@@ -16,7 +16,9 @@ import torch
 from llvmlite import ir
 
 from moiety_kernels.cpu.dots import narrowed
-from moiety_kernels.cpu.emitter import FEATURES, I8, I64, LANES, PTR, VI32, VOID, WIDE, Emitter, function
+from moiety_kernels.cpu.emitter import I8, I64, LANES, PTR, VI32, VOID, Emitter, constant, function
+from moiety_kernels.cpu.emulated import add_products
+from moiety_kernels.cpu.instructions import EMULATED, FEATURES, PAIRS_FEATURE, TILES_FEATURE, WIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,14 +29,16 @@ DEPTH = 32  # columns that one instruction multiplies
 CONFIG_BYTES = 64
 SUMS_BYTES = 4 * ROWS * ROWS  # of one tile
 
-IN_HARDWARE = WIDE and {"amx-tile", "amx-bf16", "avx512bf16"} <= FEATURES
+AVAILABLE = WIDE and {"amx-tile", TILES_FEATURE, PAIRS_FEATURE} <= FEATURES
 _SUMS, _PANELS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
 
 
 @functools.cache
 def usable() -> bool:
-    """Whether the processor has the tiles and the system lets this process use them."""
-    return IN_HARDWARE and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+    """Whether the processor has the tiles and the system lets this process use them, or they are emulated."""
+    if TILES_FEATURE in EMULATED:
+        return AVAILABLE
+    return AVAILABLE and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
 
 def _lanes(values: Sequence[int]) -> ir.Constant:
@@ -66,8 +70,8 @@ def _sums(e: Emitter, tiles: int, panels: int, fetched: range = range(0)) -> Non
     """Tiles of weight rows times panels, added to out[tile][panel][16][16] unless they are the first; a row of the sums
     is one weight row's. `fetched`: of the cache lines of the weight rows below, as many a step as there are rows, those
     that are asked for meanwhile. Arguments: w, w stride, panel, bytes between panels, k, out, bytes between its tiles,
-    whether these are the first."""
-    w, w_stride, panel, apart, count, out, out_apart, is_first = e.function.args
+    whether these are the first, weight rows of a tile, which the tiles are configured for."""
+    w, w_stride, panel, apart, count, out, out_apart, is_first, _ = e.function.args
     builder = e.builder
 
     def tile(name: str, kinds: Sequence[ir.Type], *args: ir.Value) -> None:
@@ -108,6 +112,45 @@ def _sums(e: Emitter, tiles: int, panels: int, fetched: range = range(0)) -> Non
         tile("tilestored64", [I8, PTR, I64], I8(_SUMS[index]), e.pointer(out, offset), I64(4 * ROWS))
 
 
+def _emulated_sums(e: Emitter, tiles: int, panels: int) -> None:
+    """The same as `_sums` for processors without tiles: TDPBF16PS adds the products of one step to a sum of their own,
+    the lower half of each pair first, and that to the tile."""
+    w, w_stride, panel, apart, count, out, out_apart, is_first, rows = e.function.args
+    builder = e.builder
+    pairs = [(t, p) for t in range(tiles) for p in range(panels)]
+
+    def at(t: int, p: int, row: ir.Value) -> ir.Value:
+        tile = builder.add(out, builder.mul(out_apart, I64(t)))
+        return builder.add(builder.add(tile, I64(p * SUMS_BYTES)), builder.mul(row, I64(4 * ROWS)))
+
+    def clear(row: ir.Value) -> list[ir.Value]:
+        for t, p in pairs:
+            e.store(constant(0.0), at(t, p, row))
+        return []
+
+    def step(i: ir.Value) -> list[ir.Value]:
+        across, down = builder.mul(i, I64(2)), builder.mul(i, I64(2 * ROWS))
+
+        def add(row: ir.Value) -> list[ir.Value]:
+            for t, p in pairs:
+                weights = builder.add(w, builder.mul(w_stride, builder.add(row, I64(ROWS * t))))
+                weights, inputs = builder.add(weights, across), builder.add(panel, builder.mul(apart, I64(p)))
+                total = constant(0.0)
+                for pair in range(DEPTH // 2):
+                    one = e.splat(e.load_scalar(weights, 4 * pair))
+                    other = e.load(builder.add(inputs, down), 4 * ROWS * pair)
+                    total = add_products(e, total, one, other, upper_first=False)
+                e.store(builder.fadd(e.load(at(t, p, row)), total), at(t, p, row))
+            return []
+
+        e.loop(rows, 1, [], add)
+        return []
+
+    with builder.if_then(builder.icmp_signed("!=", is_first, I64(0))):
+        e.loop(rows, 1, [], clear)
+    e.loop(count, DEPTH, [], step)
+
+
 def _unpack(e: Emitter) -> None:
     """out[m, :16] = sums[:, m] for m < rows ≤ 16; arguments: sums, rows, out, out stride."""
     sums, rows, out, out_stride = e.function.args
@@ -130,6 +173,8 @@ def _configure(e: Emitter) -> None:
     """Set the tiles' sizes: `rows` of the weight and of the sums, 16 pairs of a panel, 64 bytes each. Arguments: rows,
     CONFIG_BYTES of memory to write the configuration in."""
     rows, config = e.function.args
+    if TILES_FEATURE in EMULATED:
+        return
     builder = e.builder
     data = [1, *[0] * 15, *[4 * ROWS, 0] * 8, *[0] * 16, *[ROWS] * 8, *[0] * 8]
     builder.store(ir.Constant(ir.VectorType(I8, CONFIG_BYTES), data), e.pointer(config), align=1)
@@ -139,27 +184,27 @@ def _configure(e: Emitter) -> None:
 
 
 def _release(e: Emitter) -> None:
-    e.intrinsic("llvm.x86.tilerelease", VOID, [])
+    if TILES_FEATURE not in EMULATED:
+        e.intrinsic("llvm.x86.tilerelease", VOID, [])
 
 
 def _tile_function(name: str, num_arguments: int, emit: Callable[[Emitter], None]) -> Any:
     """Code of nothing where the processor has no tiles: it cannot even be compiled there, and is never called."""
-    return function(f"moiety_tiles_{name}", [I64] * num_arguments, emit if IN_HARDWARE else lambda _: None)
+    return function(f"moiety_tiles_{name}", [I64] * num_arguments, emit if AVAILABLE else lambda _: None)
+
+
+def _sums_function(part: str, tiles: int, panels: int, fetched: range = range(0)) -> Any:
+    native = partial(_sums, tiles=tiles, panels=panels, fetched=fetched)
+    emulated = partial(_emulated_sums, tiles=tiles, panels=panels)
+    return _tile_function(f"sums_{tiles}_{panels}{part}", 9, emulated if TILES_FEATURE in EMULATED else native)
 
 
 pack_one, pack_four, pack_eight, pack_all = (
     _tile_function(f"pack_{rows}", 3, partial(_pack, rows=rows)) for rows in (1, 4, 8, ROWS)
 )
-sums_1_1, sums_1_2, sums_2_1, sums_2_2 = (
-    _tile_function(f"sums_{tiles}_{panels}", 8, partial(_sums, tiles=tiles, panels=panels))
-    for tiles in (1, 2)
-    for panels in (1, 2)
-)
+sums_1_1, sums_1_2, sums_2_1, sums_2_2 = (_sums_function("", tiles, panels) for tiles in (1, 2) for panels in (1, 2))
 sums_2_2_fetching, sums_2_2_fetching_rest = (
-    _tile_function(
-        f"sums_2_2_{part}", 8, partial(_sums, tiles=2, panels=2, fetched=range(ROWS * part, ROWS * (part + 1)))
-    )
-    for part in (0, 1)
+    _sums_function(f"_{part}", 2, 2, range(ROWS * part, ROWS * (part + 1))) for part in (0, 1)
 )
 unpack = _tile_function("unpack", 4, _unpack)
 configure = _tile_function("configure", 2, _configure)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llvmlite import ir
 
 from moiety_kernels.cpu.compiling import jit
-from moiety_kernels.cpu.dots import PAIRS_IN_HARDWARE, narrowed
+from moiety_kernels.cpu.dots import PAIRS_AVAILABLE, narrowed
 from moiety_kernels.cpu.emitter import I8, I64, LANES, VF, VI16, VI32, Emitter, constant, function
 from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight
 
@@ -48,7 +48,7 @@ def is_unpackable(weight: QuantizedWeight) -> bool:
 
 def _bfloat16(e: Emitter, low: ir.Value, high: ir.Value) -> tuple[ir.Value, ...]:
     """2 · LANES floats to the nearest bfloat16, ties to even: as one vector of pairs, or as two."""
-    if PAIRS_IN_HARDWARE:
+    if PAIRS_AVAILABLE:
         return (narrowed(e, low, high),)
     halves = []
     for value in (low, high):

@@ -14,13 +14,13 @@ from moiety_kernels.cpu.emitter import (
     I64,
     LANES,
     VOID,
-    WIDE,
     Emitter,
     call_by_rows,
     constant,
     emit_once,
     function,
 )
+from moiety_kernels.cpu.instructions import WIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
