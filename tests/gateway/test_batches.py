@@ -279,6 +279,23 @@ async def test_a_line_that_always_fails_ends_in_the_error_file_after_some_tries(
         assert (row.outcome, row.prompt_tokens, row.cost_nanodollars) == ("failed", 0, 0)
 
 
+async def test_a_line_whose_answer_is_not_finite_is_not_tried_again_and_fails_alone(start_gateway, card):
+    def answer(submit):
+        is_bad = len(submit.prompt_ids) > 60
+        return Failed(submit.request_id, 1, FailureCode.NON_FINITE, "not finite") if is_bad else [(65, "a")] * 3
+
+    engine = FakeEngineClient(card, answer)
+    async with start_gateway([engine], stores_usage=True) as gateway:
+        lines = [chat_line("good"), chat_line("bad", messages=[{"role": "user", "content": "x" * 90}])]
+        batch = await wait_for(gateway, await submit(gateway, lines), "completed")
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        (error,) = await results(gateway, batch.error_file_id)
+        assert error["response"]["body"]["error"]["code"] == "non_finite_output"
+        assert len(engine.submits) == 2
+        rows = {row.error_code: row for row in await usage_rows(gateway)}
+        assert (rows["non_finite_output"].prompt_tokens, rows["non_finite_output"].cost_nanodollars) == (0, 0)
+
+
 async def test_lines_cost_half_and_keep_to_the_limits_of_their_key(start_gateway, card):
     async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
         await admin(gateway, "PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})

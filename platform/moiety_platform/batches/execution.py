@@ -27,7 +27,7 @@ from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.recorder import RequestRecorder
-from moiety_platform.errors import Forbidden, PlatformError, RequestExceedsQuota, Unauthenticated
+from moiety_platform.errors import Forbidden, NonFiniteOutput, PlatformError, RequestExceedsQuota, Unauthenticated
 from moiety_platform.http_errors import OPENAI_ERRORS, internal_error
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_platform.usage.row import UsageRow
@@ -138,7 +138,8 @@ class LineRunner:
         """Whether an error is worth another try."""
         if error.status in (429, 503) and not isinstance(error, RequestExceedsQuota):
             return self._wait(line, error)
-        is_passing = error.status >= 500 or error.code == MODEL_NOT_FOUND  # an engine may be on its way up
+        may_pass = error.status >= 500 and not isinstance(error, NonFiniteOutput)  # which the same weights make again
+        is_passing = may_pass or error.code == MODEL_NOT_FOUND  # an engine may be on its way up
         if is_passing and line.num_failures + 1 < MAX_FAILURES:
             return PutBack(line, self._backoff.after(line.num_failures), line.num_refusals, line.num_failures + 1)
         answer = refused(line_key(*line.key), line.custom_id, request_id, error)
