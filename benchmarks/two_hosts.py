@@ -140,13 +140,22 @@ class Play:
         environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         if launcher == "deepspeed":
             environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{deepspeed}"}
-        group = ["-m", CLI, *ENGINE, "--listen", listen[0], "--tp", "2"]
+        group = ["-m", CLI, *ENGINE, "--allow-unauthenticated-tcp", "--listen", listen[0], "--tp", "2"]
         self.hosts = []
         for number, name in enumerate(HOSTS):
             words = _torchrun(number, first) if launcher == "torchrun" else _deepspeed(number, first, hostfile)
             words += group if launcher == "torchrun" else ["--module", *group[1:]]
             self.hosts.append(Kept([*wires.within(name), sys.executable, *words], environment, folder / f"{name}.log"))
-        alone = [*wires.within(ALONE), sys.executable, "-m", CLI, *ENGINE, "--listen", listen[1]]
+        alone = [
+            *wires.within(ALONE),
+            sys.executable,
+            "-m",
+            CLI,
+            *ENGINE,
+            "--allow-unauthenticated-tcp",
+            "--listen",
+            listen[1],
+        ]
         gateway = [sys.executable, "-m", CLI, "gateway", "--port", str(GATEWAY_PORT), "--migrate"]
         gateway += ["--data-dir", str(folder / "data"), "--first-keys", str(folder / "keys")]
         gateway += [part for address in listen for part in ("--engine", address)]

@@ -32,6 +32,7 @@ from moiety_engine.distribution.meeting import meeting_from, require_hosts_apart
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import grammar_options, offload_options, options, rank_options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
+from moiety_engine.front.gateway_keys import read_gateway_keys, refuse_strangers
 from moiety_engine.front.process import MakeCore, run_front
 from moiety_engine.front.settings import CORE_SILENCE_S, FrontSettings
 from moiety_engine.logs import configure_logs
@@ -85,6 +86,8 @@ def engine(
     unsettled_usage: options.UnsettledUsageOption = None,
     metrics_listen: options.MetricsListenOption = None,
     curve_key_file: options.CurveKeyFileOption = None,
+    gateway_keys_file: options.GatewayKeysFileOption = None,
+    allow_unauthenticated_tcp: options.AllowUnauthenticatedTcpOption = False,
     device: options.DeviceOption = options.Device.auto,
     dtype: options.DtypeOption = options.Dtype.auto,
     quantization: options.QuantizationOption = options.Quantization.auto,
@@ -163,6 +166,9 @@ def engine(
     kv_bytes = parse_size(kv_memory_bytes) if kv_memory_bytes else None
     host_bytes = parse_size(host_kv_memory_bytes) if host_kv_memory_bytes else None
     try:
+        if not allow_unauthenticated_tcp:
+            refuse_strangers("--listen", listen, curve_key_file=curve_key_file, gateway_keys_file=gateway_keys_file)
+            refuse_strangers("--kv-listen", kv_listen, curve_key_file=curve_key_file)
         adapters = named_folders(adapter or [])
         settings = FrontSettings(
             model=name or ("scripted" if scripted and not model else model_name(model)),
@@ -176,6 +182,7 @@ def engine(
             adapters=tuple(adapters),
             adapter_disk_bytes=parse_size(adapter_disk_bytes),
             curve_secret_key=_read_curve_key(curve_key_file),
+            gateway_keys_file=_checked_gateway_keys(gateway_keys_file, curve_key_file),
             role=role,
         )
         if scripted:
@@ -338,6 +345,14 @@ def _read_curve_key(path: Path | None) -> bytes | None:
     except (zmq.ZMQError, ValueError) as exc:
         raise InvalidConfig(f"--curve-key-file {path} holds no secret CURVE key, 40 characters of Z85") from exc
     return key
+
+
+def _checked_gateway_keys(path: Path | None, curve_key_file: Path | None) -> Path | None:
+    if path is not None:
+        if curve_key_file is None:
+            raise InvalidConfig(f"--gateway-keys-file {path} needs --curve-key-file; set both")
+        read_gateway_keys(path)
+    return path
 
 
 def _say(line: str) -> None:

@@ -406,6 +406,29 @@ async def test_with_curve_keys_only_gateways_that_know_the_engine_get_in(bench: 
         assert await stranger.socket.poll(0) == 0
 
 
+async def test_only_listed_gateway_keys_get_in_and_the_list_is_read_anew(
+    bench: Any, submit: Any, tmp_path: Any
+) -> None:
+    public, secret = zmq.curve_keypair()
+    listed, added = zmq.curve_keypair(), zmq.curve_keypair()
+    file = tmp_path / "gateways"
+    file.write_bytes(b"# gateways\n" + listed[0] + b"\n")
+    async with bench(curve_secret_key=secret, gateway_keys_file=file) as running:
+
+        def connect(keys: tuple[bytes, bytes]) -> Any:
+            return running.connect(CURVE_SERVERKEY=public, CURVE_PUBLICKEY=keys[0], CURVE_SECRETKEY=keys[1])
+
+        stranger = connect(added)
+        await stranger.send(submit("stranger"))
+        known = connect(listed)
+        assert (await known.ask(submit("known"))).text == "hello"
+        await known.greet()
+        assert known.loads[-1].requests_total == 1
+        assert await stranger.socket.poll(0) == 0
+        file.write_bytes(added[0] + b"\n")
+        assert (await connect(added).ask(submit("added"))).text == "hello"
+
+
 async def test_a_gateway_of_a_time_before_frames_of_several_messages_can_read_the_card_all_the_same(bench: Any) -> None:
     async with bench() as running:
         gateway = running.connect()

@@ -108,6 +108,23 @@ CurveKeyFileOption = Annotated[
         help="File with the secret CURVE key (Z85, 40 characters); connections are then encrypted.",
     ),
 ]
+GatewayKeysFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_GATEWAY_KEYS_FILE",
+        rich_help_panel=LISTENING,
+        help="File with the public CURVE keys (Z85, one a line) of the gateways that may connect; others are refused.",
+    ),
+]
+AllowUnauthenticatedTcpOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unauthenticated-tcp",
+        envvar="MOIETY_ENGINE_ALLOW_UNAUTHENTICATED_TCP",
+        rich_help_panel=LISTENING,
+        help="Listen beyond loopback without keys. Whoever reaches the address then controls the engine.",
+    ),
+]
 DeviceOption = Annotated[Device, typer.Option(envvar="MOIETY_ENGINE_DEVICE", help="Where the model runs.")]
 DtypeOption = Annotated[Dtype, typer.Option(envvar="MOIETY_ENGINE_DTYPE", help="Type of the weights.")]
 QuantizationOption = Annotated[

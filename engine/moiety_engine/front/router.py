@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zmq
 
+from moiety_engine.front.gateway_keys import ZAP_DOMAIN, GatewayAuthenticator
 from moiety_engine.front.settings import FrontSettings
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -11,6 +12,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 def make_router(context: zmq.Context[zmq.Socket[bytes]], settings: FrontSettings) -> zmq.Socket[bytes]:
     """Not bound yet. Raises zmq.ZMQError for a CURVE key that is none."""
+    if settings.gateway_keys_file is not None:
+        GatewayAuthenticator(context, settings.gateway_keys_file)
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway whose connection broke comes back under its identity
@@ -20,4 +23,6 @@ def make_router(context: zmq.Context[zmq.Socket[bytes]], settings: FrontSettings
     if settings.curve_secret_key is not None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, settings.curve_secret_key)
+    if settings.gateway_keys_file is not None:
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     return socket

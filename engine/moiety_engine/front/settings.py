@@ -25,6 +25,7 @@ class FrontSettings:
     adapter_disk_bytes: int = 4 << 30  # of adapters that gateways have sent
     core_silence_s: float = CORE_SILENCE_S  # a core process that says nothing for so long hangs
     curve_secret_key: bytes | None = None  # Z85; with it only clients that know our public key get in
+    gateway_keys_file: Path | None = None  # public keys (Z85) of the gateways that may connect; needs CURVE
     heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S
     silence_limit_s: float = SILENCE_LIMIT_S
     max_outbox_messages: int = 100_000  # of a gateway that does not read; beyond it is taken for dead

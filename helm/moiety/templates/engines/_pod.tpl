@@ -45,6 +45,7 @@ containers:
       - --device={{ ternary "cuda" "cpu" (gt (int $pool.gpus) 0) }}
       - --drain-timeout={{ $pool.drainSeconds }}
       - --curve-key-file=/etc/moiety/curve/key
+      - --gateway-keys-file=/etc/moiety/curve/gateways
       - --unsettled-usage=/var/lib/moiety/unsettled.usage
       {{- if ne $pool.role "both" }}
       - --role={{ $pool.role }}
@@ -98,6 +99,7 @@ volumes:
       defaultMode: 0440
       items:
         - {key: curve-engine-secret, path: key}
+        - {key: curve-gateway-public, path: gateways}
   - name: shared-memory
     emptyDir: {medium: Memory, sizeLimit: {{ $pool.sharedMemory }}}
   - name: scratch

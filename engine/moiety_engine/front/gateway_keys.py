@@ -1,0 +1,107 @@
+"""Admission of gateways by their CURVE public keys, through ZeroMQ's authentication protocol.
+
+ZAP is specified at https://rfc.zeromq.org/spec/27.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+from pathlib import Path
+
+import structlog
+import zmq
+from zmq.utils import z85
+
+from moiety_engine.errors import InvalidConfig
+
+log = structlog.get_logger()
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = "gateways"
+_NUM_CURVE_FRAMES = 7  # of a ZAP request whose mechanism is CURVE; the last is the client's public key
+_KEY_CHARACTERS = 40
+
+
+def read_gateway_keys(path: Path) -> dict[bytes, str]:
+    """Return the allowed public keys: binary key → its Z85 text.
+
+    The file holds one Z85 key a line; empty lines and lines that start with "# " are skipped. Raises InvalidConfig if
+    the file cannot be read, holds no key, or a line is not a key.
+    """
+    try:
+        lines = path.read_text("ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidConfig(f"--gateway-keys-file {path} cannot be read: {exc}") from exc
+    keys = {}
+    for number, line in enumerate((line.strip() for line in lines), start=1):
+        if not line or line.startswith("# "):
+            continue
+        try:
+            key = z85.decode(line.encode()) if len(line) == _KEY_CHARACTERS else b""
+        except (KeyError, ValueError):
+            key = b""
+        if not key:
+            raise InvalidConfig(
+                f"--gateway-keys-file {path}, line {number}: expected a public key, 40 characters of Z85"
+            )
+        keys[key] = line
+    if not keys:
+        raise InvalidConfig(f"--gateway-keys-file {path} holds no key; write each gateway's public key on its own line")
+    return keys
+
+
+def refuse_strangers(option: str, address: str, **key_files: Path | None) -> None:
+    """Refuse a TCP address beyond loopback where a file of keys is not set. Raises InvalidConfig."""
+    missing = [f"--{name.replace('_', '-')}" for name, path in key_files.items() if path is None]
+    if not address.startswith("tcp://") or not missing or _is_loopback(address):
+        return
+    raise InvalidConfig(
+        f"{option} {address} can be reached by other machines, and without {' and '.join(missing)} whoever reaches it "
+        "controls the engine: set both key files (docs/install.md says how), listen on 127.0.0.1, or, on a "
+        "network of your own, say --allow-unauthenticated-tcp"
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # "*", an interface or a name
+
+
+class GatewayAuthenticator:
+    """Answers ZAP requests of one context in a thread of its own, until the context ends.
+
+    The file is read at each handshake, so a change holds for the next connection. A file that cannot be used admits
+    nobody.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys_file: Path) -> None:
+        self._keys_file = keys_file
+        self._socket = context.socket(zmq.REP)
+        self._socket.bind(ZAP_ADDRESS)
+        threading.Thread(target=self._answer, name="gateway-authenticator", daemon=True).start()
+
+    def _answer(self) -> None:
+        try:
+            while True:
+                frames = self._socket.recv_multipart()
+                user = self._user(frames)
+                status = (b"200", b"OK") if user else (b"400", b"not an allowed gateway key")
+                self._socket.send_multipart((frames[0], frames[1], *status, user, b""))
+        except zmq.ContextTerminated:
+            self._socket.close(linger=0)
+
+    def _user(self, frames: list[bytes]) -> bytes:
+        if len(frames) != _NUM_CURVE_FRAMES or frames[5] != b"CURVE":
+            return b""
+        try:
+            user = read_gateway_keys(self._keys_file).get(frames[6], "")
+        except InvalidConfig as exc:
+            log.error("gateway_keys_unusable", error=str(exc))
+            return b""
+        if not user:
+            log.warning("gateway_refused", public_key=z85.encode(frames[6]).decode(), address=frames[3].decode())
+        return user.encode()
