@@ -82,6 +82,12 @@ def test_examples_and_defaults_hold_no_answer_to_anything() -> None:
     assert allows({"type": "integer", "default": 2**60, "examples": [10**30]}, "7")
 
 
+def test_a_default_that_is_written_out_is_no_demand() -> None:
+    assert allows({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1, 1]")
+    with pytest.raises(GuideRefused, match="uniqueItems"):
+        COMPILER.compile(Guide(GuideKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}'))
+
+
 def test_an_exclusive_bound_beyond_leaves_the_other_bound_in_force() -> None:
     for schema in (
         {"minimum": 5, "exclusiveMinimum": -(2**63), "type": "integer"},
