@@ -39,7 +39,7 @@ async def guard_query(connection: ASGIConnection[Any, Any, Any, Any], handler: B
     """Check a request's query string as a guard of the whole application. Raises BadRequest."""
     if DIRECT in handler.opt or connection.scope.get("method") == HttpMethod.OPTIONS:
         return  # direct routes check theirs after authentication; OPTIONS is answered by the framework
-    query: bytes = connection.scope["query_string"]
+    query: bytes = connection.scope.get("query_string", b"")
     if query:
         check_query(query, query_names(handler), handler.opt.get(IGNORED, ()))
 

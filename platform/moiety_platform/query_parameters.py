@@ -38,7 +38,7 @@ def one_of(description: str, *choices: str) -> QueryParameter:
 
 def some_of(description: str, choices: Sequence[str]) -> QueryParameter:
     """Some of these words, each once, separated by commas."""
-    items = {"type": "array", "items": {"enum": list(choices)}, "uniqueItems": True}
+    items = {"type": "array", "items": {"enum": list(choices)}, "minItems": 1, "uniqueItems": True}
     return QueryParameter(description=description, schema_extra=items)
 
 

@@ -232,7 +232,7 @@ async def test_a_refusal_breaks_the_phase_that_it_came_up_in(start_gateway, card
         await gateway.rows.wait_for(2)
     (_, limited), (_, wrong) = traces_of(spans.spans)
     assert [(span.name, span.error) for span in limited][-2:] == [
-        ("quota.hold", "quota_exceeded"), ("quota.settle", None),
+        ("quota.hold", "request_exceeds_quota"), ("quota.settle", None),
     ]  # fmt: skip
     assert [(span.name, span.error) for span in wrong] == [("receive", "invalid_json"), ("quota.settle", None)]
 

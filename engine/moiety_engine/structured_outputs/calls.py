@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.exact_numbers import decode_exactly, with_exact_numbers
 from moiety_engine.structured_outputs.formats import with_patterns
 from moiety_wire.guides import CallsForm
 
@@ -19,7 +20,7 @@ def calls_grammar(text: str) -> str:
     try:
         form = msgspec.json.decode(text, type=CallsForm)
         arguments = [_arguments(tool.schema) for tool in form.tools]
-    except (msgspec.MsgspecError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:
         raise GuideRefused(f"the form of calls cannot be read: {exc}") from exc
 
     def quoted(told: str) -> str:
@@ -62,7 +63,7 @@ def _with_arguments(number: int) -> str:
 
 
 def _arguments(schema: str) -> str:
-    found = msgspec.json.decode(schema)
+    found = with_exact_numbers(decode_exactly(schema))
     if not isinstance(found, dict):
         raise GuideRefused("the parameters of a tool are a JSON schema, an object")
     told = with_patterns(found) | {"x-guidance": _ONE_SPACE}

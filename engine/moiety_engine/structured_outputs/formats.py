@@ -40,6 +40,8 @@ def with_patterns(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = dict(schema)
+    if found.get("uniqueItems") is False:
+        del found["uniqueItems"]  # its default, which the library refuses when it is written out
     name = found.get("format")
     if isinstance(name, str) and name in PATTERNS and "pattern" not in found:
         del found["format"]

@@ -11,6 +11,11 @@ from llguidance import LLMatcher
 
 from moiety_engine.structured_outputs.calls import calls_grammar
 from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.exact_numbers import (
+    decode_exactly,
+    with_exact_embedded_schemas,
+    with_exact_numbers,
+)
 from moiety_engine.structured_outputs.formats import with_patterns
 from moiety_wire.guides import Guide, GuideKind
 
@@ -47,7 +52,7 @@ def grammar_of(guide: Guide) -> str:
 
 def _json_grammar(text: str) -> str:
     try:
-        schema = msgspec.json.decode(text)
+        schema = with_exact_numbers(decode_exactly(text))
         if not isinstance(schema, (dict, bool)):
             raise GuideRefused("a JSON schema is an object")
         if isinstance(schema, bool):
@@ -74,7 +79,10 @@ def _lark_grammar(text: str) -> str:
     if "::=" in text:
         raise GuideRefused("it is a grammar in another form than Lark's; write its rules as `name: …`, from `start` on")
     check_terminals(text)
-    return LLMatcher.grammar_from_lark(text)
+    try:
+        return LLMatcher.grammar_from_lark(with_exact_embedded_schemas(text))
+    except RecursionError as exc:
+        raise GuideRefused("a schema within the grammar is nested too deeply") from exc
 
 
 def check_terminals(lark: str) -> None:

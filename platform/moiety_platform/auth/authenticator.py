@@ -27,6 +27,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.rehashing import Rehashing
 from moiety_platform.auth.store import StoredKey, find_keys
 from moiety_platform.clock import Clock
+from moiety_platform.db.failures import is_unmigrated
 from moiety_platform.db.session import Database
 from moiety_platform.edits import Edits
 from moiety_platform.errors import Forbidden, Unauthenticated, Unavailable
@@ -47,6 +48,14 @@ UNKNOWN_STATEMENTS, MAX_UNKNOWN_WAITING = 1, 1_000
 KNOWN_IDS_S = 5.0  # how often the ids of new keys are read
 
 log = structlog.get_logger(__name__)
+
+
+def _reason(error: Unavailable) -> str:
+    """Why keys cannot be checked, for the operator's log."""
+    cause = error.__cause__
+    if cause is not None and is_unmigrated(cause):
+        return "the database lacks tables that this release needs; run: moiety migrate upgrade"
+    return str(cause or "") or "the database does not answer in time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +106,14 @@ class Authenticator:
         )
         self._unknown_lookups = LookupQueue(
             "unknown",
-            self._read_unknown,
+            self._read_strangers,
             clock,
             max_statements=UNKNOWN_STATEMENTS,
             max_waiting=MAX_UNKNOWN_WAITING,
             max_batch=MAX_AT_ONCE,
             pause_s=OUTAGE_PAUSE_S,
         )
+        self._has_told_failure = False  # of the look-ups of unknown keys, since one succeeded
         self._ids = KnownKeyIds()
         self._id_rounds = Rounds("read_key_ids", self.read_key_ids, KNOWN_IDS_S)
         self._reading_since_s: dict[object, float] = {}  # when statements under way were sent, for keys that exist
@@ -265,11 +275,24 @@ class Authenticator:
         except Unavailable as error:
             timed_out = isinstance(error.__cause__, TimeoutError | sa.TimeoutError)
             if self._health.failed(asked_at_s, timed_out=timed_out):
-                log.warning("key_store_away", reason=str(error.__cause__) or "the database does not answer in time")
+                log.warning("key_store_away", reason=_reason(error))
             raise
         finally:
             del self._reading_since_s[token]
         self._health.answered(asked_at_s)
+        return entries
+
+    async def _read_strangers(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
+        """What the database says now of keys that may not exist. A failure counts for nobody else, and is logged once
+        unless it was late only. Raises Unavailable."""
+        try:
+            entries = await self._read_unknown(key_ids)
+        except Unavailable as error:
+            if not self._has_told_failure and not isinstance(error.__cause__, TimeoutError | sa.TimeoutError):
+                self._has_told_failure = True
+                log.warning("key_store_away", reason=_reason(error))
+            raise
+        self._has_told_failure = False
         return entries
 
     async def _read_unknown(self, key_ids: Sequence[str]) -> dict[str, _Entry]:

@@ -81,7 +81,7 @@ class TraceApp:
     async def __call__(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
         try:
-            check_query(scope["query_string"], ())
+            check_query(scope.get("query_string", b""), ())
         except BadRequest as exc:
             is_otlp = path in PATHS
             body = _status(exc.message) if is_otlp else exc.message.encode()
