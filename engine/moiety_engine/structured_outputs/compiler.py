@@ -6,11 +6,13 @@ What clients send is compiled in processes of its own only (`worker_child`), sin
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from moiety_engine.structured_outputs.errors import GuideRefused
 from moiety_engine.structured_outputs.grammar import grammar_of
+from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
 from moiety_engine.structured_outputs.state import GrammarState
 from moiety_text.folder import read_text_model
 from moiety_wire.guides import MAX_GUIDE_BYTES, Guide
@@ -36,7 +38,8 @@ class GrammarCompiler:
         """Raises ValueError where the tokenizer is none that guides can be followed with."""
         if not eos_token_ids:
             raise ValueError("the model names no token that ends an answer")
-        self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
+        tokenizer: Any = GrammarTokenizer(tokenizer_json, eos_token_ids)
+        self._tokenizer = LLTokenizer(tokenizer, eos_token=list(eos_token_ids))
         self.num_words = -(-self._tokenizer.vocab_size // 32)  # of 32 tokens each, in a mask
 
     @classmethod
