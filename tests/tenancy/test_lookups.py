@@ -251,6 +251,22 @@ async def test_a_defect_of_a_read_fails_those_who_wait_for_it_and_not_those_who_
     assert queue.num_waiting == 0
 
 
+async def test_ids_that_come_soon_after_one_another_are_read_by_one_statement(clock: ManualClock) -> None:
+    statements = []
+
+    async def read(key_ids: Sequence[str]) -> dict[str, str]:
+        statements.append(list(key_ids))
+        return dict.fromkeys(key_ids, "found")
+
+    queue = LookupQueue("test", read, clock, max_statements=1, max_waiting=10, max_batch=10, gather_s=0.01)
+    lookups = []
+    for name in "abc":
+        lookups.append(queue.begin(name))
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*lookups) == ["found"] * 3
+    assert statements == [["a", "b", "c"]]
+
+
 def test_the_store_counts_as_away_after_a_broken_connection_or_two_time_outs_and_no_later_answer(
     clock: ManualClock,
 ) -> None:
