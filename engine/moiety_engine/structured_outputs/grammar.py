@@ -16,6 +16,7 @@ from moiety_engine.structured_outputs.exact_numbers import (
     with_exact_embedded_schemas,
     with_exact_numbers,
 )
+from moiety_engine.structured_outputs.expression_errors import dangling_backslash
 from moiety_engine.structured_outputs.formats import with_patterns
 from moiety_wire.guides import Guide, GuideKind
 
@@ -41,6 +42,8 @@ def grammar_of(guide: Guide) -> str:
         case GuideKind.JSON_SCHEMA:
             return _json_grammar(guide.text)
         case GuideKind.REGEX:
+            if problem := dangling_backslash(guide.text):
+                raise GuideRefused(problem)
             return LLMatcher.grammar_from_regex(guide.text)
         case GuideKind.CHOICE:
             return _choice_grammar(guide.text)

@@ -152,8 +152,9 @@ class ModelText:
         """The special tokens that such an answer's text must show, for its reader."""
         if not isinstance(prompt, Conversation):
             return ()
-        calls = () if prompt.tools is None else tuple(self._special_markers().values())
-        return calls + self._special_thoughts
+        added = self._tokenizer.added_tokens
+        calls = () if prompt.tools is None else self._call_markers().values()
+        return (*(one for one in calls if added[one].special), *self._special_thoughts)
 
     def guide_of_calls(self, prompt: Prompt) -> Guide | None:
         """What an answer to an encoded prompt must be for its strict tools; None if it has none. Raises BadRequest."""
@@ -162,16 +163,26 @@ class ModelText:
         way = self._format_of_tools()
         guide = None
         if way.marks_calls or not prompt.prefill.strip():
-            guide = guide_of_calls(way, prompt.tools, self._special_markers())
+            guide = guide_of_calls(way, prompt.tools, self._call_markers(), self._free_ids())
         if guide is None:
             message = f"calls of the model {self._model!r} cannot be held to a schema here; leave 'strict' out"
             raise BadRequest(message, code=FORM_NOT_SUPPORTED, param="tools")
         return guide
 
-    def _special_markers(self) -> dict[str, int]:
-        """What marks calls and is a special token, with its id."""
+    def _call_markers(self) -> dict[str, int]:
+        """What marks calls and is an added token, with its id."""
         markers, added = self._format_of_tools().markers, self._tokenizer.added_tokens
-        return {token.content: one for one, token in added.items() if token.special and token.content in markers}
+        return {token.content: one for one, token in added.items() if token.content in markers}
+
+    def _free_ids(self) -> list[int]:
+        """The added tokens that may stand in the text beside calls: those of thoughts, and those that have a text, but
+        none that marks calls or turns."""
+        markers = self._call_markers().values()
+        return [
+            one
+            for one, token in sorted(self._tokenizer.added_tokens.items())
+            if one not in markers and (one in self._special_thoughts or not token.special)
+        ]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         try:
