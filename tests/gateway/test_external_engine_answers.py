@@ -196,7 +196,7 @@ async def test_an_answer_ends_although_neither_done_nor_the_end_of_the_connectio
         WORDS + b'data: {"error": {"message": "x", "code": 500}}\n\n' + DONE,
     ],
 )
-async def test_an_answer_without_a_known_end_is_an_error_and_what_was_delivered_is_billed(upstream, start, body):
+async def test_an_answer_without_a_known_end_is_an_error_and_delivered_text_is_billed(upstream, start, body):
     upstream.answer = cut(body)
     async with start() as gateway:
         with pytest.raises(openai.InternalServerError) as caught:

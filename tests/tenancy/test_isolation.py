@@ -515,7 +515,7 @@ def filters_of(app: Litestar) -> Iterator[tuple[str, dict[str, bool]]]:
 async def test_machines_and_other_requests_in_a_trace_are_operators_business(world: World, call: Any) -> None:
     for who, is_told in (("owner", True), ("viewer", True), ("tenant-admin of A", False), ("viewer of A", False)):
         told = (await call(who, Ask("GET /traces/{trace_id}", ""), world.a)).text
-        words = ("acme-engine", "somebody-else", "upstream-words", "418")
+        words = ("acme-engine", "somebody-else", "upstream-words", "upstream.status")
         assert [word in told for word in words] == [is_told] * len(words), who
         assert world.a.request_id in told
 
