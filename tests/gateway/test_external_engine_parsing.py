@@ -47,9 +47,7 @@ def generic() -> Completions:
     st.sampled_from([0, 1, 2]),
     st.lists(st.integers(1, 40), max_size=40),
 )
-def test_events_are_the_same_whatever_ends_their_lines_and_however_they_are_cut(
-    line_end, marked, missing, sizes
-) -> None:
+def test_events_are_the_same_whatever_ends_their_lines_and_however_cut(line_end, marked, missing, sizes) -> None:
     data = (b"\xef\xbb\xbf" if marked else b"") + STREAM.replace(b"\n", line_end)
     data = data[: len(data) - missing * len(line_end)]
     chunks = []
