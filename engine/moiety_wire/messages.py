@@ -46,6 +46,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token id or stop string
     LENGTH = "length"  # max_tokens, the model's context, or a refused credit (see Finished.detail)
     ABORT = "abort"  # the gateway asked for it, or went silent
+    CONTENT_FILTER = "content_filter"  # an external engine's filter cut the answer; engines of ours have none
     HANDED_OVER = "handed_over"  # another engine is to go on with it: see `Submit.hand_over`
 
 

@@ -44,6 +44,7 @@ class Sequence:
         self._output_ids: list[int] = []  # that came, from whichever engine
         self._connection: Connection | None = None
         self._is_taken_in = False  # by that engine
+        self._was_taken_on_before = False  # by one that had it before
         self._cached_tokens: int | None = None  # as the first engine said, if output came from several
         self._held: AbstractAsyncContextManager[EngineStream] | None = None
 
@@ -96,6 +97,11 @@ class Sequence:
         return self._is_taken_in and not self.stream.has_failed
 
     @property
+    def was_taken_on(self) -> bool:
+        """By the engine that has it, or by one before."""
+        return self._was_taken_on_before or self.stream.is_taken_on
+
+    @property
     def need(self) -> Need:
         """What it needs of engines from now on."""
         return need_of(self._submit) if not self._output_ids else need_of(self._with_output())
@@ -126,6 +132,7 @@ class Sequence:
         self.stream, self._connection, self._is_taken_in = stream, place.connection, False
         if earlier is None:
             return
+        self._was_taken_on_before |= earlier.is_taken_on
         if earlier.num_output_tokens and self._cached_tokens is None:
             self._cached_tokens = earlier.num_cached_tokens
         if earlier.credit_is_last:

@@ -24,7 +24,8 @@ PICKED = "trace picked"
 PLACE = "traces from"
 WINDOWS = {"15 min": 15 * MINUTE, "1 h": HOUR, "24 h": DAY, "7 d": 7 * DAY}
 OUTCOMES = {
-    "stop": "stop", "length": "length", "disconnected": "the client left", "rejected": "refused", "failed": "failed",
+    "stop": "stop", "length": "length", "content_filter": "content filter", "disconnected": "the client left",
+    "rejected": "refused", "failed": "failed",
 }  # fmt: skip
 REASONS = (
     *("failed", "sla_missed", "preempted", "failed_over", "first", "rate"),  # why a trace is kept

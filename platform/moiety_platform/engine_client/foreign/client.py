@@ -21,6 +21,7 @@ from moiety_platform.engine_addresses import ForeignAddress, Kind
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.foreign.answer import Answer
 from moiety_platform.engine_client.foreign.completions import Completions
+from moiety_platform.engine_client.foreign.content_encoding import NO_ENCODING
 from moiety_platform.engine_client.foreign.exchange import Exchange
 from moiety_platform.engine_client.foreign.figures import Figures
 from moiety_platform.engine_client.foreign.llama_cpp import LlamaCpp
@@ -67,7 +68,7 @@ class ForeignEngineClient:
         self._heartbeat = heartbeat
         self._clock = clock
         self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=NO_ENCODING | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             timeout=httpx.Timeout(STREAM_SILENCE_S, connect=CONNECT_TIMEOUT_S, write=WRITE_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_S),
             follow_redirects=False,
@@ -152,6 +153,7 @@ class ForeignEngineClient:
         if not self._is_healthy:
             raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
         stream = EngineStream(submit, inbox, self._take)
+        stream.begins_by_output = True
         stream.credit_is_last = True  # such a server is told once how many tokens it may make
         answer = Answer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock)
         refusal = "adapters" if submit.adapter else self._dialect.refusal(submit)
@@ -163,7 +165,7 @@ class ForeignEngineClient:
             yield stream
             return
         url = self._address.root_url + self._dialect.path
-        exchange = Exchange(self._http, url, self._dialect, submit, answer, stream, self._suspect)
+        exchange = Exchange(self._http, url, self._dialect, submit, answer, stream, self._clock, self._suspect)
         task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
         self._running[submit.request_id] = stream, answer, task
         name = submit.service.name
