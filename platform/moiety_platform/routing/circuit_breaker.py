@@ -103,8 +103,8 @@ class CircuitBreaker:
             self._num_failed_trials, self._failed = 0, 0.0
 
     def fail(self, ticket: Ticket, now_s: float, retry_after_s: float | None = None) -> None:
-        """Note that a request failed; `retry_after_s` is for how long the replica asks to be left alone. Of requests
-        that began before the breaker opened one failure counts, which opened it."""
+        """Note that a request failed; `retry_after_s` is for how long the replica asks to be left alone. Once it is
+        open, failures of requests that began before are not counted again."""
         state = self.state(now_s)
         self.release(ticket)
         self._weigh(now_s)
