@@ -18,12 +18,13 @@ from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 
 
 class DecodePacing:
-    """Choose the decodes of a step. Keeps no state of its own."""
+    """Choose the decodes of a step."""
 
     def __init__(self, tuning: Tuning, pace: Pace, step_time: StepTimeModel) -> None:
         self._tuning = tuning
         self._pace = pace
         self._step_time = step_time
+        self.limit_s = math.inf  # longest step, where requests of worse ranks were left out of the newest one
 
     def select(self, decoding: list[Chunk]) -> list[Chunk]:
         """Return the chunks that decode in the next step, in the order given.
@@ -31,7 +32,7 @@ class DecodePacing:
         All chunks are returned where the step is predicted to be short enough, or where only the best rank decodes.
         Otherwise O(n log n) in the number of chunks.
         """
-        pace = self._pace
+        pace, self.limit_s = self._pace, math.inf
         if pace.best_tpot_s == math.inf and pace.best_ttft_s == math.inf:
             return decoding
         best_rank = pace.best_rank
@@ -45,6 +46,9 @@ class DecodePacing:
         worse = [chunk for chunk in decoding if chunk.sequence.service.rank > best_rank]
         worse.sort(key=self._wanted_at_s)
         num_taken = max(self._num_that_fit(best, worse, limit_s), self._least_of(len(worse)))
+        if num_taken == len(worse):
+            return decoding
+        self.limit_s = limit_s
         taken = {chunk.sequence for chunk in worse[:num_taken]}
         return [c for c in decoding if c.sequence.service.rank <= best_rank or c.sequence in taken]
 

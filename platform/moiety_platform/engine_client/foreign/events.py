@@ -2,7 +2,8 @@
 
 Follows the specification of event streams (https://html.spec.whatwg.org/multipage/server-sent-events.html): a byte
 order mark at the start, lines that end by LF, CR or CRLF, data of several lines. Beyond it, the data of one line is an
-event at once, without the empty line that should follow, and the last event needs no end of its line.
+event at once, without the empty line that should follow, the last event needs no end of its line, and a line that is a
+JSON object without a field name is an event too, as of a server that answers whole although it was asked for a stream.
 """
 
 from __future__ import annotations
@@ -77,12 +78,14 @@ class EventParser:
     def _take(self, line: bytes) -> list[Event]:
         if not line:
             return self._dispatch()
+        if line.startswith(b"{") and not self._data:
+            return self._begin(line)
         name, _, value = line.partition(b":")
         value = value.strip()
         match name:
             case b"data" if self._data:
                 self._data.append(value)
-                self._data_bytes += len(value)
+                self._data_bytes += len(value) + 1
                 if self._data_bytes > MAX_EVENT_BYTES:
                     raise BadAnswer(f"an event of more than {MAX_EVENT_BYTES} bytes came")
             case b"data" if value == b"[DONE]":
