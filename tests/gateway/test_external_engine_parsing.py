@@ -58,9 +58,9 @@ def test_events_are_the_same_whatever_ends_their_lines_and_however_cut(line_end,
 
 def test_the_data_of_one_line_is_an_event_before_anything_follows() -> None:
     parser = EventParser()
-    assert parser.feed(b'data: {"a": 1}\n') == [{"a": 1}]
-    assert parser.feed(b'data: {"a": 2}\r') == [{"a": 2}]
-    assert parser.feed(b"\ndata: [DONE]") == []
+    assert list(parser.feed(b'data: {"a": 1}\n')) == [{"a": 1}]
+    assert list(parser.feed(b'data: {"a": 2}\r')) == [{"a": 2}]
+    assert list(parser.feed(b"\ndata: [DONE]")) == []
     assert parser.end() == [DONE]
 
 
@@ -68,7 +68,14 @@ def test_an_event_that_is_cut_off_is_none_and_one_that_is_no_json_is_refused() -
     assert parsed([b'data: {"a": 1}\n\ndata: {"b']) == [{"a": 1}]
     for data in (b"data: {what\n\n", b"data: [1]\n\n", b'data: {"a": "\xff"}\n\n'):
         with pytest.raises(BadAnswer):
-            EventParser().feed(data)
+            list(EventParser().feed(data))
+
+
+def test_what_cannot_be_read_takes_nothing_from_what_came_before_it() -> None:
+    events = EventParser().feed(b'data: {"a": 1}\n\ndata: {what\n\n')
+    assert next(events) == {"a": 1}
+    with pytest.raises(BadAnswer):
+        next(events)
 
 
 @pytest.mark.parametrize("chunk", [b"x" * 65536, b"data: {x\n" * 8192])
@@ -76,7 +83,7 @@ def test_neither_a_line_nor_an_event_grows_without_bound(chunk) -> None:
     parser = EventParser()
     with pytest.raises(BadAnswer, match="more than"):
         for _ in range(2 + 4 * MAX_EVENT_BYTES // len(chunk)):
-            parser.feed(chunk)
+            list(parser.feed(chunk))
 
 
 def test_an_object_without_a_field_name_is_an_event() -> None:

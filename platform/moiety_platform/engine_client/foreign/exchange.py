@@ -62,10 +62,10 @@ class Exchange:
         try:
             await self._ask()
         except PlatformError as error:
-            self._fail(error)
+            self._fail_or_end(error)
         except BadAnswer as error:
             message = f"the engine broke the protocol: {error}"
-            self._fail(EngineFailed(message, code=PROTOCOL_VIOLATION))
+            self._fail_or_end(EngineFailed(message, code=PROTOCOL_VIOLATION))
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._on_break(f"cannot be reached: {error}")
             self._fail(Unavailable("the engine cannot be reached; try again shortly", retry_after_s=1))
@@ -78,6 +78,13 @@ class Exchange:
         except Exception:  # the root of a task, for which the stream waits: told there, logged whole
             log.exception("engine_exchange_failed", request_id=self._submit.request_id)
             self._stream.fail(EngineFailed("the engine's answer could not be read; send the request again"))
+
+    def _fail_or_end(self, error: PlatformError) -> None:
+        """What comes after the finish reason does not undo the answer."""
+        if self._answer.has_finished:
+            self._end()
+        else:
+            self._fail(error)
 
     def _fail(self, error: PlatformError) -> None:
         """Tell the operator what the server said, and the stream what clients may know of it."""
