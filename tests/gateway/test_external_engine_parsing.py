@@ -161,7 +161,7 @@ def test_an_event_without_choices_brings_counts_only(choices) -> None:
 @pytest.mark.parametrize(
     ("told", "seconds"),
     [
-        (None, 1),
+        (None, None),
         ("7", 7),
         ("7.25", 7.25),
         (format_datetime(NOW + timedelta(seconds=90), usegmt=True), 90),
@@ -171,11 +171,11 @@ def test_an_event_without_choices_brings_counts_only(choices) -> None:
         ("0", 1),
         ("1e9", MAX_RETRY_S),
         ("Fri, 31 Dec 9999 23:59:59 GMT", MAX_RETRY_S),
-        ("nan", 1),
-        ("inf", 1),
-        ("soon", 1),
-        ("", 1),
-        ("9" * 200, 1),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+        ("", None),
+        ("9" * 200, None),
     ],
 )
 def test_retry_after_is_seconds_a_decimal_or_a_date_and_bounded(told, seconds) -> None:
@@ -184,7 +184,8 @@ def test_retry_after_is_seconds_a_decimal_or_a_date_and_bounded(told, seconds) -
 
 @given(st.text(max_size=40))
 def test_no_retry_after_whatever_fails(told) -> None:
-    assert 1 <= retry_seconds(told, NOW) <= MAX_RETRY_S
+    seconds = retry_seconds(told, NOW)
+    assert seconds is None or 1 <= seconds <= MAX_RETRY_S
 
 
 def test_every_status_has_one_judgement() -> None:
@@ -193,6 +194,8 @@ def test_every_status_has_one_judgement() -> None:
         assert error.upstream == UpstreamError(status, "no")
         if status in (429, 503, 529):
             assert (type(error), error.status, error.retry_after_s) == (EngineOverloaded, 503, 5)
+            untold = error_of_answer(status, b"", {}, NOW)
+            assert (error.asks_to_wait, untold.asks_to_wait, untold.retry_after_s) == (True, False, 1)
         elif status in (408, 425, 499) or status >= 500:
             assert (type(error), error.status) == (EngineFailed, 502)
         else:

@@ -43,9 +43,10 @@ class Exchange:
         answer: Answer,
         stream: EngineStream,
         clock: Clock,
+        on_bytes: Callable[[], None],
         on_break: Callable[[str], None],
     ) -> None:
-        """`on_break` is told why the connection broke."""
+        """`on_bytes` is called for whatever comes, `on_break` is told why the connection broke."""
         self._http = http
         self._url = url
         self._dialect = dialect
@@ -53,6 +54,7 @@ class Exchange:
         self._answer = answer
         self._stream = stream
         self._clock = clock
+        self._on_bytes = on_bytes
         self._on_break = on_break
 
     async def run(self) -> None:
@@ -128,7 +130,7 @@ class Exchange:
         connection can serve another request, but no longer than GRACE_S."""
         patience = asyncio.timeout(None)
         try:
-            async with patience, aclosing(_events_of(response)) as events:
+            async with patience, aclosing(_events_of(response, self._on_bytes)) as events:
                 async for event in events:
                     if self._take(event):
                         return
@@ -167,11 +169,12 @@ class Exchange:
         self._stream.deliver(self._answer.end())
 
 
-async def _events_of(response: httpx.Response) -> AsyncGenerator[Event]:
+async def _events_of(response: httpx.Response, on_bytes: Callable[[], None]) -> AsyncGenerator[Event]:
     """The events of the body. Raises BadAnswer."""
     parser = EventParser()
     async with aclosing(content_of(response)) as content:
         async for piece in content:
+            on_bytes()
             for event in parser.feed(piece):
                 yield event
     for event in parser.end():
