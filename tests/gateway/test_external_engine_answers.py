@@ -152,6 +152,12 @@ ODD = {
     "count is nonsense": (answered(GOOD.replace(b"3}", b"-3.5}")), COUNTED),
     "count falls": (answered(WORDS + STOP + USAGE + USAGE.replace(b"3}", b"1}") + DONE), 3),
     "count falls before the end": (answered(EARLY + GOOD.replace(b"3}", b"1}")), 3),
+    "count beyond max_tokens": (answered(GOOD.replace(b"3}", b"1000000}")), COUNTED),
+    "count beyond max_tokens early": (answered(EARLY.replace(b"3}", b"99}") + GOOD), COUNTED),
+    "rubbish after the end": (answered(WORDS + STOP + USAGE + b"data: {what\n\n"), 3),
+    "rubbish for counts": (answered(WORDS + STOP + b"data: null\n\n"), COUNTED),
+    "error after the end": (answered(WORDS + STOP + USAGE + b'data: {"error": {"code": 500}}\n\n'), 3),
+    "choice null": (answered(GOOD.replace(b'"choices": []', b'"choices": [null]')), 3),
     "last line unended": (answered(WORDS + STOP.rstrip()), COUNTED),
     "cut after the end": (cut(WORDS + STOP), COUNTED),
     "empty reasons before the end": (answered(WORDS.replace(b"null", b'""') + STOP + USAGE + DONE), 3),
@@ -182,6 +188,15 @@ async def test_an_answer_ends_although_neither_done_nor_the_end_of_the_connectio
         assert (choice.message.content, choice.finish_reason) == ("one two three", "stop")
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.output_tokens) == ("stop", 3 if USAGE in body else COUNTED)
+
+
+async def test_a_server_that_ignores_max_tokens_is_left_and_max_tokens_is_billed(upstream, start):
+    upstream.answer, upstream.stays_open = cut((event(" and so on") + b"\n\n") * 100), True
+    async with start() as gateway:
+        choice = (await gateway.client.chat.completions.create(**ASK)).choices[0]
+        assert choice.finish_reason == "length"
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.output_tokens) == ("length", 30)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class DecodePacing:
         self._tuning = tuning
         self._pace = pace
         self._step_time = step_time
-        self.limit_s = math.inf  # longest step, where requests of worse ranks were left out of the newest one
+        self.limit_s = math.inf  # of the newest step, where worse ranks are held to the best rank's pace
 
     def select(self, decoding: list[Chunk]) -> list[Chunk]:
         """Return the chunks that decode in the next step, in the order given.
@@ -37,9 +37,11 @@ class DecodePacing:
             return decoding
         best_rank = pace.best_rank
         best = [chunk for chunk in decoding if chunk.sequence.service.rank <= best_rank]
+        limit_s = self._longest_decode_s(best_decodes=bool(best))
+        if any(chunk.sequence.next_due_s == math.inf for chunk in best):  # late: no deadline bounds the step
+            self.limit_s = limit_s
         if len(best) == len(decoding):
             return decoding
-        limit_s = self._longest_decode_s(best_decodes=bool(best))
         num_rows, context = len(decoding), sum([chunk.sequence.num_computed for chunk in decoding])
         if self._step_time.predict_s(StepShape(num_rows, 0, context)) <= limit_s:
             return decoding

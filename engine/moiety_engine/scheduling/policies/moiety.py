@@ -193,7 +193,7 @@ class Moiety(Policy):
         part = self.tuning.slack_used_if_urgent if urgent else self.tuning.slack_used
         alone_s = self.context.step_time.predict_s(view.shape)
         seconds = min(max(self._pace.longest_step_s, 2 * alone_s), part * view.slack_s)
-        if urgent or self._pacing.limit_s == math.inf:
+        if self._pacing.limit_s == math.inf or self._accounts[self._pace.best_rank].num_queued:
             return StepBudget(seconds, self.tuning.floor_tokens)
         return StepBudget(min(seconds, self._pacing.limit_s), self.tuning.floor_tokens_in_turns)
 
