@@ -56,6 +56,7 @@ from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_ids import add_request_id
 from moiety_platform.responses_api.controller import ResponseServices, response_routes
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.routing.breaker_metrics import BreakerCollector
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing
@@ -144,6 +145,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
     """The gateway's application over running services; with a pipeline of its own if none is given."""
     pipeline = pipeline or create_pipeline(settings, services)
     services.metrics.registry.register(EngineCollector(services.replicas.states))
+    services.metrics.registry.register(BreakerCollector(services.replicas.breakers))
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
     shape = ShapeLimits.of(settings)

@@ -11,10 +11,10 @@ import structlog
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from moiety_platform.errors import Overloaded, PlatformError, RateLimited, RequestExceedsQuota
+from moiety_platform.errors import EngineRefused, Overloaded, PlatformError, RateLimited, RequestExceedsQuota
 
 DEFAULT_RETRY_AFTER_S = 1
-NO_RETRY_HEADER = "x-should-retry"  # OpenAI's and Anthropic's clients repeat a 429 unless it is "false"
+NO_RETRY_HEADER = "x-should-retry"  # OpenAI's and Anthropic's clients repeat 429 and 5xx unless it is "false"
 REASON_HEADER = "x-moiety-reason"
 SCHEMA_PATH = "/schema"  # of the OpenAPI documents, where the application's state says that it has them
 HAS_SCHEMA = "has_schema"
@@ -95,6 +95,8 @@ def error_headers(error: PlatformError) -> dict[str, str]:
     """`Retry-After` where it makes sense to try again, and why it did not work now."""
     if isinstance(error, RequestExceedsQuota):
         return {**error.headers, NO_RETRY_HEADER: "false"}
+    if isinstance(error, EngineRefused):
+        return {NO_RETRY_HEADER: "false"}
     if error.status not in (429, 503) and error.retry_after_s is None:
         return {}
     wait_s = error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_AFTER_S

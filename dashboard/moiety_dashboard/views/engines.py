@@ -210,6 +210,6 @@ def ask(client: AdminClient, engine: Mapping[str, Any], rests: bool) -> None:
         what, button, done = "Wake it? Its weights are loaded again first.", "Wake", "It wakes."
         panels.ask_first(what, button, lambda: client.change("POST", f"{path}/wake"), done)
         return
-    open_now = f"Its {(engine['load'] or {}).get('num_running', 0)} running requests end first."
+    open_now = f"Its {(engine['load'] or {}).get('num_running', 0):,d} running requests end first."
     what = f"Drain {as_text(engine['address'])}? {open_now} Requests get 503 if no other engine serves its model."
     panels.ask_first(what, "Drain it", lambda: client.change("POST", f"{path}/sleep"), "It falls asleep.")

@@ -20,8 +20,9 @@ from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME
 from moiety_platform.cli.doctor.command import Patient, examine, patient_of
 from moiety_platform.cli.doctor.machine import versions
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.cli.redaction import redact_settings, redact_text
+from moiety_platform.cli.redaction import redact_settings
 from moiety_platform.clock import SystemClock
+from moiety_platform.redaction import redact_text
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import KEYS_FILE
 

@@ -118,7 +118,7 @@ def ask_change(client: AdminClient, keys: list[dict[str, Any]]) -> None:
 
 @st.dialog("Rotate a key")
 def rotate(client: AdminClient, key_id: str, label: str, grace: str) -> None:
-    until = "at once" if grace == "none" else f"after {grace}"
+    until = "at once" if grace == "none" else f"after {as_text(grace)}"
     st.markdown(f"Make a successor of **{as_text(label)}**? The old key is refused {until}.")
     if st.button("Rotate it", type="primary"):
         body = {"grace_s": GRACES[grace]}
