@@ -108,7 +108,7 @@ def test_the_operations_port_is_in_a_service_inside_the_cluster_that_nothing_lea
         {
             "gateway": {"service": {"type": "LoadBalancer"}, "operationsPort": 9100},
             "ingress": {"enabled": True, "host": "llm.example.com", "paths": ["/"]},
-            "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["llm.example.com"], "paths": ["/"]},
+            "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}], "paths": ["/"]},
             "monitoring": {"serviceMonitor": {"enabled": True}},
         }
     )
