@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--beside", type=float, default=120.0, help="seconds beside the loads")
     parser.add_argument("--rate", type=float, default=10.0, help="requests of the paying tenant per second")
     parser.add_argument("--max-tokens", type=int, default=8, help="output tokens of its requests")
-    parser.add_argument("--ttft-s", type=float, default=0.05, help="promised first token of its class, in seconds")
+    parser.add_argument("--ttft-s", type=float, default=0.02, help="promised first token of its class, in seconds")
     parser.add_argument("--tpot-s", type=float, default=0.002, help="promised time per output token, in seconds")
     parser.add_argument("--loads", nargs="+", default=["all"], choices=[*LOADS, "all"])
     parser.add_argument("--threads", type=int, default=1, help="processor threads of the engine's model")

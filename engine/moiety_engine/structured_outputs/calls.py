@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from moiety_engine.structured_outputs.errors import GuideRefused
-from moiety_engine.structured_outputs.exact_numbers import decode_exactly, with_exact_numbers
-from moiety_engine.structured_outputs.formats import with_patterns
+from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
 from moiety_wire.guides import CallsForm
 
-_ONE_SPACE = {"whitespace_pattern": r"\x20", "lenient": False, "coerce_one_of": False}
+_ONE_SPACE = r"\x20"
 
 
 def calls_grammar(text: str) -> str:
@@ -83,11 +82,8 @@ def _with_arguments(number: int) -> str:
 
 
 def _arguments(schema: str) -> str:
-    found = with_exact_numbers(decode_exactly(schema))
-    if not isinstance(found, dict):
-        raise GuideRefused("the parameters of a tool are a JSON schema, an object")
-    told = with_patterns(found) | {"x-guidance": _ONE_SPACE}
-    return f"%json {msgspec.json.encode(told).decode()}"
+    exact = exact_schema_of(schema)
+    return f"%json {exact.encode(**exact.options(whitespace_pattern=_ONE_SPACE))}"
 
 
 def _quoted(text: str, special: Mapping[str, int]) -> str:

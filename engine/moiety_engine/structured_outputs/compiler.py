@@ -11,9 +11,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from moiety_engine.structured_outputs.errors import GuideRefused
-from moiety_engine.structured_outputs.expression_errors import told_error
 from moiety_engine.structured_outputs.grammar import grammar_of
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
+from moiety_engine.structured_outputs.refusals import told_refusal
 from moiety_engine.structured_outputs.state import GrammarState
 from moiety_text.folder import read_text_model
 from moiety_wire.guides import MAX_GUIDE_BYTES, Guide
@@ -59,5 +59,5 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # now, and not in a step: what is slow shows, and what follows is found faster
         if matcher.is_error():
-            raise GuideRefused(told_error(guide.kind, guide.text, matcher.get_error()))
+            raise GuideRefused(told_refusal(guide.kind, guide.text, matcher.get_error()))
         return matcher

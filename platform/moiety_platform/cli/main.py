@@ -40,6 +40,10 @@ COMMANDS = {
         "moiety_platform.cli.support_bundle:support_bundle",
         "Put what helpers need into one file, without secrets.",
     ),
+    "curve-keygen": (
+        "moiety_platform.cli.curve_keygen:curve_keygen",
+        "Make a CURVE key pair for an engine or a gateway.",
+    ),
     "config": ("moiety_platform.cli.config:app", "Check a configuration file before anything is started with it."),
     "doctor": ("moiety_platform.cli.doctor.command:doctor", "Find what is wrong with a deployment, and what mends it."),
     "apply": ("moiety_platform.cli.apply.command:apply", "Make tenants, classes and limits what a file says."),
@@ -79,6 +83,7 @@ ORDER = [
     "doctor",
     "support-bundle",
     "batch",
+    "curve-keygen",
     "cluster",
     "bench",
     "simulate",

@@ -70,6 +70,24 @@ def test_every_request_of_a_worse_rank_gets_a_token_within_a_bounded_number_of_s
         assert max(gaps) <= most_steps * longest_step_s
 
 
+def test_a_prompt_of_a_worse_rank_goes_on_slowly_beside_a_pace_that_cannot_be_kept(make_replica: MakeReplica) -> None:
+    """A prompt of the best rank goes on as usual."""
+    replica, _ = full_of(make_replica, ENDS, count=40)
+    hasty = ServiceClass("hasty", 0, ttft_s=1.0, tpot_s=0.001, on_overload=OverloadAction.QUEUE)
+    replica.add(4000, tenant="other", service=ENDS, output=2)
+    replica.step()
+    best = replica.add(4, tenant="paying", service=hasty, output=60)
+    while not replica.outputs[best]:
+        replica.step()
+    begin = len(replica.prefill_rows)
+    for _ in range(10):
+        replica.step()
+    assert set(replica.prefill_rows[begin:]) == {TUNING.floor_tokens_in_turns}
+    second = replica.add(TUNING.floor_tokens, tenant="paying", service=hasty, output=2)
+    replica.step()
+    assert replica.outputs[second], "the whole prompt was computed in one step"
+
+
 def test_whoever_comes_meanwhile_waits_for_a_short_step(make_replica: MakeReplica) -> None:
     """A class that promises its first token soon bounds all steps for as long as it is remembered."""
     replica, _ = full_of(make_replica, ENDS)

@@ -18,12 +18,13 @@ from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 
 
 class DecodePacing:
-    """Choose the decodes of a step. Keeps no state of its own."""
+    """Choose the decodes of a step."""
 
     def __init__(self, tuning: Tuning, pace: Pace, step_time: StepTimeModel) -> None:
         self._tuning = tuning
         self._pace = pace
         self._step_time = step_time
+        self.limit_s = math.inf  # of the newest step, where worse ranks are held to the best rank's pace
 
     def select(self, decoding: list[Chunk]) -> list[Chunk]:
         """Return the chunks that decode in the next step, in the order given.
@@ -31,20 +32,25 @@ class DecodePacing:
         All chunks are returned where the step is predicted to be short enough, or where only the best rank decodes.
         Otherwise O(n log n) in the number of chunks.
         """
-        pace = self._pace
+        pace, self.limit_s = self._pace, math.inf
         if pace.best_tpot_s == math.inf and pace.best_ttft_s == math.inf:
             return decoding
         best_rank = pace.best_rank
         best = [chunk for chunk in decoding if chunk.sequence.service.rank <= best_rank]
+        limit_s = self._longest_decode_s(best_decodes=bool(best))
+        if any(chunk.sequence.next_due_s == math.inf for chunk in best):  # late: no deadline bounds the step
+            self.limit_s = limit_s
         if len(best) == len(decoding):
             return decoding
-        limit_s = self._longest_decode_s(best_decodes=bool(best))
         num_rows, context = len(decoding), sum([chunk.sequence.num_computed for chunk in decoding])
         if self._step_time.predict_s(StepShape(num_rows, 0, context)) <= limit_s:
             return decoding
         worse = [chunk for chunk in decoding if chunk.sequence.service.rank > best_rank]
         worse.sort(key=self._wanted_at_s)
         num_taken = max(self._num_that_fit(best, worse, limit_s), self._least_of(len(worse)))
+        if num_taken == len(worse):
+            return decoding
+        self.limit_s = limit_s
         taken = {chunk.sequence for chunk in worse[:num_taken]}
         return [c for c in decoding if c.sequence.service.rank <= best_rank or c.sequence in taken]
 

@@ -193,7 +193,9 @@ class Moiety(Policy):
         part = self.tuning.slack_used_if_urgent if urgent else self.tuning.slack_used
         alone_s = self.context.step_time.predict_s(view.shape)
         seconds = min(max(self._pace.longest_step_s, 2 * alone_s), part * view.slack_s)
-        return StepBudget(seconds, self.tuning.floor_tokens)
+        if self._pacing.limit_s == math.inf or self._accounts[self._pace.best_rank].num_queued:
+            return StepBudget(seconds, self.tuning.floor_tokens)
+        return StepBudget(min(seconds, self._pacing.limit_s), self.tuning.floor_tokens_in_turns)
 
     def delays(self, sequence: Sequence, view: BatchView, num_blocks: int, now_s: float) -> Reason | None:
         if self._slows_too_much(sequence, view):

@@ -2,11 +2,13 @@
 
 Follows the specification of event streams (https://html.spec.whatwg.org/multipage/server-sent-events.html): a byte
 order mark at the start, lines that end by LF, CR or CRLF, data of several lines. Beyond it, the data of one line is an
-event at once, without the empty line that should follow, and the last event needs no end of its line.
+event at once, without the empty line that should follow, the last event needs no end of its line, and a line that is a
+JSON object without a field name is an event too, as of a server that answers whole although it was asked for a stream.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -34,8 +36,8 @@ class EventParser:
         self._data_bytes = 0
         self._type = b""
 
-    def feed(self, chunk: bytes) -> list[Event]:
-        """The events that these bytes complete."""
+    def feed(self, chunk: bytes) -> Iterator[Event]:
+        """The events that these bytes complete, each before what comes after it is looked at. To be read to its end."""
         if self._is_at_start:
             chunk = self._after_mark(chunk)
         if self._skips_newline and chunk:
@@ -50,11 +52,12 @@ class EventParser:
         if self._rest_bytes > MAX_EVENT_BYTES:
             raise BadAnswer(f"a line of more than {MAX_EVENT_BYTES} bytes came")
         if not lines:
-            return []
+            return
         lines.insert(0, b"".join(self._rest))
         self._rest, self._rest_bytes = [lines.pop()], 0
         self._rest_bytes = len(self._rest[0])
-        return [event for line in lines for event in self._take(line)]
+        for line in lines:
+            yield from self._take(line)
 
     def end(self) -> list[Event]:
         """The event that the end of the stream completes. One that is cut off is none."""
@@ -77,12 +80,14 @@ class EventParser:
     def _take(self, line: bytes) -> list[Event]:
         if not line:
             return self._dispatch()
+        if line.startswith(b"{") and not self._data:
+            return self._begin(line)
         name, _, value = line.partition(b":")
         value = value.strip()
         match name:
             case b"data" if self._data:
                 self._data.append(value)
-                self._data_bytes += len(value)
+                self._data_bytes += len(value) + 1
                 if self._data_bytes > MAX_EVENT_BYTES:
                     raise BadAnswer(f"an event of more than {MAX_EVENT_BYTES} bytes came")
             case b"data" if value == b"[DONE]":
