@@ -203,6 +203,10 @@ class Unavailable(PlatformError):
 
 
 class EngineOverloaded(Unavailable):
-    """`retry_after_s` is what the external engine said."""
+    """`retry_after_s` is what the external engine said, if it `asks_to_wait`; else the least that clients are told."""
 
     default_code = "engine_overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float, asks_to_wait: bool) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.asks_to_wait = asks_to_wait

@@ -12,6 +12,7 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
+from moiety_platform.cli.doctor.engines import Settings, look_at_engines
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_addresses import ForeignAddress
 from moiety_platform.engine_client.foreign.client import ForeignEngineClient, Heartbeat
@@ -20,6 +21,7 @@ MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
 ASK = {"model": MODEL, "messages": HELLO, "max_tokens": 30}
 SELDOM = Heartbeat(interval_s=600, timeout_s=30, silence_s=60)  # asked again only where a connection breaks
+LISTED = {"id": MODEL, "object": "model", "created": 1_700_000_000.0}
 KEY = "upstream-key-of-the-operator"
 
 
@@ -55,6 +57,7 @@ class Upstream:
 
     def __init__(self) -> None:
         self.answer = answered(GOOD)
+        self.models = answered(json.dumps({"object": "list", "data": [LISTED]}).encode())
         self.stays_open = False
         self.num_asked = 0
         self.heads: list[str] = []
@@ -63,6 +66,9 @@ class Upstream:
     async def start(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def address(self, folder) -> str:
+        return f"openai+http://127.0.0.1:{self.port}/v1?model={MODEL}&kind=generic&tokenizer={folder}&context=512"
 
     async def stop(self):
         self._server.close()
@@ -78,8 +84,7 @@ class Upstream:
                 size = next((line.split(":")[1] for line in head.split("\r\n") if line.startswith("content-length")), 0)
                 await reader.readexactly(int(size))
                 if head.startswith("get"):
-                    models = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 1}]}
-                    writer.write(answered(json.dumps(models).encode()))
+                    writer.write(self.models)
                     continue
                 self.num_asked += 1
                 self.heads.append(head)
@@ -111,8 +116,7 @@ def engine(upstream, tmp_path, card):
     (folder / "tokenizer.json").write_text(card.tokenizer_json)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     (folder / "chat_template.jinja").write_text(card.chat_template)
-    address = f"openai+http://127.0.0.1:{upstream.port}/v1?model={MODEL}&kind=generic&tokenizer={folder}&context=512"
-    return ForeignEngineClient(ForeignAddress.parse(address), SystemClock(), KEY, SELDOM)
+    return ForeignEngineClient(ForeignAddress.parse(upstream.address(folder)), SystemClock(), KEY, SELDOM)
 
 
 @pytest.fixture
@@ -152,6 +156,12 @@ ODD = {
     "count is nonsense": (answered(GOOD.replace(b"3}", b"-3.5}")), COUNTED),
     "count falls": (answered(WORDS + STOP + USAGE + USAGE.replace(b"3}", b"1}") + DONE), 3),
     "count falls before the end": (answered(EARLY + GOOD.replace(b"3}", b"1}")), 3),
+    "count beyond max_tokens": (answered(GOOD.replace(b"3}", b"1000000}")), COUNTED),
+    "count beyond max_tokens early": (answered(EARLY.replace(b"3}", b"99}") + GOOD), COUNTED),
+    "rubbish after the end": (answered(WORDS + STOP + USAGE + b"data: {what\n\n"), 3),
+    "rubbish for counts": (answered(WORDS + STOP + b"data: null\n\n"), COUNTED),
+    "error after the end": (answered(WORDS + STOP + USAGE + b'data: {"error": {"code": 500}}\n\n'), 3),
+    "choice null": (answered(GOOD.replace(b'"choices": []', b'"choices": [null]')), 3),
     "last line unended": (answered(WORDS + STOP.rstrip()), COUNTED),
     "cut after the end": (cut(WORDS + STOP), COUNTED),
     "empty reasons before the end": (answered(WORDS.replace(b"null", b'""') + STOP + USAGE + DONE), 3),
@@ -182,6 +192,15 @@ async def test_an_answer_ends_although_neither_done_nor_the_end_of_the_connectio
         assert (choice.message.content, choice.finish_reason) == ("one two three", "stop")
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.output_tokens) == ("stop", 3 if USAGE in body else COUNTED)
+
+
+async def test_a_server_that_ignores_max_tokens_is_left_and_max_tokens_is_billed(upstream, start):
+    upstream.answer, upstream.stays_open = cut((event(" and so on") + b"\n\n") * 100), True
+    async with start() as gateway:
+        choice = (await gateway.client.chat.completions.create(**ASK)).choices[0]
+        assert choice.finish_reason == "length"
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.output_tokens) == ("length", 30)
 
 
 @pytest.mark.parametrize(
@@ -320,8 +339,9 @@ async def test_what_was_not_taken_on_leaves_nothing_reserved(upstream, start, en
         for answer in (refused(401), refused(503), refused(400), cut(b""), cut(b": waits\n\n"), broken, b"nonsense"):
             await until(lambda: engine.state.healthy)
             upstream.answer = answer
+            num_asked = upstream.num_asked
             assert (await gateway.post("/v1/chat/completions", ASK))[0] in (502, 503)
-        assert upstream.num_asked == 7
+            assert upstream.num_asked > num_asked
         await until(lambda: engine.state.healthy)
         await upstream.stop()
         answer = await gateway.post("/v1/chat/completions", ASK)
@@ -353,3 +373,23 @@ async def test_a_batch_line_that_the_server_refuses_for_what_it_asks_is_not_trie
         (line,) = await results(gateway, batch.error_file_id)
         assert line["response"]["body"]["error"]["code"] == "engine_refused"
         assert upstream.num_asked == 1
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        answered(gzip.compress(json.dumps({"data": [LISTED]}).encode()), head="Content-Encoding: gzip\r\n"),
+        answered(b"\xef\xbb\xbf" + json.dumps({"data": [LISTED]}).encode()),
+        answered(json.dumps([LISTED]).encode()),
+        answered(json.dumps({"data": [None, {"id": 7}, {**LISTED, "max_model_len": "512"}]}).encode()),
+    ],
+    ids=["gzip", "mark", "bare list", "odd entries"],
+)
+async def test_lists_of_models_are_read_in_each_form(upstream, start, engine, models, tmp_path):
+    upstream.models = models
+    async with start() as gateway:
+        (model,) = (await gateway.client.models.list()).data
+        assert (model.id, model.created) == (MODEL, 1_700_000_000)
+        assert engine.state.card.max_context_tokens == 512
+        told = Settings([upstream.address(tmp_path / "checkpoint")], None)
+        assert [one.level for one in await asyncio.to_thread(lambda: list(look_at_engines(told)))] == ["ok"]

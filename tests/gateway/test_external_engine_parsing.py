@@ -58,9 +58,9 @@ def test_events_are_the_same_whatever_ends_their_lines_and_however_cut(line_end,
 
 def test_the_data_of_one_line_is_an_event_before_anything_follows() -> None:
     parser = EventParser()
-    assert parser.feed(b'data: {"a": 1}\n') == [{"a": 1}]
-    assert parser.feed(b'data: {"a": 2}\r') == [{"a": 2}]
-    assert parser.feed(b"\ndata: [DONE]") == []
+    assert list(parser.feed(b'data: {"a": 1}\n')) == [{"a": 1}]
+    assert list(parser.feed(b'data: {"a": 2}\r')) == [{"a": 2}]
+    assert list(parser.feed(b"\ndata: [DONE]")) == []
     assert parser.end() == [DONE]
 
 
@@ -68,7 +68,14 @@ def test_an_event_that_is_cut_off_is_none_and_one_that_is_no_json_is_refused() -
     assert parsed([b'data: {"a": 1}\n\ndata: {"b']) == [{"a": 1}]
     for data in (b"data: {what\n\n", b"data: [1]\n\n", b'data: {"a": "\xff"}\n\n'):
         with pytest.raises(BadAnswer):
-            EventParser().feed(data)
+            list(EventParser().feed(data))
+
+
+def test_what_cannot_be_read_takes_nothing_from_what_came_before_it() -> None:
+    events = EventParser().feed(b'data: {"a": 1}\n\ndata: {what\n\n')
+    assert next(events) == {"a": 1}
+    with pytest.raises(BadAnswer):
+        next(events)
 
 
 @pytest.mark.parametrize("chunk", [b"x" * 65536, b"data: {x\n" * 8192])
@@ -76,7 +83,7 @@ def test_neither_a_line_nor_an_event_grows_without_bound(chunk) -> None:
     parser = EventParser()
     with pytest.raises(BadAnswer, match="more than"):
         for _ in range(2 + 4 * MAX_EVENT_BYTES // len(chunk)):
-            parser.feed(chunk)
+            list(parser.feed(chunk))
 
 
 def test_an_object_without_a_field_name_is_an_event() -> None:
@@ -154,7 +161,7 @@ def test_an_event_without_choices_brings_counts_only(choices) -> None:
 @pytest.mark.parametrize(
     ("told", "seconds"),
     [
-        (None, 1),
+        (None, None),
         ("7", 7),
         ("7.25", 7.25),
         (format_datetime(NOW + timedelta(seconds=90), usegmt=True), 90),
@@ -164,11 +171,11 @@ def test_an_event_without_choices_brings_counts_only(choices) -> None:
         ("0", 1),
         ("1e9", MAX_RETRY_S),
         ("Fri, 31 Dec 9999 23:59:59 GMT", MAX_RETRY_S),
-        ("nan", 1),
-        ("inf", 1),
-        ("soon", 1),
-        ("", 1),
-        ("9" * 200, 1),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+        ("", None),
+        ("9" * 200, None),
     ],
 )
 def test_retry_after_is_seconds_a_decimal_or_a_date_and_bounded(told, seconds) -> None:
@@ -177,7 +184,8 @@ def test_retry_after_is_seconds_a_decimal_or_a_date_and_bounded(told, seconds) -
 
 @given(st.text(max_size=40))
 def test_no_retry_after_whatever_fails(told) -> None:
-    assert 1 <= retry_seconds(told, NOW) <= MAX_RETRY_S
+    seconds = retry_seconds(told, NOW)
+    assert seconds is None or 1 <= seconds <= MAX_RETRY_S
 
 
 def test_every_status_has_one_judgement() -> None:
@@ -186,6 +194,8 @@ def test_every_status_has_one_judgement() -> None:
         assert error.upstream == UpstreamError(status, "no")
         if status in (429, 503, 529):
             assert (type(error), error.status, error.retry_after_s) == (EngineOverloaded, 503, 5)
+            untold = error_of_answer(status, b"", {}, NOW)
+            assert (error.asks_to_wait, untold.asks_to_wait, untold.retry_after_s) == (True, False, 1)
         elif status in (408, 425, 499) or status >= 500:
             assert (type(error), error.status) == (EngineFailed, 502)
         else:

@@ -175,8 +175,7 @@ class Run:
     async def _fail_over(self, sequence: Sequence, error: PlatformError) -> None:
         """Submit a sequence that its engine has ended with that error to another. Raises the error where it is not
         the engine's, and what made the sequence move where no other engine takes it."""
-        if sequence.attempt is not None:
-            sequence.attempt.failed(error, self._clock.unix_ns())
+        sequence.note_failure(error, self._clock.unix_ns())
         if (suspicion := sequence.suspicion_of(error)) is not None:
             raise suspicion
         if not sequence.fail(error):

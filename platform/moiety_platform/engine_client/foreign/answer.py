@@ -18,6 +18,8 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, TokenLogprob, Tokens, TopLogprob
 from moiety_wire.notes import Phases, Reason
 
+OVERRUN = 8  # times the limit, by the tokenizer: such a server does not keep to it, however it splits text
+
 
 class Answer:
     """Gives out Accepted, then Tokens, then one Finished."""
@@ -29,12 +31,13 @@ class Answer:
         if not submit.stopping.ignore_eos:
             self._stop_ids.update(eos_token_ids)
         self._clock = clock
-        self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
+        self._detokenizer = Detokenizer(tokenizer, submit.shown_ids, submit.marker_ids)
         self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought)
         self._min_tokens = submit.stopping.min_tokens
         self._limit = min(submit.stopping.max_tokens, submit.credit_tokens)
         self._num_output = 0
         self._num_resumed = 0
+        self._num_seen = 0  # output tokens, with those beyond the limit
         self._num_counted: int | None = None  # output tokens by the server's count, without resumed ones
         self._num_cached = 0
         self._withheld_ids: list[int] | None = []  # told without their text; None if not all of them are known
@@ -75,8 +78,13 @@ class Answer:
     @property
     def is_complete(self) -> bool:
         """Whether nothing that may still come belongs to it, although the server has not said that it is over."""
-        is_beyond = self._num_counted is not None and self._num_resumed + self._num_counted > self._limit
-        return self._finish is None and (self._stopped_by is not None or is_beyond)
+        return self._finish is None and (self._stopped_by is not None or self._is_beyond)
+
+    @property
+    def _is_beyond(self) -> bool:
+        """Whether the server goes on beyond the limit: its count and the tokenizer's say so, or the latter by far."""
+        is_counted = self._num_resumed + (self._num_counted or 0) > self._limit
+        return self._num_seen > OVERRUN * self._limit or (is_counted and self._num_seen >= self._limit)
 
     def resume(self) -> bool:
         """Take in the output that another engine has sent; whether that was all of it, and only its end was lost."""
@@ -85,7 +93,7 @@ class Answer:
             return False
         ends_by_token = token_ids[-1] in self._stop_ids and len(token_ids) > self._min_tokens
         self._text_of(token_ids[:-1] if ends_by_token else token_ids)
-        self._num_output = self._num_resumed = len(token_ids)
+        self._num_output = self._num_resumed = self._num_seen = len(token_ids)
         if ends_by_token:
             self._finish = FinishReason.STOP
         return ends_by_token or self._stopped_by is not None or self.num_left <= 0
@@ -156,11 +164,13 @@ class Answer:
                 self._withhold(piece.text, token_ids if are_told else None)
             if token_ids is None or not are_told:
                 token_ids = self._tokenizer.encode(piece.text) if piece.text else []
+            self._num_seen += len(token_ids)
             return token_ids[: self.num_left], self._search(piece.text, self._num_output), logprobs
         assert token_ids is not None, "a piece has text or ids"
         num_told = self._num_output - self._num_resumed + len(token_ids)
         if num_more is not None and (self._num_counted or 0) > num_told:
             raise BadAnswer(f"{num_told} ids came where the server counts {self._num_counted}")
+        self._num_seen += len(token_ids)
         token_ids = token_ids[: self.num_left]
         ends_by_token = (
             bool(token_ids)
@@ -227,9 +237,9 @@ class Answer:
 
     def _finished(self, reason: FinishReason, text: str, detail: str = "") -> Finished:
         submit = self._submit
-        num_output = self._num_output
-        if self._num_counted is not None and not self.is_complete:
-            num_output = min(self._num_resumed + self._num_counted, self._limit)
+        num_output, num_counted = self._num_output, self._num_resumed + (self._num_counted or 0)
+        if self._num_counted is not None and num_counted <= self._limit and not self.is_complete:
+            num_output = num_counted  # the server's; one beyond what it was asked for is not believed
         return Finished(
             request_id=submit.request_id,
             seq=self._next_seq(),

@@ -123,10 +123,10 @@ class Completions:
             return error_of_event(error)
         usage = event.get("usage")
         num_output, num_cached = _counts(usage)
-        choices = event.get("choices")
+        choices = event.get("choices") or None
         if choices is not None and (not isinstance(choices, list) or len(choices) > 1):
             raise BadAnswer("an event has no list of one choice")
-        if not choices:
+        if choices is None or choices == [None]:
             is_usage = isinstance(usage, dict)
             return Piece(text="", num_output_tokens=num_output, num_cached_tokens=num_cached, is_usage=is_usage)
         choice = choices[0]

@@ -65,12 +65,13 @@ def _format_of(head: bytes) -> int:
 
 async def content_of(response: httpx.Response) -> AsyncGenerator[bytes]:
     """The decoded body, in pieces as it comes. Raises BadAnswer."""
-    encoding = response.headers.get("content-encoding", "").strip().lower()
-    if encoding in ("", "identity"):
+    told = response.headers.get("content-encoding", "").lower().split(",")
+    encodings = [one for one in map(str.strip, told) if one not in ("", "identity")]
+    if not encodings:
         async for chunk in response.aiter_raw():
             yield chunk
         return
-    decoder = ContentDecoder(encoding)
+    decoder = ContentDecoder(", ".join(encodings))
     async for chunk in response.aiter_raw():
         for number, piece in enumerate(decoder.feed(chunk)):
             if number:

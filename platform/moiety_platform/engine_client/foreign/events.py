@@ -8,6 +8,7 @@ JSON object without a field name is an event too, as of a server that answers wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -35,8 +36,8 @@ class EventParser:
         self._data_bytes = 0
         self._type = b""
 
-    def feed(self, chunk: bytes) -> list[Event]:
-        """The events that these bytes complete."""
+    def feed(self, chunk: bytes) -> Iterator[Event]:
+        """The events that these bytes complete, each before what comes after it is looked at. To be read to its end."""
         if self._is_at_start:
             chunk = self._after_mark(chunk)
         if self._skips_newline and chunk:
@@ -51,11 +52,12 @@ class EventParser:
         if self._rest_bytes > MAX_EVENT_BYTES:
             raise BadAnswer(f"a line of more than {MAX_EVENT_BYTES} bytes came")
         if not lines:
-            return []
+            return
         lines.insert(0, b"".join(self._rest))
         self._rest, self._rest_bytes = [lines.pop()], 0
         self._rest_bytes = len(self._rest[0])
-        return [event for line in lines for event in self._take(line)]
+        for line in lines:
+            yield from self._take(line)
 
     def end(self) -> list[Event]:
         """The event that the end of the stream completes. One that is cut off is none."""

@@ -43,9 +43,10 @@ class Exchange:
         answer: Answer,
         stream: EngineStream,
         clock: Clock,
+        on_bytes: Callable[[], None],
         on_break: Callable[[str], None],
     ) -> None:
-        """`on_break` is told why the connection broke."""
+        """`on_bytes` is called for whatever comes, `on_break` is told why the connection broke."""
         self._http = http
         self._url = url
         self._dialect = dialect
@@ -53,6 +54,7 @@ class Exchange:
         self._answer = answer
         self._stream = stream
         self._clock = clock
+        self._on_bytes = on_bytes
         self._on_break = on_break
 
     async def run(self) -> None:
@@ -60,10 +62,10 @@ class Exchange:
         try:
             await self._ask()
         except PlatformError as error:
-            self._fail(error)
+            self._fail_or_end(error)
         except BadAnswer as error:
             message = f"the engine broke the protocol: {error}"
-            self._fail(EngineFailed(message, code=PROTOCOL_VIOLATION))
+            self._fail_or_end(EngineFailed(message, code=PROTOCOL_VIOLATION))
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._on_break(f"cannot be reached: {error}")
             self._fail(Unavailable("the engine cannot be reached; try again shortly", retry_after_s=1))
@@ -76,6 +78,13 @@ class Exchange:
         except Exception:  # the root of a task, for which the stream waits: told there, logged whole
             log.exception("engine_exchange_failed", request_id=self._submit.request_id)
             self._stream.fail(EngineFailed("the engine's answer could not be read; send the request again"))
+
+    def _fail_or_end(self, error: PlatformError) -> None:
+        """What comes after the finish reason does not undo the answer."""
+        if self._answer.has_finished:
+            self._end()
+        else:
+            self._fail(error)
 
     def _fail(self, error: PlatformError) -> None:
         """Tell the operator what the server said, and the stream what clients may know of it."""
@@ -121,7 +130,7 @@ class Exchange:
         connection can serve another request, but no longer than GRACE_S."""
         patience = asyncio.timeout(None)
         try:
-            async with patience, aclosing(_events_of(response)) as events:
+            async with patience, aclosing(_events_of(response, self._on_bytes)) as events:
                 async for event in events:
                     if self._take(event):
                         return
@@ -160,11 +169,12 @@ class Exchange:
         self._stream.deliver(self._answer.end())
 
 
-async def _events_of(response: httpx.Response) -> AsyncGenerator[Event]:
+async def _events_of(response: httpx.Response, on_bytes: Callable[[], None]) -> AsyncGenerator[Event]:
     """The events of the body. Raises BadAnswer."""
     parser = EventParser()
     async with aclosing(content_of(response)) as content:
         async for piece in content:
+            on_bytes()
             for event in parser.feed(piece):
                 yield event
     for event in parser.end():

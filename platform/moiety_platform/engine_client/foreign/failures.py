@@ -86,7 +86,7 @@ def error_of_event(error: Any) -> PlatformError:
             if isinstance(told, str) and told in STATUSES:
                 status = STATUSES[told]
                 break
-    return _error_of(status, error, MIN_RETRY_S)
+    return _error_of(status, error, None)
 
 
 def ended_by_error(word: str) -> PlatformError:
@@ -96,16 +96,20 @@ def ended_by_error(word: str) -> PlatformError:
     return error
 
 
-def _error_of(status: int, error: Any, retry_after_s: float) -> PlatformError:
+def _error_of(status: int, error: Any, retry_after_s: float | None) -> PlatformError:
     message, kind, param = _words_of(error)
     made = _judged(status, message.lower(), kind.lower(), param, retry_after_s)
     made.upstream = UpstreamError(status, message)
     return made
 
 
-def _judged(status: int, message: str, kind: str, param: str, retry_after_s: float) -> PlatformError:
+def _judged(status: int, message: str, kind: str, param: str, retry_after_s: float | None) -> PlatformError:
     if status in OVERLOADED and not any(words in kind for words in OUT_OF_FUNDS):
-        return EngineOverloaded("the engine has no room now; try again later", retry_after_s=retry_after_s)
+        return EngineOverloaded(
+            "the engine has no room now; try again later",
+            retry_after_s=MIN_RETRY_S if retry_after_s is None else retry_after_s,
+            asks_to_wait=retry_after_s is not None,
+        )
     fault = _fault_of_request(message, kind, param) if status in ABOUT_REQUEST else None
     if fault is not None:
         return fault
@@ -158,18 +162,18 @@ def cleaned(upstream: UpstreamError, secrets: Iterable[str]) -> UpstreamError:
     return upstream._replace(message=shown[:MAX_MESSAGE_CHARS])
 
 
-def retry_seconds(told: str | None, now: datetime) -> float:
+def retry_seconds(told: str | None, now: datetime) -> float | None:
     """Seconds of a Retry-After header: an integer, a decimal, or a date. What is none of them counts as absent."""
     if told is None or len(told) > 100:
-        return MIN_RETRY_S
+        return None
     try:
         seconds = float(told)
     except ValueError:
         try:
             moment = parsedate_to_datetime(told)
         except (ValueError, OverflowError, IndexError, TypeError):
-            return MIN_RETRY_S
+            return None
         seconds = (moment.replace(tzinfo=moment.tzinfo or UTC) - now).total_seconds()
     if not math.isfinite(seconds):
-        return MIN_RETRY_S
+        return None
     return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)

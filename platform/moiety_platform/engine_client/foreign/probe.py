@@ -106,7 +106,7 @@ class Prober:
 
     def _find(self, answer: Any) -> dict[str, Any]:
         """The model among those that are served. llama.cpp serves one, and calls it by its file's name."""
-        listed = answer.get("data") if isinstance(answer, dict) else None
+        listed = answer.get("data") if isinstance(answer, dict) else answer
         models = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         named = [one for one in models if one.get("id") == self._address.model]
         if named:
