@@ -256,6 +256,11 @@ class GatewaySettings(BaseSettings):
         return self.database_url or f"sqlite+aiosqlite:///{self.data_dir / 'moiety.db'}"
 
     @property
+    def usage_journal_dir(self) -> Path:
+        """Where usage rows lie that the database does not have."""
+        return self.data_dir / "usage-journal"
+
+    @property
     def traces_url(self) -> str:
         """The SQLAlchemy URL of the trace store, resolved."""
         return self.traces_database_url or traces_beside(self.store_url)

@@ -12,6 +12,7 @@ from moiety_dashboard.cli import server_options
 from moiety_dashboard.frames import changes, fleet, limits, series, simulations, traces
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
+from moiety_dashboard.views.quotas import rows_set_aside
 from moiety_dashboard.views.windows import LIVE
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -352,3 +353,12 @@ def test_no_line_is_drawn_over_minutes_in_which_nothing_ended() -> None:
     assert list(drawn[drawn["ttft_ms"].isna()]["slot"]) == [NOON + 2 * minute]
     assert len(drawn) == 6
     assert charts.with_gaps(frame, "ttft_ms", "class", timedelta(0)) is frame, "looks come when they come"
+
+
+def test_usage_that_is_set_aside_stands_among_what_does_not_agree() -> None:
+    found = {"set_aside": {"rows": 2, "unreadable_lines": 1, "shown": []}}
+    assert [(one["what"], one["says"]) for one in rows_set_aside(found)] == [
+        ("usage rows set aside", "2"),
+        ("unreadable usage lines", "1"),
+    ]
+    assert rows_set_aside({"set_aside": {"rows": 0, "unreadable_lines": 0}}) == rows_set_aside({}) == []

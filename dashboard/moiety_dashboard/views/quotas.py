@@ -90,7 +90,7 @@ def draw_drift(client: AdminClient) -> None:
         return
     found = answer.data
     note = f"{found['since'][:16]} to {found['until'][:16]} UTC"
-    rows = [*different_tenants(found), *different_days(found), *different_windows(found)]
+    rows = [*different_tenants(found), *different_days(found), *different_windows(found), *rows_set_aside(found)]
     frame = pd.DataFrame(rows, columns=["what", "says", "instead of"])
     with panels.panel("Books", note, [answer], key="books", frame=frame):
         total = found["total"]
@@ -101,6 +101,13 @@ def draw_drift(client: AdminClient) -> None:
         else:
             st.error(f"They do not agree, in {len(frame)} places.", icon=":material/error:")
             st.dataframe(frame, hide_index=True, width="stretch")
+
+
+def rows_set_aside(found: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Usage that is not billed: all rows that are set aside, and all lines that cannot be read."""
+    aside = found.get("set_aside") or {}
+    counts = {"usage rows set aside": aside.get("rows", 0), "unreadable usage lines": aside.get("unreadable_lines", 0)}
+    return [{"what": what, "says": str(count), "instead of": "0"} for what, count in counts.items() if count]
 
 
 def different_tenants(found: Mapping[str, Any]) -> list[dict[str, str]]:

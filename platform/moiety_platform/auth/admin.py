@@ -38,6 +38,7 @@ from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.tenants.controller import ProjectController, TenantController
 from moiety_platform.trace_store.controller import TraceController
 from moiety_platform.usage.controller import UsageController
+from moiety_platform.usage.set_aside import SetAside
 
 ADMIN_PATH = "/admin/v1"
 MAX_JSON_DEPTH = 16  # no body of ours needs more than two
@@ -54,10 +55,12 @@ def admin_router(
     *,
     oidc: FindVerifier = lambda: None,
     traces: Database | None = None,
+    set_aside: SetAside | None = None,
     more: Sequence[ControllerRouterHandler] = (),
 ) -> Router:
     """Routes under /admin/v1; `more` are handlers that others add behind the same door. Each names its action (see
-    access/table.py). `traces` is the store of traces, where that is another database."""
+    access/table.py). `traces` is the store of traces, where that is another database; `set_aside` the usage that this
+    gateway has set aside."""
     wrapped = Pepper(pepper)
     criteria_of("")  # says now, and not at the first request of a tenant's administrator, what a table lacks
 
@@ -92,6 +95,7 @@ def admin_router(
             "quotas": Provide(lambda: quotas, sync_to_thread=False),
             "pepper": Provide(lambda: wrapped, sync_to_thread=False),
             "clock": Provide(lambda: clock, sync_to_thread=False),
+            "set_aside": Provide(lambda: set_aside, sync_to_thread=False),
         },
         route_handlers=[
             AuditController,

@@ -13,6 +13,7 @@ from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.engine_journals import compare, read_journals
 from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_csv, show_json
+from moiety_platform.cli.usage_restore import restore
 from moiety_platform.prices.terms import dollars
 
 PAGE = 500
@@ -117,6 +118,9 @@ def reconcile(
         raise typer.Exit(1)
 
 
+app.command("restore")(restore)
+
+
 def requests_since(client: AdminClient, since: datetime) -> dict[str, dict[str, Any]]:
     """All requests by their id."""
     found: dict[str, dict[str, Any]] = {}
@@ -139,6 +143,14 @@ def show_reconciliation(report: dict[str, Any]) -> None:
         say("sums of days are not those of their hours; DELETE FROM usage_day_marks has upkeep make them anew:")
     for one in report["days"]:
         say(f"  tenant {one['tenant_id']}: {one['days']} · {one['hours']}")
+    aside = report.get("set_aside", {})
+    if aside.get("rows") or aside.get("unreadable_lines"):
+        say(
+            f"not billed: {aside['rows']} rows set aside, and {aside['unreadable_lines']} lines that cannot be read; so"
+        )
+        say("requests and bills do not agree; write them to the database: moiety usage restore")
+    for one in aside.get("shown", ()):
+        say(f"  {one['request_id']} of tenant {one['tenant_id']}, begun {one['started_at']}")
     say("limits add up" if not report["windows"] else "limits do not add up:")
     for one in report["windows"]:
         say(f"  {one}")

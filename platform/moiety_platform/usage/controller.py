@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from datetime import timedelta
 from typing import Annotated
@@ -21,6 +22,7 @@ from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, pa
 from moiety_platform.usage.queries import GROUPINGS, list_requests, parse_filter, parse_grouping, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, hold_still, reconcile
 from moiety_platform.usage.schemas import RequestPage, UsageReport
+from moiety_platform.usage.set_aside import NOTHING_SET_ASIDE, SetAside
 
 Groups = Annotated[str | None, some_of("What to sum by; all together if not given.", GROUPINGS)]
 MinuteGroups = Annotated[str | None, some_of("What to sum by; all together if not given.", MINUTE_GROUPINGS)]
@@ -109,11 +111,14 @@ class UsageController(Controller):
         self,
         database: NamedDependency[Database],
         clock: NamedDependency[SkipValidation[Clock]],
+        set_aside: NamedDependency[SkipValidation[SetAside | None]],
         since: Since = None,
         until: Until = None,
     ) -> Reconciliation:
-        """Whether requests, ledger, sums and limits say the same of these hours; the last 24 unless said otherwise."""
+        """Whether requests, ledger, sums and limits say the same of these hours; the last 24 unless said otherwise.
+        What this gateway has set aside counts whenever it began."""
         wanted = parse_filter(clock.now(), since, until)
+        aside = NOTHING_SET_ASIDE if set_aside is None else await asyncio.to_thread(set_aside.report)
         async with database.read() as session:
             await hold_still(session)
-            return await reconcile(session, wanted.since, wanted.until)
+            return await reconcile(session, wanted.since, wanted.until, aside)

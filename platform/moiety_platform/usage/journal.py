@@ -17,10 +17,9 @@ import msgspec
 import structlog
 
 from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.set_aside import DAMAGED, SetAside
 
 _SUFFIX = ".jsonl"
-_REFUSED = "refused.txt"
-_DAMAGED = "damaged.txt"
 
 _log = structlog.get_logger(__name__)
 _decoder = msgspec.json.Decoder(UsageRow)
@@ -47,7 +46,7 @@ class Segment:
             try:
                 row = _decoder.decode(line)
             except msgspec.MsgspecError:
-                self._damaged.append(line + b"\n")
+                self._damaged.append(line)
             else:
                 rows[row.request_id] = row
         return list(rows.values())
@@ -56,7 +55,7 @@ class Segment:
         """Its rows are stored: delete it. Lines that could not be read are kept in `damaged.txt`."""
         if self._damaged:
             _log.error("usage_journal_damaged", segment=self._path.name, num_lines=len(self._damaged))
-            _append_synced(self._path.with_name(_DAMAGED), b"".join(self._damaged))
+            SetAside(self._path.parent).add_lines(DAMAGED, self._damaged)
         self._path.unlink(missing_ok=True)
         self.release()
 
@@ -119,9 +118,11 @@ class Journal:
             self._waiting = False
             return None
 
-    def set_aside(self, row: UsageRow) -> None:
-        """Keep a row that the database refuses, for a person to look at."""
-        _append_synced(self.directory / _REFUSED, to_line(row) + b"\n")
+    def postpone(self, segment: Segment) -> None:
+        """Let a claimed segment be claimed again, by the next replay."""
+        segment.release()
+        with self._lock:
+            self._waiting = True
 
     def _open_own(self) -> None:
         self._own_path, self._own_descriptor = create_segment(self.directory)
@@ -156,15 +157,6 @@ def _lock_segment(path: Path) -> Segment | None:
         pass  # its process lives
     os.close(descriptor)
     return None
-
-
-def _append_synced(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        write_all(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

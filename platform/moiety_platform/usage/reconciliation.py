@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.quota.models import LeaseState, QuotaLease, QuotaWindow
 from moiety_platform.usage.days import longest_done
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
+from moiety_platform.usage.set_aside import NOTHING_SET_ASIDE, SetAsideReport
 from moiety_wire.classes import FORESIGHT
 
 MAX_SHOWN = 100
@@ -68,7 +69,7 @@ class Quarantine(msgspec.Struct, frozen=True):
 
 
 class Reconciliation(msgspec.Struct, frozen=True):
-    """`agrees` says that nothing differs. What is quarantined is no difference."""
+    """`agrees` says that nothing differs and no usage is set aside. What is quarantined is no difference."""
 
     since: datetime
     until: datetime
@@ -79,6 +80,7 @@ class Reconciliation(msgspec.Struct, frozen=True):
     days: list[DaysDifference]
     windows: list[Window]
     quarantined: list[Quarantine]
+    set_aside: SetAsideReport
 
 
 async def hold_still(session: AsyncSession) -> None:
@@ -87,8 +89,11 @@ async def hold_still(session: AsyncSession) -> None:
         await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
 
 
-async def reconcile(session: AsyncSession, since: datetime, until: datetime) -> Reconciliation:
-    """Compare what began in these hours, the first and the last taken whole. At most MAX_SHOWN of each are listed."""
+async def reconcile(
+    session: AsyncSession, since: datetime, until: datetime, set_aside: SetAsideReport = NOTHING_SET_ASIDE
+) -> Reconciliation:
+    """Compare what began in these hours, the first and the last taken whole. At most MAX_SHOWN of each are listed.
+    `set_aside` is all that the gateway has set aside, whenever it began."""
     start, end = _floor(since), _floor(until) + (_HOUR if _floor(until) != until else timedelta())
     counted = func.sum(case((UsageRecord.endpoint != FORESIGHT, 1), else_=0))
     requests = await _amounts(session, _of(UsageRecord, UsageRecord.started_at, counted, start, end))
@@ -107,13 +112,14 @@ async def reconcile(session: AsyncSession, since: datetime, until: datetime) -> 
     return Reconciliation(
         since=start,
         until=end,
-        agrees=not differences and not days and not windows,
+        agrees=not differences and not days and not windows and not set_aside.total,
         total=_sum(*requests.values()),
         tenants=len(requests),
         differences=differences[:MAX_SHOWN],
         days=days[:MAX_SHOWN],
         windows=windows[:MAX_SHOWN],
         quarantined=await _quarantined(session),
+        set_aside=set_aside,
     )
 
 

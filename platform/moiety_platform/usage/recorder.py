@@ -10,6 +10,9 @@ they are stored go to the journal directly once `max_pending` wait in memory. So
 to the journal survives the process. Should the journal fail too (disk full), rows stay in memory up to `max_pending`,
 and each beyond is written to the error log with all its fields.
 
+The rule when the database refuses rows: each is tried alone, and only a row whose own values are proved to be the
+reason (see proof.py) is set aside. Whatever else the error is, the row goes to the journal and is tried again.
+
 The rule when the process is killed: what is only in memory is in the live log as well, from the end of the loop's turn
 on, and so are requests that have reached an engine; the next start stores the former as they are and the latter as
 failed (see `opened`).
@@ -26,13 +29,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import structlog
-from sqlalchemy import exc as sa
 
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.usage.journal import Journal, to_line
+from moiety_platform.usage.journal import Journal, Segment, to_line
 from moiety_platform.usage.live_log import LiveLog
+from moiety_platform.usage.proof import REFUSALS, is_about_values, takes_plain_rows
 from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.set_aside import SetAside
 from moiety_platform.usage.store import insert_rows, storable
 
 INTERVAL_S = 0.25
@@ -71,6 +75,7 @@ class UsageRecorder:
     ) -> None:
         self._database = database
         self._journal = Journal(journal_dir)
+        self.set_aside = SetAside(journal_dir)
         self._live_log = LiveLog(journal_dir)
         self._unlogged: list[UsageRow] = []  # come in this turn of the loop
         self._running: dict[str, UsageRow] = {}
@@ -180,11 +185,15 @@ class UsageRecorder:
         while left > 0:
             batch = [self._pending[i] for i in range(min(BATCH_ROWS, left))]
             try:
-                await self._store(batch)
+                kept = await self._store(batch)
             except Unavailable:
                 await self._spill_pending()
                 self._trim()
                 raise
+            if kept:
+                await asyncio.to_thread(self._journal.append, kept, sync=True)
+                self._note_spilled(kept[:1])
+                self._journaled += len(kept)
             for _ in batch:
                 self._pending.popleft()
             left -= len(batch)
@@ -208,37 +217,72 @@ class UsageRecorder:
         self._live_log.trim([*self._running.values(), *self._pending])
 
     async def _replay(self) -> None:
-        while (segment := await asyncio.to_thread(self._journal.claim)) is not None:
-            try:
-                rows = await asyncio.to_thread(segment.read)
-                for start in range(0, len(rows), BATCH_ROWS):
-                    await self._store(rows[start : start + BATCH_ROWS])
-                await asyncio.to_thread(segment.remove)
-            finally:
-                segment.release()
+        postponed: list[Segment] = []
+        try:
+            while (segment := await asyncio.to_thread(self._journal.claim)) is not None:
+                if await self._replay_segment(segment):
+                    postponed.append(segment)
+        finally:
+            for segment in postponed:
+                self._journal.postpone(segment)
+        if postponed:
+            raise Unavailable(
+                "The database refuses usage rows for a reason that is not theirs; they are tried again.",
+                code="store_unavailable",
+            )
         if not self._journal.waiting:
             self._oldest_spilled = None
 
-    async def _store(self, rows: Sequence[UsageRow]) -> None:
-        """Raises Unavailable. A row that the database refuses for its content is set aside, alone."""
+    async def _replay_segment(self, segment: Segment) -> bool:
+        """Whether rows of it remain, in which case it stays claimed."""
+        remain = False
+        try:
+            rows = await asyncio.to_thread(segment.read)
+            for start in range(0, len(rows), BATCH_ROWS):
+                remain |= bool(await self._store(rows[start : start + BATCH_ROWS]))
+            if not remain:
+                await asyncio.to_thread(segment.remove)
+        finally:
+            if not remain:
+                segment.release()
+        return remain
+
+    async def _store(self, rows: Sequence[UsageRow]) -> list[UsageRow]:
+        """Store rows, and set aside those whose own values keep them from being stored. Those that remain failed for
+        another reason, and are to be tried again. Raises Unavailable."""
+        error = await self._try_to_store(rows)
+        if error is None:
+            return []
+        if not await takes_plain_rows(self._database):
+            raise Unavailable(f"The database takes no usage rows: {_named(error)}", code="store_unavailable") from error
+        if len(rows) > 1:
+            middle = len(rows) // 2
+            return await self._store(rows[:middle]) + await self._store(rows[middle:])
+        error = await self._try_to_store(rows)
+        if error is None:
+            return []
+        if not is_about_values(error):
+            _log.error("usage_row_kept_waiting", request_id=rows[0].request_id, error=_named(error))
+            return list(rows)
+        folder = str(self.set_aside.directory)
+        _log.error("usage_row_refused", request_id=rows[0].request_id, error=_named(error), journal_dir=folder)
+        await asyncio.to_thread(self.set_aside.add_row, rows[0])
+        self._refused += 1
+        return []
+
+    async def _try_to_store(self, rows: Sequence[UsageRow]) -> Exception | None:
+        """What kept them from being stored, all or none. Raises Unavailable."""
         try:
             async with self._database.write() as session:
                 await insert_rows(session, rows)
-        except (sa.DBAPIError, sa.StatementError):
-            if len(rows) > 1:
-                middle = len(rows) // 2
-                await self._store(rows[:middle])
-                await self._store(rows[middle:])
-                return
-            self._refused += 1
-            _log.error("usage_row_refused", request_id=rows[0].request_id, journal_dir=str(self._journal.directory))
-            await asyncio.to_thread(self._journal.set_aside, rows[0])
-        else:
-            self._stored += len(rows)
-            for row in rows:
-                when_stored = self._when_stored.pop(row.request_id, None)
-                if when_stored is not None:
-                    when_stored()
+        except REFUSALS as error:
+            return error
+        self._stored += len(rows)
+        for row in rows:
+            when_stored = self._when_stored.pop(row.request_id, None)
+            if when_stored is not None:
+                when_stored()
+        return None
 
     async def _spill_pending(self) -> None:
         rows = list(self._pending)
@@ -267,6 +311,11 @@ class UsageRecorder:
 
     def _report_unstored(self, row: UsageRow, reason: str) -> None:
         _log.error("usage_row_unstored", reason=reason, row=to_line(row).decode())
+
+
+def _named(error: Exception) -> str:
+    """The error's kind, since its text may hold the rows."""
+    return type(getattr(error, "orig", None) or error).__name__
 
 
 def _ended_at(row: UsageRow) -> datetime:

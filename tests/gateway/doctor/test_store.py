@@ -28,6 +28,7 @@ from moiety_platform.usage.journal import create_segment, to_line, write_all
 from moiety_platform.usage.models import UsageDayMark, UsageHour
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.set_aside import SetAside
 
 from .conftest import complaints
 
@@ -180,6 +181,13 @@ async def usage_of_a_killed_gateway(world):
     yield world.patient
 
 
+async def usage_that_was_set_aside(world):
+    SetAside(world.patient.settings.usage_journal_dir).add_row(ROW)
+    advice = yield world.patient
+    world.run(advice.command)
+    yield world.patient
+
+
 async def clock_that_runs_ahead(world):
     world.clock = ClockAhead()
     yield world.patient
@@ -268,6 +276,7 @@ FAULTS = [
     (previous_pepper_that_nobody_needs, "pepper_previous"),
     (no_owner_left, "no_owner"),
     (usage_of_a_killed_gateway, "usage_left"),
+    (usage_that_was_set_aside, "usage_set_aside"),
     (clock_that_runs_ahead, "clock_skew"),
     (books_that_differ, "books_differ"),
     (sums_of_a_day_that_differ, "days_differ"),

@@ -29,6 +29,7 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageHour
 from moiety_platform.usage.reconciliation import hold_still, reconcile
+from moiety_platform.usage.set_aside import SetAside
 
 AREA = "store"
 MAX_SKEW_S = 2.0
@@ -40,7 +41,9 @@ async def look_at_store(settings: GatewaySettings, admin_key: str | None, clock:
     """What needs the tables is asked only where they are right."""
     revision = look_at_revision(settings.store_url)
     yield revision
-    for finding in look_at_journal(settings.data_dir / "usage-journal"):
+    for finding in look_at_journal(settings.usage_journal_dir):
+        yield finding
+    for finding in look_at_set_aside(settings.usage_journal_dir):
         yield finding
     if revision.level is not Level.OK:
         return
@@ -154,6 +157,18 @@ def look_at_journal(folder: Path) -> Iterator[Finding]:
         told = f"usage of a gateway that was killed lies in {folder}: {', '.join(left)}"
         advice = "start a gateway on this data directory: it stores them first"
         yield wrong(AREA, "usage_left", told, advice)
+
+
+def look_at_set_aside(folder: Path) -> Iterator[Finding]:
+    """Usage that nobody bills."""
+    report = SetAside(folder).report()
+    if report.total:
+        told = (
+            f"{report.rows} usage rows that the database refused, and {report.unreadable_lines} lines that cannot be "
+        )
+        told += f"read, lie in {folder} and are not billed"
+        command = f"moiety usage restore --data-dir {shlex.quote(str(folder.parent))}"
+        yield wrong(AREA, "usage_set_aside", told, "write them to the database, and look at those that remain", command)
 
 
 def _is_held(path: Path) -> bool:

@@ -1,0 +1,58 @@
+"""`moiety usage restore`: writes usage rows that were set aside to the database."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.printing import say
+from moiety_platform.cli.settings_of import load_settings
+from moiety_platform.db.session import Database
+from moiety_platform.db.url_errors import BadDatabaseUrl
+from moiety_platform.errors import PlatformError
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.usage.proof import REFUSALS
+from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.set_aside import DAMAGED, REFUSED, SetAside
+from moiety_platform.usage.store import insert_rows, storable
+
+
+def restore(
+    config: Annotated[Path | None, typer.Option(help="Configuration file of the gateway (TOML).")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The gateway's data directory.")] = None,
+    database_url: Annotated[str | None, typer.Option(help="The gateway's database.")] = None,
+) -> None:
+    """Write usage rows that were set aside to the database. Run it where the gateway's data directory is, and again if
+    it was interrupted: each request is billed once. Ends with 1 if some remain."""
+    settings = load_settings(config, data_dir=data_dir, database_url=database_url)
+    try:
+        restored, left = asyncio.run(restore_rows(settings))
+    except (BadDatabaseUrl, PlatformError, OSError) as exc:
+        raise CommandError(f"{exc} Nothing that is set aside was lost.") from exc
+    folder = settings.usage_journal_dir
+    say(f"{restored} usage rows of {folder} are in the database; {left} rows and lines remain")
+    if left:
+        say(f"look at {folder / REFUSED} and {folder / DAMAGED}, bill them by hand, and then delete them")
+        raise typer.Exit(1)
+
+
+async def restore_rows(settings: GatewaySettings) -> tuple[int, int]:
+    """How many rows were stored, and how many rows and lines remain set aside. Raises Unavailable."""
+    database = Database.open(settings.store_url)
+
+    async def store(row: UsageRow) -> bool:
+        try:
+            async with database.write() as session:
+                await insert_rows(session, [storable(row)])
+        except REFUSALS:
+            return False
+        return True
+
+    try:
+        return await SetAside(settings.usage_journal_dir).restore(store)
+    finally:
+        await database.close()

@@ -1,0 +1,160 @@
+"""Usage rows that were set aside: a file of rows beside the journal that the database refuses for their content, and
+one of lines that could not be read.
+
+None of them is billed, so whoever compares the books counts them, until `restore` has written them to the database
+after all. Knows the folder, and the database only through the function that it is given.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from moiety_platform.usage.row import UsageRow
+
+REFUSED = "refused.txt"
+DAMAGED = "damaged.txt"
+MAX_SHOWN = 100
+_CLAIMED = ".restoring"  # behind a file's name while its rows are written back
+_LOCK = "set-aside.lock"
+
+_decoder = msgspec.json.Decoder(UsageRow)
+
+
+class SetAsideRow(msgspec.Struct, frozen=True):
+    """A usage row that is not billed."""
+
+    request_id: str
+    tenant_id: str
+    started_at: str
+
+
+class SetAsideReport(msgspec.Struct, frozen=True):
+    """Usage that is not billed: rows that the database refused, of which at most MAX_SHOWN are listed, and lines that
+    cannot be read."""
+
+    rows: int = 0
+    unreadable_lines: int = 0
+    shown: list[SetAsideRow] = []
+
+    @property
+    def total(self) -> int:
+        """Rows and lines."""
+        return self.rows + self.unreadable_lines
+
+
+NOTHING_SET_ASIDE = SetAsideReport()
+
+
+class SetAside:
+    """The files of one folder, which several processes may use."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def add_row(self, row: UsageRow) -> None:
+        """Keep a row that the database refuses. On the disk when this returns. Raises OSError."""
+        self.add_lines(REFUSED, [msgspec.json.encode(row)])
+
+    def add_lines(self, name: str, lines: Sequence[bytes]) -> None:
+        """Keep lines in one of the two files. On the disk when this returns. Raises OSError."""
+        if lines:
+            with self._locked():
+                self._append(name, lines)
+
+    def report(self) -> SetAsideReport:
+        """Count all that is set aside. Raises OSError if a file cannot be read."""
+        rows: dict[str, UsageRow] = {}
+        unreadable = 0
+        for line in self._lines():
+            row = _row_of(line)
+            if row is None:
+                unreadable += 1
+            else:
+                rows[row.request_id] = row
+        shown = [
+            SetAsideRow(row.request_id, row.tenant_id, row.started_at.isoformat())
+            for row in list(rows.values())[:MAX_SHOWN]
+        ]
+        return SetAsideReport(len(rows), unreadable, shown)
+
+    async def restore(self, store: Callable[[UsageRow], Awaitable[bool]]) -> tuple[int, int]:
+        """Have each row stored, and forget those that were; how many were, and how many rows and lines remain.
+
+        `store` says whether the database took the row, and raises where it is away; then everything remains. A row that
+        is in the database already counts once, so a restore that was interrupted is simply repeated."""
+        for name in (REFUSED, DAMAGED):
+            self._claim(name)
+        num_restored = num_left = 0
+        for name in (REFUSED, DAMAGED):
+            claimed = self.directory / (name + _CLAIMED)
+            if not claimed.exists():
+                continue
+            left = []
+            for line in claimed.read_bytes().splitlines():
+                row = _row_of(line)
+                if row is not None and await store(row):
+                    num_restored += 1
+                elif line:
+                    left.append(line)
+            with self._locked():
+                self._append(name, left)
+                claimed.unlink()
+            num_left += len(left)
+        return num_restored, num_left
+
+    def _claim(self, name: str) -> None:
+        """Move what is in a file to its claimed one, where an interrupted restore may have left lines."""
+        path, claimed = self.directory / name, self.directory / (name + _CLAIMED)
+        if not path.exists():
+            return
+        with self._locked():
+            if claimed.exists():
+                self._append(claimed.name, path.read_bytes().splitlines())
+                path.unlink()
+            else:
+                path.rename(claimed)
+
+    def _lines(self) -> Iterator[bytes]:
+        for name in (REFUSED, DAMAGED):
+            for path in (self.directory / name, self.directory / (name + _CLAIMED)):
+                try:
+                    data = path.read_bytes()
+                except FileNotFoundError:
+                    continue
+                yield from (line for line in data.splitlines() if line)
+
+    def _append(self, name: str, lines: Sequence[bytes]) -> None:
+        if not lines:
+            return
+        descriptor = os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            data = b"".join(line + b"\n" for line in lines)
+            while data:
+                data = data[os.write(descriptor, data) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes from adding or claiming meanwhile."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _row_of(line: bytes) -> UsageRow | None:
+    try:
+        return _decoder.decode(line)
+    except msgspec.MsgspecError:
+        return None
