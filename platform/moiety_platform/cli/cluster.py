@@ -20,7 +20,7 @@ from moiety_platform.cluster.deployment import ensure_secrets, put_key
 from moiety_platform.cluster.errors import ClusterError
 from moiety_platform.cluster.secrets_api import ACCOUNT, SecretsApi
 from moiety_platform.db.session import Database
-from moiety_platform.db.url import BadDatabaseUrl
+from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.settings import GatewaySettings
 
