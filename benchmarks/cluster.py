@@ -36,10 +36,11 @@ class Cluster:
         cores: tuple[Collection[int], Collection[int]] | None = None,
         engine: Sequence[str] = ("--scripted", "--scripted-step-ms", str(STEP_MS)),
         environment: Mapping[str, str] | None = None,
+        num_engines: int = NUM_ENGINES,
     ) -> None:
         self.folder = folder
-        self.journals = [folder / f"engine-{number}.jsonl" for number in range(NUM_ENGINES)]
-        self.addresses = [f"ipc://{folder}/engine-{number}" for number in range(NUM_ENGINES)]
+        self.journals = [folder / f"engine-{number}.jsonl" for number in range(num_engines)]
+        self.addresses = [f"ipc://{folder}/engine-{number}" for number in range(num_engines)]
         self.ports = [claim_port("127.0.0.1", 0, "--port") for _ in range(num_gateways)]
         self._database_url = database_url
         self._environment = os.environ | {"MOIETY_KEY_PEPPER": secrets.token_hex(32)} | dict(environment or {})

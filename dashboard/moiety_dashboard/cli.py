@@ -46,6 +46,7 @@ def server_options(host: str, port: int, oidc: Path | None = None) -> dict[str, 
         "server_runOnSave": False,
         "browser_gatherUsageStats": False,
         "client_toolbarMode": "minimal",
+        "client_disableDataExport": True,  # it escapes no formulas: a panel's own CSV does
         "client_showErrorDetails": "none",
         **secrets,
         **dict(_flattened(tomllib.loads(LOOK.read_text(encoding="utf-8")))),

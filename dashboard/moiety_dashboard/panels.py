@@ -62,7 +62,8 @@ def tiles(figures: Sequence[Tile], answers: Sequence[Answer] = (), *, key: str =
     for column, tile in zip(row.columns(len(figures), gap="small"), figures, strict=True):
         with column.container(border=True, height="stretch", gap=None):
             history = None if tile.history is None or len(tile.history) < 2 else list(tile.history)
-            st.metric(as_text(tile.label), tile.value, help=tile.help, chart_data=history, chart_type="area")
+            says = None if tile.help is None else as_text(tile.help)
+            st.metric(as_text(tile.label), as_text(tile.value), help=says, chart_data=history, chart_type="area")
             st.caption(as_text(tile.note))
     if answers:
         with row:
@@ -180,7 +181,7 @@ def chips(names: Mapping[str, str]) -> None:
     """The classes and their colours."""
     dots = "".join(
         f'<span style="margin-right:1.1rem;white-space:nowrap"><span style="display:inline-block;width:.65rem;'
-        f'height:.65rem;border-radius:50%;background:{colour};margin-right:.4rem"></span>{html.escape(name)}</span>'
+        f'height:.65rem;border-radius:50%;background:{html.escape(colour)};margin-right:.4rem"></span>{html.escape(name)}</span>'
         for name, colour in names.items()
     )
     st.html(f'<div style="font-size:.85rem">{dots}</div>')

@@ -62,6 +62,7 @@ class Sequence:
         "guide",
         "history",
         "host_blocks",
+        "last_token_s",
         "next_due_s",
         "num_accepted",
         "num_cached",
@@ -143,10 +144,10 @@ class Sequence:
         self.entry = 0  # raised when it enters or leaves a policy's queue: older entries are void; odd while queued
         self.delay: Reason | None = None  # what last kept it from starting
         self.events: list[CoreEvent] = []
-        self.first_deadline_s = math.inf
+        self.first_deadline_s = self.completion_deadline_s = math.inf
         self.due_s = math.inf  # deadline of the next output token, while all before it were in time
         self.next_due_s = math.inf  # of the token after the pending one, if there is one
-        self.completion_deadline_s = math.inf
+        self.last_token_s = 0.0  # unix; when its newest token came
         self.on_time = True  # no deadline has been missed yet
         self.relegated = self.boosted = False
         self.predicted_output = 0.0  # tokens; a prediction, never the truth
@@ -241,6 +242,7 @@ class Sequence:
     def go_on(self, now_s: float) -> None:
         """Its first token came from another engine: see whether that was in time, and when the next one is due."""
         pace = self.service.tpot_s
+        self.last_token_s = now_s
         self.on_time = now_s <= self.due_s
         self.due_s = self.next_due_s = math.inf if pace is None or not self.on_time else self.due_s + pace
 
@@ -256,6 +258,7 @@ class Sequence:
         """The pending token is known: see whether it was in time, and when the next one is due."""
         self.tokens[-1] = token_id
         self.pending_row = -1
+        self.last_token_s = now_s
         if now_s > self.due_s:
             self.on_time = False
             self.next_due_s = math.inf

@@ -46,7 +46,8 @@ class CallsForm(msgspec.Struct, frozen=True):
     after: str
     separator: str
     closer: str
-    special: dict[str, int]  # of these texts the parts that are special tokens, by their ids
+    special: dict[str, int]  # of these texts the parts that are added tokens, by their ids
     must_call: bool  # the prompt ends with all that stands before the name
     is_named: bool  # and with what stands before the arguments, since there is one tool only
     may_repeat: bool
+    free_ids: list[int] = []  # added tokens that may stand in free text

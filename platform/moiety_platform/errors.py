@@ -17,16 +17,18 @@ PlatformError
 │   └── Overloaded          429  the class's promise cannot be kept now, or the tenant has too much in flight
 ├── HeadTooLarge            431  the request's line and headers exceed the limit
 ├── EngineFailed            502  the engine broke off the request
-│   └── EngineDied          502  the engine's process died, or cannot be reached any more
+│   ├── EngineDied          502  the engine's process died, or cannot be reached any more
+│   └── EngineRefused       502  an external engine refuses the request: sending it again does not help
 ├── NonFiniteOutput         502  the model computed NaN or infinity for the request
 └── Unavailable             503  no engine, or the store is away; try again after `retry_after_s`
+    └── EngineOverloaded    503  an external engine has no room now
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from moiety_wire.notes import Reason
 
@@ -35,8 +37,18 @@ FORM_NOT_SUPPORTED = "form_not_supported"  # the code of what an answer should b
 NO_FORMS = "the engine of {model!r} cannot hold an answer to a form; leave the form out, or use another model"
 
 
+class UpstreamError(NamedTuple):
+    """The status and the message of an external engine's error, for the operator's log and trace only."""
+
+    status: int
+    message: str  # without secrets
+
+
 class PlatformError(Exception):
-    """Root. `code` is stable and machine-readable; `param` names the offending field of the request, if one does."""
+    """Root. `code` is stable and machine-readable; `param` names the offending field of the request, if one does.
+    `upstream` is the error of an external engine that this one was made from."""
+
+    upstream: UpstreamError | None = None
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -161,6 +173,21 @@ class EngineDied(EngineFailed):
         self.in_first_step = in_first_step
 
 
+class EngineRefused(EngineFailed):
+    """`upstream_status` is the HTTP status of the refusal. It has no Retry-After, and clients are told not to retry."""
+
+    default_code = "engine_refused"
+
+    def __init__(self, message: str, *, upstream_status: int) -> None:
+        super().__init__(message)
+        self.upstream_status = upstream_status
+
+    @property
+    def blames_request(self) -> bool:
+        """Whether the engine objects to what is asked, and not to who asks or to what it is set up for."""
+        return self.upstream_status in (400, 413, 422)
+
+
 class NonFiniteOutput(PlatformError):
     """No other engine is asked: it has the same weights. An answer of which nothing was sent is not billed."""
 
@@ -173,3 +200,17 @@ class Unavailable(PlatformError):
     status = 503
     type = "server_error"
     default_code = "unavailable"
+
+
+class EngineOverloaded(Unavailable):
+    """`retry_after_s` is what the external engine said, if it `asks_to_wait`; else the least that clients are told."""
+
+    default_code = "engine_overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float, asks_to_wait: bool) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.asks_to_wait = asks_to_wait
+
+
+WAIVED = (NonFiniteOutput, EngineRefused, EngineOverloaded)
+"""Errors after which nothing is billed unless a part of the answer was sent."""

@@ -183,7 +183,7 @@ def test_a_grammar_that_takes_too_much_memory_is_ended_at_the_limit() -> None:
 
 
 def test_a_refusal_of_the_compiler_has_its_words(service: GrammarService) -> None:
-    with pytest.raises(GuideRefused, match="regex"):
+    with pytest.raises(GuideRefused, match="the group is not closed"):
         service.compile(Guide(GuideKind.REGEX, "(a"))
 
 

@@ -204,12 +204,12 @@ def test_schemas_of_many_kinds_are_kept_to(model: EngineLoop, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("kind", "text", "told"),
     [
-        (GuideKind.JSON_SCHEMA, '{"if": {"type": "string"}}', 'Unimplemented keys: ["if"]'),
-        (GuideKind.JSON_SCHEMA, '{"type": "string", "format": "color"}', "Unknown format: color"),
+        (GuideKind.JSON_SCHEMA, '{"if": {"type": "string"}}', "/if: the keyword 'if' cannot be followed"),
+        (GuideKind.JSON_SCHEMA, '{"type": "string", "format": "color"}', "/format: the format 'color' is not known"),
         (GuideKind.JSON_SCHEMA, "[", "no JSON schema"),
         (GuideKind.JSON_SCHEMA, '{"$ref": "#"}', "nothing can ever fulfil it"),
         (GuideKind.CHOICE, '["a", ""]', "none of them empty"),
-        (GuideKind.REGEX, "(a", "regex"),
+        (GuideKind.REGEX, "(a", "the group is not closed"),
         (GuideKind.GRAMMAR, "root ::= a", "another form than Lark's"),
         (GuideKind.GRAMMAR, "of no rule at all", "Expected"),
         (GuideKind.GRAMMAR, "start: A\nA: B{1000}\nB: C{1000}\nC: /x/", "the terminal A has more than 50,000"),

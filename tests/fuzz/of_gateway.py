@@ -103,7 +103,7 @@ def open_foreign_streams() -> Take:
 
     class Http:
         def __init__(self, data: bytes, size: int) -> None:
-            self.data, self.size = data, size
+            self.data, self.size, self.headers = data, size, {}
 
         @asynccontextmanager
         async def stream(self, *args: object, **options: object):
@@ -119,7 +119,7 @@ def open_foreign_streams() -> Take:
         stream = EngineStream(submit, None, lambda message: None)
         answer = Answer(submit, words, [2], clock)
         http = Http(data, 5 if way >= 2 * len(dialects) else len(data) + 1)
-        finished(Exchange(http, "http://u", dialect, submit, answer, stream, lambda why: None).run())
+        asyncio.run(Exchange(http, "http://u", dialect, submit, answer, stream, clock, lambda why: None).run())
         assert stream.ended
         message = None
         while not isinstance(message, (Finished, Exception)):

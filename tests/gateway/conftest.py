@@ -257,19 +257,28 @@ async def keys_of(path: Path, clock: SystemClock):
 
 @asynccontextmanager
 async def run_gateway(
-    tmp_path, engines, sender=None, *, sampling=ALL, stores_usage=False, beside=None, now=None, **settings
+    tmp_path,
+    engines,
+    sender=None,
+    *,
+    sampling=ALL,
+    stores_usage=False,
+    beside=None,
+    now=None,
+    breaker_clock=None,
+    **settings,
 ):
     """With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list. With
     `beside`, on the database of that gateway. `now` is the database's clock, as far as
-    Idempotency-Keys and kept responses go by it. Spans of requests that
-    `sampling` keeps go to the `sender`."""
+    Idempotency-Keys and kept responses go by it; `breaker_clock` is that of the engines' circuit breakers. Spans of
+    requests that `sampling` keeps go to the `sender`."""
     clock, rows, metrics = SystemClock(), RowList(), Metrics()
     async with AsyncExitStack() as stack:
         store = tmp_path / "store.db"
         keys = beside.keys if beside else await keys_of(store, clock)
         database = Database.open(f"sqlite:///{store}")
         stack.push_async_callback(database.close)
-        replicas = await stack.enter_async_context(Replicas(engines))
+        replicas = await stack.enter_async_context(Replicas(engines, breaker_clock))
         tracing = Tracing(sampling, () if sender is None else (sender,))
         metrics.registry.register(TraceCollector(tracing))
         authenticator = Authenticator(database, PEPPER, clock)
@@ -338,7 +347,7 @@ async def run_gateway(
         running = RunningGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", keys, engines, rows, metrics)
         running.stop = server.request_exit
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
-        running.database, running.responses = database, responses
+        running.database, running.responses, running.replicas = database, responses, replicas
         running.store_clock, running.live, running.server = store_clock, live, server
         chores = chores_of(chosen, database, store_clock)
         running.upkeep = Upkeep(

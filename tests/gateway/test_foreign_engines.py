@@ -657,9 +657,9 @@ def stream_of(data: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + data
 
 
-def refusal(status: str, message: str, header: bytes = b"") -> bytes:
+def refusal(status: str, message: str, header: bytes = b"", **more: str) -> bytes:
     """As vLLM words it."""
-    error = {"message": message, "type": "BadRequestError", "param": None, "code": int(status[:3])}
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": int(status[:3]), **more}
     body = json.dumps({"error": error}).encode()
     return b"HTTP/1.1 %s\r\n%sContent-Length: %d\r\n\r\n%s" % (status.encode(), header, len(body), body)
 
@@ -674,29 +674,43 @@ ERRORS = [
     (stream_of(b'data: {"choices": [{"token_ids": [1]}], "usage": {"completion_tokens": 9}}\n\n'), 502, None, None),
     (stream_of(b"data: [DONE]\n\n"), 502, "engine_failed", None),
     (stream_of(b""), 502, "engine_failed", None),
-    (stream_of(b'data: {"error": {"message": "x", "code": 503}}\n\n'), 503, "unavailable", "1"),
-    (refusal("302 Found", "", b"Location: http://127.0.0.1:1/\r\n"), 502, "engine_failed", None),
+    (stream_of(b'data: {"error": {"message": "x", "code": 503}}\n\n'), 503, "engine_overloaded", "1"),
+    (stream_of(b'event: error\ndata: {"message": "x", "code": "invalid_api_key"}\n\n'), 502, "engine_refused", None),
+    (refusal("302 Found", "", b"Location: http://127.0.0.1:1/\r\n"), 502, "engine_refused", None),
     (refusal("400 Bad", "maximum context length is 512 tokens"), 400, "context_length_exceeded", None),
-    (refusal("400 Bad", "no"), 400, "invalid_request", None),
-    (refusal("429 Too Many", "full", b"Retry-After: 7\r\n"), 429, "overloaded", "7"),
-    (refusal("503 No", "not yet", b"Retry-After: 9\r\n"), 503, "unavailable", "9"),
+    (refusal("400 Bad", "no"), 502, "engine_refused", None),
+    (refusal("422 Bad", "top_p is wrong", param="top_p"), 400, "invalid_request", None),
+    (refusal("400 Bad", "Grammar error: unknown"), 400, "form_not_supported", None),
+    (refusal("400 Bad", "no", code="content_filter"), 400, "content_filter", None),
+    (refusal("401 No", "no such key sk-theirs"), 502, "engine_refused", None),
+    (refusal("402 No", "pay first"), 502, "engine_refused", None),
+    (refusal("404 No", "no model at 10.0.0.7"), 502, "engine_refused", None),
+    (refusal("429 Too Many", "no money", code="insufficient_quota"), 502, "engine_refused", None),
+    (refusal("429 Too Many", "full", b"Retry-After: 7\r\n"), 503, "engine_overloaded", "7"),
+    (refusal("503 No", "not yet", b"Retry-After: 8.2\r\n"), 503, "engine_overloaded", "9"),
+    (refusal("529 No", "not yet", b"Retry-After: Fri, 31 Dec 2999 23:59:59 GMT\r\n"), 503, "engine_overloaded", "3600"),
     (refusal("500 No", "a trace of theirs"), 502, "engine_failed", None),
 ]
 
 
-async def test_a_server_s_errors_and_nonsense_have_stable_codes(start_server, client_of, start_over, until):
+async def test_a_server_s_errors_and_nonsense_have_stable_codes_and_cost_nothing(
+    start_server, client_of, start_over, until
+):
     server = await start_server()
     engine = client_of(server)
     async with start_over(engine, failover_wait_s=0) as gateway:
         for raw, status, code, retry_after in ERRORS:
             await until(lambda: engine.state.healthy)
             server.raw = raw
+            gateway.replicas.breakers.forget(engine.address)  # else its Retry-After would be kept to
             got, headers, body = await gateway.post(CHAT, ASK)
             error = json.loads(body)["error"]
             assert (got, error["code"]) == (status, code or "engine_protocol_violation"), raw
             assert headers.get("retry-after") == retry_after
-            assert "a trace of theirs" not in error["message"]
-        assert not any(row.output_tokens for row in await gateway.rows.wait_for(len(ERRORS)))
+            assert headers.get("x-should-retry") == ("false" if code == "engine_refused" else None)
+            assert not any(theirs in error["message"] for theirs in ("a trace of theirs", "sk-theirs", "10.0.0.7"))
+        rows = await gateway.rows.wait_for(len(ERRORS))
+        assert {(row.prompt_tokens, row.output_tokens, row.cost_nanodollars) for row in rows} == {(0, 0, 0)}
 
 
 async def test_its_load_is_seen_and_routes_around_it(start_server, client_of, start_over, until):

@@ -77,7 +77,7 @@ async def test_what_it_streamed_comes_to_what_it_gave_whole(engine, name):
 
 
 async def test_a_prompt_that_it_found_too_long_is_told_as_such(engine):
-    with pytest.raises(ContextTooLong, match="exceeds the available context size"):
+    with pytest.raises(ContextTooLong, match="do not fit the engine's context"):
         await _answer(engine, "a prompt that is too long")
 
 

@@ -11,7 +11,7 @@ import pytest
 from moiety_migrations import upgrade
 from moiety_platform.cli.gateway import ensure_first_keys
 from moiety_platform.cli.main import main
-from moiety_platform.cli.redaction import redact_text
+from moiety_platform.redaction import redact_text
 from moiety_platform.settings import GatewaySettings
 
 PLANTED = {
@@ -62,7 +62,8 @@ async def test_a_bundle_has_what_helps_and_no_secret(gateway, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "line",
     ["api_key=hidden-word", "X-Api-Key: hidden-word", "token: 'hidden-word'", "curve_secret_key = hidden-word",
-     "https://a:hidden-word@h/", "bearer hidden-word", "sk-hidden-word", "-----BEGIN PRIVATE KEY-----\nhidden-word"],
+     "https://a:hidden-word@h/", "bearer hidden-word", "sk-hidden-word", "-----BEGIN PRIVATE KEY-----\nhidden-word",
+     "Incorrect API key provided: hidden-word"],
 )  # fmt: skip
 def test_what_looks_like_a_secret_is_taken_out(line: str) -> None:
     assert "hidden-word" not in redact_text(f"before {line} after", ())

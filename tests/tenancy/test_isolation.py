@@ -341,6 +341,7 @@ async def make_side(database: Database, clock: ManualClock, name: str) -> Side:
 def span_of(trace: TraceRecord, engine: str) -> SpanRecord:
     """The request's own."""
     attributes = {"moiety.tenant_id": trace.tenant_id, "moiety.request_id": trace.request_id, "moiety.engine": engine}
+    attributes |= {"moiety.upstream.status": "418", "moiety.upstream.message": "upstream-words"}
     return SpanRecord(
         trace_id=trace.trace_id, span_id=trace.span_id, name="chat m", kind=2, service="moiety-gateway",
         tenant_id=trace.tenant_id, start_ns=1, end_ns=2, status=0, status_message="", attributes=attributes,
@@ -514,7 +515,8 @@ def filters_of(app: Litestar) -> Iterator[tuple[str, dict[str, bool]]]:
 async def test_machines_and_other_requests_in_a_trace_are_operators_business(world: World, call: Any) -> None:
     for who, is_told in (("owner", True), ("viewer", True), ("tenant-admin of A", False), ("viewer of A", False)):
         told = (await call(who, Ask("GET /traces/{trace_id}", ""), world.a)).text
-        assert [word in told for word in ("acme-engine", "somebody-else")] == [is_told, is_told], who
+        words = ("acme-engine", "somebody-else", "upstream-words", "upstream.status")
+        assert [word in told for word in words] == [is_told] * len(words), who
         assert world.a.request_id in told
 
 

@@ -35,6 +35,7 @@ class HeldDatabase(Database):
     num_waiting = 0
     most_waiting = 0
     gate: asyncio.Event
+    holds: asyncio.Event  # set once a read waits
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
@@ -44,6 +45,7 @@ class HeldDatabase(Database):
             raise Unavailable("not in time") from TimeoutError()
         if task.get_name() == self.held:
             self.num_waiting += 1
+            self.holds.set()
             self.most_waiting = max(self.most_waiting, self.num_waiting)
             try:
                 await self.gate.wait()
@@ -56,7 +58,7 @@ class HeldDatabase(Database):
 @pytest.fixture
 async def store(database: Database) -> HeldDatabase:
     held = HeldDatabase(database.engine)
-    held.gate = asyncio.Event()
+    held.gate, held.holds = asyncio.Event(), asyncio.Event()
     return held
 
 
@@ -88,6 +90,7 @@ async def test_strangers_share_one_statement_and_those_beyond_a_bound_are_refuse
 ) -> None:
     store.held = UNKNOWN
     first = await flood(authenticator, 1)
+    await store.holds.wait()
     rest = await flood(authenticator, MAX_UNKNOWN_WAITING + 300)
     refused = [task for task in rest if task.done()]
     assert [task.result() for task in refused] == [503] * 300
@@ -108,6 +111,7 @@ async def test_a_key_that_exists_is_served_at_its_first_use_while_look_ups_of_st
     strangers = await flood(authenticator, MAX_UNKNOWN_WAITING + 300)
     assert await answer(authenticator, demo.key) == 200
     assert await answer(authenticator, demo.admin_key) == 200
+    await store.holds.wait()
     assert store.num_waiting == 1
     store.gate.set()
     await asyncio.gather(*strangers)
@@ -249,6 +253,22 @@ async def test_a_defect_of_a_read_fails_those_who_wait_for_it_and_not_those_who_
     broken = False
     assert await asyncio.gather(*(queue.begin(name) for name in "abcde")) == ["found"] * 5
     assert queue.num_waiting == 0
+
+
+async def test_ids_that_come_soon_after_one_another_are_read_by_one_statement(clock: ManualClock) -> None:
+    statements = []
+
+    async def read(key_ids: Sequence[str]) -> dict[str, str]:
+        statements.append(list(key_ids))
+        return dict.fromkeys(key_ids, "found")
+
+    queue = LookupQueue("test", read, clock, max_statements=1, max_waiting=10, max_batch=10, gather_s=0.01)
+    lookups = []
+    for name in "abc":
+        lookups.append(queue.begin(name))
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*lookups) == ["found"] * 3
+    assert statements == [["a", "b", "c"]]
 
 
 def test_the_store_counts_as_away_after_a_broken_connection_or_two_time_outs_and_no_later_answer(

@@ -90,9 +90,9 @@ def draw_verdict(client: AdminClient) -> None:
         )
     elif verdict["intact"]:
         left.success(
-            f"All {verdict['num_entries']} entries are what they were. Keep their head, and "
+            f"All {verdict['num_entries']:,d} entries are what they were. Keep their head, and "
             "`moiety audit verify --expect` tells later that none is missing: "
-            f"`{verdict['num_entries']}:{verdict['head']}`",
+            f"{verdict['num_entries']:d}:{as_text(verdict['head'])}",
             icon=":material/verified:",
         )
     else:

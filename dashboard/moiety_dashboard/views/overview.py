@@ -11,6 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, samples, session
 from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import percent, ratio, short
 from moiety_dashboard.frames import fleet, series
 from moiety_dashboard.page import Page
@@ -34,7 +35,9 @@ def draw_live(client: AdminClient, labels: list[str]) -> None:
     classes = client.get("/classes")
     draw_state(engines)
     draw_now(client, engines)
-    shown = st.segmented_control("Window", labels, default=labels[1], key="window", label_visibility="collapsed")
+    shown = st.segmented_control(
+        "Window", labels, default=labels[1], key="window", label_visibility="collapsed", format_func=as_text
+    )
     window = next((window for window in LIVE if window.label == shown), LIVE[1])
     inks = colours.of_classes(terms["name"] for terms in classes.data["data"])
     draw_charts(client, window, inks)
@@ -47,7 +50,7 @@ def draw_state(engines: Answer | None) -> None:
         return
     listed = engines.data["data"]
     ready = [engine for engine in listed if fleet.engine_state(engine) == "ready"]
-    models = ", ".join(sorted({engine["card"]["model"] for engine in ready if engine["card"]}))
+    models = as_text(", ".join(sorted({engine["card"]["model"] for engine in ready if engine["card"]})))
     if not ready:
         st.badge("no engine is ready: requests are refused", icon=":material/error:", color="red")
     elif len(ready) < len(listed):

@@ -11,6 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import short
 from moiety_dashboard.frames import limits
 from moiety_dashboard.page import Page
@@ -94,7 +95,7 @@ def draw_drift(client: AdminClient) -> None:
     with panels.panel("Books", note, [answer], key="books", frame=frame):
         total = found["total"]
         said = f"{short(total['requests'])} requests and {short(total['output_tokens'])} output tokens of "
-        said += f"{found['tenants']} tenants"
+        said += f"{as_text(found['tenants'])} tenants"
         if found["agrees"]:
             st.success(f"Requests, ledger, hours and limits agree: {said}.", icon=":material/check_circle:")
         else:

@@ -10,7 +10,7 @@ from typing import Any
 import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, session
-from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.client import AdminClient, Answer, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import percent, short
 from moiety_dashboard.frames import fleet, series, simulations
@@ -56,13 +56,13 @@ def draw_running(page: Page, client: AdminClient, running: Mapping[str, Any]) ->
     with row:
         page.live(lambda live: draw_progress(live, running["id"]))
     if row.button("Cancel it", icon=":material/stop_circle:"):
-        path = f"/simulations/{running['id']}"
+        path = path_of("simulations", running["id"])
         if panels.attempt(lambda: client.change("DELETE", path), "The simulation is cancelled.") is not None:
             st.rerun()
 
 
 def draw_progress(client: AdminClient, simulation_id: str) -> None:
-    one = client.get(f"/simulations/{simulation_id}").data
+    one = client.get(path_of("simulations", simulation_id)).data
     if one["state"] != "running":
         st.rerun()
     seconds = (datetime.now(UTC) - datetime.fromisoformat(one["created_at"])).total_seconds()
@@ -134,7 +134,7 @@ def ask_replicas(engines: list[dict[str, Any]], known: Mapping[str, Any]) -> dic
 def term_columns(classes: list[dict[str, Any]]) -> dict[str, Any]:
     column = st.column_config
 
-    def seconds(label: str, says: str) -> Any:
+    def seconds_column(label: str, says: str) -> Any:
         return column.NumberColumn(label, min_value=0.0, format="%.4g", help=says, width=86)
 
     none = "Empty: no promise"
@@ -143,11 +143,11 @@ def term_columns(classes: list[dict[str, Any]]) -> dict[str, Any]:
         "class": column.TextColumn("Class", disabled=True, width=86),
         "rank": column.NumberColumn("Rank", min_value=0, max_value=1000, step=1, width=64, help="0 is best"),
         "weight": column.NumberColumn("Weight", min_value=0.001, max_value=1000.0, format="%.3g", width=72),
-        "ttft_s": seconds("First token", f"Arrival to first token, seconds. {none}"),
-        "ttft_per_1k_s": seconds("+ each 1k", "More for each 1,000 prompt tokens that no cache held, seconds"),
-        "tpot_s": seconds("Next ones", f"Between tokens, seconds. {none}"),
-        "completion_s": seconds("Whole", f"Arrival to the last token, seconds. {none}"),
-        "max_queue_s": seconds("Waits", "At most, before it goes before better classes, seconds"),
+        "ttft_s": seconds_column("First token", f"Arrival to first token, seconds. {none}"),
+        "ttft_per_1k_s": seconds_column("+ each 1k", "More for each 1,000 prompt tokens that no cache held, seconds"),
+        "tpot_s": seconds_column("Next ones", f"Between tokens, seconds. {none}"),
+        "completion_s": seconds_column("Whole", f"Arrival to the last token, seconds. {none}"),
+        "max_queue_s": seconds_column("Waits", "At most, before it goes before better classes, seconds"),
         "preemptible": column.CheckboxColumn("Gives way", width=86, help="May be preempted for better classes"),
         "on_overload": column.SelectboxColumn("Overload", options=list(OVERLOAD), required=True, width=96),
         "downgrade_to": column.SelectboxColumn("Falls to", options=[terms["name"] for terms in classes], width=96),

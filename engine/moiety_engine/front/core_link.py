@@ -110,7 +110,7 @@ class ProcessCore:
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by what gateways have open
         self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by credit
         self._socket.bind(address)
-        self._reader = ZmqReader(self._socket, self._take, lambda: None)
+        self._reader = ZmqReader(self._socket, lambda frames, _: self._take(frames), lambda: None)
         self._first_steps = FirstSteps()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self._module, "--address", address),

@@ -23,6 +23,7 @@ from moiety_engine.front.desk import RequestDesk
 from moiety_engine.front.experts import ExpertDesk
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.metrics import FrontStats
+from moiety_engine.front.permissions import GatewayPermissions
 from moiety_engine.front.rest import RestKeeper
 from moiety_engine.front.router import make_router
 from moiety_engine.front.sessions import GatewaySession, Sessions
@@ -44,10 +45,12 @@ from moiety_wire.messages import (
     AdapterPart,
     Card,
     Extend,
+    Failed,
     FailureCode,
     Forget,
     Heartbeat,
     Hello,
+    Metered,
     Rest,
     Settled,
     Submit,
@@ -55,6 +58,7 @@ from moiety_wire.messages import (
     ToGateway,
     Unsettled,
 )
+from moiety_wire.permissions import may_send
 
 log = structlog.get_logger()
 
@@ -95,6 +99,7 @@ class Front:
         self._core = core
         self._clock = clock
         self._started_s = clock()
+        self._permissions = GatewayPermissions(settings.gateway_keys_file)
         self._socket = make_router(context, settings)
         self._sessions = Sessions(self._socket, max_outbox_messages=settings.max_outbox_messages)
         self._journal = UsageJournal(settings.usage_journal, engine_id) if settings.usage_journal else None
@@ -127,14 +132,16 @@ class Front:
     def stats(self) -> FrontStats:
         """What it tells as metrics. From any thread."""
         num_gateways = sum(1 for session in self._sessions.all() if session.has_card)
-        counts = num_gateways, self.num_open, self._meter.num_unsettled, self.num_undecodable
+        num_refused = self._permissions.num_refused
+        counts = num_gateways, self.num_open, self._meter.num_unsettled, self.num_undecodable, num_refused
         return FrontStats(self._load, *counts, is_ready=self.card is not None and self._desk.is_awake)
 
     async def start(self) -> None:
         """Bind, and start the core. Raises zmq.ZMQError if the address cannot be had."""
         self._socket.bind(self.settings.listen)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._reader = ZmqReader(self._socket, self._take_frames, self._settle)
+        has_users = self.settings.curve_secret_key is not None
+        self._reader = ZmqReader(self._socket, self._take_frames, self._settle, has_users=has_users)
         self._beat = self._loop.call_later(self.settings.heartbeat_interval_s, self._on_beat)
         if self._unsettled is not None:
             self._writer = asyncio.create_task(self._write_unsettled(), name="unsettled-writer")
@@ -188,7 +195,7 @@ class Front:
 
     # ── from gateways ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take_frames(self, frames: list[bytes]) -> None:
+    def _take_frames(self, frames: list[bytes], public_key: str) -> None:
         identity, data = frames[0], frames[-1]
         try:
             if len(frames) != 2:
@@ -198,9 +205,34 @@ class Front:
             self.num_undecodable += 1
             log.warning("gateway_message_undecodable", num_bytes=len(data), num_undecodable=self.num_undecodable)
             return
-        session = self._sessions.heard(identity, self._clock())
+        roles = self._permissions.roles_of(public_key)
+        if not roles:  # its key was taken out of the list, or is new there
+            self._reload_keys()
+            roles = self._permissions.roles_of(public_key)
+        if not roles:
+            session = GatewaySession(identity, self._clock(), public_key)
+            for message in messages:
+                self._permissions.note_refusal(session, message, "its key is not on the list")
+            return
+        session = self._sessions.heard(identity, self._clock(), public_key)
         for message in messages:
-            self._take(session, message)
+            if may_send(roles, message):
+                self._take(session, message)
+            else:
+                self._refuse(session, message)
+
+    def _refuse(self, session: GatewaySession, message: ToEngine) -> None:
+        """Refuse a message that the gateway's roles do not allow; say so where the protocol has an answer."""
+        self._permissions.note_refusal(session, message, "its key lacks the role")
+        match message:
+            case Submit():
+                text = "the engine takes no requests with this gateway's key; send the request to another one"
+                self._post(session, Failed(message.request_id, 0, FailureCode.ENGINE_FAILED, text))
+            case Rest():
+                session.rest_refusal = "this gateway's key lacks the role administration"
+                self._send_load(session)
+            case _:
+                pass
 
     def _take(self, session: GatewaySession, message: ToEngine) -> None:
         match message:
@@ -225,11 +257,16 @@ class Front:
                 self._shelf.forget(message.tenant_ids)
                 self._core.send([CoreForget(message.tenant_ids)])
             case Settled():
-                self._meter.settle(message.replica_id, message.request_ids)
+                num_refused = self._meter.settle_for(session.replica_id, message.replica_id, message.request_ids)
+                if num_refused:
+                    self._permissions.note_refusal(session, message, "usage of another gateway")
             case Heartbeat():
                 pass  # being heard is all
 
     def _greet(self, session: GatewaySession, hello: Hello) -> None:
+        if not self._permissions.claim_replica(hello.replica_id, session.public_key):
+            self._permissions.note_refusal(session, hello, "another key speaks for this replica_id")
+            return
         if session.gateway_id and session.gateway_id != hello.gateway_id:
             self._desk.abort_session(session)  # another process has taken the identity
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -329,6 +366,10 @@ class Front:
     def _on_beat(self) -> None:
         self._beat = self._loop.call_later(self.settings.heartbeat_interval_s, self._on_beat)
         now_s = self._clock()
+        self._permissions.begin_interval()
+        self._reload_keys()
+        connected = {session.replica_id for session in self._sessions.all()}
+        self._permissions.release_replicas(connected | self._meter.replicas)
         for session in self._sessions.all():
             if now_s - session.heard_at_s <= self.settings.silence_limit_s:
                 continue
@@ -339,6 +380,14 @@ class Front:
         self._send_loads()
         self._tell_what_was_left()
         self._settle()
+
+    def _reload_keys(self) -> None:
+        """End the sessions of keys that were taken out of the list."""
+        if self._permissions.reload():
+            for session in self._sessions.all():
+                session.rest_refusal = ""
+                if not self._permissions.roles_of(session.public_key):
+                    self._sessions.lose(session, "its key is not on the list any more")
 
     async def _write_unsettled(self) -> None:
         while not self._closing.is_set():
@@ -356,11 +405,15 @@ class Front:
         for session in sessions:
             forgotten = self._meter.forgotten_by(session.replica_id)
             if forgotten:
-                self._post(session, Unsettled(self.engine_id, forgotten))
+                self._tell_unsettled(session, forgotten)
         records = self._meter.left_behind({session.replica_id for session in self._sessions.all()})
         if records:
             self._num_tellings += 1  # one that does not store them is not asked alone
-            self._post(sessions[self._num_tellings % len(sessions)], Unsettled(self.engine_id, records))
+            self._tell_unsettled(sessions[self._num_tellings % len(sessions)], records)
+
+    def _tell_unsettled(self, session: GatewaySession, records: list[Metered]) -> None:
+        self._meter.note_told(session.replica_id, records)
+        self._post(session, Unsettled(self.engine_id, records))
 
     def _send_loads(self) -> None:
         for session in self._sessions.all():
@@ -374,7 +427,7 @@ class Front:
             self._load,
             draining=self._desk.is_draining,
             sleep=self._rest.state,
-            sleep_problem=self._rest.problem,
+            sleep_problem=session.rest_refusal or self._rest.problem,
             running_for_s=self._clock() - self._started_s,
             unsettled_replicas=sorted(self._meter.replicas | self._replicas_with_open()),
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -14,6 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from moiety_engine.errors import InvalidConfig
+from moiety_wire.permissions import GATEWAY_ROLES, SenderRole
 
 log = structlog.get_logger()
 
@@ -23,11 +25,20 @@ _NUM_CURVE_FRAMES = 7  # of a ZAP request whose mechanism is CURVE; the last is 
 _KEY_CHARACTERS = 40
 
 
-def read_gateway_keys(path: Path) -> dict[bytes, str]:
-    """Return the allowed public keys: binary key → its Z85 text.
+@dataclass(frozen=True, slots=True)
+class AllowedGateway:
+    """One line of the file of gateway keys."""
 
-    The file holds one Z85 key a line; empty lines and lines that start with "# " are skipped. Raises InvalidConfig if
-    the file cannot be read, holds no key, or a line is not a key.
+    public_key: str  # Z85
+    roles: frozenset[SenderRole]
+
+
+def read_gateway_keys(path: Path) -> dict[bytes, AllowedGateway]:
+    """Return the allowed gateways by their binary public keys.
+
+    The file holds one Z85 key a line, and after it the roles of that gateway, "inference" or "administration"; a key
+    alone has both. Empty lines and lines that start with "# " are skipped. Raises InvalidConfig if the file cannot be
+    read, holds no key, or a line is not of this form.
     """
     try:
         lines = path.read_text("ascii").splitlines()
@@ -37,15 +48,22 @@ def read_gateway_keys(path: Path) -> dict[bytes, str]:
     for number, line in enumerate((line.strip() for line in lines), start=1):
         if not line or line.startswith("# "):
             continue
+        text, *roles = line.split()
         try:
-            key = z85.decode(line.encode()) if len(line) == _KEY_CHARACTERS else b""
+            key = z85.decode(text.encode()) if len(text) == _KEY_CHARACTERS else b""
         except (KeyError, ValueError):
             key = b""
         if not key:
             raise InvalidConfig(
                 f"--gateway-keys-file {path}, line {number}: expected a public key, 40 characters of Z85"
             )
-        keys[key] = line
+        unknown = set(roles) - GATEWAY_ROLES
+        if unknown:
+            raise InvalidConfig(
+                f"--gateway-keys-file {path}, line {number}: unknown role {min(unknown)!r}; write inference, "
+                "administration, both, or none for both"
+            )
+        keys[key] = AllowedGateway(text, frozenset(map(SenderRole, roles)) or GATEWAY_ROLES)
     if not keys:
         raise InvalidConfig(f"--gateway-keys-file {path} holds no key; write each gateway's public key on its own line")
     return keys
@@ -74,13 +92,15 @@ def _is_loopback(address: str) -> bool:
 class GatewayAuthenticator:
     """Answers ZAP requests of one context in a thread of its own, until the context ends.
 
-    The file is read at each handshake, so a change holds for the next connection. A file that cannot be used admits
-    nobody.
+    An admitted connection's messages carry its public key as their user id. The file is read at each handshake, so a
+    change holds for the next connection. A file that cannot be used admits nobody; without a file any key is admitted.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys_file: Path) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys_file: Path | None) -> None:
         self._keys_file = keys_file
-        self._socket = context.socket(zmq.REP)
+        # Of its own, since `destroy` of the other would close the socket under the thread; the end of either ends both.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
+        self._socket = self._context.socket(zmq.REP)
         self._socket.bind(ZAP_ADDRESS)
         threading.Thread(target=self._answer, name="gateway-authenticator", daemon=True).start()
 
@@ -97,11 +117,14 @@ class GatewayAuthenticator:
     def _user(self, frames: list[bytes]) -> bytes:
         if len(frames) != _NUM_CURVE_FRAMES or frames[5] != b"CURVE":
             return b""
+        if self._keys_file is None:
+            return z85.encode(frames[6])
         try:
-            user = read_gateway_keys(self._keys_file).get(frames[6], "")
+            gateway = read_gateway_keys(self._keys_file).get(frames[6])
         except InvalidConfig as exc:
             log.error("gateway_keys_unusable", error=str(exc))
             return b""
-        if not user:
+        if gateway is None:
             log.warning("gateway_refused", public_key=z85.encode(frames[6]).decode(), address=frames[3].decode())
-        return user.encode()
+            return b""
+        return gateway.public_key.encode()

@@ -50,6 +50,7 @@ class Meter:
         self._num_of: defaultdict[str, int] = defaultdict(int)  # records of each process
         self._heard_at_s: dict[str, float] = {}  # of processes with records
         self._told_at_s: dict[Key, float] = {}
+        self._told_to: defaultdict[Key, set[str]] = defaultdict(set)  # processes that were told of a record
         self.num_lost = 0
         self._began_at_s = clock()
         for record in unsettled.read() if unsettled is not None else ():
@@ -117,6 +118,21 @@ class Meter:
         except OSError as error:
             log.error("usage_journal_failed", error=str(error), request_id=submit.request_id, output_tokens=num_output)
 
+    def settle_for(self, sender: str, replica_id: str, request_ids: Collection[str]) -> int:
+        """Settle what the process `sender` may: its own, and what it was told of. Return how many it may not."""
+        if sender == replica_id:
+            self.settle(replica_id, request_ids)
+            return 0
+        known = [one for one in request_ids if (replica_id, one) in self._records]
+        allowed = [one for one in known if sender in self._told_to.get((replica_id, one), ())]
+        self.settle(replica_id, allowed)
+        return len(known) - len(allowed)
+
+    def note_told(self, replica_id: str, records: Iterable[Metered]) -> None:
+        """That process was told of these, and may settle them."""
+        for record in records:
+            self._told_to[record.replica_id, record.request_id].add(replica_id)
+
     def settle(self, replica_id: str, request_ids: Iterable[str]) -> None:
         """What these used is stored. What is not known does no harm."""
         for request_id in request_ids:
@@ -126,6 +142,7 @@ class Meter:
             self._note_change(key)
             self._inherited.discard(key)
             self._told_at_s.pop(key, None)
+            self._told_to.pop(key, None)
             self._num_of[replica_id] -= 1
             if self._num_of[replica_id] == 0:
                 del self._num_of[replica_id]

@@ -31,6 +31,7 @@ class FrontStats:
     num_open: int
     num_unsettled: int
     num_undecodable: int
+    num_refused: int
     is_ready: bool  # loaded, and awake
 
 
@@ -52,6 +53,8 @@ class FrontCollector(Collector):
             yield GaugeMetricFamily(f"moiety_front_{name}", text, value)
         text = "Messages of gateways that could not be read."
         yield CounterMetricFamily("moiety_front_undecodable_messages", text, stats.num_undecodable)
+        text = "Messages that gateways were not permitted to send."
+        yield CounterMetricFamily("moiety_front_refused_messages", text, stats.num_refused)
         for name, text in figures.GAUGES:
             yield GaugeMetricFamily(f"moiety_core_{name.removesuffix('_total')}", text, getattr(stats.load, name))
         for name, text in figures.COUNTERS:

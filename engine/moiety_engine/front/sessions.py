@@ -21,10 +21,13 @@ log = structlog.get_logger()
 
 
 class GatewaySession:
-    """One gateway process, known by the identity of its socket. Owned by Sessions; the desk fills `open_keys`."""
+    """One gateway process, known by the identity of its socket and, with CURVE, by its public key. Owned by Sessions;
+    the desk fills `open_keys`."""
 
-    def __init__(self, identity: bytes, heard_at_s: float) -> None:
+    def __init__(self, identity: bytes, heard_at_s: float, public_key: str = "") -> None:
         self.identity = identity
+        self.public_key = public_key
+        self.rest_refusal = ""  # why sleep mode was not changed for it
         self.gateway_id = ""
         self.replica_id = ""  # of its process, which may come back by another session
         self.heard_at_s = heard_at_s
@@ -53,11 +56,17 @@ class Sessions:
     def all(self) -> list[GatewaySession]:
         return list(self._by_identity.values())
 
-    def heard(self, identity: bytes, now_s: float) -> GatewaySession:
-        """The session of a gateway that has just sent something; a new one if it was not known."""
+    def heard(self, identity: bytes, now_s: float, public_key: str = "") -> GatewaySession:
+        """Return the session of a gateway that has just sent something; a new one if it was not known.
+
+        A session ends where its identity is used with another key: nothing of it passes to the new one.
+        """
         session = self._by_identity.get(identity)
+        if session is not None and session.public_key != public_key:
+            self.lose(session, "another key uses its identity")
+            session = None
         if session is None:
-            session = self._by_identity[identity] = GatewaySession(identity, now_s)
+            session = self._by_identity[identity] = GatewaySession(identity, now_s, public_key)
         session.heard_at_s = now_s
         return session
 

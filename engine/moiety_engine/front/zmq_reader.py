@@ -15,16 +15,19 @@ MESSAGES_A_TURN = 256
 
 
 class ZmqReader:
-    """Gives every message of `socket` to `on_frames`, and calls `on_turn_end` after each batch. Does not own the
-    socket, but stops reading on close()."""
+    """Gives every message of `socket` to `on_frames`, with the user id that ZAP gave to its connection ("" where there
+    is none), and calls `on_turn_end` after each batch. Does not own the socket, but stops reading on close()."""
 
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        on_frames: Callable[[list[bytes]], None],
+        on_frames: Callable[[list[bytes], str], None],
         on_turn_end: Callable[[], None],
+        *,
+        has_users: bool = False,
     ) -> None:
         self._socket = socket
+        self._receive = _receive_with_user if has_users else _receive
         self._on_frames = on_frames
         self._on_turn_end = on_turn_end
         self._loop = asyncio.get_running_loop()
@@ -45,11 +48,11 @@ class ZmqReader:
         num_read = 0
         while not self._is_closed and num_read < MESSAGES_A_TURN:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames, user = self._receive(self._socket)
             except zmq.Again:
                 break
             num_read += 1
-            self._on_frames(frames)
+            self._on_frames(frames, user)
         if num_read:
             self._on_turn_end()
         if num_read == MESSAGES_A_TURN:
@@ -59,3 +62,12 @@ class ZmqReader:
         if not self._is_closed:
             self._is_closed = True
             self._loop.remove_reader(self._socket.fileno())
+
+
+def _receive(socket: zmq.Socket[bytes]) -> tuple[list[bytes], str]:
+    return socket.recv_multipart(zmq.NOBLOCK), ""
+
+
+def _receive_with_user(socket: zmq.Socket[bytes]) -> tuple[list[bytes], str]:
+    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    return [frame.bytes for frame in frames], str(frames[-1].get("User-Id"))

@@ -13,6 +13,7 @@ from typing import Any
 
 from moiety_engine.scheduling.entries import EntryHeap
 from moiety_engine.scheduling.lengths import OutputPredictor
+from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.sequence import Sequence
@@ -175,6 +176,10 @@ class Policy:
     def predicted_ttft_s(self) -> dict[str, float]:
         """By class, the time to first token of an empty prompt that arrives now."""
         return {}
+
+    def decodes_of_step(self, decoding: list[Chunk]) -> list[Chunk]:
+        """Return those of the decoding requests' chunks that are part of the next step, in the same order."""
+        return decoding
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
         """How long the next step may take; None for no limit but that of tokens."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from moiety_engine.structured_outputs.errors import GuideRefused
-from moiety_engine.structured_outputs.exact_numbers import decode_exactly, with_exact_numbers
-from moiety_engine.structured_outputs.formats import with_patterns
+from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
 from moiety_wire.guides import CallsForm
 
-_ONE_SPACE = {"whitespace_pattern": r"\x20", "lenient": False, "coerce_one_of": False}
+_ONE_SPACE = r"\x20"
 
 
 def calls_grammar(text: str) -> str:
@@ -33,15 +33,34 @@ def calls_grammar(text: str) -> str:
     rules += [f"call: {quoted(form.before)} ({' | '.join(inner)}) {quoted(form.after)}"]
     again = f"({quoted(form.separator)} call)*" if form.separator and form.may_repeat else ""
     rules += [f"more: {again} {quoted(form.closer)}", "calls: call more"]
-    if form.opener:
-        rules += ["TEXT: /(.|\\n)*/", "tail: TEXT"]
-        if form.opener in form.special:
-            rules += [f"opened: TEXT {quoted(form.opener)} calls"]
-        else:
-            rules += [f"mark[lazy]: TEXT {quoted(form.opener)}", "opened: mark calls"]
-    else:
-        rules += ["TEXT: /[^{\\s](.|\\n)*/", "tail: TEXT"]
+    rules += [*_free_text(form.free_ids), f"tail: {'text' if form.opener else 'plain'}"]
+    if form.opener in form.special:
+        rules += [f"opened: text {quoted(form.opener)} calls"]
+    elif form.opener:
+        others = "(TEXT? other)* " if form.free_ids else ""
+        rules += [f"mark[lazy]: ANY {quoted(form.opener)}", f"opened: {others}mark calls"]
     return "\n".join(rules)
+
+
+def _free_text(free_ids: Sequence[int]) -> list[str]:
+    """The rules of `text`, which may be empty, and of `plain`, which does not begin as a call without a marker does.
+    An added token is no text to a grammar, so those that may stand in it are named."""
+    rules = ["ANY: /(.|\\n)*/", "TEXT: /(.|\\n)+/", "FIRST: /[^{\\s](.|\\n)*/"]
+    if not free_ids:
+        return [*rules, "text: TEXT?", "plain: FIRST"]
+    return [
+        *rules,
+        f"other: <[{','.join(_ranges(free_ids))}]>",
+        "text: TEXT? (other TEXT?)*",
+        "plain: (FIRST | other TEXT?) (other TEXT?)*",
+    ]
+
+
+def _ranges(token_ids: Sequence[int]) -> Iterator[str]:
+    """Ascending token ids as a grammar has them, those in a row as one."""
+    for _, row in itertools.groupby(enumerate(sorted(set(token_ids))), lambda one: one[1] - one[0]):
+        found = [token_id for _, token_id in row]
+        yield f"{found[0]}-{found[-1]}"
 
 
 def _start(form: CallsForm) -> str:
@@ -63,15 +82,12 @@ def _with_arguments(number: int) -> str:
 
 
 def _arguments(schema: str) -> str:
-    found = with_exact_numbers(decode_exactly(schema))
-    if not isinstance(found, dict):
-        raise GuideRefused("the parameters of a tool are a JSON schema, an object")
-    told = with_patterns(found) | {"x-guidance": _ONE_SPACE}
-    return f"%json {msgspec.json.encode(told).decode()}"
+    exact = exact_schema_of(schema)
+    return f"%json {exact.encode(**exact.options(whitespace_pattern=_ONE_SPACE))}"
 
 
 def _quoted(text: str, special: Mapping[str, int]) -> str:
-    """Text as a grammar has it, its special tokens by their ids."""
+    """Text as a grammar has it, its added tokens by their ids."""
     if not special:
         return _string(text)
     parts = re.split("(" + "|".join(re.escape(marker) for marker in special) + ")", text)

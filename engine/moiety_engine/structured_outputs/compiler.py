@@ -6,16 +6,17 @@ What clients send is compiled in processes of its own only (`worker_child`), sin
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from moiety_engine.structured_outputs.errors import GuideRefused
 from moiety_engine.structured_outputs.grammar import grammar_of
+from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
+from moiety_engine.structured_outputs.refusals import told_refusal
 from moiety_engine.structured_outputs.state import GrammarState
 from moiety_text.folder import read_text_model
 from moiety_wire.guides import MAX_GUIDE_BYTES, Guide
-
-MAX_TOLD_CHARS = 500
 
 _LIMITS = LLParserLimits(
     max_items_in_row=10_000,
@@ -36,7 +37,8 @@ class GrammarCompiler:
         """Raises ValueError where the tokenizer is none that guides can be followed with."""
         if not eos_token_ids:
             raise ValueError("the model names no token that ends an answer")
-        self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
+        tokenizer: Any = GrammarTokenizer(tokenizer_json, eos_token_ids)
+        self._tokenizer = LLTokenizer(tokenizer, eos_token=list(eos_token_ids))
         self.num_words = -(-self._tokenizer.vocab_size // 32)  # of 32 tokens each, in a mask
 
     @classmethod
@@ -57,13 +59,5 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # now, and not in a step: what is slow shows, and what follows is found faster
         if matcher.is_error():
-            raise GuideRefused(_told(matcher.get_error()))
+            raise GuideRefused(told_refusal(guide.kind, guide.text, matcher.get_error()))
         return matcher
-
-
-def _told(error: str) -> str:
-    """The library's complaint in one sentence, as far as clients can use it."""
-    line = error.replace("<non-verbose/>", "").strip().split("\n")[0]
-    if line.startswith("NoExtension"):
-        return "nothing can ever fulfil it, for instance since it refers to itself without an end"
-    return line[:MAX_TOLD_CHARS]

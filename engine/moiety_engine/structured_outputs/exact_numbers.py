@@ -7,7 +7,6 @@ that cannot be kept are refused.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -17,31 +16,13 @@ from moiety_engine.structured_outputs.errors import GuideRefused
 MAX_EXACT = 2**53 - 1  # the largest whole number up to which floats skip none
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_EMBEDDED = re.compile(r"%json\s*(?=[{\[])")
 _UNREAD = ("default", "examples")  # values that no answer is held to
 
 
 def decode_exactly(text: str) -> Any:
     """Return a JSON document whose fractions are Decimals and whose whole numbers are ints of any size. Raises
     ValueError, and RecursionError where it is nested too deeply."""
-    return json.loads(text, parse_float=Decimal, parse_constant=_refuse_constant)
-
-
-def with_exact_embedded_schemas(lark: str) -> str:
-    """Return a Lark grammar whose `%json` schemas are those of `with_exact_numbers`. Raises GuideRefused. What is no
-    JSON is left for the compiler to refuse."""
-    parts, end = [], 0
-    decoder = json.JSONDecoder(parse_float=Decimal, parse_constant=_refuse_constant)
-    for found in _EMBEDDED.finditer(lark):
-        if found.start() < end:
-            continue
-        try:
-            schema, stop = decoder.raw_decode(lark, found.end())
-        except ValueError:
-            continue
-        parts += [lark[end : found.end()], json.dumps(with_exact_numbers(schema), ensure_ascii=False)]
-        end = stop
-    return "".join([*parts, lark[end:]])
+    return json.loads(text, parse_float=Decimal, parse_constant=refuse_constant)
 
 
 def with_exact_numbers(schema: Any, pointer: str = "") -> Any:
@@ -53,9 +34,9 @@ def with_exact_numbers(schema: Any, pointer: str = "") -> Any:
         return _exact(schema, pointer)
     found: dict[str, Any] = {}
     for key, value in schema.items():
-        at = f"{pointer}/{_escaped(key)}"
+        at = f"{pointer}/{pointer_part(key)}"
         if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            found[key] = {name: with_exact_numbers(one, f"{at}/{_escaped(name)}") for name, one in value.items()}
+            found[key] = {name: with_exact_numbers(one, f"{at}/{pointer_part(name)}") for name, one in value.items()}
         elif key in ("const", "enum"):
             found[key] = _exact_data(value, at)
         elif key in _UNREAD:
@@ -84,7 +65,7 @@ def _add_inner_bound(found: dict[str, Any], key: str, value: int | Decimal, poin
 
 def _exact_data(value: Any, pointer: str) -> Any:
     if isinstance(value, Mapping):
-        return {key: _exact_data(one, f"{pointer}/{_escaped(key)}") for key, one in value.items()}
+        return {key: _exact_data(one, f"{pointer}/{pointer_part(key)}") for key, one in value.items()}
     if isinstance(value, list):
         return [_exact_data(one, f"{pointer}/{at}") for at, one in enumerate(value)]
     return _exact(value, pointer)
@@ -113,8 +94,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
 
 
-def _escaped(key: str) -> str:
-    """A key as a JSON pointer has it."""
+def pointer_part(key: str) -> str:
+    """Return a key as a JSON pointer has it."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
@@ -122,5 +103,6 @@ def _shown(value: int | Decimal) -> str:
     return text if len(text := str(value)) <= 40 else f"{text[:40]}…"
 
 
-def _refuse_constant(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """Refuse `NaN` and `Infinity`. Raises ValueError."""
     raise ValueError(f"{name} is no JSON")

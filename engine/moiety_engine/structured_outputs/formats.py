@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 _YEAR = r"[1-9][0-9]{3}"
 _LEAP_YEAR = r"(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)"
@@ -16,7 +15,7 @@ _DATE = (
     rf"02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,58}[a-zA-Z0-9])?"
+_LABEL = r"[a-zA-Z0-9]{1,20}(?:-[a-zA-Z0-9]{1,12}){0,3}"  # at most 63 characters, and no two hyphens in a row
 _DOMAIN = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
 
@@ -29,30 +28,3 @@ PATTERNS: Mapping[str, str] = MappingProxyType(
         "email": rf"^{_ATOM}(?:\.{_ATOM}){{0,2}}@{_DOMAIN}$",
     }
 )
-
-_SCHEMAS = ("items", "additionalProperties", "additionalItems", "unevaluatedProperties")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-
-
-def with_patterns(schema: Any) -> Any:
-    """The schema with those patterns. One that says a pattern as well is left as it is."""
-    if not isinstance(schema, dict):
-        return schema
-    found = dict(schema)
-    if found.get("uniqueItems") is False:
-        del found["uniqueItems"]  # its default, which the library refuses when it is written out
-    name = found.get("format")
-    if isinstance(name, str) and name in PATTERNS and "pattern" not in found:
-        del found["format"]
-        found["pattern"] = PATTERNS[name]
-    for key in _SCHEMAS:
-        if isinstance(found.get(key), dict):
-            found[key] = with_patterns(found[key])
-    for key in _LISTS:
-        if isinstance(found.get(key), list):
-            found[key] = [with_patterns(one) for one in found[key]]
-    for key in _MAPS:
-        if isinstance(found.get(key), dict):
-            found[key] = {name: with_patterns(one) for name, one in found[key].items()}
-    return found

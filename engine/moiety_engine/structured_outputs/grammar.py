@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from llguidance import LLMatcher
 
 from moiety_engine.structured_outputs.calls import calls_grammar
+from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedded_schemas
 from moiety_engine.structured_outputs.errors import GuideRefused
-from moiety_engine.structured_outputs.exact_numbers import (
-    decode_exactly,
-    with_exact_embedded_schemas,
-    with_exact_numbers,
-)
-from moiety_engine.structured_outputs.formats import with_patterns
+from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
+from moiety_engine.structured_outputs.expression_errors import dangling_backslash
 from moiety_wire.guides import Guide, GuideKind
 
 if TYPE_CHECKING:
@@ -27,7 +24,6 @@ MAX_CHOICES = 4096
 
 # At most one space between the parts of a document, so that none consists of white space.
 _WHITESPACE = r"\x20"
-_OPTIONS: JsonCompileOptions = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
 _RULE = re.compile(r"^\s*[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]]*\])?\s*:", re.MULTILINE)
 _NAME = re.compile(r"(?<![\w\\])[A-Z_][A-Z0-9_]*(?!\w)")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
@@ -41,6 +37,8 @@ def grammar_of(guide: Guide) -> str:
         case GuideKind.JSON_SCHEMA:
             return _json_grammar(guide.text)
         case GuideKind.REGEX:
+            if problem := dangling_backslash(guide.text):
+                raise GuideRefused(problem)
             return LLMatcher.grammar_from_regex(guide.text)
         case GuideKind.CHOICE:
             return _choice_grammar(guide.text)
@@ -52,14 +50,9 @@ def grammar_of(guide: Guide) -> str:
 
 def _json_grammar(text: str) -> str:
     try:
-        schema = with_exact_numbers(decode_exactly(text))
-        if not isinstance(schema, (dict, bool)):
-            raise GuideRefused("a JSON schema is an object")
-        if isinstance(schema, bool):
-            schema = {} if schema else {"enum": []}
-        return LLMatcher.grammar_from_json_schema(
-            msgspec.json.encode(with_patterns(schema)).decode(), overrides=_OPTIONS
-        )
+        exact = exact_schema_of(text)
+        options = cast("JsonCompileOptions", exact.options(whitespace_pattern=_WHITESPACE))
+        return LLMatcher.grammar_from_json_schema(exact.encode(), overrides=options)
     except (ValueError, RecursionError) as exc:
         raise GuideRefused(f"it is no JSON schema: {exc}") from exc
 

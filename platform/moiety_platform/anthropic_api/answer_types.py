@@ -40,7 +40,7 @@ class AnswerToolUseBlock(TypedDict):
 
 AnswerBlock = AnswerTextBlock | AnswerThinkingBlock | AnswerToolUseBlock
 _AnswerBlock = Annotated[Any, either(AnswerTextBlock, AnswerThinkingBlock, AnswerToolUseBlock)]
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal"]
 
 
 class MessageStop(TypedDict):

@@ -60,6 +60,8 @@ class MessageHead:
         """Why it ended. A limit that has nothing left counts as `max_tokens`."""
         if finished.reason is FinishReason.LENGTH:
             return _stop_fields("max_tokens")
+        if finished.reason is FinishReason.CONTENT_FILTER:
+            return _stop_fields("refusal")
         if finished.detail in self.stop_sequences:
             return _stop_fields("stop_sequence", finished.detail)
         return _stop_fields("tool_use" if has_called else "end_turn")

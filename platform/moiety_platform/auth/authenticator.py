@@ -45,6 +45,7 @@ PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # for what the database says of a key t
 OUTAGE_PAUSE_S = 0.5
 KNOWN_STATEMENTS, MAX_KNOWN_WAITING = 2, 10_000
 UNKNOWN_STATEMENTS, MAX_UNKNOWN_WAITING = 1, 1_000
+UNKNOWN_GATHER_S = 0.02  # bounds statements for invented ids to 50 per second
 KNOWN_IDS_S = 5.0  # how often the ids of new keys are read
 
 log = structlog.get_logger(__name__)
@@ -111,6 +112,7 @@ class Authenticator:
             max_statements=UNKNOWN_STATEMENTS,
             max_waiting=MAX_UNKNOWN_WAITING,
             max_batch=MAX_AT_ONCE,
+            gather_s=UNKNOWN_GATHER_S,
             pause_s=OUTAGE_PAUSE_S,
         )
         self._has_told_failure = False  # of the look-ups of unknown keys, since one succeeded

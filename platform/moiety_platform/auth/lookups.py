@@ -22,7 +22,8 @@ Read = Callable[[Sequence[str]], Awaitable[Mapping[str, T]]]
 class LookupQueue(Generic[T]):
     """Look-ups of one kind. At most `max_statements` run at once, each of at most `max_batch` ids, and at most
     `max_waiting` ids wait. Callers that ask for the same id share one look-up, and none of them cancels it by leaving.
-    After a failure nothing is read for `pause_s`. Owned by the authenticator; one event loop."""
+    An id waits `gather_s` for others, so that one statement reads them all. After a failure nothing is read for
+    `pause_s`. Owned by the authenticator; one event loop."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class LookupQueue(Generic[T]):
         max_statements: int,
         max_waiting: int,
         max_batch: int,
+        gather_s: float = 0.0,
         pause_s: float = 0.0,
     ) -> None:
         self._name = name
@@ -41,6 +43,7 @@ class LookupQueue(Generic[T]):
         self._max_statements = max_statements
         self._max_waiting = max_waiting
         self._max_batch = max_batch
+        self._gather_s = gather_s
         self._pause_s = pause_s
         self._paused_until_s = float("-inf")
         self._waiting: dict[str, asyncio.Future[T]] = {}
@@ -92,6 +95,8 @@ class LookupQueue(Generic[T]):
         """Read until nothing waits."""
         try:
             while self._waiting:
+                if self._gather_s:
+                    await asyncio.sleep(self._gather_s)
                 await self._read_batch()
         except BaseException:  # a defect, or the end of the process: raised on once those who wait are told
             self._fail_all(self._waiting, cannot_check())

@@ -27,7 +27,14 @@ from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.recorder import RequestRecorder
-from moiety_platform.errors import Forbidden, NonFiniteOutput, PlatformError, RequestExceedsQuota, Unauthenticated
+from moiety_platform.errors import (
+    EngineRefused,
+    Forbidden,
+    NonFiniteOutput,
+    PlatformError,
+    RequestExceedsQuota,
+    Unauthenticated,
+)
 from moiety_platform.http_errors import OPENAI_ERRORS, internal_error
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_platform.usage.row import UsageRow
@@ -138,7 +145,8 @@ class LineRunner:
         """Whether an error is worth another try."""
         if error.status in (429, 503) and not isinstance(error, RequestExceedsQuota):
             return self._wait(line, error)
-        may_pass = error.status >= 500 and not isinstance(error, NonFiniteOutput)  # which the same weights make again
+        is_own = isinstance(error, NonFiniteOutput) or (isinstance(error, EngineRefused) and error.blames_request)
+        may_pass = error.status >= 500 and not is_own  # which the same line meets again
         is_passing = may_pass or error.code == MODEL_NOT_FOUND  # an engine may be on its way up
         if is_passing and line.num_failures + 1 < MAX_FAILURES:
             return PutBack(line, self._backoff.after(line.num_failures), line.num_refusals, line.num_failures + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.errors import PlatformError, UpstreamError
 
 
 @dataclass(slots=True)
@@ -18,6 +19,7 @@ class Attempt:
     submitted_ns: int
     failed_ns: int = 0
     error_code: str | None = None  # with which the engine ended it
+    upstream: UpstreamError | None = None  # of an external engine
 
-    def failed(self, error_code: str, unix_ns: int) -> None:
-        self.error_code, self.failed_ns = error_code, unix_ns
+    def failed(self, error: PlatformError, unix_ns: int) -> None:
+        self.error_code, self.upstream, self.failed_ns = error.code, error.upstream, unix_ns

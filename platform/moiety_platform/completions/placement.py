@@ -8,13 +8,15 @@ from collections.abc import Callable, Collection, Iterable
 import msgspec
 
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
-from moiety_platform.errors import EngineFailed, NotFound, PlatformError, Unavailable
+from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, NotFound, PlatformError, Unavailable
 from moiety_platform.randomness import random_hex
+from moiety_platform.routing.replica_breakers import RequestOutcome
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.routing.roles import Need, is_handed_over, kv_address_of
 from moiety_wire.classes import ServiceClass
 from moiety_wire.roles import HandOver
 
+MAX_ENGINES = 8  # are asked for one request, whatever they answer
 MAX_RESUBMISSIONS = 2  # after failed engines: what kills its engine must not kill them all
 
 
@@ -48,19 +50,25 @@ class Placement:
         """A sequence is on its way there, until what this returns is called, once."""
         return self._replicas.expect(partner.connection[0])
 
+    def begin(self, place: Place) -> RequestOutcome:
+        """Note that a sequence goes to that engine, whose circuit breaker learns from what is told of its end."""
+        return self._replicas.breakers.begin(place.connection[0])
+
     def leave(self, connection: Connection, error: PlatformError) -> None:
         """That engine has ended a sequence with that error, and gets none of the request any more."""
-        if isinstance(error, EngineFailed) and connection not in self._left:
+        is_failure = isinstance(error, EngineFailed) and not isinstance(error, EngineRefused)
+        if is_failure and connection not in self._left:
             self._num_failed += 1
         self._left.add(connection)
 
     async def choose_again(self, prefix: Iterable[bytes], need: Need, failure: PlatformError) -> Place:
         """Another engine than those that were left; one of their addresses only once it has been connected anew and
-        no other engine is there. Raises the failure if there is no engine in time, or too many have failed."""
-        if self._num_failed > MAX_RESUBMISSIONS:
+        no other engine is there. Raises the failure if there is no engine in time, or too many have failed. Nobody
+        is waited for where engines that are there refused it."""
+        if self._num_failed > MAX_RESUBMISSIONS or len(self._left) >= MAX_ENGINES:
             raise failure
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._wait_s
+        until = loop.time() + (0 if isinstance(failure, EngineRefused | EngineOverloaded) else self._wait_s)
         while True:
             addresses = {address for address, _ in self._left}
             same = {state.connection for state in self._replicas.states() if state.address in addresses}

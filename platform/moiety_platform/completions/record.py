@@ -13,14 +13,16 @@ from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.promise import Progress, is_broken, is_kept
 from moiety_platform.completions.spending import Spending, Used
 from moiety_platform.engine_client.base import EngineClient
-from moiety_platform.errors import NonFiniteOutput, Overloaded, PlatformError
+from moiety_platform.errors import WAIVED, Overloaded, PlatformError
 from moiety_platform.traces.request_trace import RequestTrace
 from moiety_platform.usage.bill import Bill, encode_bill
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import ServiceClass
+from moiety_wire.messages import FinishReason
 from moiety_wire.notes import Reason
 
 CLIENT_CLOSED_REQUEST = 499
+COMPLETED = ("stop", "length", "content_filter")  # outcomes of requests that were answered
 UNKNOWN_MODEL = "unknown"  # what a model is called that there is not, whatever its client calls it
 
 
@@ -70,6 +72,7 @@ class RequestRecord:
     base_model: str = UNKNOWN_MODEL  # without its adapter
     sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # given to engines, under these ids
     reached_engine: bool = False
+    was_taken_on: bool = False  # by an engine, which has begun at least one sequence
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -144,7 +147,8 @@ class RequestRecord:
 
     def completed(self) -> None:
         """All choices came to their end."""
-        self.outcome = "length" if "length" in self.finish_reasons else "stop"
+        cuts = (FinishReason.CONTENT_FILTER, FinishReason.LENGTH)
+        self.outcome = next((cut.value for cut in cuts if cut.value in self.finish_reasons), FinishReason.STOP.value)
         self.http_status = 200
         if self.was_cut_by_limit:
             self.error_code = self.spending.refusal_code
@@ -160,9 +164,9 @@ class RequestRecord:
         self.error_code = error.code
         if isinstance(error, Overloaded):
             self.admission_outcome, self.admission_reason = "rejected", error.reason.value
-        has_no_answer = isinstance(error, NonFiniteOutput) and (self.answered_status is None or not self.output_tokens)
+        has_no_answer = isinstance(error, WAIVED) and (self.answered_status is None or not self.output_tokens)
         # nothing of it is sent, not even what other sequences had begun
-        if is_refusal or has_no_answer or not self.bills_failures:
+        if is_refusal or has_no_answer or not self.was_taken_on or not self.bills_failures:
             self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
 
     def sla_attained(self, now_s: float) -> bool | None:
@@ -173,7 +177,7 @@ class RequestRecord:
         is_theirs = self.http_status in range(400, 500) and (self.admission_outcome != "rejected" or is_own)
         if service is None or (self.outcome in ("failed", "rejected") and is_theirs):
             return None
-        if self.outcome in ("stop", "length"):
+        if self.outcome in COMPLETED:
             return is_kept(service, self.progress)
         if self.outcome == "disconnected" and not is_broken(service, self.progress, now_s - self.started_s):
             return None

@@ -175,8 +175,7 @@ class Run:
     async def _fail_over(self, sequence: Sequence, error: PlatformError) -> None:
         """Submit a sequence that its engine has ended with that error to another. Raises the error where it is not
         the engine's, and what made the sequence move where no other engine takes it."""
-        if sequence.attempt is not None:
-            sequence.attempt.failed(error.code, self._clock.unix_ns())
+        sequence.note_failure(error, self._clock.unix_ns())
         if (suspicion := sequence.suspicion_of(error)) is not None:
             raise suspicion
         if not sequence.fail(error):
@@ -297,6 +296,7 @@ class Run:
         record, usage = self._record, self.usage()
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
         record.progress = [sequence.progress for sequence in self._sequences]
+        record.was_taken_on = any(sequence.was_taken_on for sequence in self._sequences)
         queues_ns = []
         for sequence in self._sequences:
             sequence.progress.num_cached_tokens = sequence.num_cached_tokens

@@ -13,8 +13,17 @@ from moiety_platform.completions.promise import Progress
 from moiety_platform.engine_client.base import Connection
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_platform.errors import CRASH_SUSPECTED, BadRequest, EngineDied, EngineFailed, PlatformError, Unavailable
+from moiety_platform.errors import (
+    CRASH_SUSPECTED,
+    BadRequest,
+    EngineDied,
+    EngineFailed,
+    EngineRefused,
+    PlatformError,
+    Unavailable,
+)
 from moiety_platform.routing.affinity import Prefix
+from moiety_platform.routing.replica_breakers import RequestOutcome
 from moiety_platform.routing.roles import Need, need_of
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Tokens
@@ -44,8 +53,10 @@ class Sequence:
         self._output_ids: list[int] = []  # that came, from whichever engine
         self._connection: Connection | None = None
         self._is_taken_in = False  # by that engine
+        self._was_taken_on_before = False  # by one that had it before
         self._cached_tokens: int | None = None  # as the first engine said, if output came from several
         self._held: AbstractAsyncContextManager[EngineStream] | None = None
+        self._outcome: RequestOutcome | None = None  # at the engine that has it, for that engine's circuit breaker
 
     @property
     def request_id(self) -> str:
@@ -96,6 +107,11 @@ class Sequence:
         return self._is_taken_in and not self.stream.has_failed
 
     @property
+    def was_taken_on(self) -> bool:
+        """By the engine that has it, or by one before."""
+        return self._was_taken_on_before or self.stream.is_taken_on
+
+    @property
     def need(self) -> Need:
         """What it needs of engines from now on."""
         return need_of(self._submit) if not self._output_ids else need_of(self._with_output())
@@ -121,11 +137,17 @@ class Sequence:
             submit = msgspec.structs.replace(submit, hand_over=place.hand_over)
             self._no_more_expected = placement.expect(place.partner)
         held = place.client.open(submit, inbox)
-        stream = await held.__aenter__()
+        self._outcome = outcome = placement.begin(place)
+        try:
+            stream = await held.__aenter__()
+        except PlatformError as error:
+            outcome.failed(error)
+            raise
         self._held = held
         self.stream, self._connection, self._is_taken_in = stream, place.connection, False
         if earlier is None:
             return
+        self._was_taken_on_before |= earlier.is_taken_on
         if earlier.num_output_tokens and self._cached_tokens is None:
             self._cached_tokens = earlier.num_cached_tokens
         if earlier.credit_is_last:
@@ -135,9 +157,13 @@ class Sequence:
         """Remember what came."""
         if isinstance(message, Tokens):
             self._output_ids += message.token_ids
+            if self._outcome is not None and self._outcome.is_trial:
+                self._outcome.delivered()
         elif isinstance(message, Accepted):
             self.accepted, self.failure, self._is_taken_in = self.accepted or message, None, True
             self._was_handed_over = False
+        elif isinstance(message, Finished):
+            self._succeeded()
 
     def hand_over(self, finished: Finished) -> tuple[Place, str]:
         """Its engine has done its part: the engine that goes on, and under which id its KV went there, "" if it did
@@ -145,6 +171,7 @@ class Sequence:
         place = self._place
         assert place is not None and place.partner is not None and place.hand_over is not None, "else none hands over"
         self.handed_over.append(finished)
+        self._succeeded()
         self._place = None
         return place.partner, "" if finished.detail else place.hand_over.transfer_id
 
@@ -152,12 +179,21 @@ class Sequence:
         """To the engine that it was just given to: if that does not take it in, another one may."""
         self._was_handed_over = True
 
+    def note_failure(self, error: PlatformError, unix_ns: int) -> None:
+        """Note that the engine ended it with that error, for the trace and for the engine's circuit breaker."""
+        if self.attempt is not None:
+            self.attempt.failed(error, unix_ns)
+        if self._outcome is not None:
+            self._outcome.failed(error)
+
     def fail(self, error: PlatformError) -> bool:
         """Take note of what its engine ended with; whether another engine may take it. `failure` is then what made it
         move, and not what engines said since: one that was admitted is not answered with another engine's refusal."""
         is_moving = (self.failure is not None or self._was_handed_over) and self.accepted is not None
-        self.failure = self.failure or error
-        return is_moving or isinstance(error, EngineFailed | Unavailable)
+        is_the_requests = isinstance(error, EngineRefused) and error.blames_request
+        if self.failure is None or (isinstance(self.failure, EngineRefused) and not is_the_requests):
+            self.failure = error  # of several, one after which the client may try again
+        return is_moving or (isinstance(error, EngineFailed | Unavailable) and not is_the_requests)
 
     def suspicion_of(self, error: PlatformError) -> PlatformError | None:
         """The error for the client if the request may be what its engine died of, so that no other engine gets it.
@@ -187,9 +223,15 @@ class Sequence:
         if self._no_more_expected is not None:
             self._no_more_expected()
             self._no_more_expected = None
+        if self._outcome is not None:
+            self._outcome.release()
         held, self._held = self._held, None
         if held is not None:
             await held.__aexit__(None, None, None)
+
+    def _succeeded(self) -> None:
+        if self._outcome is not None:
+            self._outcome.succeeded()
 
     def _resumed(self, earlier: EngineStream, service: ServiceClass) -> Submit:
         return msgspec.structs.replace(

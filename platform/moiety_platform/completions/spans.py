@@ -13,7 +13,7 @@ from itertools import pairwise
 from opentelemetry.trace import SpanKind
 
 from moiety_platform.completions.attempts import Attempt
-from moiety_platform.completions.record import UNKNOWN_MODEL, RequestRecord
+from moiety_platform.completions.record import COMPLETED, UNKNOWN_MODEL, RequestRecord
 from moiety_platform.completions.step_spans import link_to, notes_of, steps_of
 from moiety_platform.randomness import random_hex
 from moiety_platform.traces.request_trace import Phase
@@ -127,7 +127,7 @@ def _phases(record: RequestRecord, own: Span) -> Iterator[Span]:
     broken = next((phase for phase, _ in reversed(record.trace.marks) if phase is not Phase.SETTLE), None)
     for (phase, start_ns), (_, end_ns) in pairwise(marks):
         assert phase is not None, "only the end has no phase"
-        error = own.error if phase is broken and record.outcome not in ("stop", "length") else None
+        error = own.error if phase is broken and record.outcome not in COMPLETED else None
         yield _child(own, phase.value, start_ns, end_ns, _common(record), error=error)
 
 
@@ -148,6 +148,9 @@ def _of_attempt(record: RequestRecord, attempt: Attempt, own: Span, before: Link
     finished = attempt.stream.finished
     if finished is None or attempt.error_code is not None:
         end_ns = attempt.failed_ns or own.end_ns
+        if attempt.upstream is not None:
+            attributes |= {"moiety.upstream.status": attempt.upstream.status}
+            attributes |= {"moiety.upstream.message": attempt.upstream.message}
         yield _child(own, ATTEMPT, attempt.submitted_ns, end_ns, attributes, links=links, error=attempt.error_code)
         return
     shift_ns = _shift_ns(finished.phases, attempt.submitted_ns, own.end_ns)

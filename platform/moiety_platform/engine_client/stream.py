@@ -53,6 +53,8 @@ class EngineStream:
         self.accepted: Accepted | None = None
         self.finished: Finished | None = None
         self.ended = False
+        self.begins_by_output = False  # whether only output proves that the engine has taken the request on
+        self._num_resumed = len(submit.resumed_ids or ())
         self._send = send
         self._embeds = submit.embed
         self._may_hand_over = submit.hand_over is not None
@@ -65,6 +67,14 @@ class EngineStream:
     def wants_more(self) -> bool:
         """Whether it has not ended, nor was told to."""
         return not (self.ended or self._aborted)
+
+    @property
+    def is_taken_on(self) -> bool:
+        """Whether the engine has begun the request, so that there is something to bill."""
+        if not self.begins_by_output:
+            return self.accepted is not None
+        has_ended_itself = self.finished is not None and self.finished.reason is not FinishReason.ABORT
+        return has_ended_itself or self.num_output_tokens > self._num_resumed
 
     @property
     def has_failed(self) -> bool:

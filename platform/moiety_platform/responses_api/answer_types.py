@@ -113,7 +113,7 @@ class ResponseError(TypedDict):
 class IncompleteDetails(TypedDict):
     """Why a response is not complete."""
 
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens", "content_filter"]
 
 
 class ResponseInputDetails(TypedDict):

@@ -15,6 +15,7 @@ from moiety_platform.responses_api.tools import choice_fields
 from moiety_wire.messages import Finished, FinishReason
 
 ID_PREFIX = "resp_"
+WHY_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
 
 Fields = dict[str, Any]
 
@@ -40,8 +41,8 @@ class ResponseHead:
 
     def ended(self, output: list[Item], finished: Finished, usage: Usage, completed_at: int) -> Fields:
         """The response as it is answered. A limit that has nothing left counts as `max_output_tokens`."""
-        if finished.reason is FinishReason.LENGTH:
-            why = {"reason": "max_output_tokens"}
+        if finished.reason in WHY_INCOMPLETE:
+            why = {"reason": WHY_INCOMPLETE[finished.reason]}
             return self._fields("incomplete", output, incomplete_details=why, usage=usage_fields(usage))
         return self._fields("completed", output, completed_at=completed_at, usage=usage_fields(usage))
 

@@ -108,7 +108,7 @@ class ResponseOutput:
         steps = [] if self._reader is None else [step for delta in self._reader.end() for step in self._of(delta)]
         if not self.items and self._open is None:
             steps += self._begin(message_item([]))
-        return steps + self._close("incomplete" if finished.reason is FinishReason.LENGTH else "completed")
+        return steps + self._close("completed" if finished.reason is FinishReason.STOP else "incomplete")
 
     def _of(self, delta: Delta) -> list[Step]:
         match delta:

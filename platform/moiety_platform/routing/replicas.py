@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
+from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
-from moiety_platform.errors import NotFound
+from moiety_platform.errors import NotFound, Unavailable
 from moiety_platform.routing.choose import able_engines, card_of, cards_of, choose
-from moiety_platform.routing.roles import Need, partner_among
+from moiety_platform.routing.replica_breakers import ReplicaBreakers
+from moiety_platform.routing.roles import Need, first_engines, partner_among, takes_over
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Card
 
@@ -21,7 +23,8 @@ class Replicas:
     """All configured engines, connected or not, in the order of the settings, then those that have joined.
     `missing` says of names, whose engines are not known, why not."""
 
-    def __init__(self, clients: Sequence[EngineClient]) -> None:
+    def __init__(self, clients: Sequence[EngineClient], clock: Clock | None = None) -> None:
+        self.breakers = ReplicaBreakers(clock or SystemClock())
         self.missing: dict[str, str] = {}
         self._clients = {client.address: client for client in clients}
         self._retired: dict[str, EngineClient] = {}
@@ -64,6 +67,7 @@ class Replicas:
         if (left := self._retired.pop(client.address, None)) is not None:
             self._replaced.append(left)
         self._clients[client.address] = client
+        self.breakers.forget(client.address)
         self._note_change()
 
     def find(self, address: str) -> EngineClient | None:
@@ -75,6 +79,7 @@ class Replicas:
         if client is None:
             return
         self._retired[address] = client
+        self.breakers.forget(address)
         self._note_change()
 
     async def close_retired(self) -> None:
@@ -107,14 +112,29 @@ class Replicas:
     ) -> tuple[EngineClient, EngineState]:
         """The client to submit a request of that class and prefix to, none of those to be avoided, and its state.
         Raises NotFound or Unavailable."""
-        state = choose(self._states_but(avoid), model, service, prefix, need)
+        states = self._states_but(avoid)
+        willing = self.breakers.willing(states)
+        if len(willing) < len(states):
+            try:
+                state = choose(willing, model, service, prefix, need)
+            except (NotFound, Unavailable):
+                able = first_engines(able_engines(states, model), need)
+                state = choose(self.breakers.least_bad(able, model), model, service, prefix, need)
+        else:
+            state = choose(states, model, service, prefix, need)
         return self._clients[state.address], state
 
     def choose_partner(
         self, model: str, service: ServiceClass, avoid: Collection[Connection]
     ) -> tuple[EngineClient, EngineState]:
         """Who goes on with a request of that class, once an engine has computed its prompt. Raises Unavailable."""
-        state = partner_among(able_engines(self._states_but(avoid), model), service, self._coming)
+        able = able_engines(self._states_but(avoid), model)
+        willing = self.breakers.willing(able)
+        if any(map(takes_over, willing)):
+            state = partner_among(willing, service, self._coming)
+        else:
+            partners = [engine for engine in able if takes_over(engine)]
+            state = partner_among(partners and self.breakers.least_bad(partners, model), service, self._coming)
         return self._clients[state.address], state
 
     def expect(self, address: str) -> Callable[[], None]:

@@ -29,7 +29,12 @@ from moiety_platform.trace_store.queries import (
 from moiety_platform.trace_store.schemas import TraceDetail, TracePage
 
 # of the machines, and of the request that a preemption was for: perhaps another tenant's
-OPERATORS_ONLY = frozenset({"moiety.engine", "moiety.engine.from", "moiety.engine.to", "moiety.beneficiary"})
+OPERATORS_ONLY = frozenset(
+    {
+        "moiety.engine", "moiety.engine.from", "moiety.engine.to", "moiety.beneficiary", "moiety.upstream.status",
+        "moiety.upstream.message",
+    }
+)  # fmt: skip
 
 _MS = {"type": "number", "minimum": 0}
 Milliseconds = Annotated[str | None, QueryParameter(description="Duration in milliseconds.", schema_extra=_MS)]

@@ -17,7 +17,8 @@ CONNECTION_LOST = 499
 class UsageRow(msgspec.Struct, frozen=True):
     """One authenticated request. Tokens are counts; `*_ms` are milliseconds, None where the request did not get there.
 
-    `outcome` is one of: stop, length, disconnected, failed, rejected (refused before anything was generated).
+    `outcome` is one of: stop, length, content_filter, disconnected, failed, rejected (refused before anything was
+    generated).
     `service_class` is the class that was served, or would have been. `sla_attained` says whether its promise was kept:
     the first token and the last one by their deadlines, or the end by its own; rejected for overload is not kept, and
     None is what the promise did not cover (a bad request, a client that left in time).

@@ -61,7 +61,9 @@ def choose(place: Any, names: Mapping[str, str]) -> str | None:
 def draw_live(client: AdminClient) -> None:
     panels.head("Tenants", "Who uses how much, against what is theirs by weight")
     labels = [window.label for window in LONG]
-    shown = st.segmented_control("Window", labels, default=labels[1], key="long", label_visibility="collapsed")
+    shown = st.segmented_control(
+        "Window", labels, default=labels[1], key="long", label_visibility="collapsed", format_func=as_text
+    )
     window = next((window for window in LONG if window.label == shown), LONG[1])
     tenants = client.list("/tenants")
     usage = read_usage(client, window)

@@ -24,12 +24,13 @@ PICKED = "trace picked"
 PLACE = "traces from"
 WINDOWS = {"15 min": 15 * MINUTE, "1 h": HOUR, "24 h": DAY, "7 d": 7 * DAY}
 OUTCOMES = {
-    "stop": "stop", "length": "length", "disconnected": "the client left", "rejected": "refused", "failed": "failed",
+    "stop": "stop", "length": "length", "content_filter": "content filter", "disconnected": "the client left",
+    "rejected": "refused", "failed": "failed",
 }  # fmt: skip
 REASONS = (
     *("failed", "sla_missed", "preempted", "failed_over", "first", "rate"),  # why a trace is kept
     *("accepted_late", "predicted_late", "kv_peak", "queue_full", "tenant_queue_full", "shed"),  # the scheduler's
-    *("quota_exceeded", "engine_failed", "model_not_found"),  # codes of errors
+    *("quota_exceeded", "engine_failed", "engine_refused", "model_not_found"),  # codes of errors
 )
 KEYS = ("trace window", "trace tenant", "trace class", "trace outcome", "trace reason", "trace min", "trace request")
 

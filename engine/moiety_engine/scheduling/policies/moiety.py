@@ -8,7 +8,8 @@ last of all what was relegated. A small part of the time is kept for those who h
 and for tenants that have not been served for long, so that nobody starves (`urgency`).
 
 A step lasts no longer than the running requests' next tokens can wait, and no request joins whose decoding would make
-steps too long for the pace that classes of these minutes were promised (`pace`). Blocks are shared out by reservations,
+steps too long for the pace that classes of these minutes were promised (`pace`). Where decoding alone takes longer than
+the best rank's promises allow, worse ranks take turns (`decode_pacing`). Blocks are shared out by reservations,
 predicted peaks and shares (`claims`), and requests let in by predicted waiting times (`admission`).
 """
 
@@ -18,8 +19,10 @@ import math
 from collections.abc import Iterable
 
 from moiety_engine.scheduling.admission import PromptFlow
+from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT, Account, Accounts
 from moiety_engine.scheduling.policies.claims import Claims
+from moiety_engine.scheduling.policies.decode_pacing import DecodePacing
 from moiety_engine.scheduling.policies.pace import Pace
 from moiety_engine.scheduling.policies.tuning import Tuning
 from moiety_engine.scheduling.policies.urgency import AT_RISK, UrgencyQueue
@@ -45,6 +48,7 @@ class Moiety(Policy):
         self._pace = Pace(self.tuning, self._flow)
         self._queue = UrgencyQueue(self.tuning, self._pace, self._accounts, context.tally)
         self._claims = Claims(context, self.tuning, self._accounts)
+        self._pacing = DecodePacing(self.tuning, self._pace, context.step_time)
 
     # ── the queue ──
 
@@ -177,6 +181,9 @@ class Moiety(Policy):
 
     # ── a step ──
 
+    def decodes_of_step(self, decoding: list[Chunk]) -> list[Chunk]:
+        return self._pacing.select(decoding) if self.tuning.chunk_sizing else decoding
+
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
         self._queue.release()
         self._claims.places_changed()
@@ -186,7 +193,9 @@ class Moiety(Policy):
         part = self.tuning.slack_used_if_urgent if urgent else self.tuning.slack_used
         alone_s = self.context.step_time.predict_s(view.shape)
         seconds = min(max(self._pace.longest_step_s, 2 * alone_s), part * view.slack_s)
-        return StepBudget(seconds, self.tuning.floor_tokens)
+        if self._pacing.limit_s == math.inf or self._accounts[self._pace.best_rank].num_queued:
+            return StepBudget(seconds, self.tuning.floor_tokens)
+        return StepBudget(min(seconds, self._pacing.limit_s), self.tuning.floor_tokens_in_turns)
 
     def delays(self, sequence: Sequence, view: BatchView, num_blocks: int, now_s: float) -> Reason | None:
         if self._slows_too_much(sequence, view):

@@ -23,6 +23,8 @@ class Pace:
         self.tpot_s = math.inf  # the shortest promised of late
         self.ttft_s = math.inf
         self.best_rank = 0
+        self.best_tpot_s = math.inf  # the shortest that the best rank was promised of late
+        self.best_ttft_s = math.inf
         self.token_s = 0.0  # predicted, of a prompt token in a full step
         self.step_s = 0.0  # running mean
         self.blend = 0.0  # seconds that a deadline moves for each second of work
@@ -35,7 +37,8 @@ class Pace:
         if self.ttft_s == math.inf == self.tpot_s:
             return self._tuning.unpromised_step_s
         shortest_s, longest_s = self._tuning.step_range_s
-        return min(longest_s, max(shortest_s, self._tuning.ttft_part * self.ttft_s))
+        usual_s = min(longest_s, max(shortest_s, self._tuning.ttft_part * self.ttft_s))
+        return min(usual_s, self._tuning.tight_ttft_part * self.best_ttft_s)
 
     @property
     def classes(self) -> list[ServiceClass]:
@@ -56,7 +59,7 @@ class Pace:
         self._refresh_at_s = now_s + _REFRESH_S
         oldest_s = now_s - self._tuning.remembered_s
         self._seen = {name: seen for name, seen in self._seen.items() if seen[0] >= oldest_s}
-        self.tpot_s = self.ttft_s = math.inf
+        self.tpot_s = self.ttft_s = self.best_tpot_s = self.best_ttft_s = math.inf
         self.best_rank = min((service.rank for service in self.classes), default=0)
         for service in self.classes:
             self._reckon_with(service)
@@ -71,7 +74,11 @@ class Pace:
     def _reckon_with(self, service: ServiceClass) -> None:
         self.tpot_s = min(self.tpot_s, service.tpot_s or math.inf)
         self.ttft_s = min(self.ttft_s, service.ttft_s or math.inf)
-        self.best_rank = min(self.best_rank, service.rank)
+        if service.rank < self.best_rank:
+            self.best_rank, self.best_tpot_s, self.best_ttft_s = service.rank, math.inf, math.inf
+        if service.rank == self.best_rank:
+            self.best_tpot_s = min(self.best_tpot_s, service.tpot_s or math.inf)
+            self.best_ttft_s = min(self.best_ttft_s, service.ttft_s or math.inf)
 
     def _blend_of_mixed(self, rank: int, now_s: float) -> float:
         excess = self.demand.overload(rank, self._flow.served_per_s, now_s) - 1

@@ -19,9 +19,13 @@ class Tuning:
     step_range_s: tuple[float, float] = (0.15, 0.4)  # of the longest step; but decoding alone may take half of one
     unpromised_step_s: float = 1.0  # the longest step while nobody was promised a first token or a pace of late
     ttft_part: float = 0.06  # of the shortest TTFT promised of late, that a step may take within that range
+    tight_ttft_part: float = 0.3  # of the best rank's shortest TTFT, that any step may take
     decode_part: float = 0.75  # of the shortest pace promised of late, that decoding alone may take
+    least_decode_part: float = 0.0625  # of worse ranks' decodes, that are in every step
+    unpromised_token_s: float = 1.0  # after its newest token, when a request without a pace wants its next
     decode_part_beyond_share: float = 0.21  # of its own pace, beyond its share of places while others are there
     floor_tokens: int = 16  # prompt tokens a step whatever the slack
+    floor_tokens_in_turns: int = 2  # the same, of worse ranks in a step in which their decodes take turns
     remembered_s: float = 30.0  # for how long a class that was seen is reckoned with
     # the queue
     risk_factor: float = 2.0  # at risk when this many times the predicted need is left

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -13,9 +13,12 @@ from moiety_wire.guides import CallForm, CallsForm, Guide, GuideKind
 ANY_OBJECT: Mapping[str, str] = {"type": "object"}
 
 
-def guide_of_calls(way: ToolFormat, offer: ToolOffer, special: Mapping[str, int]) -> Guide | None:
+def guide_of_calls(
+    way: ToolFormat, offer: ToolOffer, special: Mapping[str, int], free_ids: Sequence[int] = ()
+) -> Guide | None:
     """For a model that writes calls in this way; None where what stands within its calls is more than can be said.
-    `special`: the markers that are special tokens, with their ids. Tools that are not strict take any object."""
+    `special`: the markers that are added tokens, with their ids; `free_ids`: the added tokens that may stand in the
+    text beside calls. Tools that are not strict take any object."""
     if way.to_end is None:
         return None
     opener = way.markers[0] if way.marks_calls else ""
@@ -37,5 +40,6 @@ def guide_of_calls(way: ToolFormat, offer: ToolOffer, special: Mapping[str, int]
         must_call=offer.must_call,
         is_named=offer.must_call and name is not None,
         may_repeat=offer.max_calls is None,
+        free_ids=list(free_ids),
     )
     return Guide(GuideKind.CALLS, msgspec.json.encode(form).decode())

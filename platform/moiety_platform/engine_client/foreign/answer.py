@@ -18,7 +18,7 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, TokenLogprob, Tokens, TopLogprob
 from moiety_wire.notes import Phases, Reason
 
-FINISH_REASONS = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORT}  # all others are a stop
+OVERRUN = 8  # times the limit, by the tokenizer: such a server does not keep to it, however it splits text
 
 
 class Answer:
@@ -31,12 +31,13 @@ class Answer:
         if not submit.stopping.ignore_eos:
             self._stop_ids.update(eos_token_ids)
         self._clock = clock
-        self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
+        self._detokenizer = Detokenizer(tokenizer, submit.shown_ids, submit.marker_ids)
         self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought)
         self._min_tokens = submit.stopping.min_tokens
         self._limit = min(submit.stopping.max_tokens, submit.credit_tokens)
         self._num_output = 0
         self._num_resumed = 0
+        self._num_seen = 0  # output tokens, with those beyond the limit
         self._num_counted: int | None = None  # output tokens by the server's count, without resumed ones
         self._num_cached = 0
         self._withheld_ids: list[int] | None = []  # told without their text; None if not all of them are known
@@ -77,8 +78,13 @@ class Answer:
     @property
     def is_complete(self) -> bool:
         """Whether nothing that may still come belongs to it, although the server has not said that it is over."""
-        is_beyond = self._num_counted is not None and self._num_resumed + self._num_counted > self._limit
-        return self._finish is None and (self._stopped_by is not None or is_beyond)
+        return self._finish is None and (self._stopped_by is not None or self._is_beyond)
+
+    @property
+    def _is_beyond(self) -> bool:
+        """Whether the server goes on beyond the limit: its count and the tokenizer's say so, or the latter by far."""
+        is_counted = self._num_resumed + (self._num_counted or 0) > self._limit
+        return self._num_seen > OVERRUN * self._limit or (is_counted and self._num_seen >= self._limit)
 
     def resume(self) -> bool:
         """Take in the output that another engine has sent; whether that was all of it, and only its end was lost."""
@@ -87,7 +93,7 @@ class Answer:
             return False
         ends_by_token = token_ids[-1] in self._stop_ids and len(token_ids) > self._min_tokens
         self._text_of(token_ids[:-1] if ends_by_token else token_ids)
-        self._num_output = self._num_resumed = len(token_ids)
+        self._num_output = self._num_resumed = self._num_seen = len(token_ids)
         if ends_by_token:
             self._finish = FinishReason.STOP
         return ends_by_token or self._stopped_by is not None or self.num_left <= 0
@@ -99,16 +105,11 @@ class Answer:
 
     def take(self, piece: Piece) -> Tokens | None:
         """The message for a piece; None if it brings nothing. Raises BadAnswer."""
-        num_more = None
-        if piece.num_output_tokens is not None:
-            num_more = piece.num_output_tokens - (self._num_counted or 0)
-            if num_more < 0:
-                raise BadAnswer("the count of output tokens goes down")
-            self._num_counted = piece.num_output_tokens
+        num_more = self._count(piece.num_output_tokens)
         if piece.num_cached_tokens is not None:
             self._num_cached = min(piece.num_cached_tokens, len(self._submit.prompt_ids))
         if piece.finish is not None:
-            self._finish = FINISH_REASONS.get(piece.finish, FinishReason.STOP)
+            self._finish = piece.finish
         if self._stopped_by is not None:
             return None
         token_ids, text, logprobs = self._contents(piece, num_more)
@@ -141,27 +142,46 @@ class Answer:
         """The last message of one that was ended by this gateway."""
         return self._finished(FinishReason.ABORT, "")
 
+    def _count(self, num_output: int | None) -> int | None:
+        """How many tokens more than before the server counts; None where its count says nothing: it is told only at
+        the end, has not risen, or is 0 beside text."""
+        before = self._num_counted or 0
+        if num_output is None or num_output <= before:
+            return None
+        self._num_counted = num_output
+        return num_output - before
+
     def _contents(self, piece: Piece, num_more: int | None) -> tuple[list[int], str, list[PieceLogprob]]:
         """The ids, the text and the logprobs of a piece, without what is beyond the limit or a stop string."""
-        token_ids = piece.token_ids
+        token_ids, logprobs = piece.token_ids, piece.logprobs
+        if logprobs is None:
+            if self._submit.sampling.num_logprobs is not None:
+                raise BadAnswer("logprobs are not of OpenAI's form")
+            logprobs = []
         if piece.text is not None:
             are_told = token_ids is not None and num_more in (None, len(token_ids))
             if self._finder is not None and piece.finish is None:
                 self._withhold(piece.text, token_ids if are_told else None)
             if token_ids is None or not are_told:
                 token_ids = self._tokenizer.encode(piece.text) if piece.text else []
-            return token_ids[: self.num_left], self._search(piece.text, self._num_output), piece.logprobs
+            self._num_seen += len(token_ids)
+            return token_ids[: self.num_left], self._search(piece.text, self._num_output), logprobs
         assert token_ids is not None, "a piece has text or ids"
-        if num_more is not None and num_more != len(token_ids):
-            raise BadAnswer(f"{len(token_ids)} ids came where the count rose by {num_more}")
+        num_told = self._num_output - self._num_resumed + len(token_ids)
+        if num_more is not None and (self._num_counted or 0) > num_told:
+            raise BadAnswer(f"{num_told} ids came where the server counts {self._num_counted}")
+        self._num_seen += len(token_ids)
         token_ids = token_ids[: self.num_left]
         ends_by_token = (
-            bool(token_ids) and piece.finish == "stop" and piece.stop_string is None and token_ids[-1] in self._stop_ids
+            bool(token_ids)
+            and piece.finish is FinishReason.STOP
+            and piece.stop_string is None
+            and token_ids[-1] in self._stop_ids
         )
         text, num_shown = self._text_of(token_ids[:-1] if ends_by_token else token_ids)
         if self._stopped_by is not None:
             token_ids = token_ids[:num_shown]
-        return token_ids, text, piece.logprobs[: len(token_ids)]
+        return token_ids, text, logprobs[: len(token_ids)]
 
     def _text_of(self, token_ids: list[int]) -> tuple[str, int]:
         """(text, tokens up to and including the one that completes a stop string, or all of them)."""
@@ -217,9 +237,9 @@ class Answer:
 
     def _finished(self, reason: FinishReason, text: str, detail: str = "") -> Finished:
         submit = self._submit
-        num_output = self._num_output
-        if self._num_counted is not None and not self.is_complete:
-            num_output = min(self._num_resumed + self._num_counted, self._limit)
+        num_output, num_counted = self._num_output, self._num_resumed + (self._num_counted or 0)
+        if self._num_counted is not None and num_counted <= self._limit and not self.is_complete:
+            num_output = num_counted  # the server's; one beyond what it was asked for is not believed
         return Finished(
             request_id=submit.request_id,
             seq=self._next_seq(),

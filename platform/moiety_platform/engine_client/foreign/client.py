@@ -1,8 +1,9 @@
 """The client of one server of others: watched by a heartbeat, and a connection of its own for each request.
 
-The server is there while it answers its health endpoint. One that refuses gets no new requests, but those that it has
-may go on: a server that drains does that. One that is silent for the heartbeat's `silence_s` has lost them all. Knows
-nothing of routing or of what the tokens mean.
+The server is there while it answers its health endpoint, or while its streams flow. One that refuses gets no new
+requests, but those that it has may go on: a server that drains does that. One of which nothing is heard for the
+heartbeat's `silence_s` has lost them all. A stream that breaks ends itself alone. Knows nothing of routing or of what
+the tokens mean.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from moiety_platform.engine_addresses import ForeignAddress, Kind
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.foreign.answer import Answer
 from moiety_platform.engine_client.foreign.completions import Completions
+from moiety_platform.engine_client.foreign.content_encoding import NO_ENCODING
 from moiety_platform.engine_client.foreign.exchange import Exchange
 from moiety_platform.engine_client.foreign.figures import Figures
+from moiety_platform.engine_client.foreign.liveness import Liveness
 from moiety_platform.engine_client.foreign.llama_cpp import LlamaCpp
 from moiety_platform.engine_client.foreign.piece import Dialect
 from moiety_platform.engine_client.foreign.probe import Prober, Silent, Unwell
@@ -46,10 +49,10 @@ log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """How a server is watched: asked again so long after each answer, which is waited for so long. `silence_s` without
-    any loses its requests."""
+    an answer or a byte of a stream loses its requests."""
 
     interval_s: float = 1.0
-    timeout_s: float = 2.0
+    timeout_s: float = SILENCE_LIMIT_S
     silence_s: float = SILENCE_LIMIT_S
 
 
@@ -67,7 +70,7 @@ class ForeignEngineClient:
         self._heartbeat = heartbeat
         self._clock = clock
         self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=NO_ENCODING | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             timeout=httpx.Timeout(STREAM_SILENCE_S, connect=CONNECT_TIMEOUT_S, write=WRITE_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_S),
             follow_redirects=False,
@@ -87,7 +90,9 @@ class ForeignEngineClient:
         self._ends = Ends()
         self._admitted: dict[str, tuple[ServiceClass, int]] = {}  # ours, by class
         self._num_connections = 0
-        self._load_at_s = self._heard_at_s = self._since_s = clock.monotonic()
+        self._liveness = Liveness(clock, heartbeat.silence_s)
+        self._load_at_s = self._since_s = clock.monotonic()
+        self._has_broken = False  # a stream, since the server was last asked: it may have been restarted
         self._probe_now = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -152,6 +157,7 @@ class ForeignEngineClient:
         if not self._is_healthy:
             raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
         stream = EngineStream(submit, inbox, self._take)
+        stream.begins_by_output = True
         stream.credit_is_last = True  # such a server is told once how many tokens it may make
         answer = Answer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock)
         refusal = "adapters" if submit.adapter else self._dialect.refusal(submit)
@@ -163,7 +169,9 @@ class ForeignEngineClient:
             yield stream
             return
         url = self._address.root_url + self._dialect.path
-        exchange = Exchange(self._http, url, self._dialect, submit, answer, stream, self._suspect)
+        exchange = Exchange(
+            self._http, url, self._dialect, submit, answer, stream, self._clock, self._liveness.hear, self._suspect
+        )
         task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
         self._running[submit.request_id] = stream, answer, task
         name = submit.service.name
@@ -207,19 +215,21 @@ class ForeignEngineClient:
                     await self._probe_now.wait()
 
     async def _probe(self) -> None:
+        has_broken, self._has_broken = self._has_broken, False
         try:
             await self._prober.check_health()
-            self._heard_at_s = self._clock.monotonic()
-            card = None if self._is_healthy else await self._prober.card()
+            self._liveness.hear()
+            card = None if self._is_healthy and not has_broken else await self._prober.card()
             self._figures = await self._prober.figures()
             self._note_load()
             if card is not None:
                 self._connected(card)
         except Unwell as error:
-            self._heard_at_s = self._clock.monotonic()
+            self._liveness.hear()
             self._lost(str(error))
         except Silent as error:
-            if self._clock.monotonic() - self._heard_at_s > self._heartbeat.silence_s:
+            self._has_broken |= has_broken
+            if self._liveness.is_lost:
                 self._lost(str(error))
                 self._fail_all()
 
@@ -239,8 +249,9 @@ class ForeignEngineClient:
             self._on_change()
 
     def _suspect(self, reason: str) -> None:
-        """A connection has broken: nothing new goes there before the server has answered again."""
-        self._lost(reason)
+        """A connection has broken: the server is asked at once whether it is there. The others may be well."""
+        log.warning("engine_connection_broken", engine=self.address, reason=reason, num_streams=len(self._running))
+        self._has_broken = True
         self._probe_now.set()
 
     def _fail_all(self) -> list[asyncio.Task[None]]:

@@ -9,13 +9,16 @@ from typing import Any
 import msgspec
 
 from moiety_platform.engine_addresses import ForeignAddress, Kind
-from moiety_platform.engine_client.foreign.failures import error_of
+from moiety_platform.engine_client.foreign.failures import ended_by_error, error_of_event
 from moiety_platform.engine_client.foreign.piece import (
+    FAILED_FINISH,
+    FINISH_REASONS,
     BadAnswer,
     Piece,
     PieceLogprob,
     Token,
     are_ids,
+    count_of,
     form_refusal,
     sent_stops,
 )
@@ -117,31 +120,34 @@ class Completions:
     def read(self, event: dict[str, Any]) -> Piece | PlatformError:
         error = event.get("error")
         if error is not None:
-            code = error.get("code") if isinstance(error, dict) else None
-            return error_of(code if isinstance(code, int) else 500, error)
-        num_output, num_cached = _counts(event.get("usage"))
-        choices = event.get("choices")
-        if not isinstance(choices, list) or len(choices) > 1:
+            return error_of_event(error)
+        usage = event.get("usage")
+        num_output, num_cached = _counts(usage)
+        choices = event.get("choices") or None
+        if choices is not None and (not isinstance(choices, list) or len(choices) > 1):
             raise BadAnswer("an event has no list of one choice")
-        if not choices:
-            return Piece(text="", num_output_tokens=num_output, num_cached_tokens=num_cached)
+        if choices is None or choices == [None]:
+            is_usage = isinstance(usage, dict)
+            return Piece(text="", num_output_tokens=num_output, num_cached_tokens=num_cached, is_usage=is_usage)
         choice = choices[0]
         if not isinstance(choice, dict):
             raise BadAnswer("a choice is no object")
         text, token_ids = choice.get("text"), choice.get("token_ids")
         if token_ids is not None and not are_ids(token_ids):
             raise BadAnswer("token_ids is no list of ids")
-        if token_ids is None and not isinstance(text, str):
-            raise BadAnswer("a choice has neither text nor token_ids")
-        stopped = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's word and SGLang's
+        if not isinstance(text, str | None):
+            raise BadAnswer("the text of a choice is no string")
         finish = choice.get("finish_reason")
+        if isinstance(finish, str) and finish in FAILED_FINISH:
+            return ended_by_error(finish)
+        stopped = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's word and SGLang's
         return Piece(
-            text=text if token_ids is None else None,
+            text=text or "" if token_ids is None else None,
             token_ids=token_ids,
             logprobs=_logprobs(choice.get("logprobs")),
             num_output_tokens=num_output,
             num_cached_tokens=num_cached,
-            finish=finish if isinstance(finish, str) else None,
+            finish=FINISH_REASONS.get(finish) if isinstance(finish, str) else None,
             stop_string=stopped if isinstance(stopped, str) else None,
         )
 
@@ -167,18 +173,10 @@ def _counts(usage: Any) -> tuple[int | None, int | None]:
         return None, None
     details = usage.get("prompt_tokens_details")
     num_cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return _count(usage.get("completion_tokens")), _count(num_cached)
+    return count_of(usage.get("completion_tokens")), count_of(num_cached)
 
 
-def _count(value: Any) -> int | None:
-    if value is None:
-        return None
-    if type(value) is not int or value < 0:
-        raise BadAnswer("a count of tokens is no number")
-    return value
-
-
-def _logprobs(found: Any) -> list[PieceLogprob]:
+def _logprobs(found: Any) -> list[PieceLogprob] | None:
     """OpenAI's lists beside each other: tokens, their logprobs, and a map of the best for each."""
     if found is None:
         return []
@@ -189,8 +187,8 @@ def _logprobs(found: Any) -> list[PieceLogprob]:
             PieceLogprob(_token(token), float(value), _best(top or {}))
             for token, value, top in zip(tokens, values, tops, strict=True)
         ]
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as exc:
-        raise BadAnswer("logprobs are not of OpenAI's form") from exc
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
 
 
 def _best(top: Mapping[str, float]) -> list[tuple[Token, float]]:

@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 
 from moiety_platform.engine_addresses import ForeignAddress
-from moiety_platform.engine_client.foreign.failures import error_of
-from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, are_ids, form_refusal, sent_stops
+from moiety_platform.engine_client.foreign.failures import error_of_event
+from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, are_ids, count_of, form_refusal, sent_stops
 from moiety_platform.errors import PlatformError
 from moiety_wire.guides import GuideKind
-from moiety_wire.messages import Submit
+from moiety_wire.messages import FinishReason, Submit
 
 _FORMS = frozenset({GuideKind.JSON_OBJECT, GuideKind.JSON_SCHEMA})
-FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
+FINISH = {"eos": FinishReason.STOP, "word": FinishReason.STOP, "limit": FinishReason.LENGTH}
 SEEDS = 2**32 - 1  # the largest stands for any
 LAST_FIELDS = ["content", "tokens_predicted", "stop", "stop_type", "stopping_word", "timings"]  # not the prompt again
 
@@ -69,12 +69,11 @@ class LlamaCpp:
     def read(self, event: dict[str, Any]) -> Piece | PlatformError:
         error = event.get("error")
         if error is not None:
-            code = error.get("code") if isinstance(error, dict) else None
-            return error_of(code if isinstance(code, int) else 500, error)
-        text, num_output = event.get("content"), event.get("tokens_predicted")
-        if not isinstance(text, str) or type(num_output) is not int or num_output < 0:
-            raise BadAnswer("an event lacks content or tokens_predicted")
-        if not event.get("stop"):
+            return error_of_event(error)
+        text, num_output = event.get("content"), count_of(event.get("tokens_predicted"))
+        if event.get("stop") is not True:
+            if not isinstance(text, str):
+                raise BadAnswer("an event lacks content")
             token_ids = event.get("tokens")
             if not token_ids or not are_ids(token_ids):
                 token_ids = None
@@ -84,10 +83,10 @@ class LlamaCpp:
         timings = event.get("timings")
         num_cached = timings.get("cache_n") if isinstance(timings, dict) else None
         return Piece(
-            text=text,
+            text=text if isinstance(text, str) else "",
             num_output_tokens=num_output,
-            num_cached_tokens=num_cached if type(num_cached) is int and num_cached >= 0 else None,
-            finish=FINISH.get(stop_type, "stop") if isinstance(stop_type, str) else "stop",
+            num_cached_tokens=count_of(num_cached),
+            finish=FINISH.get(stop_type) if isinstance(stop_type, str) else None,
             stop_string=stopped if isinstance(stopped, str) and stopped else None,
             is_last=True,
         )

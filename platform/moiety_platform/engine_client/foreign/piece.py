@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 from moiety_platform.errors import PlatformError
 from moiety_wire.guides import GuideKind
-from moiety_wire.messages import Stopping, Submit
+from moiety_wire.messages import FinishReason, Stopping, Submit
 
 Token = int | str  # an id, or the text where the server tells no id
 
 
-MAX_ID = 2**31 - 1
+MAX_ID = MAX_COUNT = 2**31 - 1
+MAX_DIGITS = 10
+FINISH_REASONS: Mapping[str, FinishReason] = {  # by the words of servers; a word that is not here is no end
+    **dict.fromkeys(
+        ("stop", "eos", "eos_token", "stop_sequence", "stop_token", "end_turn", "tool_calls", "function_call"),
+        FinishReason.STOP,
+    ),
+    **dict.fromkeys(("length", "max_tokens", "max_output_tokens", "model_length"), FinishReason.LENGTH),
+    **dict.fromkeys(("content_filter", "safety", "sensitive", "refusal"), FinishReason.CONTENT_FILTER),
+}
+FAILED_FINISH = frozenset({"error", "abort", "aborted", "cancelled", "canceled", "timeout"})
 
 
 class BadAnswer(Exception):
@@ -30,21 +40,31 @@ class PieceLogprob:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What one event says. `text` None means that it is to be made of the ids; `token_ids` None, that they are not
-    told. Counts are totals of this very request."""
+    told. Counts are totals of this very request. `logprobs` None means that they cannot be read."""
 
     text: str | None = None
     token_ids: list[int] | None = None
-    logprobs: list[PieceLogprob] = field(default_factory=list)
+    logprobs: list[PieceLogprob] | None = field(default_factory=list)
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
-    finish: str | None = None  # in OpenAI's words: stop, length; abort
+    finish: FinishReason | None = None  # as far as it is known
     stop_string: str | None = None  # that made it stop
     is_last: bool = False
+    is_usage: bool = False  # the counts alone, which follow the finish reason
 
 
 def are_ids(value: Any) -> TypeGuard[list[int]]:
     """Whether it is a list of what may be tokens."""
     return isinstance(value, list) and all(type(one) is int and 0 <= one <= MAX_ID for one in value)
+
+
+def count_of(value: Any) -> int | None:
+    """A number of tokens, as an integer, a float or a string of digits; None for what is none."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS:
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if type(value) is int and 0 <= value <= MAX_COUNT else None
 
 
 def sent_stops(stopping: Stopping) -> list[str]:

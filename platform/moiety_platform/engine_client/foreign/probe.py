@@ -9,7 +9,10 @@ import httpx
 import msgspec
 
 from moiety_platform.engine_addresses import ForeignAddress, Kind
+from moiety_platform.engine_client.foreign.content_encoding import content_of
+from moiety_platform.engine_client.foreign.events import BOM
 from moiety_platform.engine_client.foreign.figures import NAMES, Figures, read_figures
+from moiety_platform.engine_client.foreign.piece import BadAnswer, count_of
 from moiety_text.folder import TextModel, read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import Card
@@ -64,7 +67,7 @@ class Prober:
             max_context_tokens=await self._context_tokens(model),
             vocab_size=self.tokenizer.vocab_size,
             max_num_logprobs=self._max_num_logprobs,
-            created_unix_s=created if type(created) is int else 0,
+            created_unix_s=count_of(created) or 0,
             dtype="unknown",
             device="unknown",
             extensible=False,
@@ -96,14 +99,14 @@ class Prober:
             props = await self._get_json("/props")
             settings = props.get("default_generation_settings") if isinstance(props, dict) else None
             told = settings.get("n_ctx") if isinstance(settings, dict) else None
-        known = [n for n in (told, self._address.context_tokens) if type(n) is int and n > 1]
+        known = [n for n in (count_of(told), self._address.context_tokens) if n is not None and n > 1]
         if not known:
             raise Unwell("does not say the length of its context; add context=TOKENS to its address")
         return min(known)
 
     def _find(self, answer: Any) -> dict[str, Any]:
         """The model among those that are served. llama.cpp serves one, and calls it by its file's name."""
-        listed = answer.get("data") if isinstance(answer, dict) else None
+        listed = answer.get("data") if isinstance(answer, dict) else answer
         models = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         named = [one for one in models if one.get("id") == self._address.model]
         if named:
@@ -115,8 +118,8 @@ class Prober:
 
     async def _get_json(self, path: str) -> Any:
         try:
-            return msgspec.json.decode(await self._get(path))
-        except msgspec.DecodeError as error:
+            return msgspec.json.decode((await self._get(path)).removeprefix(BOM))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Unwell(f"answers {path} with what is not JSON") from error
 
     async def _get(self, path: str) -> bytes:
@@ -130,11 +133,13 @@ class Prober:
                 if response.status_code != 200:
                     raise Unwell(f"answers {path} with status {response.status_code}")
                 body = bytearray()
-                async for chunk in response.aiter_raw():
+                async for chunk in content_of(response):
                     body += chunk
                     if len(body) > MAX_ANSWER_BYTES:
                         raise Unwell(f"answers {path} with more than {MAX_ANSWER_BYTES} bytes")
                 return bytes(body)
+        except BadAnswer as error:
+            raise Unwell(f"answers {path} with what cannot be read: {error}") from error
         except (TimeoutError, httpx.TimeoutException) as error:
             raise Silent(f"did not answer {path} within {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:

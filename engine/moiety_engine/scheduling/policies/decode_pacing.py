@@ -1,0 +1,80 @@
+"""Which decoding requests are part of the next step, so that worse ranks do not slow the best rank down.
+
+One step gives each request in it one token, and takes longer the more requests it has. Where a step with all of them
+would take longer than the best rank's promises allow, requests of worse ranks take turns. The best rank is in every
+step. A fixed part of the worse ranks is in every step as well, which bounds how long each of them waits for a token.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from itertools import accumulate
+
+from moiety_engine.scheduling.plan import Chunk
+from moiety_engine.scheduling.policies.pace import Pace
+from moiety_engine.scheduling.policies.tuning import Tuning
+from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
+
+
+class DecodePacing:
+    """Choose the decodes of a step."""
+
+    def __init__(self, tuning: Tuning, pace: Pace, step_time: StepTimeModel) -> None:
+        self._tuning = tuning
+        self._pace = pace
+        self._step_time = step_time
+        self.limit_s = math.inf  # of the newest step, where worse ranks are held to the best rank's pace
+
+    def select(self, decoding: list[Chunk]) -> list[Chunk]:
+        """Return the chunks that decode in the next step, in the order given.
+
+        All chunks are returned where the step is predicted to be short enough, or where only the best rank decodes.
+        Otherwise O(n log n) in the number of chunks.
+        """
+        pace, self.limit_s = self._pace, math.inf
+        if pace.best_tpot_s == math.inf and pace.best_ttft_s == math.inf:
+            return decoding
+        best_rank = pace.best_rank
+        best = [chunk for chunk in decoding if chunk.sequence.service.rank <= best_rank]
+        limit_s = self._longest_decode_s(best_decodes=bool(best))
+        if any(chunk.sequence.next_due_s == math.inf for chunk in best):  # late: no deadline bounds the step
+            self.limit_s = limit_s
+        if len(best) == len(decoding):
+            return decoding
+        num_rows, context = len(decoding), sum([chunk.sequence.num_computed for chunk in decoding])
+        if self._step_time.predict_s(StepShape(num_rows, 0, context)) <= limit_s:
+            return decoding
+        worse = [chunk for chunk in decoding if chunk.sequence.service.rank > best_rank]
+        worse.sort(key=self._wanted_at_s)
+        num_taken = max(self._num_that_fit(best, worse, limit_s), self._least_of(len(worse)))
+        if num_taken == len(worse):
+            return decoding
+        self.limit_s = limit_s
+        taken = {chunk.sequence for chunk in worse[:num_taken]}
+        return [c for c in decoding if c.sequence.service.rank <= best_rank or c.sequence in taken]
+
+    def _longest_decode_s(self, *, best_decodes: bool) -> float:
+        """Return how long a step may take: a part of the best rank's promised pace while that rank decodes, else a part
+        of its promised first token, since whoever comes meanwhile waits for the step to end."""
+        to_first_token_s = self._tuning.tight_ttft_part * self._pace.best_ttft_s
+        if not best_decodes:
+            return to_first_token_s
+        return min(self._tuning.decode_part * self._pace.best_tpot_s, to_first_token_s)
+
+    def _num_that_fit(self, best: list[Chunk], worse: list[Chunk], limit_s: float) -> int:
+        num_best, best_context = len(best), sum([chunk.sequence.num_computed for chunk in best])
+        contexts = list(accumulate((chunk.sequence.num_computed for chunk in worse), initial=best_context))
+
+        def predict_s(count: int) -> float:
+            return self._step_time.predict_s(StepShape(num_best + count, 0, contexts[count]))
+
+        return max(0, bisect_right(range(len(contexts)), limit_s, key=predict_s) - 1)
+
+    def _least_of(self, num_worse: int) -> int:
+        return math.ceil(self._tuning.least_decode_part * num_worse)
+
+    def _wanted_at_s(self, chunk: Chunk) -> float:
+        """Return when the request's next token is due; where none is due, a fixed time after its newest token."""
+        sequence = chunk.sequence
+        return min(sequence.next_due_s, sequence.last_token_s + self._tuning.unpromised_token_s)

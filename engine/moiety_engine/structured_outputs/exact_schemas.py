@@ -1,0 +1,218 @@
+"""JSON schemas as the grammar library keeps them exactly: the rest is rewritten, or refused with its place.
+
+Every document that a rewritten schema lets through satisfies the client's schema. Some of those that do are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from math import lcm
+from typing import Any
+
+import msgspec
+
+from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part, with_exact_numbers
+from moiety_engine.structured_outputs.formats import PATTERNS
+from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
+
+MAX_COEFFICIENT = 2**32 - 1  # of a multiple, in the library
+MAX_POINTER_CHARS = 200
+ESCAPES = 'nrbtf\\"'  # letters after a backslash in strings, without those of characters by their numbers
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_DATA = ("const", "enum")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "draft/2019-09")
+_MERGING = ("allOf", "anyOf", "oneOf", "$ref")
+
+
+@dataclass(frozen=True, slots=True)
+class ExactSchema:
+    """A schema for the library, and which escapes its strings may have; None for all that it knows."""
+
+    schema: dict[str, Any]
+    allowed_escapes: str | None
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """What the library is to be told beside the schema."""
+        escapes = {} if self.allowed_escapes is None else {"json_allowed_escapes": self.allowed_escapes}
+        return {"lenient": False, "coerce_one_of": False, **escapes, **more}
+
+    def encode(self, **options: Any) -> str:
+        """Return the schema as JSON, with options within it if there are any."""
+        return msgspec.json.encode(self.schema | ({"x-guidance": options} if options else {})).decode()
+
+
+def exact_schema_of(text: str) -> ExactSchema:
+    """Return a schema that is sent as text. Raises GuideRefused, and ValueError and RecursionError where it is none."""
+    return exact_schema(decode_exactly(text))
+
+
+def exact_schema(decoded: Any) -> ExactSchema:
+    """Return a schema decoded by `decode_exactly`. Raises GuideRefused with the JSON pointer of what cannot be kept."""
+    if isinstance(decoded, bool):
+        decoded = {} if decoded else {"enum": []}
+    if not isinstance(decoded, dict):
+        raise GuideRefused("a JSON schema is an object")
+    _check_text(decoded, "")
+    rewriting = _Rewriting(_is_old(decoded))
+    found = rewriting.rewrite(with_exact_numbers(decoded), "")
+    rewriting.check_multiples()
+    return ExactSchema(found, ESCAPES if rewriting.has_free_names else None)
+
+
+@dataclass(slots=True)
+class _Rewriting:
+    """One pass over a schema."""
+
+    is_old: bool  # written for a draft before 2020-12
+    has_free_names: bool = False  # beside names with a schema of their own
+    has_merged: bool = False  # schemas that apply to one value together
+    multiples: dict[Decimal, str] = field(default_factory=dict)  # with a place of each
+
+    def rewrite(self, schema: Any, pointer: str) -> Any:
+        if isinstance(schema, list):
+            return [self.rewrite(one, f"{pointer}/{at}") for at, one in enumerate(schema)]
+        if not isinstance(schema, Mapping):
+            return schema
+        found: dict[str, Any] = {}
+        for key, value in schema.items():
+            at = f"{pointer}/{pointer_part(key)}"
+            if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+                found[key] = {name: self.rewrite(one, f"{at}/{pointer_part(name)}") for name, one in value.items()}
+            elif key in _DATA:
+                found[key] = value
+            else:
+                found[key] = self.rewrite(value, at)
+        self.has_merged = self.has_merged or any(key in found for key in _MERGING)
+        for key in _COUNTS:
+            if isinstance(count := found.get(key), float) and count.is_integer():
+                found[key] = int(count)  # 2.0 is a whole number to JSON Schema
+        self._check_keywords(found, pointer)
+        self._note_names(found)
+        _rewrite_strings(found, pointer)
+        if found.get("uniqueItems") is False:
+            del found["uniqueItems"]  # its default, which the library refuses when it is written out
+        return found
+
+    def _check_keywords(self, schema: Mapping[str, Any], pointer: str) -> None:
+        if "x-guidance" in schema:
+            raise _refused(f"{pointer}/x-guidance", "options of the grammar library are not taken", "leave it out")
+        if "additionalItems" in schema and not isinstance(schema.get("items"), list) and "prefixItems" in schema:
+            told = "it has no meaning beside 'prefixItems'", "use 'items' for what follows them"
+            raise _refused(f"{pointer}/additionalItems", *told)
+        if "prefixItems" in schema and (self.is_old or isinstance(schema.get("items"), list)):
+            told = "it is a keyword of the draft 2020-12, and this schema is of an older one", "use one draft"
+            raise _refused(f"{pointer}/prefixItems", *told)
+        self._check_least_properties(schema, pointer)
+        multiple = schema.get("multipleOf")
+        if isinstance(multiple, int | float) and not isinstance(multiple, bool):
+            self._note_multiple(multiple, f"{pointer}/multipleOf")
+
+    @staticmethod
+    def _check_least_properties(schema: Mapping[str, Any], pointer: str) -> None:
+        """Names that are free may repeat, and then count once."""
+        least, required = schema.get("minProperties"), schema.get("required")
+        if not isinstance(least, int) or (schema.get("additionalProperties") is False and not _named(schema)):
+            return
+        num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+        if least - num_required > 1:
+            told = f"more than one property beyond the {num_required} in 'required' would have a name that is free"
+            raise _refused(f"{pointer}/minProperties", told, "name them in 'required', or lower the number")
+
+    def _note_names(self, schema: Mapping[str, Any]) -> None:
+        """Where names are free beside others, one of those could be spelled by escape sequences and be taken for
+        free."""
+        has_names = any(schema.get(key) for key in ("properties", "patternProperties", "required"))
+        self.has_free_names = self.has_free_names or (has_names and schema.get("additionalProperties") is not False)
+
+    def _note_multiple(self, multiple: int | float, pointer: str) -> None:
+        exact = abs(Decimal(repr(multiple)))
+        if exact == 0:
+            raise _refused(pointer, "0 has no multiples", "use a number above it")
+        if _as_the_library_reads(float(multiple)) != exact:
+            told = f"multiples of {multiple} are not computed exactly"
+            raise _refused(pointer, told, "use a number with fewer digits, or an integer of a smaller unit")
+        self.multiples.setdefault(exact, pointer)
+
+    def check_multiples(self) -> None:
+        """The library computes the least common multiple of two that apply together in 32 bits."""
+        if not self.has_merged or len(self.multiples) < 2:
+            return
+        digits = max(0, *(-int(one.as_tuple().exponent) for one in self.multiples))
+        coefficients = [int(one.scaleb(digits)) for one in self.multiples]
+        if lcm(*coefficients) * max(coefficients) > MAX_COEFFICIENT or 10**digits > MAX_COEFFICIENT:
+            told = "its common multiples with others of this schema are not computed exactly"
+            raise _refused(
+                next(reversed(self.multiples.values())), told, "use smaller numbers, or fewer different ones"
+            )
+
+
+def _rewrite_strings(schema: dict[str, Any], pointer: str) -> None:
+    """Formats become patterns, where the library takes them more loosely than validators do, and patterns those that
+    every dialect reads alike."""
+    pattern, name = schema.get("pattern"), schema.get("format")
+    if isinstance(pattern, str):
+        try:
+            schema["pattern"] = exact_pattern(pattern)
+        except GuideRefused as exc:
+            raise GuideRefused(f"{pointer[:MAX_POINTER_CHARS]}/pattern: {exc}") from exc
+    by_name = schema.get("patternProperties")
+    if isinstance(by_name, Mapping):
+        schema["patternProperties"] = dict(_with_exact_names(by_name, f"{pointer}/patternProperties"))
+    if isinstance(name, str) and name in PATTERNS:
+        del schema["format"]
+        if "pattern" in schema:
+            also = schema.get("allOf")
+            schema["allOf"] = [*(also if isinstance(also, list) else ()), {"pattern": PATTERNS[name]}]
+        else:
+            schema["pattern"] = PATTERNS[name]
+
+
+def _with_exact_names(schemas: Mapping[str, Any], pointer: str) -> Iterable[tuple[str, Any]]:
+    for pattern, schema in schemas.items():
+        try:
+            yield exact_name_pattern(pattern), schema
+        except GuideRefused as exc:
+            raise GuideRefused(f"{pointer[:MAX_POINTER_CHARS]}/{pointer_part(pattern)[:64]}: {exc}") from exc
+
+
+def _as_the_library_reads(multiple: float) -> Decimal | None:
+    """Return a multiple as the library has it, which moves the point until no digits are behind it; None where it
+    refuses that."""
+    value, digits = abs(multiple), 0
+    while value % 1 != 0:
+        value, digits = value * 10.0, digits + 1
+    return Decimal(int(value)).scaleb(-digits) if value <= MAX_COEFFICIENT else None
+
+
+def _named(schema: Mapping[str, Any]) -> bool:
+    return bool(schema.get("patternProperties"))
+
+
+def _is_old(schema: Mapping[str, Any]) -> bool:
+    draft = schema.get("$schema")
+    return isinstance(draft, str) and any(old in draft for old in _OLD_DRAFTS)
+
+
+def _check_text(value: Any, pointer: str) -> None:
+    """Half of a surrogate pair stands for no character. Raises GuideRefused."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as exc:
+            raise _refused(pointer, "it holds half of a surrogate pair", "send valid Unicode") from exc
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            at = f"{pointer}/{pointer_part(key).encode(errors='replace').decode()}"
+            _check_text(key, at)
+            _check_text(one, at)
+    elif isinstance(value, list):
+        for at_index, one in enumerate(value):
+            _check_text(one, f"{pointer}/{at_index}")
+
+
+def _refused(pointer: str, why: str, advice: str) -> GuideRefused:
+    return GuideRefused(f"{pointer[:MAX_POINTER_CHARS]}: {why}; {advice}")

@@ -1,0 +1,239 @@
+"""Complaints of the grammar library about expressions and grammars, as sentences for clients: where, why, what to do.
+
+The library tells the place within a text that it has rewritten. Here it is told within the client's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from moiety_wire.guides import GuideKind
+
+MAX_TOLD_CHARS = 500
+EXCERPT_CHARS = 24  # on each side of a place
+ENDLESS = "nothing can ever fulfil it, for instance since it refers to itself without an end"
+
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_PARSE_ERROR = re.compile(r"regex parse error:\n    (?P<text>.*)\n    (?P<marks>[ ^]*\^)[ ^]*\nerror: (?P<why>.*)")
+_UNSUPPORTED = re.compile(r"lookarounds not supported yet; (?P<what>\w+) in regex")
+_INVALID_REGEX = re.compile(r'invalid regex "(?P<text>(?:\\.|[^"\\])*)"')
+_UNKNOWN_NAME = re.compile(r'unknown name: "(?P<name>[^"]*)"')
+_BAD_ESCAPE = re.compile(r'"(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})|[^"\\\n])*(?P<escape>\\[^\n]?)')
+_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|//.*')
+_EMBEDDED_SCHEMA = re.compile(r"%json\s*")
+_QUOTED_SINGLY = re.compile(r"'[^'\n]*'")
+
+# the library's words, how they are told, and what to do
+_EXPRESSION_FAULTS = (
+    ("unclosed group", "the group is not closed", "add ')', or write '\\(' for the character"),
+    ("unopened group", "no group is open", "remove ')', or write '\\)' for the character"),
+    ("unclosed character class", "the character class is not closed", "add ']', or write '\\[' for the character"),
+    ("unrecognized escape sequence", "the escape sequence is not known", "write '\\\\' for a backslash"),
+    ("look-around", "look-ahead and look-behind are not supported", "write out what the answer may be"),
+    ("backreferences", "back-references are not supported", "write the group's expression again"),
+    ("repetition operator missing", "there is nothing to repeat", "put '\\' before it for the character"),
+    ("invalid repetition count range", "the repetition's least count is above its most", "exchange the two"),
+    ("repetition quantifier expects", "the repetition has no least count", "write {0,n}, or '\\{' for the character"),
+    ("repetition quantifier", "the repetition is not closed", "write {n} or {n,m}, or '\\{' for the character"),
+    ("decimal literal invalid", "the repetition's count is too large", "use a smaller one"),
+    ("Unicode property not found", "the Unicode property is not known", "use one of Unicode's own, such as \\p{L}"),
+    ("invalid character class range", "the range begins after its end", "exchange its ends"),
+    ("invalid range boundary", "a range of characters cannot end in a class", "put '-' first or last, or write '\\-'"),
+    ("duplicate capture group name", "two groups have the same name", "leave one out"),
+    ("unrecognized flag", "the kind of group is not known", "use (?:…) for a group without a name"),
+    ("pattern can match invalid UTF-8", "it matches bytes that are no UTF-8", "leave (?-u) out"),
+)
+_ASSERTIONS = {  # the library's names of them, with what to search for
+    "Start": r"\^|\\A",
+    "End": r"\$|\\z",
+    "StartLF": r"\^",
+    "EndLF": r"\$",
+    "StartCRLF": r"\^",
+    "EndCRLF": r"\$",
+    "WordUnicode": r"\\b",
+    "WordAscii": r"\\b",
+    "WordUnicodeNegate": r"\\B",
+    "WordAsciiNegate": r"\\B",
+}
+_ANCHOR_ADVICE = "leave it out: the whole answer has to match"
+_BOUNDARY_ADVICE = "write out the characters that may stand there"
+
+
+def told_error(kind: GuideKind, text: str, error: str) -> str:
+    """One sentence about a grammar that was refused. `text` is the client's."""
+    error = error.replace("<non-verbose/>", "").strip()
+    if error.startswith("NoExtension"):
+        return ENDLESS
+    if kind is GuideKind.REGEX:
+        told = _told_of_expression(text, error, "")
+    elif kind is GuideKind.GRAMMAR:
+        told = _told_of_grammar(text, error)
+    elif match := _PARSE_ERROR.search(error):
+        told = _told_of_expression(match["text"], error, "")
+    else:
+        told = None
+    return (told or error.split("\n")[0])[:MAX_TOLD_CHARS]
+
+
+def dangling_backslash(expression: str) -> str:
+    """Why an expression that ends with half of an escape sequence is refused; "" if it does not. The library would
+    take the delimiter after it for the other half."""
+    num_backslashes = len(expression) - len(expression.rstrip("\\"))
+    if num_backslashes % 2 == 0:
+        return ""
+    where = excerpt(expression, len(expression) - 1)
+    return f"at character {len(expression)} ({where}): a backslash escapes nothing; write '\\\\' for a backslash"
+
+
+def excerpt(text: str, index: int) -> str:
+    """The surroundings of a place on its line, with a mark before it."""
+    begin = text.rfind("\n", 0, index) + 1
+    end = text.find("\n", index)
+    end = len(text) if end < 0 else end
+    first, last = max(begin, index - EXCERPT_CHARS), min(end, index + EXCERPT_CHARS)
+    before = ("…" if first > begin else "") + text[first:index]
+    return f"{before}⟶{text[index:last]}{'…' if last < end else ''}"
+
+
+def _told_of_expression(expression: str, error: str, where: str) -> str | None:
+    """`where` is that of the expression itself, if it is a part of a grammar."""
+    found = _place_in_expression(expression, error)
+    if found is None:
+        return None
+    index, why, advice = found
+    place = f"at character {index + 1} of the expression" if where else f"at character {index + 1}"
+    return f"{where}{place} ({excerpt(expression, index)}): {why}; {advice}"
+
+
+def _place_in_expression(expression: str, error: str) -> tuple[int, str, str] | None:
+    """(index, what is wrong, what to do)."""
+    if match := _PARSE_ERROR.search(error):
+        column = match["marks"].index("^")
+        index = min(_original_index(expression, match["text"], column), max(0, len(expression) - 1))
+        for words, why, advice in _EXPRESSION_FAULTS:
+            if words in match["why"]:
+                return index, why, advice
+        return index, match["why"], "write it otherwise"
+    if match := _UNSUPPORTED.search(error):
+        advice = _BOUNDARY_ADVICE if match["what"].startswith("Word") else _ANCHOR_ADVICE
+        why = "word boundaries are not supported" if match["what"].startswith("Word") else "an anchor cannot stand here"
+        wanted = _ASSERTIONS.get(match["what"], r"\\[<>bB]")
+        for index, piece in _pieces(expression):
+            may_stand = index == 0 if match["what"] == "Start" else index + len(piece) == len(expression)
+            if re.fullmatch(wanted, piece) and not (may_stand and match["what"] in ("Start", "End")):
+                return index, why, advice
+        return 0, why, advice
+    return None
+
+
+def _pieces(expression: str) -> Iterator[tuple[int, str]]:
+    """Characters and escape sequences outside of character classes, with their places."""
+    is_class = False
+    for match in re.finditer(r"\\.|.", expression, re.DOTALL):
+        if match[0] == "[":
+            is_class = True
+        elif match[0] == "]":
+            is_class = False
+        elif not is_class:
+            yield match.start(), match[0]
+
+
+def _original_index(expression: str, rewritten: str, column: int) -> int:
+    """The place in the client's expression for one in the library's, which escapes slashes and line ends."""
+    if rewritten == expression:
+        return column
+    index = 0
+    for match in re.finditer(r"\\.|.", rewritten, re.DOTALL):
+        if match.end() > column or index >= len(expression):
+            break
+        is_kept = expression.startswith(match[0], index)
+        index += len(match[0]) if is_kept else 1
+    return index
+
+
+def _told_of_grammar(text: str, error: str) -> str | None:
+    match = _PLACE.match(error)
+    if match is None:
+        return _told_of_the_whole(text, error)
+    line, column, why = int(match[1]), int(match[2]), error[match.end() :]
+    lines = text.rstrip("\n").split("\n")
+    line = min(line, len(lines))  # the library adds a line
+    begin = sum(len(one) + 1 for one in lines[: line - 1])
+    index = min(begin + column - 1, len(text))
+    if invalid := _INVALID_REGEX.search(why):
+        return _told_of_expression_in_grammar(text, begin, invalid, why)
+    advice = ""
+    if unknown := _UNKNOWN_NAME.search(why):
+        index = _find_name(text, unknown["name"], index)
+        why, advice = f"no rule or terminal has the name {unknown['name']!r}", "define it on a line of its own"
+    elif why.startswith("lexer error"):
+        index, why, advice = _unreadable(text, begin, lines[line - 1], index)
+    else:
+        index = min(begin + len(lines[line - 1]), index)
+        if "'TOKEN_NAME'" in why or "'rule_name'" in why:
+            advice = "names of rules are in small letters, those of terminals in capitals"
+        why = re.sub(r" \(at .*$", "", why.split("\n")[0]).replace("found '\\n'", "found the end of the line")
+    return f"{_place(text, index)}: {why}{'; ' + advice if advice else ''}"
+
+
+def _told_of_the_whole(text: str, error: str) -> str | None:
+    if error.startswith("no start rule"):
+        return "no rule has the name 'start', with which every answer begins; define it, as in `start: …`"
+    if not error.startswith('failed to parse "%json"'):
+        return None
+    for found in _EMBEDDED_SCHEMA.finditer(text):
+        try:
+            json.JSONDecoder().raw_decode(text, found.end())
+        except ValueError as exc:
+            index = min(exc.pos, len(text)) if isinstance(exc, json.JSONDecodeError) else found.end()
+            return f"{_place(text, index)}: what follows %json is no JSON; write a JSON schema there"
+    return None
+
+
+def _told_of_expression_in_grammar(text: str, begin: int, invalid: re.Match[str], why: str) -> str | None:
+    expression = _unescaped(invalid["text"])
+    if parsed := _PARSE_ERROR.search(why):
+        expression = parsed["text"]
+    at = text.find(f"/{expression}/", begin)
+    index = begin if at < 0 else at
+    return _told_of_expression(expression, why, f"{_line_and_column(text, index)}, ")
+
+
+def _unescaped(text: str) -> str:
+    """A string as Rust writes it out."""
+    return re.sub(r"\\(.)", lambda one: {"n": "\n", "t": "\t", "r": "\r"}.get(one[1], one[1]), text)
+
+
+def _find_name(text: str, name: str, index: int) -> int:
+    """The first place of a name from there on, outside of strings, expressions and comments."""
+    blanked = _STRING.sub(lambda one: " " * len(one[0]), text)
+    match = re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])").search(blanked, index)
+    return index if match is None else match.start()
+
+
+def _unreadable(text: str, begin: int, line: str, index: int) -> tuple[int, str, str]:
+    """What no word of the form begins with: (index, what is wrong, what to do)."""
+    rest = _STRING.sub(lambda one: " " * len(one[0]), line)
+    if (match := _BAD_ESCAPE.search(line)) and (match["escape"] != "\\" or line.endswith("\\")):
+        at, why = begin + match.start("escape"), f"the escape sequence {match['escape']} is not known in a string"
+        return at, why, "write '\\\\' for a backslash"
+    if '"' in rest:
+        at = begin + rest.index('"')
+        return at, "the string is not closed on its line", "add '\"', or write '\\n' for a new line"
+    if match := _QUOTED_SINGLY.search(rest):
+        return begin + match.start(), "strings stand in double quotes", f'write "{match[0][1:-1]}"'
+    if "/" in rest:
+        return begin + rest.index("/"), "the expression is not closed on its line", "add '/'"
+    index = min(index, len(text) - 1)
+    return index, f"{text[index]!r} cannot stand here", "put text between double quotes"
+
+
+def _place(text: str, index: int) -> str:
+    return f"{_line_and_column(text, index)} ({excerpt(text, index)})"
+
+
+def _line_and_column(text: str, index: int) -> str:
+    before = text[:index]
+    return f"line {before.count(chr(10)) + 1}, column {index - before.rfind(chr(10))}"

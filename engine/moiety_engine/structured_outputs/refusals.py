@@ -1,0 +1,168 @@
+"""Complaints of the grammar library about JSON schemas, as sentences for clients: where, why, what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part
+from moiety_engine.structured_outputs.expression_errors import ENDLESS, MAX_TOLD_CHARS, told_error
+from moiety_engine.structured_outputs.formats import PATTERNS
+from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
+from moiety_wire.guides import CallsForm, GuideKind
+
+FORMATS = (*PATTERNS, "duration", "ipv4", "ipv6", "uri", "uuid")
+FIRST_TOOL_LINE = 3  # of a grammar of calls, where each tool's arguments stand on a line
+
+_COUNTED = ("minProperties", "maxProperties")
+_IN_GRAMMAR = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ", re.DOTALL)
+_UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]+)"')
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
+_UNKNOWN_TYPE = re.compile(r"Invalid type: (.*)")
+_NO_COUNT = re.compile(r"Expected positive integer for '(\w+)'")
+_NO_TARGET = re.compile(r"Pointer '([^']*)' does not exist")
+_ANCHORED = re.compile(r"lookarounds not supported yet; \w+ in regex /(.*)/")
+_OVERLAPPING = re.compile(r"patternProperty regexes /(.*)/ and /(.*)/ are not disjoint")
+
+Finding = Callable[[Mapping[str, Any]], str | None]  # the keyword of a schema that is meant; None if it has none
+
+
+def told_refusal(kind: GuideKind, text: str, error: str) -> str:
+    """One sentence about a grammar, or a schema, that the library has refused. `text` is the client's, `error` the
+    library's."""
+    error = error.replace("<non-verbose/>", "").strip()
+    in_grammar = _IN_GRAMMAR.match(error)
+    if error.startswith("NoExtension"):
+        return ENDLESS
+    if kind is GuideKind.JSON_SCHEMA:
+        told: str | None = _told_of_schema(text, error)
+    elif kind is GuideKind.CALLS and in_grammar is not None:
+        tool = msgspec.json.decode(text, type=CallsForm).tools[int(in_grammar[1]) - FIRST_TOOL_LINE]
+        told = f"in the parameters of the tool {tool.name!r}, {_told_of_schema(tool.schema, error[in_grammar.end() :])}"
+    else:
+        told = None
+    return (told or told_error(kind, text, error))[:MAX_TOLD_CHARS]
+
+
+def _told_of_schema(text: str, error: str) -> str:
+    schema, error = decode_exactly(text), error.split("\n  while processing", maxsplit=1)[0].strip()
+    for pattern, tell in _TOLD:
+        if match := pattern.search(error):
+            finding, why = tell(match)
+            pointer = next(_pointers(schema, finding), None)
+            return why if pointer is None else f"{pointer[:200]}: {why}"
+    if error.startswith("Unsatisfiable schema: "):
+        why = error.removeprefix("Unsatisfiable schema: ").splitlines()[0]
+        if why.startswith("Regex is empty"):
+            why = "no string has its constants, patterns, formats and lengths at once"
+        return f"no document satisfies it: {why}"
+    return told_error(GuideKind.JSON_SCHEMA, text, error)
+
+
+def _pointers(schema: Any, finding: Finding, pointer: str = "") -> Iterator[str]:
+    """The JSON pointers of what is meant."""
+    if isinstance(schema, list):
+        for at, one in enumerate(schema):
+            yield from _pointers(one, finding, f"{pointer}/{at}")
+    if not isinstance(schema, Mapping):
+        return
+    if (keyword := finding(schema)) is not None:
+        yield f"{pointer}/{pointer_part(keyword)}"
+    for key, value in schema.items():
+        yield from _pointers(value, finding, f"{pointer}/{pointer_part(key)}")
+
+
+def _with_keyword(keyword: str) -> Finding:
+    return lambda schema: keyword if keyword in schema else None
+
+
+def _with_value(keyword: str, value: str) -> Finding:
+    return lambda schema: keyword if schema.get(keyword) == value else None
+
+
+def _told_of_keyword(match: re.Match[str]) -> tuple[Finding, str]:
+    why = f"the keyword {match[1]!r} cannot be followed; leave it out, or say the same with other keywords"
+    return _with_keyword(match[1]), why
+
+
+def _told_of_format(match: re.Match[str]) -> tuple[Finding, str]:
+    why = f"the format {match[1]!r} is not known; known are {', '.join(sorted(FORMATS))}; or use a pattern"
+    return _with_value("format", match[1]), why
+
+
+def _told_of_type(match: re.Match[str]) -> tuple[Finding, str]:
+    def finding(schema: Mapping[str, Any]) -> str | None:
+        found = schema.get("type")
+        return "type" if found == match[1] or (isinstance(found, list) and match[1] in found) else None
+
+    return finding, f"there is no type {match[1]!r}"
+
+
+def _told_of_count(match: re.Match[str]) -> tuple[Finding, str]:
+    def finding(schema: Mapping[str, Any]) -> str | None:
+        value = schema.get(match[1])
+        return match[1] if match[1] in schema and not (isinstance(value, int) and value >= 0) else None
+
+    return finding, "it must be a whole number that is not below 0"
+
+
+def _told_of_reference(match: re.Match[str]) -> tuple[Finding, str]:
+    def finding(schema: Mapping[str, Any]) -> str | None:
+        reference = schema.get("$ref")
+        return "$ref" if isinstance(reference, str) and reference.endswith(match[1]) else None
+
+    return finding, f"the schema has nothing at {match[1]!r}; references are followed within the schema only"
+
+
+def _told_of_choice(_: re.Match[str]) -> tuple[Finding, str]:
+    why = (
+        "its parts are not known to exclude one another; use 'anyOf', or let them differ in type, in strings that are "
+        "constants, or in those of a property that each requires"
+    )
+    return _with_keyword("oneOf"), why
+
+
+def _told_of_properties(_: re.Match[str]) -> tuple[Finding, str]:
+    why = "it can be followed only where 'required' has all of 'properties'; complete it, or leave the number out"
+    return lambda schema: next((key for key in _COUNTED if key in schema), None), why
+
+
+def _told_of_anchor(match: re.Match[str]) -> tuple[Finding, str]:
+    def finding(schema: Mapping[str, Any]) -> str | None:
+        pattern = schema.get("pattern")
+        return "pattern" if isinstance(pattern, str) and _is_rewritten(pattern, match[1]) else None
+
+    return finding, "an anchor stands within the pattern; '^' can stand at its beginning, and '$' at its end"
+
+
+def _told_of_overlap(match: re.Match[str]) -> tuple[Finding, str]:
+    def finding(schema: Mapping[str, Any]) -> str | None:
+        found = schema.get("patternProperties")
+        is_meant = isinstance(found, Mapping) and any(_is_rewritten(name, match[1], names=True) for name in found)
+        return "patternProperties" if is_meant else None
+
+    return finding, "two of the patterns may match the same name; write them so that none can"
+
+
+def _is_rewritten(pattern: str, rewritten: str, *, names: bool = False) -> bool:
+    try:
+        return (exact_name_pattern(pattern) if names else exact_pattern(pattern)) == rewritten
+    except GuideRefused:
+        return False
+
+
+_TOLD: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], tuple[Finding, str]]], ...] = (
+    (_UNIMPLEMENTED, _told_of_keyword),
+    (_UNKNOWN_FORMAT, _told_of_format),
+    (_UNKNOWN_TYPE, _told_of_type),
+    (_NO_COUNT, _told_of_count),
+    (_NO_TARGET, _told_of_reference),
+    (re.compile("^oneOf constraints are not supported"), _told_of_choice),
+    (re.compile("^min/maxProperties only supported"), _told_of_properties),
+    (_ANCHORED, _told_of_anchor),
+    (_OVERLAPPING, _told_of_overlap),
+)

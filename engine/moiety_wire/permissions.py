@@ -1,0 +1,72 @@
+"""Which role a process needs to send each message of the wire.
+
+A gateway has the roles that the engine's list of gateway keys gives to its public key; where the link has no keys, it
+has all of them. An engine's messages are accepted by a gateway from the engine that it connected to, and from no other
+process: with CURVE, from the one that holds the secret key of `curve_server_key`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.figures import Load
+from moiety_wire.messages import (
+    Abort,
+    Accepted,
+    AdapterPart,
+    Card,
+    Extend,
+    Failed,
+    Finished,
+    Forget,
+    Heartbeat,
+    Hello,
+    Rest,
+    Settled,
+    Submit,
+    Tokens,
+    Unsettled,
+)
+
+
+class SenderRole(StrEnum):
+    """What a sender is trusted with."""
+
+    INFERENCE = "inference"  # requests, the adapters that they need, and the usage that they leave
+    ADMINISTRATION = "administration"  # sleep mode, deletion of tenants' data, figures of all tenants
+    ENGINE = "engine"
+
+
+GATEWAY_ROLES = frozenset({SenderRole.INFERENCE, SenderRole.ADMINISTRATION})
+_INFERENCE = frozenset({SenderRole.INFERENCE})
+_ADMINISTRATION = frozenset({SenderRole.ADMINISTRATION})
+_ENGINE = frozenset({SenderRole.ENGINE})
+
+ALLOWED_SENDERS: Mapping[type, frozenset[SenderRole]] = {
+    Hello: GATEWAY_ROLES,
+    Heartbeat: GATEWAY_ROLES,
+    Submit: _INFERENCE,
+    Extend: _INFERENCE,
+    Abort: _INFERENCE,
+    AdapterPart: _INFERENCE,
+    Settled: _INFERENCE,
+    Rest: _ADMINISTRATION,
+    AskExperts: _ADMINISTRATION,
+    Forget: _ADMINISTRATION,
+    Card: _ENGINE,
+    Accepted: _ENGINE,
+    Tokens: _ENGINE,
+    Finished: _ENGINE,
+    Failed: _ENGINE,
+    Load: _ENGINE,
+    Unsettled: _ENGINE,
+    ExpertLoad: _ENGINE,
+    ExpertBalance: _ENGINE,
+}
+
+
+def may_send(roles: frozenset[SenderRole], message: object) -> bool:
+    """Return whether a sender with these roles may send the message; one role of those allowed is enough."""
+    return not roles.isdisjoint(ALLOWED_SENDERS.get(type(message), frozenset()))

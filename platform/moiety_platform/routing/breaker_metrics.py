@@ -1,0 +1,40 @@
+"""Metrics of circuit breakers: how requests ended at each engine. Labels are bounded: engines and outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moiety_platform.routing.circuit_breaker import BreakerState
+from moiety_platform.routing.replica_breakers import ReplicaBreakers
+
+_ENGINE = ("engine",)
+_STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+
+
+class BreakerCollector(Collector):
+    """Collects from one gateway process's circuit breakers."""
+
+    def __init__(self, breakers: ReplicaBreakers) -> None:
+        self._breakers = breakers
+
+    def collect(self) -> Iterator[Metric]:
+        state_gauge = GaugeMetricFamily(
+            "moiety_engine_circuit_state", "The circuit breaker: 0 closed, 1 half-open, 2 open.", labels=_ENGINE
+        )
+        openings = CounterMetricFamily(
+            "moiety_engine_circuit_openings", "How often the engine's circuit breaker has opened.", labels=_ENGINE
+        )
+        outcomes = CounterMetricFamily(
+            "moiety_engine_outcomes",
+            "Ended requests by what their end says of the engine.",
+            labels=("engine", "outcome"),
+        )
+        for address, state, num_openings in self._breakers.states():
+            state_gauge.add_metric((address,), _STATES[state])
+            openings.add_metric((address,), num_openings)
+        for address, kind, count in self._breakers.counts():
+            outcomes.add_metric((address, kind.value), count)
+        yield from (state_gauge, openings, outcomes)

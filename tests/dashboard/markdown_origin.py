@@ -1,0 +1,475 @@
+"""Where the text comes from that Streamlit renders as Markdown or HTML: a check of the dashboard's source code.
+
+Each argument of a rendering call must be a literal, a number, or the result of the escaping function. The check follows
+local variables, constants of modules, returned values, and parameters to every call of their function. Whatever it
+does not understand is a finding.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
+
+PACKAGE = "moiety_dashboard"
+HTML_ESCAPES = {"html.escape"}
+MARKDOWN_ESCAPES = {f"{PACKAGE}.escaping.as_text"}
+MAX_DEPTH = 24  # names and calls that are followed from one value
+
+# Parameters that are never rendered as Markdown, of every method.
+PLAIN = {
+    *("key", "type", "width", "height", "gap", "border", "anchor", "disabled", "args", "kwargs"),
+    *("on_click", "on_change", "on_select", "selection_mode", "use_container_width", "horizontal"),
+    *("horizontal_alignment", "text_alignment", "vertical_alignment", "label_visibility", "language"),
+    *("wrap_lines", "color", "chart_data", "chart_type", "layout", "initial_sidebar_state", "page_icon"),
+    *("position", "query_params", "path", "url_path", "hide_index", "run_every", "value", "min_value"),
+    *("max_value", "step", "index", "default", "placeholder", "autocomplete", "accept_new_options"),
+    *("format", "timezone", "required", "pinned", "func", "spec", "data", "file_name", "mime", "page"),
+    *("pages", "clear", "format_func", "column_config", "max_chars", "url", "provider", "self"),
+    *("unsafe_allow_javascript",),
+}
+OF_METHOD = {  # … and of these
+    "code": {"body"},
+    "text": {"body"},
+    "selectbox": {"options"},
+    "multiselect": {"options"},
+    "SelectboxColumn": {"options"},
+    "altair_chart": {"altair_chart"},
+    "columns": {"spec"},
+    "Page": {"title", "icon"},  # of a View, which only PAGES makes
+}
+RENDERED = {"metric": {"value", "delta"}}  # although they are plain elsewhere
+RENDERS_ANYTHING = {
+    *("write", "write_stream", "image", "logo", "table", "exception", "help", "iframe", "video", "audio"),
+    *("link_button", "LinkColumn", "ImageColumn", "MarkdownColumn", "VideoColumn", "json", "latex"),
+    *("chat_message", "mermaid_chart", "vega_lite_chart", "graphviz_chart", "echarts_chart"),
+    *("components",),
+}
+FORBIDDEN = {"unsafe_allow_html", "unsafe_allow_javascript"}
+NOT_ON_PAGES = {"map"}  # renders no text, and is a method of pandas
+NO_TEXT = {"int", "float", "len", "round", "bool", "ord", "abs", "sum"}
+KEEPS = {"str", "list", "tuple", "sorted", "enumerate", "zip", "dict", "map", "next", "iter", "reversed"}
+KEEPS_METHODS = {"replace", "strip", "removeprefix", "removesuffix", "join", "items", "keys", "values", "get", "split"}
+NUMERIC = (ast.Sub, ast.Div, ast.FloorDiv, ast.Pow)
+
+
+def rendering_methods() -> dict[str, inspect.Signature]:
+    """Return whatever Streamlit offers that a page calls, with its signature."""
+    found: dict[str, inspect.Signature] = {}
+    for holder in (st.column_config, st, DeltaGenerator):
+        for name in dir(holder):
+            member = getattr(holder, name)
+            if name.startswith("_") or not callable(member) or name in NOT_ON_PAGES:
+                continue
+            try:
+                found[name] = inspect.signature(member)
+            except (TypeError, ValueError):
+                continue
+    return found
+
+
+METHODS = rendering_methods()
+
+
+@dataclass
+class Module:
+    """One source file, by what its names mean."""
+
+    name: str
+    tree: ast.Module
+    imports: dict[str, str] = field(default_factory=dict)  # local name → dotted name
+    functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
+    constants: dict[str, ast.expr] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for one in node.names:
+                    self.imports[one.asname or one.name] = one.name
+            elif isinstance(node, ast.ImportFrom):
+                for one in node.names:
+                    self.imports[one.asname or one.name] = f"{node.module}.{one.name}"
+            elif isinstance(node, ast.FunctionDef):
+                self.functions.setdefault(node.name, node)
+        for node in self.tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+                    self.constants[target.id] = node.value
+                elif isinstance(target, ast.Tuple) and isinstance(node, ast.Assign):
+                    values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value] * len(target.elts)
+                    self.constants |= {
+                        one.id: value
+                        for one, value in zip(target.elts, values, strict=True)
+                        if isinstance(one, ast.Name)
+                    }
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A function's body, and what its parameters are where a call is followed; None where every call counts."""
+
+    module: Module
+    function: ast.FunctionDef | None = None
+    given: Mapping[str, tuple[ast.expr, Scope]] | None = None
+    outer: Scope | None = None
+
+
+@dataclass
+class Check:
+    """The check of all files of the dashboard, together."""
+
+    modules: Mapping[str, Module]
+    findings: list[str] = field(default_factory=list)
+    _needed: set[tuple[str, str, str, bool]] = field(default_factory=set)  # module, function, parameter, as HTML
+    _followed: set[tuple[str, str, str, bool]] = field(default_factory=set)
+
+    def run(self) -> list[str]:
+        """Return what is rendered without being escaped, as file, line and source."""
+        for module in self.modules.values():
+            self._look_at_imports(module)
+            for call, scope in calls_of(module):
+                self._look_at(call, scope)
+        while waiting := self._needed - self._followed:
+            for needed in waiting:
+                self._followed.add(needed)
+                self._follow(*needed)
+        return sorted(set(self.findings))
+
+    def _look_at_imports(self, module: Module) -> None:
+        called = {id(node.func) for node in ast.walk(module.tree) if isinstance(node, ast.Call)}
+        decorators = {id(one) for node in module.functions.values() for one in node.decorator_list}
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "streamlit":
+                self._note(module, node, "import the module, so that its calls can be seen")
+            by_name = isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr"
+            if by_name and module.imports.get(ast.unparse(node.args[0])) == "streamlit":
+                self._note(module, node, "a method that no check can see")
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                is_streamlit = module.imports.get(node.value.id) == "streamlit"
+                is_plain = node.attr in ("session_state", "query_params", "user", "secrets", "context", "column_config")
+                if is_streamlit and not is_plain and id(node) not in called | decorators and node.attr in METHODS:
+                    self._note(module, node, "a method under another name")
+
+    def _look_at(self, call: ast.Call, scope: Scope) -> None:
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in METHODS:
+            return
+        name, holder = call.func.attr, call.func.value
+        if isinstance(holder, ast.Name) and scope.module.imports.get(holder.id, "streamlit") != "streamlit":
+            return  # a function of another module
+        if isinstance(holder, ast.Constant | ast.JoinedStr):
+            return  # a method of a string
+        if name in RENDERS_ANYTHING and (call.args or call.keywords):
+            self._note(scope.module, call, f"{name} renders whatever it is given")
+            return
+        as_html = name == "html"
+        plain = (PLAIN | OF_METHOD.get(name, set())) - RENDERED.get(name, set())
+        for parameter, value in arguments_of(call, METHODS[name], scope):
+            if parameter in FORBIDDEN:
+                self._note(scope.module, call, parameter)
+            elif parameter is None:
+                self._note(scope.module, call, "arguments that no check can see")
+            elif parameter == "options" and name not in OF_METHOD:
+                shown = next((one.value for one in call.keywords if one.arg == "format_func"), None)
+                escaped = shown is not None and self._dotted(shown, scope) in MARKDOWN_ESCAPES
+                if not escaped and not self.is_ours(value, scope, as_html):
+                    self._note(scope.module, call, "options that are rendered as Markdown")
+            elif parameter is not None and parameter not in plain and not self.is_ours(value, scope, as_html):
+                self._note(scope.module, call, f"{parameter}={ast.unparse(value)}")
+
+    def _follow(self, module_name: str, function: str, parameter: str, as_html: bool) -> None:
+        """Look at what every call gives for a parameter that is rendered."""
+        node = self.modules[module_name].functions[function]
+        num_calls = 0
+        for module in self.modules.values():
+            called = {id(one.func) for one in ast.walk(module.tree) if isinstance(one, ast.Call)}
+            for other in ast.walk(module.tree):
+                is_reference = isinstance(other, ast.Name | ast.Attribute) and id(other) not in called
+                if is_reference and self._function_of(other, Scope(module)) == (module_name, function):
+                    self._note(module, other, f"{function}, whose {parameter} is rendered, under another name")
+            for call, scope in calls_of(module):
+                if self._function_of(call.func, scope) != (module_name, function):
+                    continue
+                num_calls += 1
+                given = given_to(node, call)
+                value = given.get(parameter)
+                if given is UNCLEAR or (value is not None and not self.is_ours(value, scope, as_html)):
+                    self._note(module, call, f"{parameter} of {function}")
+        if num_calls == 0:
+            self._note(self.modules[module_name], node, f"{parameter} of {function}, which nobody is seen to call")
+
+    def _note(self, module: Module, node: ast.AST, what: str) -> None:
+        self.findings.append(f"{module.name}:{getattr(node, 'lineno', 0)}: {what}")
+
+    def is_ours(  # noqa: PLR0911 - a return for each kind of expression
+        self, node: ast.expr | None, scope: Scope, as_html: bool = False, depth: int = 0
+    ) -> bool:
+        """Whether a value holds nothing but literals, numbers and what was escaped."""
+
+        def ours(*nodes: ast.expr | None) -> bool:
+            return all(self.is_ours(one, scope, as_html, depth) for one in nodes)
+
+        if depth > MAX_DEPTH:
+            return False
+        match node:
+            case None | ast.Constant() | ast.Compare():
+                return True
+            case ast.JoinedStr(values=values):
+                return ours(*values)
+            case ast.FormattedValue(value=value, format_spec=spec):
+                return (spec is not None and only_numbers(spec)) or ours(value)
+            case ast.BinOp(left=left, op=op, right=right):
+                return isinstance(op, NUMERIC) or ours(left, right)
+            case ast.UnaryOp(operand=operand):
+                return isinstance(node.op, ast.Not | ast.USub) or ours(operand)
+            case ast.BoolOp(values=values):
+                return ours(*values)
+            case ast.IfExp(body=body, orelse=orelse):
+                return ours(body, orelse)
+            case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
+                return ours(*elements)
+            case ast.Dict(keys=keys, values=values):
+                return ours(*keys, *values)
+            case ast.Starred(value=value) | ast.Subscript(value=value) | ast.NamedExpr(value=value):
+                return ours(value)
+            case ast.GeneratorExp(elt=element, generators=loops) | ast.ListComp(elt=element, generators=loops):
+                return self._is_ours_within(element, loops, scope, as_html, depth)
+            case ast.Attribute(attr="__name__"):
+                return True
+            case ast.Attribute():
+                found = self._constant_of(node, scope)
+                return found is not None and self.is_ours(found[0], found[1], as_html, depth + 1)
+            case ast.Name(id=name):
+                return self._is_name_ours(name, scope, as_html, depth)
+            case ast.Call():
+                return self._is_call_ours(node, scope, as_html, depth)
+        return False
+
+    def _is_ours_within(
+        self, element: ast.expr, loops: Sequence[ast.comprehension], scope: Scope, as_html: bool, depth: int
+    ) -> bool:
+        given = {}
+        for loop in loops:
+            for name in names_in(loop.target):
+                given[name] = loop.iter, scope
+        inner = Scope(scope.module, None, given, scope)
+        return self.is_ours(element, inner, as_html, depth + 1)
+
+    def _is_name_ours(  # noqa: PLR0911 - a return for each kind of binding
+        self, name: str, scope: Scope, as_html: bool, depth: int
+    ) -> bool:
+        if scope.given is not None and name in scope.given:
+            value, outside = scope.given[name]
+            return self.is_ours(value, outside, as_html, depth + 1)
+        if scope.function is not None:
+            bound, is_clear = bindings_of(name, scope.function)
+            if not is_clear:
+                return False
+            if name in parameters_of(scope.function):
+                if scope.given is not None:  # a call is followed, and it leaves this parameter at its default
+                    default = defaults_of(scope.function).get(name)
+                    return default is not None and all(
+                        self.is_ours(one, scope, as_html, depth + 1) for one in (default, *bound)
+                    )
+                self._needed.add((scope.module.name, scope.function.name, name, as_html))
+                bound = [*bound, *filter(None, [defaults_of(scope.function).get(name)])]
+                return all(self.is_ours(one, scope, as_html, depth + 1) for one in bound)
+            if bound:
+                return all(self.is_ours(one, scope, as_html, depth + 1) for one in bound)
+        if scope.outer is not None:
+            return self._is_name_ours(name, scope.outer, as_html, depth)
+        found = self._constant_of(ast.Name(name), scope)
+        return found is not None and self.is_ours(found[0], found[1], as_html, depth + 1)
+
+    def _is_call_ours(self, call: ast.Call, scope: Scope, as_html: bool, depth: int) -> bool:
+        name = ast.unparse(call.func)
+        escapes = HTML_ESCAPES if as_html else MARKDOWN_ESCAPES
+        if name in NO_TEXT or self._dotted(call.func, scope) in escapes:
+            return True
+        values = [*call.args, *(one.value for one in call.keywords)]
+        if name in KEEPS:
+            return all(self.is_ours(one, scope, as_html, depth + 1) for one in values)
+        found = self._function_of(call.func, scope)
+        if found is not None:
+            module = self.modules[found[0]]
+            function = module.functions[found[1]]
+            given = given_to(function, call)
+            if given is UNCLEAR:
+                return False
+            inner = Scope(module, function, {one: (value, scope) for one, value in given.items()})
+            returns = [one.value for one in own_nodes(function) if isinstance(one, ast.Return)]
+            return bool(returns) and all(self.is_ours(one, inner, as_html, depth + 1) for one in returns)
+        if isinstance(call.func, ast.Attribute) and call.func.attr in KEEPS_METHODS:
+            return all(self.is_ours(one, scope, as_html, depth + 1) for one in (call.func.value, *values))
+        return False
+
+    def _dotted(self, node: ast.expr, scope: Scope) -> str | None:
+        """Return the dotted name that a reference to a module's member means."""
+        if isinstance(node, ast.Name):
+            return scope.module.imports.get(node.id, f"{scope.module.name}.{node.id}")
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            base = scope.module.imports.get(node.value.id)
+            return None if base is None else f"{base}.{node.attr}"
+        return None
+
+    def _function_of(self, node: ast.expr, scope: Scope) -> tuple[str, str] | None:
+        module, _, name = (self._dotted(node, scope) or "").rpartition(".")
+        known = self.modules.get(module)
+        return (module, name) if known is not None and name in known.functions else None
+
+    def _constant_of(self, node: ast.expr, scope: Scope) -> tuple[ast.expr, Scope] | None:
+        module, _, name = (self._dotted(node, scope) or "").rpartition(".")
+        known = self.modules.get(module)
+        return (known.constants[name], Scope(known)) if known is not None and name in known.constants else None
+
+
+UNCLEAR: dict[str, ast.expr] = {}
+
+
+def calls_of(module: Module) -> Iterator[tuple[ast.Call, Scope]]:
+    """Yield every call with the scope that it stands in."""
+
+    def walk(node: ast.AST, scope: Scope) -> Iterator[tuple[ast.Call, Scope]]:
+        for child in ast.iter_child_nodes(node):
+            inner = scope
+            if isinstance(child, ast.FunctionDef):
+                inner = Scope(module, child, None, scope if scope.function else None)
+            elif isinstance(child, ast.GeneratorExp | ast.ListComp | ast.DictComp | ast.SetComp):
+                given = {name: (loop.iter, scope) for loop in child.generators for name in names_in(loop.target)}
+                inner = Scope(module, None, given, scope)
+            if isinstance(child, ast.Call):
+                yield child, inner
+            yield from walk(child, inner)
+
+    yield from walk(module.tree, Scope(module))
+
+
+def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yield the nodes of a function, without those of functions inside it."""
+    waiting: list[ast.AST] = list(function.body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+
+
+def parameters_of(function: ast.FunctionDef) -> list[str]:
+    of = function.args
+    names = [one.arg for one in (*of.posonlyargs, *of.args, *of.kwonlyargs)]
+    return names + [one.arg for one in (of.vararg, of.kwarg) if one is not None]
+
+
+def defaults_of(function: ast.FunctionDef) -> dict[str, ast.expr]:
+    of = function.args
+    listed = [*of.posonlyargs, *of.args]
+    found = {one.arg: value for one, value in zip(listed[len(listed) - len(of.defaults) :], of.defaults, strict=True)}
+    return found | {
+        one.arg: value for one, value in zip(of.kwonlyargs, of.kw_defaults, strict=True) if value is not None
+    }
+
+
+def given_to(function: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr]:
+    """Return a call's arguments by the function's parameters; UNCLEAR where they are unpacked."""
+    if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
+        return UNCLEAR
+    names = parameters_of(function)
+    return {**dict(zip(names, call.args, strict=False)), **{one.arg: one.value for one in call.keywords if one.arg}}
+
+
+def arguments_of(call: ast.Call, signature: inspect.Signature, scope: Scope) -> Iterator[tuple[str | None, ast.expr]]:
+    """Yield the arguments of a call of Streamlit with the names of their parameters; None where nobody can tell."""
+    names = [name for name in signature.parameters if name != "self"]
+    many = next((one.name for one in signature.parameters.values() if one.kind is one.VAR_POSITIONAL), None)
+    for at, value in enumerate(call.args):
+        known = names[at] if at < len(names) else many
+        yield (None if isinstance(value, ast.Starred) else known), value
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            yield from _unpacked(keyword.value, scope)
+        else:
+            yield keyword.arg, keyword.value
+
+
+def _unpacked(value: ast.expr, scope: Scope) -> Iterator[tuple[str | None, ast.expr]]:
+    """Yield the arguments of a dictionary that is written out in the same function."""
+    bound, is_clear = [value], True
+    if isinstance(value, ast.Name) and scope.function is not None and value.id not in parameters_of(scope.function):
+        bound, is_clear = bindings_of(value.id, scope.function)
+    for one in bound or [value]:
+        if isinstance(one, ast.Dict) and is_clear and all(isinstance(key, ast.Constant) for key in one.keys):
+            for key, given in zip(one.keys, one.values, strict=True):
+                assert isinstance(key, ast.Constant)
+                yield str(key.value), given
+        else:
+            yield None, value
+
+
+def names_in(target: ast.expr) -> Iterator[str]:
+    for node in ast.walk(target):
+        if isinstance(node, ast.Name):
+            yield node.id
+
+
+def bindings_of(name: str, function: ast.FunctionDef) -> tuple[list[ast.expr], bool]:
+    """Return what a function binds to a name, and whether that is all of it."""
+    found: list[ast.expr] = []
+    for node in own_nodes(function):
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    found += _bound(name, target, value)
+            case ast.AnnAssign(target=target, value=value) if value is not None:
+                found += _bound(name, target, value)
+            case ast.AugAssign(target=target, value=value) | ast.NamedExpr(target=target, value=value):
+                found += _bound(name, target, value)
+            case ast.For(target=target, iter=value):
+                found += [value] * (name in names_in(target))
+            case ast.With(items=items):
+                if any(one.optional_vars is not None and name in names_in(one.optional_vars) for one in items):
+                    return found, False
+            case ast.ExceptHandler(name=caught) if caught == name:
+                return found, False
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=holder), attr="append" | "extend" | "update")) if (
+                holder == name
+            ):
+                found += node.args
+    return found, True
+
+
+def _bound(name: str, target: ast.expr, value: ast.expr) -> list[ast.expr]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return [one for part, given in zip(target.elts, value.elts, strict=True) for one in _bound(name, part, given)]
+    if isinstance(target, ast.Subscript):
+        return [value] if name in names_in(target.value) else []
+    return [value] if name in names_in(target) else []
+
+
+def only_numbers(spec: ast.expr) -> bool:
+    """Whether a format fails for text, so that what it yields is a number or a time."""
+    if not isinstance(spec, ast.JoinedStr) or not all(isinstance(one, ast.Constant) for one in spec.values):
+        return False
+    try:
+        format("text", "".join(str(one.value) for one in spec.values if isinstance(one, ast.Constant)))
+    except ValueError:
+        return True
+    return False
+
+
+def check_sources(sources: Mapping[str, str]) -> list[str]:
+    """Return the findings in sources by the dotted names of their modules."""
+    return Check({name: Module(name, ast.parse(text)) for name, text in sources.items()}).run()
+
+
+def read_sources(folder: Path) -> dict[str, str]:
+    """Return a package's sources by dotted name."""
+    return {
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts): path.read_text(encoding="utf-8")
+        for path in sorted(folder.rglob("*.py"))
+        if path.name != "__init__.py" or path.parent == folder / "views"
+    }

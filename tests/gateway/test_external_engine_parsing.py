@@ -1,0 +1,239 @@
+"""What an external engine sends, byte by byte: event streams, compressed content, counts, ends and errors."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moiety_platform.engine_addresses import ForeignAddress
+from moiety_platform.engine_client.foreign.completions import Completions
+from moiety_platform.engine_client.foreign.content_encoding import MAX_PIECE_BYTES, ContentDecoder
+from moiety_platform.engine_client.foreign.events import DONE, MAX_EVENT_BYTES, EventParser
+from moiety_platform.engine_client.foreign.failures import (
+    MAX_RETRY_S,
+    cleaned,
+    error_of_answer,
+    error_of_event,
+    retry_seconds,
+)
+from moiety_platform.engine_client.foreign.piece import BadAnswer, count_of
+from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, UpstreamError
+from moiety_wire.messages import FinishReason
+
+NOW = datetime(2026, 1, 31, 12, 0, 0, tzinfo=UTC)
+EVENTS = [{"a": 1}, {"b": "é\r"}, {"c": [{}]}, DONE]
+STREAM = b'data: {"a": 1}\n\n: kept alive\n\ndata:{"b": "\xc3\xa9\\r"}\n\ndata: {\ndata: "c": [{}]}\n\ndata: [DONE]\n\n'
+
+
+def parsed(chunks) -> list:
+    parser = EventParser()
+    events = [event for chunk in chunks for event in parser.feed(chunk)]
+    return events + parser.end()
+
+
+def generic() -> Completions:
+    return Completions(ForeignAddress.parse("openai+http://127.0.0.1:1/v1?model=m&kind=generic&tokenizer=t"))
+
+
+@given(
+    st.sampled_from([b"\n", b"\r\n", b"\r"]),
+    st.booleans(),
+    st.sampled_from([0, 1, 2]),
+    st.lists(st.integers(1, 40), max_size=40),
+)
+def test_events_are_the_same_whatever_ends_their_lines_and_however_cut(line_end, marked, missing, sizes) -> None:
+    data = (b"\xef\xbb\xbf" if marked else b"") + STREAM.replace(b"\n", line_end)
+    data = data[: len(data) - missing * len(line_end)]
+    chunks = []
+    for size in sizes:
+        chunks, data = [*chunks, data[:size]], data[size:]
+    assert parsed([*chunks, data]) == EVENTS
+
+
+def test_the_data_of_one_line_is_an_event_before_anything_follows() -> None:
+    parser = EventParser()
+    assert list(parser.feed(b'data: {"a": 1}\n')) == [{"a": 1}]
+    assert list(parser.feed(b'data: {"a": 2}\r')) == [{"a": 2}]
+    assert list(parser.feed(b"\ndata: [DONE]")) == []
+    assert parser.end() == [DONE]
+
+
+def test_an_event_that_is_cut_off_is_none_and_one_that_is_no_json_is_refused() -> None:
+    assert parsed([b'data: {"a": 1}\n\ndata: {"b']) == [{"a": 1}]
+    for data in (b"data: {what\n\n", b"data: [1]\n\n", b'data: {"a": "\xff"}\n\n'):
+        with pytest.raises(BadAnswer):
+            list(EventParser().feed(data))
+
+
+def test_what_cannot_be_read_takes_nothing_from_what_came_before_it() -> None:
+    events = EventParser().feed(b'data: {"a": 1}\n\ndata: {what\n\n')
+    assert next(events) == {"a": 1}
+    with pytest.raises(BadAnswer):
+        next(events)
+
+
+@pytest.mark.parametrize("chunk", [b"x" * 65536, b"data: {x\n" * 8192])
+def test_neither_a_line_nor_an_event_grows_without_bound(chunk) -> None:
+    parser = EventParser()
+    with pytest.raises(BadAnswer, match="more than"):
+        for _ in range(2 + 4 * MAX_EVENT_BYTES // len(chunk)):
+            list(parser.feed(chunk))
+
+
+def test_an_object_without_a_field_name_is_an_event() -> None:
+    assert parsed([b'{"choices": []}']) == parsed([b'{"choices": []}\n']) == [{"choices": []}]
+
+
+def test_error_events_are_errors_in_each_form() -> None:
+    message = {"message": "no", "code": 503}
+    for data in (
+        b'data: {"error": {"message": "no", "code": 503}}\n\n',
+        b'event: error\ndata: {"message": "no", "code": 503}\n\n',
+        b'error: {"message": "no", "code": 503}\n\n',
+    ):
+        assert parsed([data]) == [{"error": message}]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data"),
+    [
+        ("gzip", gzip.compress(STREAM)),
+        ("x-gzip", gzip.compress(STREAM[:50]) + gzip.compress(STREAM[50:]) + b"\0\0"),
+        ("deflate", zlib.compress(STREAM)),
+        ("deflate", zlib.compress(STREAM, wbits=-zlib.MAX_WBITS)),
+    ],
+    ids=["gzip", "members", "zlib", "bare"],
+)
+def test_compressed_content_is_decoded_however_it_is_cut(encoding, data) -> None:
+    for size in (1, 7, len(data)):
+        decoder = ContentDecoder(encoding)
+        chunks = [data[at : at + size] for at in range(0, len(data), size)]
+        assert b"".join(piece for chunk in chunks for piece in decoder.feed(chunk)) == STREAM
+
+
+def test_content_that_expands_without_end_comes_in_small_pieces() -> None:
+    bomb = gzip.compress(gzip.compress(b"\0" * (64 << 20)))
+    sizes = [len(piece) for piece in ContentDecoder("gzip").feed(bomb)]
+    inner = b"".join(ContentDecoder("gzip").feed(bomb))
+    pieces = ContentDecoder("gzip").feed(inner)
+    first = [next(pieces) for _ in range(10)]
+    assert max(sizes + [len(piece) for piece in first]) <= MAX_PIECE_BYTES
+
+
+def test_content_of_another_encoding_is_refused() -> None:
+    with pytest.raises(BadAnswer):
+        ContentDecoder("br")
+    with pytest.raises(BadAnswer):
+        list(ContentDecoder("gzip").feed(b"no gzip"))
+
+
+def test_counts_are_read_from_what_servers_write_and_nonsense_is_none() -> None:
+    assert [count_of(told) for told in (3, 3.0, "3", 0)] == [3, 3, 3, 0]
+    nonsense = (None, True, -1, 3.5, "3.0", "x", "", "９", "9" * 400, 1e300, float("nan"), [3], {})
+    assert {count_of(told) for told in nonsense} == {None}
+
+
+def test_only_known_finish_reasons_are_ends() -> None:
+    def finish(word):
+        return generic().read({"choices": [{"text": "a", "finish_reason": word}]})
+
+    assert finish("stop").finish is finish("eos_token").finish is FinishReason.STOP
+    assert finish("length").finish is FinishReason.LENGTH
+    assert finish("content_filter").finish is FinishReason.CONTENT_FILTER
+    for word in ("", "null", " ", "STOPPED", "insufficient_system_resource", None, 0, False, ["stop"], {}):
+        assert finish(word).finish is None, word
+    for word in ("error", "abort", "cancelled"):
+        assert isinstance(finish(word), EngineFailed)
+
+
+@pytest.mark.parametrize("choices", [{"choices": None}, {"choices": []}, {}])
+def test_an_event_without_choices_brings_counts_only(choices) -> None:
+    piece = generic().read({**choices, "usage": {"completion_tokens": 3.0}})
+    assert (piece.text, piece.num_output_tokens, piece.is_usage) == ("", 3, True)
+
+
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [
+        (None, None),
+        ("7", 7),
+        ("7.25", 7.25),
+        (format_datetime(NOW + timedelta(seconds=90), usegmt=True), 90),
+        ((NOW + timedelta(seconds=90)).strftime("%A, %d-%b-%y %H:%M:%S GMT"), 90),
+        (format_datetime(NOW - timedelta(days=1), usegmt=True), 1),
+        ("-5", 1),
+        ("0", 1),
+        ("1e9", MAX_RETRY_S),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", MAX_RETRY_S),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+        ("", None),
+        ("9" * 200, None),
+    ],
+)
+def test_retry_after_is_seconds_a_decimal_or_a_date_and_bounded(told, seconds) -> None:
+    assert retry_seconds(told, NOW) == seconds
+
+
+@given(st.text(max_size=40))
+def test_no_retry_after_whatever_fails(told) -> None:
+    seconds = retry_seconds(told, NOW)
+    assert seconds is None or 1 <= seconds <= MAX_RETRY_S
+
+
+def test_every_status_has_one_judgement() -> None:
+    for status in range(300, 600):
+        error = error_of_answer(status, b'{"error": "no"}', {"retry-after": "5"}, NOW)
+        assert error.upstream == UpstreamError(status, "no")
+        if status in (429, 503, 529):
+            assert (type(error), error.status, error.retry_after_s) == (EngineOverloaded, 503, 5)
+            untold = error_of_answer(status, b"", {}, NOW)
+            assert (error.asks_to_wait, untold.asks_to_wait, untold.retry_after_s) == (True, False, 1)
+        elif status in (408, 425, 499) or status >= 500:
+            assert (type(error), error.status) == (EngineFailed, 502)
+        else:
+            assert (type(error), error.status, error.upstream_status) == (EngineRefused, 502, status)
+            assert error.retry_after_s is None
+
+
+@given(
+    st.integers(300, 599),
+    st.one_of(
+        st.binary(max_size=60),
+        st.recursive(
+            st.none() | st.booleans() | st.floats() | st.text(max_size=8),
+            lambda more: (
+                st.lists(more, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(["error", "message", "type", "code", "param", "detail", "status"]), more, max_size=4
+                )
+            ),
+            max_leaves=8,
+        ),
+    ),
+)
+def test_whatever_stands_in_an_error_none_of_its_text_reaches_a_client(status, told) -> None:
+    marked = {"error": {"message": "maximum context length xyzzy", "param": "xyzzy", "more": str(told)}}
+    body = told if isinstance(told, bytes) else str(told).encode()
+    for error in (
+        error_of_answer(status, body, {}, NOW),
+        error_of_event(told),
+        error_of_answer(status, str(marked).replace("'", '"').encode(), {}, NOW),
+    ):
+        assert error.message.isascii()
+        assert "xyzzy" not in error.message
+
+
+def test_secrets_are_taken_out_of_what_the_operator_sees() -> None:
+    message = "key hidden-key-1, sk-abcdefgh12345678 and\n\x1b[31m Bearer abc.def refused"
+    shown = cleaned(UpstreamError(401, message), ["hidden-key-1"]).message
+    assert not any(secret in shown for secret in ("hidden-key-1", "abcdefgh", "abc.def", "\n", "\x1b"))
+    assert "refused" in shown
+    assert len(cleaned(UpstreamError(401, "x " * 100_000), []).message) <= 500
