@@ -25,7 +25,7 @@ def upgrade() -> None:
     for table, owner in _OWNER.items():
         op.add_column(table, sa.Column("folded_name", sa.String(_LENGTH)))
         _fill(table, owner)
-        columns = ["folded_name"] if owner is None else [owner, "folded_name"]
+        columns: list[str] = ["folded_name"] if owner is None else [owner, "folded_name"]
         op.create_index(f"ix_{table}_{'_'.join(columns)}", table, columns, unique=True)
 
 
