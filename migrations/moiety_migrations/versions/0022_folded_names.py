@@ -25,7 +25,7 @@ def upgrade() -> None:
     for table, owner in _OWNER.items():
         op.add_column(table, sa.Column("folded_name", sa.String(_LENGTH)))
         _fill(table, owner)
-        columns: list[str] = ["folded_name"] if owner is None else [owner, "folded_name"]
+        columns = ["folded_name"] if owner is None else [owner, "folded_name"]
         op.create_index(f"ix_{table}_{'_'.join(columns)}", table, columns, unique=True)
 
 
@@ -38,7 +38,9 @@ def downgrade() -> None:
 
 def _fill(name: str, owner: str | None) -> None:
     connection = op.get_bind()
-    columns = [sa.column(one) for one in ("id", "name", "created_at", "folded_name", "tenant_id")]
+    columns: list[sa.ColumnClause[str]] = [
+        sa.column(one) for one in ("id", "name", "created_at", "folded_name", "tenant_id")
+    ]
     table = sa.table(name, *columns)
     of = sa.literal("") if owner is None else table.c[owner]
     rows = connection.execute(sa.select(table.c.id, table.c.name, of).order_by(table.c.created_at, table.c.id)).all()
