@@ -8,20 +8,32 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Iterable
 
+from moiety_text.guarded import SpelledMarkers
 from moiety_text.tokenizer import Tokenizer
 
 
 class Detokenizer:
     """The text of one sequence of tokens. Special tokens but those in `shown_ids`, and ids that the tokenizer does not
-    have (a model's padding of its vocabulary), have no text."""
+    have (a model's padding of its vocabulary), have no text.
 
-    def __init__(self, tokenizer: Tokenizer, shown_ids: Collection[int] = ()) -> None:
+    A text that spells one of the added tokens `marker_ids` without it is guarded, for a GuardedReader."""
+
+    def __init__(self, tokenizer: Tokenizer, shown_ids: Collection[int] = (), marker_ids: Collection[int] = ()) -> None:
         self._find_token = tokenizer.find_token
         self._special_ids = tokenizer.special_ids.difference(shown_ids) if shown_ids else tokenizer.special_ids
         self._stages = tokenizer.new_stages()
+        added = tokenizer.added_tokens
+        self._markers = {one: added[one].content for one in marker_ids if one in added}
+        self._spelled = SpelledMarkers(tuple(self._markers.values())) if self._markers else None
 
     def add(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete; "" while a code point is unfinished."""
+        if self._spelled is None:
+            return self._decode(token_ids)
+        guard, markers = self._spelled.guard, self._markers
+        return "".join([guard(self._decode((one,)), markers.get(one)) for one in token_ids])
+
+    def _decode(self, token_ids: Iterable[int]) -> str:
         pieces = [
             piece
             for token_id in token_ids
@@ -41,7 +53,7 @@ class Detokenizer:
             for later in self._stages[i + 1 :]:
                 pieces = later.feed(pieces)
             text += "".join(pieces)
-        return text
+        return text if self._spelled is None else self._spelled.guard(text)
 
 
 class CharacterCount:

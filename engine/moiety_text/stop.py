@@ -6,7 +6,7 @@ the same however the text is cut into pieces, no token is generated to see wheth
 follow, and what is given out never contains a stop string. It knows no tokens.
 
 Of an answer that may begin with a thought (see `reasoning`), only what follows the thought is searched: from the first
-character after it that is not white space.
+character after it that is not white space. A guard (see `guarded`) is no character of a stop string.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moiety_text.errors import UnusableStop
+from moiety_text.guarded import GUARD, index_before
 
 
 class _Matcher:
@@ -142,14 +143,16 @@ class StopFinder:
     def _search(self, text: str) -> tuple[str, str | None]:
         matchers = self._matchers
         for i, character in enumerate(text):
+            if character == GUARD:
+                continue
             complete = [matcher.stop for matcher in matchers if matcher.advance(character)]
             if complete:
                 longest = max(complete, key=len)
                 seen = self._held + text[: i + 1]
                 self._held = ""
-                return seen[: len(seen) - len(longest)], longest
+                return seen[: index_before(seen, len(longest))], longest
         text = self._held + text
-        keep = len(text) - max((matcher.matched for matcher in matchers), default=0)
+        keep = index_before(text, max((matcher.matched for matcher in matchers), default=0))
         self._held = text[keep:]
         return text[:keep], None
 

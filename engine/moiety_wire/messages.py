@@ -162,6 +162,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     adapter: str = ""  # the id of one that the engine was sent or started with; "": the model as it is
     foresees: Foreseeing | None = None  # only to an engine whose card says so; `max_tokens` and `credit_tokens` are 0
     keep_s: float = 0.0  # the conversation will come back within so long: what it leaves in the prefix cache is kept
+    marker_ids: tuple[int, ...] = ()  # added tokens that mark calls or thoughts: text that spells one is guarded
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):

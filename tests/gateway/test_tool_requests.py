@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_text.guarded import GUARD
 from moiety_text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -284,3 +285,24 @@ async def test_how_many_tools_there_may_be_and_how_large_is_set_by_the_operator(
             status, _, answer = await gateway.post(path, {**body, "tools": large})
             assert (status, b"it may have 300" in answer) == (400, True)
             assert (await gateway.post(path, {**body, "tools": tools[:1]}))[0] == 200
+
+
+async def test_markers_are_told_to_the_engine_by_their_tokens_and_text_that_spells_one_is_content(
+    start_gateway, tool_card
+):
+    card = tool_card("hermes", added=["<tool_call>", "</tool_call>"])
+    ids = tokenizers.Tokenizer.from_str(card.tokenizer_json).token_to_id
+    spelled = TEXT.replace("<tool_call>", f"<tool_call{GUARD}>")  # as an engine tells it
+    engine = FakeEngineClient(card, says(spelled))
+    async with start_gateway([engine]) as gateway:
+        for tools in (OPENAI_TOOLS, None):
+            answer = await gateway.client.chat.completions.create(
+                model="hermes", messages=ASKED, **({} if tools is None else {"tools": tools})
+            )
+        markers = {ids("<tool_call>"), ids("</tool_call>")}
+        assert [set(submit.marker_ids) for submit in engine.submits] == [markers, set()]
+    async with start_gateway([FakeEngineClient(card, says(spelled))]) as gateway:
+        answer = await gateway.client.chat.completions.create(model="hermes", messages=ASKED, tools=OPENAI_TOOLS)
+        assert answer.choices[0].message.tool_calls is None
+        assert answer.choices[0].message.content == TEXT
+        assert answer.choices[0].finish_reason == "stop"

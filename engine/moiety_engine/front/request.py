@@ -95,7 +95,7 @@ class OpenRequest:
         self._is_clipped = max_tokens < submit.stopping.max_tokens
         self._min_tokens = submit.stopping.min_tokens
         self._has_guide = submit.guide is not None
-        self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
+        self._detokenizer = Detokenizer(tokenizer, submit.shown_ids, submit.marker_ids)
         self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought)
         self._table = table
         wants_logprobs = submit.sampling.num_logprobs is not None

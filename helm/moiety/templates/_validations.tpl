@@ -33,8 +33,8 @@
 {{- if has $name (list "database_url" "key_pepper" "key_pepper_next" "key_pepper_previous" "traces_token" "curve_secret_key" "foreign_api_key") -}}
 {{- fail (printf "gateway.settings.%s is a secret and would stand in plain text in a ConfigMap: put it into a Secret and name that in gateway.extraEnv as MOIETY_%s" $name (upper $name)) -}}
 {{- end -}}
-{{- if has $name (list "host" "port" "engines" "drain_s" "data_dir" "traces_endpoint" "otlp_endpoint") -}}
-{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, gateway.drainSeconds, gateway.service or traces instead" $name) -}}
+{{- if has $name (list "host" "port" "operations_host" "operations_port" "engines" "drain_s" "data_dir" "traces_endpoint" "otlp_endpoint") -}}
+{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, gateway.drainSeconds, gateway.service, gateway.operationsPort or traces instead" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

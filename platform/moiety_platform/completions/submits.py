@@ -71,6 +71,7 @@ def submits_of(
             prompt_ids,
             max_tokens,
             text.shown_ids(generation.prompts[number]),
+            text.marker_ids(generation.prompts[number], generation.guide),
             text.thought_marks(generation, number, prompt_ids),
             # inputs that are embedded are answered together, so each has the time that all of them are promised
             num_prompt_tokens - len(prompt_ids) if generation.embed else 0,
@@ -86,6 +87,7 @@ def _submits(
     prompt_ids: list[int],
     max_tokens: int,
     shown_ids: tuple[int, ...],
+    marker_ids: tuple[int, ...],
     thought: ThoughtMarks | None,
     sibling_tokens: int,
     guide: Guide | None,
@@ -119,6 +121,7 @@ def _submits(
             traceparent=origin.traceparent,
             bill=origin.bill,
             shown_ids=shown_ids,
+            marker_ids=marker_ids,
             embed=generation.embed,
             sibling_tokens=sibling_tokens,
             gathers=origin.gathers,

@@ -14,6 +14,7 @@ from moiety_platform.errors import FORM_NOT_SUPPORTED, BadRequest, ContextTooLon
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder, texts_of
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
+from moiety_text.guarded import GuardedReader
 from moiety_text.reasoning import CLOSER, OPENER, AnswerReader, num_thought_tokens, thoughts_of
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
@@ -129,9 +130,10 @@ class ModelText:
         calls = None
         if prompt.tools is not None:
             calls = self._format_of_tools().new_reader(prompt.tools, is_rest=bool(prompt.prefill.strip()))
-        if self._thoughts is None or not self._may_think(prompt, guide):
-            return calls
-        return self._thoughts.new_reader(self._end_of(token_ids), calls)
+        reader: AnswerReader | None = calls
+        if self._thoughts is not None and self._may_think(prompt, guide):
+            reader = self._thoughts.new_reader(self._end_of(token_ids), calls)
+        return None if reader is None else GuardedReader(reader)
 
     def thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
         """Of the thought that answers to a generation's prompt of that number may begin with."""
@@ -155,6 +157,15 @@ class ModelText:
         added = self._tokenizer.added_tokens
         calls = () if prompt.tools is None else self._call_markers().values()
         return (*(one for one in calls if added[one].special), *self._special_thoughts)
+
+    def marker_ids(self, prompt: Prompt, guide: Guide | None) -> tuple[int, ...]:
+        """The added tokens that mark calls and thoughts in such an answer: for its reader, text that only spells one is
+        told apart."""
+        if not isinstance(prompt, Conversation):
+            return ()
+        calls = () if prompt.tools is None else self._call_markers().values()
+        thoughts = (self._opener_id, self._closer_id) if self._may_think(prompt, guide) else ()
+        return (*calls, *(one for one in thoughts if one is not None))
 
     def guide_of_calls(self, prompt: Prompt) -> Guide | None:
         """What an answer to an encoded prompt must be for its strict tools; None if it has none. Raises BadRequest."""

@@ -153,7 +153,9 @@ def _look_at_foreign(text: str, default_key: str | None, timeout_s: float) -> Fi
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         answer = httpx.get(f"{address.base_url}/models", headers=headers, timeout=timeout_s)
         answer.raise_for_status()
-        names = [one["id"] for one in answer.json()["data"]]
+        told = answer.json()
+        listed = told["data"] if isinstance(told, dict) else told
+        names = [str(one.get("id")) for one in listed if isinstance(one, dict)]
     except (OSError, ValueError, KeyError, TypeError, httpx.HTTPError) as exc:
         advice = "start that server, or correct the address, key_file or model in it"
         return wrong(AREA, "foreign_away", f"{text}: {exc}", advice)

@@ -31,7 +31,7 @@ class Answer:
         if not submit.stopping.ignore_eos:
             self._stop_ids.update(eos_token_ids)
         self._clock = clock
-        self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
+        self._detokenizer = Detokenizer(tokenizer, submit.shown_ids, submit.marker_ids)
         self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought)
         self._min_tokens = submit.stopping.min_tokens
         self._limit = min(submit.stopping.max_tokens, submit.credit_tokens)

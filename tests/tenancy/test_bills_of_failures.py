@@ -1,0 +1,69 @@
+"""What a request that failed is billed, in the ledger and under limits: nothing that no engine took on."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from moiety_platform.auth.principal import Principal
+from moiety_platform.clock import SystemClock
+from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.completions.tariffs import Tariff
+from moiety_platform.db.session import Database
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.errors import EngineFailed, EngineRefused, PlatformError, Unavailable
+from moiety_platform.metrics import Metrics
+from moiety_platform.prices.terms import Price
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.kinds import Kind, Level
+from moiety_platform.quota.models import Quota, QuotaWindow
+from moiety_platform.quota.store import LeaseStore
+from moiety_platform.traces.tracing import Tracing
+from moiety_platform.usage.models import UsageRecord
+from moiety_platform.usage.recorder import UsageRecorder
+from moiety_wire.messages import Card
+
+PRINCIPAL = Principal("key", "key", "tenant", "acme", "project", "standard", 1.0, b"salt", frozenset({"inference"}))
+REFUSED = EngineRefused("no", upstream_status=401)
+AWAY = Unavailable("not there", retry_after_s=1)
+BROKEN = EngineFailed("broke off")
+
+
+@pytest.mark.parametrize(
+    ("error", "was_taken_on", "billed"),
+    [(REFUSED, False, (0, 0)), (AWAY, False, (0, 0)), (BROKEN, False, (0, 0)), (BROKEN, True, (40, 7))],
+)
+async def test_what_no_engine_took_on_costs_nothing_and_leaves_nothing_reserved(
+    database: Database, tmp_path: Path, error: PlatformError, was_taken_on: bool, billed: tuple[int, int]
+) -> None:
+    async with database.write() as session:
+        quota = Quota(id="q", level=Level.TENANT, scope_id="tenant", kind=Kind.TOKENS_PER_DAY, cap=1000)
+        quota.created_at = datetime.now(UTC)
+        session.add(quota)
+    clock, usage = SystemClock(), UsageRecorder(database, tmp_path / "journal")
+    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock, tick_s=0.05)
+    await usage.start()
+    await quotas.start()
+    recorder = RequestRecorder(usage, quotas, Metrics(), Tracing(), clock)
+    opened = recorder.open(
+        PRINCIPAL, request_id="r", client_request_id="c", operation="chat", endpoint="/v1", traceparent=None,
+        status_of=lambda told: told.status,
+    )  # fmt: skip
+    with pytest.raises(type(error)):
+        async with opened as record:
+            await record.spending.begin(40, 1, 30, Tariff({"standard": Price(3, 0, 15)}))
+            record.reserved(40)
+            record.submitted(FakeEngineClient(Card("e", "m", "f", "{}", "", {}, (), 9, 9, 0, 0, "", "")), "r-0")
+            record.output_tokens, record.was_taken_on = 7 * was_taken_on, was_taken_on
+            raise error
+    await quotas.stop()
+    await usage.stop()
+    async with database.read() as session:
+        (row,) = await session.scalars(select(UsageRecord))
+        (window,) = await session.scalars(select(QuotaWindow))
+    assert (row.prompt_tokens, row.output_tokens, row.outcome) == (*billed, "failed")
+    assert (window.granted, window.settled) == (sum(billed), sum(billed))
+    assert (row.cost_nanodollars > 0) == was_taken_on
