@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from litestar import Litestar, Request, Response
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
-from litestar.types import ControllerRouterHandler
+from litestar.types import ControllerRouterHandler, ExceptionHandlersMap
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.admission.gate import AdmissionGate
@@ -38,8 +38,13 @@ from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
 from moiety_platform.expert_metrics import ExpertCollector
 from moiety_platform.foresight.foreseer import Foreseer
-from moiety_platform.health import health_routes
-from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
+from moiety_platform.health import metrics_route, probe_routes
+from moiety_platform.http_errors import (
+    HAS_SCHEMA,
+    answer_framework_error,
+    answer_platform_error,
+    answer_unexpected_error,
+)
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
@@ -158,6 +163,8 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
     models = ModelServices(
         services.authenticator, services.replicas, pipeline.texts, **limits, shape=shape, adapters=services.adapters
     )
+    has_operations = settings.has_operations_on_port
+    schemas = schema_routes(lambda: exchange.shape)
     app = GatewayApp(
         route_handlers=[
             *completion_routes(exchange),
@@ -165,23 +172,18 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
             *message_routes(MessageServices(exchange, services.replicas, pipeline.texts, services.adapters)),
             *response_routes(ResponseServices(exchange, services.responses)),
             *model_routes(models),
-            *health_routes(services.replicas, services.metrics, services.store),
+            *probe_routes(services.replicas, services.store, with_reasons=has_operations),
             *(services.batches.routes() if services.batches is not None else ()),
             *services.admin_routes,
-            *schema_routes(lambda: exchange.shape),
+            *((metrics_route(services.metrics, services.store), *schemas) if has_operations else ()),
         ],
-        exception_handlers={
-            PlatformError: answer_platform_error,
-            HTTPException: answer_framework_error,
-            ClientDisconnected: _answer_nobody,
-            Exception: answer_unexpected_error,
-        },
+        exception_handlers=EXCEPTION_HANDLERS,
         guards=[guard_query],
         before_send=[add_request_id, tell_allowed_methods],
         openapi_config=None,  # the documents are ours
         request_class=BoundedRequest,
         request_max_body_size=None,
-        state=State({"max_body_bytes": settings.max_body_bytes}),
+        state=State({"max_body_bytes": settings.max_body_bytes, HAS_SCHEMA: has_operations}),
         logging_config=None,
     )
     check_actions(app)
@@ -216,5 +218,32 @@ def _follow(
         live.follow([*OF_BATCHES, *OF_BODIES], services.batches.use)
 
 
+def create_operations_app(
+    services: Services, app: Litestar, settings: Callable[[], GatewaySettings], is_stopping: Callable[[], bool]
+) -> Litestar:
+    """The application of the operations listener, beside the gateway's `app`, which its documents describe."""
+    return Litestar(
+        route_handlers=[
+            *probe_routes(services.replicas, services.store, with_reasons=True, is_stopping=is_stopping),
+            metrics_route(services.metrics, services.store),
+            *schema_routes(lambda: ShapeLimits.of(settings()), app),
+        ],
+        exception_handlers=EXCEPTION_HANDLERS,
+        guards=[guard_query],
+        before_send=[add_request_id, tell_allowed_methods],
+        openapi_config=None,
+        state=State({HAS_SCHEMA: True}),
+        logging_config=None,
+    )
+
+
 def _answer_nobody(_request: Request[Any, Any, Any], _error: ClientDisconnected) -> Response[None]:
     return Response(None, status_code=CLIENT_CLOSED_REQUEST)
+
+
+EXCEPTION_HANDLERS: ExceptionHandlersMap = {
+    PlatformError: answer_platform_error,
+    HTTPException: answer_framework_error,
+    ClientDisconnected: _answer_nobody,
+    Exception: answer_unexpected_error,
+}

@@ -21,7 +21,7 @@ from litestar import Litestar
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.contents import AdapterContents
-from moiety_platform.app import Services, create_app, create_pipeline
+from moiety_platform.app import Services, create_app, create_operations_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.pepper import pepper_of, turn_of
@@ -58,6 +58,7 @@ from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 
 LAST_RECORDS_S = 10.0
+OPERATIONS_DRAIN_S = 1  # how long a stop waits for a scrape
 OF_UPKEEP = (
     "upkeep_interval_s", "keep_files_days", "keep_batches_days", "keep_requests_days", "keep_limit_windows_days",
 )  # fmt: skip
@@ -74,9 +75,11 @@ def run_gateway(source: SettingsSource[GatewaySettings]) -> None:
     configure_logging(settings.log_level, settings.log_format)
     _share_arenas()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # for texts in batches, and here they come one by one
-    listener = bind(settings.host, settings.port)
+    listener, operations = bind(settings.host, settings.port), None
+    if settings.operations_port is not None:
+        operations = bind(settings.operations_host, settings.operations_port, "--operations-port")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(source, listener))
+        runner.run(_serve(source, listener, operations))
 
 
 def _share_arenas() -> None:
@@ -87,8 +90,10 @@ def _share_arenas() -> None:
         mallopt(M_ARENA_MAX, ARENAS)
 
 
-async def _serve(source: SettingsSource[GatewaySettings], listener: socket.socket) -> None:
-    async with assembled(source) as (services, server):
+async def _serve(
+    source: SettingsSource[GatewaySettings], listener: socket.socket, operations_listener: socket.socket | None
+) -> None:
+    async with assembled(source) as (services, server, operations):
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, server.request_exit)
@@ -99,13 +104,32 @@ async def _serve(source: SettingsSource[GatewaySettings], listener: socket.socke
         async with watching(services.reloader):
             engines = list(source.first.engines)
             log.info("gateway_listening", host=host, port=port, engines=engines)
-            await server.serve([listener])
+            async with serving_operations(operations, operations_listener):
+                await server.serve([listener])
         log.info("gateway_stopped")
 
 
 @asynccontextmanager
-async def assembled(source: SettingsSource[GatewaySettings]) -> AsyncIterator[tuple[Services, GatewayServer]]:
-    """All of a gateway but the address that it listens on; every setting that may change is followed by somebody."""
+async def serving_operations(server: GatewayServer, listener: socket.socket | None) -> AsyncIterator[None]:
+    """Serve the operations pages on that listener, if there is one, until the block ends: while the gateway drains, its
+    metrics can still be read."""
+    if listener is None:
+        yield
+        return
+    host, port = listener.getsockname()[:2]
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.serve([listener]))
+        log.info("operations_listening", host=host, port=port)
+        yield
+        server.request_exit()
+
+
+@asynccontextmanager
+async def assembled(
+    source: SettingsSource[GatewaySettings],
+) -> AsyncIterator[tuple[Services, GatewayServer, GatewayServer]]:
+    """All of a gateway but the addresses that it listens on: its services, its server and that of the operations
+    pages. Every setting that may change is followed by somebody."""
     settings = source.first
     async with build_services(source) as services:
         pipeline = create_pipeline(settings, services)
@@ -114,10 +138,13 @@ async def assembled(source: SettingsSource[GatewaySettings]) -> AsyncIterator[tu
         assert services.live is not None, "and settings that may change"
         server = GatewayServer(app, settings.drain_s, ConnectionLimits.of(settings), on_draining=services.batches.drain)
         server.followed_by(services.live)
+        live = services.live
+        operations_app = create_operations_app(services, app, lambda: live.now, lambda: server.should_exit)
+        operations = GatewayServer(operations_app, OPERATIONS_DRAIN_S, ConnectionLimits.of(settings))
         services.live.follow(["log_level"], lambda wanted: set_log_level(wanted.log_level))
         assert not services.live.unfollowed, services.live.unfollowed
         async with services.batches.working(pipeline):
-            yield services, server
+            yield services, server, operations
 
 
 class GatewayServer(uvicorn.Server):

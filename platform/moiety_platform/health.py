@@ -1,7 +1,9 @@
-"""What orchestrators and Prometheus ask: `/healthz` (the process), `/readyz` (can it serve), `/metrics`."""
+"""What orchestrators and Prometheus ask: `/healthz` (the process), `/readyz` (can it serve), `/metrics`. None needs a
+key; what tells more than a stranger may know is on the operations listener."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NotRequired, TypedDict
 
 from litestar import Response, get, head
@@ -30,8 +32,14 @@ class Readiness(TypedDict):
     reasons: NotRequired[list[str]]
 
 
-def health_routes(replicas: Replicas, metrics: Metrics, store: StoreReadiness | None) -> list[HTTPRouteHandler]:
-    """The handlers; none of them needs a key. Without `store`, readiness is that of the engines alone."""
+def probe_routes(
+    replicas: Replicas,
+    store: StoreReadiness | None,
+    *,
+    with_reasons: bool,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> list[HTTPRouteHandler]:
+    """The probes. Without `store`, readiness is that of the engines alone. Reasons name engines and the store."""
 
     readiness = describes(Described(answers={200: {JSON: Readiness}, 503: {JSON: Readiness}}))
 
@@ -46,8 +54,12 @@ def health_routes(replicas: Replicas, metrics: Metrics, store: StoreReadiness | 
         reasons = replicas.why_not_ready()
         if store is not None and (reason := await store.why_not_ready()):
             reasons = [f"store: {reason}", *reasons]
+        if is_stopping():
+            reasons = ["the gateway is stopping", *reasons]
         if not reasons:
             return Response(Readiness(status="ready"))
+        if not with_reasons:
+            return Response(Readiness(status="not ready"), status_code=503, headers={"Retry-After": "1"})
         fields: Readiness = {"status": "not ready", "reason": "; ".join(reasons), "reasons": reasons}
         return Response(fields, status_code=503, headers={"Retry-After": "1"})
 
@@ -58,9 +70,15 @@ def health_routes(replicas: Replicas, metrics: Metrics, store: StoreReadiness | 
     @head("/readyz", name="head_readyz", tags=TAGS, opt=describes(Described(answers={200: {}, 503: {}})))
     async def head_readyz() -> Response[None]:
         """Whether the gateway can serve requests."""
-        if replicas.why_not_ready():
+        if is_stopping() or replicas.why_not_ready():
             return Response(None, status_code=503, headers={"Retry-After": "1"})
         return Response(None)
+
+    return [healthz, readyz, head_healthz, head_readyz]
+
+
+def metrics_route(metrics: Metrics, store: StoreReadiness | None) -> HTTPRouteHandler:
+    """The handler of `/metrics`, which tells ids of tenants."""
 
     @get("/metrics", name="metrics", tags=TAGS, opt=describes(Described(answers={200: {TEXT: {"type": "string"}}})))
     async def scrape() -> Response[bytes]:
@@ -69,4 +87,4 @@ def health_routes(replicas: Replicas, metrics: Metrics, store: StoreReadiness | 
             await store.why_not_ready()  # so that the first scrape tells it
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
-    return [healthz, readyz, head_healthz, head_readyz, scrape]
+    return scrape

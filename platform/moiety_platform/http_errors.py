@@ -16,6 +16,8 @@ from moiety_platform.errors import EngineRefused, Overloaded, PlatformError, Rat
 DEFAULT_RETRY_AFTER_S = 1
 NO_RETRY_HEADER = "x-should-retry"  # OpenAI's and Anthropic's clients repeat 429 and 5xx unless it is "false"
 REASON_HEADER = "x-moiety-reason"
+SCHEMA_PATH = "/schema"  # of the OpenAPI documents, where the application's state says that it has them
+HAS_SCHEMA = "has_schema"
 
 log = structlog.get_logger(__name__)
 
@@ -118,9 +120,9 @@ def answer_framework_error(request: Request[Any, Any, Any], error: HTTPException
     kind, code = _CODES.get(status, ("invalid_request_error", "invalid_request"))
     path = request.scope["path"][:256]
     if status == 404:
-        message = f"there is no route {path}; see /schema for those that are"
+        message = f"there is no route {path}{_where_routes_are(request, 'for those that are')}"
     elif status == 405:
-        message = f"{request.scope['method']} is not allowed on {path}; see /schema for what is"
+        message = f"{request.scope['method']} is not allowed on {path}{_where_routes_are(request, 'for what is')}"
     else:
         message = str(error.detail)
         extra = getattr(error, "extra", None)
@@ -128,6 +130,10 @@ def answer_framework_error(request: Request[Any, Any, Any], error: HTTPException
             message = f"{message}: {extra[0].get('key', '')} {extra[0].get('message', '')}".rstrip()
     allow = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
     return _response(status, _fields(message, kind, None, code), allow)
+
+
+def _where_routes_are(request: Request[Any, Any, Any], purpose: str) -> str:
+    return f"; see {SCHEMA_PATH} {purpose}" if request.app.state.get(HAS_SCHEMA) else ""
 
 
 def answer_unexpected_error(_request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:

@@ -6,7 +6,7 @@ Read and validated by the entry point, passed down by argument; nothing else rea
 from __future__ import annotations
 
 import re
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -35,6 +35,14 @@ def traces_beside(store_url: str) -> str:
     return store_url if found is None else found[1] + TRACES_FILE
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach a server that listens there."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _also(name: str, variable: str) -> AliasChoices:
     """OpenTelemetry's own variable, by which our engines go as well, so that one serves both."""
     return AliasChoices(name, f"MOIETY_{name.upper()}", variable)
@@ -47,6 +55,13 @@ class GatewaySettings(BaseSettings):
 
     host: str = fixed("127.0.0.1", "address to listen on")
     port: int = fixed(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
+    operations_host: str = fixed("127.0.0.1", "address of the operations listener, where operations_port is set")
+    operations_port: int | None = fixed(
+        None,
+        "port of the operations listener (/metrics, /schema); 0 takes a free one; none: both are on `port` where "
+        "`host` is a loopback address, and nowhere else",
+        ge=0, le=65535,
+    )  # fmt: skip
     data_dir: Path = fixed(Path(".moiety"), "for the pepper, the usage journal and SQLite")
     database_url: str | None = fixed(None, "of the store: sqlite:///FILE or postgresql://…; none: SQLite in data_dir")
     key_pepper: SecretStr | None = fixed(None, "mixed into the hash of every API key; lives outside the database")
@@ -223,6 +238,12 @@ class GatewaySettings(BaseSettings):
         if any(keys) and not all(keys):
             raise ValueError("set curve_server_key, curve_public_key and curve_secret_key together, or none of them")
         return self
+
+    @property
+    def has_operations_on_port(self) -> bool:
+        """Whether the port of the API also serves the operations pages: without a listener of their own, and only on
+        loopback, since they need no key."""
+        return self.operations_port is None and is_loopback(self.host)
 
     @property
     def keep_files_s(self) -> int | None:

@@ -15,6 +15,16 @@ RESPONSE_TOOLS = [{"type": "function", **tool["function"]} for tool in OPENAI_TO
 GOOD = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
 START = '<tool_call>\n{"name": "forecast", "arguments": {"city": '
 BREAKS = ["True}}", '"a",}}', "NaN}}", '"\\ud800"}}', '"a', '"a"}', "01}}", '"a"}, "dry_run": True}']
+BREAKS += ['"a"}}}', '"a"}}}\n</tool_call>', '"a"}}\n]', '"a", "dry_run": true}}}']
+SURPLUS = {  # a whole call, and a bracket too many behind it
+    "hermes": ['<tool_call>\n{"name": "now", "arguments": {}}}\n</tool_call>'],
+    "llama": ['{"name": "now", "parameters": {}}}', '<|python_tag|>{"name": "now", "parameters": {}}]'],
+    "mistral": [
+        '[TOOL_CALLS] [{"name": "now", "arguments": {}}}]',
+        '[TOOL_CALLS] [{"name": "now", "arguments": {}}]]',
+        "[TOOL_CALLS]now[ARGS]{}}",
+    ],
+}
 
 
 def told_by_chat(choice):
@@ -56,7 +66,7 @@ async def told_by_all(gateway, family, *, stream, limit=400, stop=None):
     )
 
 
-SCRAPS = ["", "}", ",", "NaN", "True", '"', "\\ud800", "\n", "{", "é"]
+SCRAPS = ["", "}", "]", ",", "NaN", "True", '"', "\\ud800", "\n", "{", "é"]
 MUTATIONS = st.tuples(st.integers(0, 400), st.integers(0, 3), st.sampled_from(SCRAPS))
 
 
@@ -109,6 +119,17 @@ async def test_a_broken_call_is_text_and_can_be_sent_back(tool_gateway, rest, be
         assert len(results) == num_good
         engine.script = says("Yes.")
         await ask_responses(tool_gateway, "hermes", stream=False, input=[*ASKED, *items, *results, *ASKED])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("family", sorted(SURPLUS))
+async def test_a_bracket_too_many_behind_a_call_makes_all_of_it_text_in_every_format(tool_gateway, family, stream):
+    for text in SURPLUS[family]:
+        tool_gateway.of[family].script = says(text)
+        chat, messages, responses = await told_by_all(tool_gateway, family, stream=stream)
+        assert chat == (text, [], "stop")
+        assert messages == ([("text", text)], "end_turn")
+        assert responses == ([("message", "completed", text)], "completed")
 
 
 @pytest.mark.parametrize("stream", [False, True])

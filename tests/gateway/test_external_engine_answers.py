@@ -12,6 +12,7 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
+from moiety_platform.cli.doctor.engines import Settings, look_at_engines
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_addresses import ForeignAddress
 from moiety_platform.engine_client.foreign.client import ForeignEngineClient, Heartbeat
@@ -20,6 +21,7 @@ MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
 ASK = {"model": MODEL, "messages": HELLO, "max_tokens": 30}
 SELDOM = Heartbeat(interval_s=600, timeout_s=30, silence_s=60)  # asked again only where a connection breaks
+LISTED = {"id": MODEL, "object": "model", "created": 1_700_000_000.0}
 KEY = "upstream-key-of-the-operator"
 
 
@@ -55,6 +57,8 @@ class Upstream:
 
     def __init__(self) -> None:
         self.answer = answered(GOOD)
+        self.answers: list[bytes] = []  # before that one
+        self.models = answered(json.dumps({"object": "list", "data": [LISTED]}).encode())
         self.stays_open = False
         self.num_asked = 0
         self.heads: list[str] = []
@@ -63,6 +67,9 @@ class Upstream:
     async def start(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def address(self, folder) -> str:
+        return f"openai+http://127.0.0.1:{self.port}/v1?model={MODEL}&kind=generic&tokenizer={folder}&context=512"
 
     async def stop(self):
         self._server.close()
@@ -78,12 +85,11 @@ class Upstream:
                 size = next((line.split(":")[1] for line in head.split("\r\n") if line.startswith("content-length")), 0)
                 await reader.readexactly(int(size))
                 if head.startswith("get"):
-                    models = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 1}]}
-                    writer.write(answered(json.dumps(models).encode()))
+                    writer.write(self.models)
                     continue
                 self.num_asked += 1
                 self.heads.append(head)
-                writer.write(self.answer)
+                writer.write(self.answers.pop() if self.answers else self.answer)
                 await writer.drain()
                 if self.stays_open:
                     await reader.read()
@@ -111,8 +117,7 @@ def engine(upstream, tmp_path, card):
     (folder / "tokenizer.json").write_text(card.tokenizer_json)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     (folder / "chat_template.jinja").write_text(card.chat_template)
-    address = f"openai+http://127.0.0.1:{upstream.port}/v1?model={MODEL}&kind=generic&tokenizer={folder}&context=512"
-    return ForeignEngineClient(ForeignAddress.parse(address), SystemClock(), KEY, SELDOM)
+    return ForeignEngineClient(ForeignAddress.parse(upstream.address(folder)), SystemClock(), KEY, SELDOM)
 
 
 @pytest.fixture
@@ -325,6 +330,19 @@ async def test_an_overload_says_when_to_come_back_and_is_not_billed(upstream, st
         assert {(row.prompt_tokens, row.output_tokens, row.cost_nanodollars) for row in rows} == {(0, 0, 0)}
 
 
+@pytest.mark.parametrize("num_answered", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_is_not_billed_if_one_of_its_choices_is_refused(upstream, start, num_answered, stream):
+    upstream.answers = [answered(GOOD)] * num_answered
+    upstream.answer = refused(401)
+    async with start() as gateway:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await gateway.client.chat.completions.create(**ASK, n=2, stream=stream)
+        assert caught.value.code == "engine_refused"
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.prompt_tokens, row.output_tokens) == ("failed", 0, 0)
+
+
 async def test_what_was_not_taken_on_leaves_nothing_reserved(upstream, start, engine, until):
     async with start(stores_usage=True) as gateway:
         (tenant,) = json.loads((await gateway.request("GET", "/admin/v1/tenants", b"", gateway.admin_key))[2])["data"]
@@ -335,8 +353,9 @@ async def test_what_was_not_taken_on_leaves_nothing_reserved(upstream, start, en
         for answer in (refused(401), refused(503), refused(400), cut(b""), cut(b": waits\n\n"), broken, b"nonsense"):
             await until(lambda: engine.state.healthy)
             upstream.answer = answer
+            num_asked = upstream.num_asked
             assert (await gateway.post("/v1/chat/completions", ASK))[0] in (502, 503)
-        assert upstream.num_asked == 7
+            assert upstream.num_asked > num_asked
         await until(lambda: engine.state.healthy)
         await upstream.stop()
         answer = await gateway.post("/v1/chat/completions", ASK)
@@ -368,3 +387,23 @@ async def test_a_batch_line_that_the_server_refuses_for_what_it_asks_is_not_trie
         (line,) = await results(gateway, batch.error_file_id)
         assert line["response"]["body"]["error"]["code"] == "engine_refused"
         assert upstream.num_asked == 1
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        answered(gzip.compress(json.dumps({"data": [LISTED]}).encode()), head="Content-Encoding: gzip\r\n"),
+        answered(b"\xef\xbb\xbf" + json.dumps({"data": [LISTED]}).encode()),
+        answered(json.dumps([LISTED]).encode()),
+        answered(json.dumps({"data": [None, {"id": 7}, {**LISTED, "max_model_len": "512"}]}).encode()),
+    ],
+    ids=["gzip", "mark", "bare list", "odd entries"],
+)
+async def test_lists_of_models_are_read_in_each_form(upstream, start, engine, models, tmp_path):
+    upstream.models = models
+    async with start() as gateway:
+        (model,) = (await gateway.client.models.list()).data
+        assert (model.id, model.created) == (MODEL, 1_700_000_000)
+        assert engine.state.card.max_context_tokens == 512
+        told = Settings([upstream.address(tmp_path / "checkpoint")], None)
+        assert [one.level for one in await asyncio.to_thread(lambda: list(look_at_engines(told)))] == ["ok"]

@@ -126,7 +126,7 @@ async def whole(tmp_path):
         source = SettingsSource.open(file, SECTION, partial(GatewaySettings.load, file))
         database = Database.open(source.first.store_url)
         keys = await make_store(database, SystemClock())
-        async with assembled(source) as (services, server):
+        async with assembled(source) as (services, server, _):
             listener = bind("127.0.0.1", 0)
             serving = asyncio.create_task(server.serve([listener]))
             running = Whole(file, services, f"http://127.0.0.1:{listener.getsockname()[1]}", keys, database)

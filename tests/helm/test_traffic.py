@@ -9,7 +9,7 @@ import pytest
 from moiety_podrun.policies import Peer, allows
 
 PORTS = {
-    "gateway": {"http": 8000},
+    "gateway": {"http": 8000},  # and OPERATIONS
     "engine-demo": {"engine": 5757},
     "dashboard": {"http": 8501},
     "traces": {"otlp": 4318},
@@ -24,6 +24,7 @@ MEANT = {
     ("owner", "database"),
     ("dashboard", "gateway"),
 }
+OPERATIONS = {"operations": 8002}
 ANYBODY = {"gateway", "dashboard"}  # as long as nobody has said who the clients are
 
 
@@ -34,7 +35,7 @@ def peers(render: Any) -> dict[str, Peer]:
     for number, one in enumerate(render(), start=1):
         labels = one.get("spec", {}).get("template", {}).get("metadata", {}).get("labels")
         if labels and (part := labels["app.kubernetes.io/component"]) in PORTS:
-            found[part] = Peer(labels, f"10.77.0.{number}", PORTS[part])
+            found[part] = Peer(labels, f"10.77.0.{number}", PORTS[part] | (OPERATIONS if part == "gateway" else {}))
     return found
 
 
@@ -89,3 +90,38 @@ def test_another_port_of_what_may_be_reached_stays_closed(
 ) -> None:
     assert not allows(policies, peers["gateway"], peers["engine-demo"], 22)
     assert not allows(policies, peers["dashboard"], peers["gateway"], 5432)
+
+
+@pytest.mark.parametrize("clients", [[], [{"podSelector": {}}]])
+def test_only_scrapers_reach_the_operations_port(render: Any, peers: dict[str, Peer], clients: list[Any]) -> None:
+    scrapers = [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]
+    objects = render({"networkPolicies": {"clients": clients, "scrapers": scrapers}})
+    policies = [one["spec"] for one in objects if one["kind"] == "NetworkPolicy"]
+    (port,) = OPERATIONS.values()
+    assert allows(policies, Peer({"app": "prometheus"}, "10.9.9.9", {}), peers["gateway"], port)
+    others = [*peers.values(), Peer({"app": "theirs"}, "10.9.9.8", {})]
+    assert not any(allows(policies, one, peers["gateway"], port) for one in others)
+
+
+def test_the_operations_port_is_in_a_service_inside_the_cluster_that_nothing_leads_to(render: Any) -> None:
+    objects = render(
+        {
+            "gateway": {"service": {"type": "LoadBalancer"}, "operationsPort": 9100},
+            "ingress": {"enabled": True, "host": "llm.example.com", "paths": ["/"]},
+            "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}], "paths": ["/"]},
+            "monitoring": {"serviceMonitor": {"enabled": True}},
+        }
+    )
+    ports = {
+        one["metadata"]["name"]: (one["spec"]["type"], [port["port"] for port in one["spec"]["ports"]])
+        for one in objects
+        if one["kind"] == "Service" and one["spec"]["selector"].get("app.kubernetes.io/component") == "gateway"
+    }
+    assert ports == {"rel-moiety": ("LoadBalancer", [80]), "rel-moiety-operations": ("ClusterIP", [9100])}
+    led_to = [one for one in objects if one["kind"] in ("Ingress", "HTTPRoute")]
+    assert len(led_to) == 2
+    assert "operations" not in str(led_to)
+    (monitor,) = [
+        one for one in objects if one["kind"] == "ServiceMonitor" and one["metadata"]["name"] == "rel-moiety-gateway"
+    ]
+    assert [one["port"] for one in monitor["spec"]["endpoints"]] == ["operations"]

@@ -36,7 +36,6 @@ ANSWERS: list[tuple[type[CallReader], str, Parts]] = [
     (HermesReader, '<tool_call>{"name": "f"}</tool_call>', [Call("f", "{}")]),
     (HermesReader, '<tool_call>{"name": "f", "arguments": {"a": 1}}', [Call("f", '{"a": 1}')]),  # the end came first
     (HermesReader, '<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>', [Call("f", '{"a": "1\\n2"}')]),
-    (HermesReader, '<tool_call>{"name": "f", "arguments": {}}}</tool_call>.', [Call("f", "{}"), "}."]),
     # Llama
     (LlamaReader, '{"name": "add", "parameters": {"a": 1}}', [Call("add", '{"a": 1}')]),
     (
@@ -63,6 +62,16 @@ ANSWERS: list[tuple[type[CallReader], str, Parts]] = [
     (MistralReader, '[TOOL_CALLS]f{"a": "[TOOL_CALLS]"}', [Call("f", '{"a": "[TOOL_CALLS]"}')]),
 ]
 NO_CALLS: list[tuple[type[CallReader], str]] = [
+    (HermesReader, '<tool_call>{"name": "f", "arguments": {}}}</tool_call>.'),
+    (HermesReader, '<tool_call>{"name": "f", "arguments": {}} \n ]'),
+    (HermesReader, '<tool_call>\n{"name": "f"}}\n</tool_call>\n'),
+    (LlamaReader, '{"name": "f", "parameters": {"a": 1}}}'),
+    (LlamaReader, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}\n]'),
+    (MistralReader, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}}]'),
+    (MistralReader, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}] ]'),
+    (MistralReader, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]}'),
+    (MistralReader, '[TOOL_CALLS]f[ARGS]{"a": 1}}'),
+    (MistralReader, '[TOOL_CALLS]f{"a": 1}]'),
     (HermesReader, '<tool_call>{"name": "unknown", "arguments": {}}</tool_call> rest'),
     (HermesReader, '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call> rest'),
     (HermesReader, '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
@@ -146,9 +155,9 @@ def test_a_call_comes_once_it_is_whole_and_content_without_delay() -> None:
     reader = HermesReader(NAMES)
     seen = [
         assembled_kinds(reader.feed(piece))
-        for piece in ("Let me", " see <", '\n<tool_call>{"name": "f", "arguments": {"a', '": 1', "}}")
+        for piece in ("Let me", " see <", '\n<tool_call>{"name": "f", "arguments": {"a', '": 1', "}}", "\n<")
     ]
-    assert seen == [["Let me"], [" see"], [" <"], [], ["begun f", '{"a": 1}', "ended"]]
+    assert seen == [["Let me"], [" see"], [" <"], [], [], ["begun f", '{"a": 1}', "ended"]]
 
 
 def assembled_kinds(deltas: list[Delta]) -> list[str]:

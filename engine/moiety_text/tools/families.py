@@ -93,6 +93,9 @@ class MistralReader(CallReader):
         self._keep(character)
         return rest
 
+    def _closes(self, behind: str, character: str) -> bool:
+        return self._is_list and character == "]" and "]" not in behind
+
     def _after(self, text: str) -> str:
         """After a call of a list comes another one, or the list's end."""
         if not self._is_list:

@@ -1,10 +1,10 @@
 """The text of one answer, as it comes, into content and calls: what all families have in common.
 
 The rule: what a marker opens is a call if it names one of the tools that may be called, with a JSON object as
-arguments; else it is content, marker and all. So the answer is the same however its text is cut into pieces, and
-nothing is lost of text that is no call. White space before a marker, up to a bound, goes with the call. The end of a
-text that may yet open a call is held back, and so is a call until it is whole: a stream cannot take back what it has
-told, and a client may run whatever it was told.
+arguments, and no closing bracket is left over behind it; else it is content, marker and all. So the answer is the same
+however its text is cut into pieces, and nothing is lost of text that is no call. White space before a marker, up to a
+bound, goes with the call. The end of a text that may yet open a call is held back, and so is a call until it is whole
+and something follows it: a stream cannot take back what it has told, and a client may run whatever it was told.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from moiety_text.tools.deltas import (
 )
 from moiety_text.tools.json_scanner import Malformed
 
+_SPACE = " \t\n\r"
+_CLOSERS = "}]"
 MAX_SPACE = 256  # characters of white space that are held back, since a marker may follow
 
 
@@ -44,7 +46,8 @@ class CallReader:
         self._owes_closer = False
         self._raw: list[str] | None = None  # the text of what may be a call, from its marker on; None outside of one
         self._call: CallText = CallObject(names)
-        self._arguments: list[str] = []  # of that call, until it is whole
+        self._arguments: list[str] = []  # of that call, until it is told
+        self._behind: str | None = None  # what came behind the call, which is whole, without deciding whether it is one
         self._deltas: list[Delta] = []
         self._step: Callable[[str], str] = self._content if is_rest else self._start
 
@@ -56,9 +59,11 @@ class CallReader:
 
     def end(self) -> list[Delta]:
         """What is left once the text is over. A call that is not whole by then is none."""
-        if self._raw is not None:
+        if self._behind is not None:
+            self._tell()
+        elif self._raw is not None:
             self._give_up()
-        elif not self._num_ended or self._held.strip(self.separators + " \t\n\r"):
+        elif not self._num_ended or self._held.strip(self.separators + _SPACE):
             self._give(self._held)
         return self._taken()
 
@@ -82,6 +87,10 @@ class CallReader:
         """After a call."""
         self._owes_closer, self._step = bool(self.closer), self._content
         return text
+
+    def _closes(self, behind: str, character: str) -> bool:
+        """Whether a character closes what the family wrote around the call; `behind` came between."""
+        return False
 
     # ── what they share ──
 
@@ -125,10 +134,26 @@ class CallReader:
                 self._give_up()
                 return text[at:]
             if self._call.is_complete:
-                self._tell()
-                self._raw, self._step = None, self._after
+                self._keep(text[: at + 1])
+                self._behind, self._step = "", self._check_behind
                 return text[at + 1 :]
         self._keep(text)
+        return ""
+
+    def _check_behind(self, text: str) -> str:
+        """Behind a whole call, until it is clear that no bracket is left over."""
+        assert self._behind is not None, "the call is whole"
+        for at, character in enumerate(text):
+            is_space = character in _SPACE and len(self._behind) < MAX_SPACE
+            if not is_space and not self._closes(self._behind, character):
+                behind = self._behind
+                if character in _CLOSERS:
+                    self._keep(behind)
+                    self._give_up()
+                    return text[at:]
+                self._tell()
+                return behind + text[at:]
+            self._behind += character
         return ""
 
     def _keep(self, raw: str) -> None:
@@ -136,17 +161,18 @@ class CallReader:
         self._raw.append(raw)
 
     def _tell(self) -> None:
-        """Give out the call, which is whole."""
+        """Give out the call, which is whole, and go on behind it."""
         name, index = self._call.name, self._num_ended
         assert name is not None, "a whole call has a name"
         self._num_ended += 1
         self._deltas += [CallBegun(index, name), CallArguments(index, "".join(self._arguments)), CallEnded(index)]
+        self._raw, self._behind, self._step = None, None, self._after
 
     def _give_up(self) -> None:
         """What was opened is no call."""
         assert self._raw is not None, "within what may be a call"
         self._give("".join(self._raw))
-        self._raw, self._step = None, self._content
+        self._raw, self._behind, self._step = None, None, self._content
 
     def _give(self, text: str) -> None:
         if text:

@@ -33,8 +33,8 @@
 {{- if has $name (list "database_url" "key_pepper" "key_pepper_next" "key_pepper_previous" "traces_token" "curve_secret_key" "foreign_api_key") -}}
 {{- fail (printf "gateway.settings.%s is a secret and would stand in plain text in a ConfigMap: put it into a Secret and name that in gateway.extraEnv as MOIETY_%s" $name (upper $name)) -}}
 {{- end -}}
-{{- if has $name (list "host" "port" "engines" "drain_s" "data_dir" "traces_endpoint" "otlp_endpoint") -}}
-{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, gateway.drainSeconds, gateway.service or traces instead" $name) -}}
+{{- if has $name (list "host" "port" "operations_host" "operations_port" "engines" "drain_s" "data_dir" "traces_endpoint" "otlp_endpoint") -}}
+{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, gateway.drainSeconds, gateway.service, gateway.operationsPort or traces instead" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -89,7 +89,7 @@
 {{- fail (printf "pool %s has more autoscaling.minReplicas than autoscaling.maxReplicas: raise the latter" .name) -}}
 {{- end -}}
 {{- range $option, $_ := .options -}}
-{{- if has $option (list "listen" "metrics-listen" "role" "kv-listen" "model" "name" "drain-timeout" "curve-key-file" "gateway-keys-file" "unsettled-usage" "host" "port" "served-model-name") -}}
+{{- if has $option (list "listen" "metrics-listen" "role" "kv-listen" "model" "name" "drain-timeout" "curve-key-file" "gateway-keys-file" "allow-unauthenticated-ranks" "unsettled-usage" "host" "port" "served-model-name") -}}
 {{- fail (printf "pool %s sets the option %s, which the chart sets itself: use model, role, drainSeconds or stateSize" $.name $option) -}}
 {{- end -}}
 {{- end -}}

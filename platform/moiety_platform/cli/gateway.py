@@ -16,7 +16,7 @@ from moiety_platform.cli.migrations import find_upgrade
 from moiety_platform.cli.settings_of import open_settings
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
-from moiety_platform.db.url import BadDatabaseUrl
+from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.gateway import run_gateway
 from moiety_platform.listening import CannotListen
@@ -28,6 +28,15 @@ from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_
 def gateway(
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 if not set.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 8000 if not set.")] = None,
+    operations_host: Annotated[
+        str | None, typer.Option(help="Address of the operations listener; 127.0.0.1 if not set.")
+    ] = None,
+    operations_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port for /metrics and /schema; if not set, --port where --host is loopback."
+        ),
+    ] = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,7 +70,8 @@ def gateway(
     """
     os.umask(PRIVATE_UMASK)
     flags = {
-        "host": host, "port": port, "engines": tuple(engine) if engine else None, "data_dir": data_dir,
+        "host": host, "port": port, "operations_host": operations_host, "operations_port": operations_port,
+        "engines": tuple(engine) if engine else None, "data_dir": data_dir,
         "database_url": database_url, "drain_s": drain_s, "otlp_endpoint": otlp_endpoint,
         "log_level": log_level, "log_format": log_format,
     }  # fmt: skip

@@ -13,7 +13,7 @@ from moiety_platform.supervisor.console import standard_console
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, DataDir
 from moiety_platform.supervisor.errors import SupervisorError
 from moiety_platform.supervisor.plan import DEMO_NAME, TOKEN_VARIABLE, ServeOptions
-from moiety_platform.supervisor.ports import claim_port
+from moiety_platform.supervisor.ports import LOOPBACK, OPERATIONS_PORT, claim_port
 from moiety_platform.supervisor.serve import serve as run_serve
 
 
@@ -23,6 +23,8 @@ def serve(
     name: given.NameOption = None,
     host: given.HostOption = "127.0.0.1",
     port: given.PortOption = 8000,
+    operations_host: given.OperationsHostOption = "127.0.0.1",
+    operations_port: given.OperationsPortOption = None,
     data_dir: given.DataDirOption = Path(".moiety"),
     dashboard_port: given.DashboardPortOption = 8501,
     no_dashboard: given.NoDashboardOption = False,
@@ -76,12 +78,22 @@ def serve(
             drain_s=drain_s,
             config=config,
             traces_port=None if no_traces else claim_port("127.0.0.1", traces_port, "--traces-port"),
+            operations_host=operations_host,
+            operations_port=claim_operations_port(host, operations_host, operations_port),
             traces_token=os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16),
             engine_arguments=(*arguments, *flags, *(more or [])),
         )
         run(options, data_dir)
     except SupervisorError as exc:
         raise CommandError(str(exc)) from exc
+
+
+def claim_operations_port(host: str, operations_host: str, wanted: int | None) -> int | None:
+    """The port of the operations listener. None: the API's port serves those pages too, as only loopback may."""
+    if wanted is None and host in LOOPBACK:
+        return None
+    port = OPERATIONS_PORT if wanted is None else wanted
+    return claim_port(operations_host, port, "--operations-port")
 
 
 def run(options: ServeOptions, data_dir: Path) -> None:

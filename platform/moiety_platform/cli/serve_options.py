@@ -64,6 +64,19 @@ HostOption = Annotated[str, typer.Option(envvar="MOIETY_HOST", help="Address to 
 PortOption = Annotated[
     int, typer.Option(envvar="MOIETY_PORT", min=0, max=65535, help="Port of the API; 0 takes a free one.")
 ]
+OperationsHostOption = Annotated[
+    str, typer.Option(envvar="MOIETY_OPERATIONS_HOST", help="Address of the operations listener.")
+]
+OperationsPortOption = Annotated[
+    int | None,
+    typer.Option(
+        envvar="MOIETY_OPERATIONS_PORT",
+        min=0,
+        max=65535,
+        help="Port for /metrics and /schema, which need no key; 0 takes a free one. If not given, --port where --host "
+        "is loopback, else 8002.",
+    ),
+]
 DataDirOption = Annotated[
     Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Where the database, the keys and the logs are kept.")
 ]

@@ -20,6 +20,7 @@ from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME
 from moiety_platform.cli.doctor.command import Patient, examine, patient_of
 from moiety_platform.cli.doctor.machine import versions
 from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.printing import say
 from moiety_platform.cli.redaction import redact_settings
 from moiety_platform.clock import SystemClock
 from moiety_platform.redaction import redact_text
@@ -28,7 +29,7 @@ from moiety_platform.supervisor.data_dir import KEYS_FILE
 
 TIMEOUT_S = 10.0
 MAX_LOG_BYTES = 2 * 1024 * 1024  # the end of each
-OF_GATEWAY = {"health.json": "/healthz", "readiness.json": "/readyz", "metrics.txt": "/metrics"}
+OF_OPERATIONS = {"health.json": "/healthz", "readiness.json": "/readyz", "metrics.txt": "/metrics"}
 OF_ADMIN = {
     "engines.json": "/admin/v1/engines",
     "classes.json": "/admin/v1/classes",
@@ -45,6 +46,10 @@ def support_bundle(
     engine: Annotated[list[str] | None, typer.Option(help="An engine's address; repeatable.")] = None,
     url: Annotated[str | None, typer.Option(envvar="MOIETY_URL", help="The gateway.")] = None,
     admin_key: Annotated[str | None, typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key, to be tried.")] = None,
+    operations_url: Annotated[
+        str | None,
+        typer.Option(envvar="MOIETY_OPERATIONS_URL", help="The gateway's operations listener; --url if not given."),
+    ] = None,
     log: Annotated[list[Path] | None, typer.Option(help="A log file, whose end is put in; repeatable.")] = None,
 ) -> None:
     """Put versions, settings, the doctor's findings, metrics, engines' loads and the ends of logs into one file.
@@ -58,10 +63,12 @@ def support_bundle(
     try:
         with target.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as bundle:
             target.chmod(0o600)
-            names = [_add(bundle, name, redact_text(text, secrets)) for name, text in _parts(patient, logs)]
+            names = [
+                _add(bundle, name, redact_text(text, secrets)) for name, text in _parts(patient, operations_url, logs)
+            ]
     except OSError as exc:
         raise CommandError(f"cannot write {target} ({exc.strerror}); give another name as --output") from exc
-    typer.echo(f"{target} has {', '.join(names)}; look at it before you hand it on")
+    say(f"{target} has {', '.join(names)}; look at it before you hand it on")
 
 
 def secrets_of(patient: Patient) -> list[str]:
@@ -78,15 +85,16 @@ def secrets_of(patient: Patient) -> list[str]:
     return found
 
 
-def _parts(patient: Patient, logs: list[Path]) -> Iterator[tuple[str, str]]:
+def _parts(patient: Patient, operations_url: str | None, logs: list[Path]) -> Iterator[tuple[str, str]]:
     """Name and text of each."""
     yield "versions.json", _json(versions())
     yield "settings.json", _json(redact_settings(_settings(patient.settings)))
     findings = asyncio.run(examine(patient, SystemClock()))
     yield "doctor.json", _json([finding.as_json() for finding in findings])
-    with httpx.Client(base_url=patient.url, timeout=TIMEOUT_S) as http:
-        for name, path in OF_GATEWAY.items():
+    with httpx.Client(base_url=operations_url or patient.url, timeout=TIMEOUT_S) as http:
+        for name, path in OF_OPERATIONS.items():
             yield name, _get(http, path, None)
+    with httpx.Client(base_url=patient.url, timeout=TIMEOUT_S) as http:
         if patient.admin_key is not None:
             for name, path in OF_ADMIN.items():
                 yield name, _get(http, path, patient.admin_key)

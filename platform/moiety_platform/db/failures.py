@@ -14,9 +14,10 @@ UNMIGRATED = "store_unmigrated"
 
 # SQLSTATE classes and codes of PostgreSQL that time, or an operator, mends: connection, refused credentials or
 # database, resources, operator intervention, system error; then read-only servers, lost races for locks or
-# serialisation, and tables that are not there yet or not ours to touch.
+# serialisation, tables that are not there yet or not ours to touch, and prepared statements or cursors that a pooler
+# has left on another server connection.
 _AWAY_CLASSES = frozenset({"08", "28", "3D", "53", "57", "58"})
-_AWAY_CODES = frozenset({"25006", "40001", "40P01", "55P03", "42501"})
+_AWAY_CODES = frozenset({"25006", "26000", "34000", "40001", "40P01", "42501", "42P05", "55P03"})
 _UNMIGRATED_CODES = frozenset({"42P01", "42703"})
 _UNMIGRATED_WORDS = ("no such table", "no such column", "has no column named")  # SQLite has one code for all errors
 

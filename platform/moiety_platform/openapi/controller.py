@@ -1,4 +1,5 @@
-"""`/schema`: the documents, as JSON and as pages to read. Nobody needs a key for them."""
+"""`/schema`: the documents, as JSON and as pages to read. Nobody needs a key for them, so they are where operators
+are."""
 
 from __future__ import annotations
 
@@ -6,19 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from litestar import Request, Response, get
+from litestar import Litestar, Request, Response, get
 from litestar.enums import MediaType
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.plugins import RedocRenderPlugin
 
+from moiety_platform.http_errors import SCHEMA_PATH
 from moiety_platform.openapi.documents import Documents, Part
 
-SCHEMA_PATH = "/schema"
 MEDIA_TYPE = "application/vnd.oai.openapi+json"
 
 
-def schema_routes(settings: Callable[[], Any]) -> list[HTTPRouteHandler]:
-    """The handlers. `settings` tells what bounds bodies."""
+def schema_routes(settings: Callable[[], Any], described: Litestar | None = None) -> list[HTTPRouteHandler]:
+    """The handlers. `settings` tells what bounds bodies; `described` is the application whose routes the documents
+    have, the serving one if it is None."""
     documents = Documents(settings)
 
     def page_of(part: Part) -> HTTPRouteHandler:
@@ -26,14 +28,14 @@ def schema_routes(settings: Callable[[], Any]) -> list[HTTPRouteHandler]:
 
         @get(paths, name=f"{part}_page", include_in_schema=False, media_type=MediaType.HTML, sync_to_thread=False)
         def page(request: Request[Any, Any, Any]) -> bytes:
-            return RedocRenderPlugin().render(request, documents.get(request.app, part))
+            return RedocRenderPlugin().render(request, documents.get(described or request.app, part))
 
         return page
 
     def json_of(part: Part) -> HTTPRouteHandler:
         @get(f"{SCHEMA_PATH}/{part}.json", name=f"{part}_json", include_in_schema=False, sync_to_thread=False)
         def as_json(request: Request[Any, Any, Any]) -> Response[bytes]:
-            return Response(msgspec.json.encode(documents.get(request.app, part)), media_type=MEDIA_TYPE)
+            return Response(msgspec.json.encode(documents.get(described or request.app, part)), media_type=MEDIA_TYPE)
 
         return as_json
 

@@ -31,10 +31,24 @@ class ServeOptions:
     engine_arguments: tuple[str, ...] = field(default_factory=tuple)
     traces_port: int | None = None  # of the trace store; None: traces are not kept
     traces_token: str = field(default="", repr=False)  # by which it knows the gateway
+    operations_host: str = "127.0.0.1"
+    operations_port: int | None = None  # None: /metrics and /schema are on `port`
 
     @property
     def url(self) -> str:
         return f"http://{reachable_host(self.host)}:{self.port}"
+
+    @property
+    def operations_address(self) -> tuple[str, int]:
+        """Where readiness is told with its reasons."""
+        if self.operations_port is None:
+            return reachable_host(self.host), self.port
+        return reachable_host(self.operations_host), self.operations_port
+
+    @property
+    def operations_url(self) -> str:
+        host, port = self.operations_address
+        return f"http://{host}:{port}"
 
 
 def engine_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Part:
@@ -51,6 +65,8 @@ def gateway_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Part
         "--engine", f"ipc://{socket}", "--drain-s", str(options.drain_s),
         "--migrate", "--first-keys", str(data_dir.keys_path),
     ]  # fmt: skip
+    if options.operations_port is not None:
+        arguments += ["--operations-host", options.operations_host, "--operations-port", str(options.operations_port)]
     if options.config is not None:
         arguments += ["--config", str(options.config)]
     environment = {}
@@ -91,7 +107,9 @@ def curl_command(options: ServeOptions, tenant_key: str) -> str:
 
 def announcement(options: ServeOptions, keys: FirstKeys, new_keys: bool) -> str:
     """Addresses, keys (the admin's only when it is new, and before the tenant's) and the command to try."""
-    lines = ["", f"  API         {options.url}/v1", f"  API schema  {options.url}/schema"]
+    lines = ["", f"  API         {options.url}/v1", f"  API schema  {options.operations_url}/schema"]
+    if options.operations_port is not None:
+        lines.append(f"  metrics     {options.operations_url}/metrics")
     if options.dashboard_port is not None:
         address = f"http://{reachable_host(options.host)}:{options.dashboard_port}"
         lines.append(f"  dashboard   {address}  (sign in with the admin key)")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from moiety_platform.supervisor.errors import CannotListen
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+OPERATIONS_PORT = 8002  # of the operations listener, where the API does not listen on loopback
 PROBE_TIMEOUT_S = 2.0
 MAX_PROBE_BYTES = 65536
 

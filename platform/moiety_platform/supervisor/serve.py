@@ -52,7 +52,7 @@ async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> N
     keys_before = read_first_keys(data_dir.path)
     socket = data_dir.engine_socket()
     socket.unlink(missing_ok=True)
-    supervisor = Supervisor(console, data_dir.log_path, options.host, options.port)
+    supervisor = Supervisor(console, data_dir.log_path, *options.operations_address)
     stop = StopRequest(supervisor, console)
     supervisor.start(engine_part(options, data_dir, socket))  # first, since it takes longest
     supervisor.start(gateway_part(options, data_dir, socket))

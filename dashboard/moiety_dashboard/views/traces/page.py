@@ -30,7 +30,7 @@ OUTCOMES = {
 REASONS = (
     *("failed", "sla_missed", "preempted", "failed_over", "first", "rate"),  # why a trace is kept
     *("accepted_late", "predicted_late", "kv_peak", "queue_full", "tenant_queue_full", "shed"),  # the scheduler's
-    *("quota_exceeded", "engine_failed", "model_not_found"),  # codes of errors
+    *("quota_exceeded", "engine_failed", "engine_refused", "model_not_found"),  # codes of errors
 )
 KEYS = ("trace window", "trace tenant", "trace class", "trace outcome", "trace reason", "trace min", "trace request")
 

@@ -130,7 +130,10 @@ def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> Card | Fi
             if cards:
                 return _of_this_release(address, cards[0])
     if curve is not None:
-        advice = "set curve_server_key to the public key of the engine's --curve-key-file (its `engine_ready` line)"
+        advice = (
+            "set curve_server_key to the public key of the engine's --curve-key-file (its `engine_ready` line), and "
+            "put curve_public_key on the engine's --gateway-keys-file"
+        )
         return wrong(AREA, "curve_wrong", f"{address}: the engine refuses the gateway's CURVE keys", advice)
     advice = f"run the same release everywhere (here it speaks protocol {PROTOCOL_VERSION}), or restart the engine"
     return wrong(AREA, "engine_silent", f"{address}: an engine listens, and does not answer a gateway's hello", advice)
@@ -153,7 +156,9 @@ def _look_at_foreign(text: str, default_key: str | None, timeout_s: float) -> Fi
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         answer = httpx.get(f"{address.base_url}/models", headers=headers, timeout=timeout_s)
         answer.raise_for_status()
-        names = [one["id"] for one in answer.json()["data"]]
+        told = answer.json()
+        listed = told["data"] if isinstance(told, dict) else told
+        names = [str(one.get("id")) for one in listed if isinstance(one, dict)]
     except (OSError, ValueError, KeyError, TypeError, httpx.HTTPError) as exc:
         advice = "start that server, or correct the address, key_file or model in it"
         return wrong(AREA, "foreign_away", f"{text}: {exc}", advice)
