@@ -50,6 +50,7 @@ class Upstream:
     def __init__(self) -> None:
         self.answer: bytes | None = None
         self.num_asked = self.num_probes = 0
+        self.listing_fails = False
         self.may_list = asyncio.Event()
         self.may_list.set()
         self.next_word: asyncio.Queue[bytes | None] | None = None  # written as they come; None: cut
@@ -75,6 +76,9 @@ class Upstream:
                 if head.startswith("get"):
                     self.num_probes += 1
                     await self.may_list.wait()
+                    if self.listing_fails:
+                        writer.write(status(500))
+                        return
                     body = json.dumps({"data": [{"id": MODEL, "object": "model"}]}).encode()
                     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
                     continue
@@ -352,6 +356,25 @@ async def test_a_stream_that_flows_is_not_killed_by_probes_that_are_not_answered
         assert "did not answer" in engine.state.reason
 
 
+async def test_a_server_whose_streams_flow_is_there_although_its_list_of_models_fails(
+    start_upstream, client_of, start_over, until
+):
+    upstream, clock = await start_upstream(), ManualClock()
+    engine = client_of(upstream, Heartbeat(interval_s=0.01, timeout_s=30, silence_s=5), clock)
+    async with start_over(engine) as gateway:
+        assert await ask_many(gateway, 1) == [TEXT]
+        upstream.listing_fails = True
+        num_before = upstream.num_probes
+        await until(lambda: upstream.num_probes >= num_before + 3)
+        assert engine.state.healthy
+        assert await ask_many(gateway, 2) == [TEXT] * 2
+        clock.advance(5.1)
+        await until(lambda: not engine.state.healthy)
+        assert "status 500" in engine.state.reason
+        upstream.listing_fails = False
+        await until(lambda: engine.state.healthy)
+
+
 def test_whatever_comes_is_a_sign_of_life():
     clock = ManualClock()
     liveness = Liveness(clock, silence_s=5)
@@ -359,5 +382,10 @@ def test_whatever_comes_is_a_sign_of_life():
         clock.advance(4)
         assert not liveness.is_lost
         liveness.hear()
+        assert not liveness.streams_flow
+    clock.advance(4)
+    liveness.hear_stream()
+    assert liveness.streams_flow
     clock.advance(5.1)
     assert liveness.is_lost
+    assert not liveness.streams_flow

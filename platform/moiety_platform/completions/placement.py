@@ -14,7 +14,7 @@ from moiety_platform.routing.replica_breakers import RequestOutcome
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.routing.roles import Need, is_handed_over, kv_address_of
 from moiety_wire.classes import ServiceClass
-from moiety_wire.roles import HandOver
+from moiety_wire.roles import HandOver, transfer_token
 
 MAX_ENGINES = 8  # are asked for one request, whatever they answer
 MAX_RESUBMISSIONS = 2  # after failed engines: what kills its engine must not kill them all
@@ -92,4 +92,6 @@ class Placement:
 
 def _hand_over_to(engine: EngineState) -> HandOver:
     assert engine.card is not None, "chosen by its card"
-    return HandOver(random_hex(16), kv_address_of(engine), engine.card.kv_host)
+    transfer_id = random_hex(16)
+    token = transfer_token(engine.card.kv_secret, transfer_id)
+    return HandOver(transfer_id, kv_address_of(engine), engine.card.kv_host, token)
