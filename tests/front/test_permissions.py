@@ -16,6 +16,8 @@ from moiety_engine.scripted.script import Script
 from moiety_wire.experts import AskExperts
 from moiety_wire.figures import SleepState
 from moiety_wire.messages import (
+    Abort,
+    Extend,
     Failed,
     FailureCode,
     Finished,
@@ -125,6 +127,20 @@ def test_an_identity_that_another_key_takes_up_again_gets_a_session_of_its_own()
         second = sessions.heard(b"known", 2.0, "key of the second")
         assert second is not first and not second.open_keys
         assert sessions.take_gone() == [first] and sessions.all() == [second]
+
+
+async def test_a_gateway_neither_ends_nor_pauses_a_request_of_another(
+    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
+) -> None:
+    first, second = zmq.curve_keypair(), zmq.curve_keypair()
+    file = write(tmp_path / "gateways", first[0], second[0])
+    async with bench(Script(step_delay_s=0.01), curve_secret_key=ENGINE[1], gateway_keys_file=file) as running:
+        gateway, other = running.connect(**options(first)), running.connect(**options(second))
+        await gateway.send(submit("long", "x" * 40))
+        await gateway.until(lambda: "long" in gateway.answers and gateway.answers["long"].pieces)
+        await other.send(Abort("long", 0), Extend("long", 1, 0, last=True))
+        assert (await other.ask(submit("own"))).text == "hello", "what it had sent before was taken"
+        assert (await gateway.finish("long")).text == "x" * 40
 
 
 async def test_usage_is_settled_by_its_own_gateway_or_by_one_that_was_told_of_it(
