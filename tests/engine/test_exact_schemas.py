@@ -418,6 +418,11 @@ def test_patterns_match_what_they_match_in_every_dialect(pattern: str, lets: lis
         ),
         ({"type": "string", "minLength": 3, "pattern": "^a$"}, "no document satisfies it: no string has its"),
         (False, "no document satisfies it: "),
+        ({"$ref": "#"}, "/$ref: nothing can ever fulfil it, since it refers to itself for the same value"),
+        (
+            {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"allOf": [{}, {"$ref": "#/$defs/a"}]}}},
+            "/$defs/a/allOf/1/$ref: nothing can ever fulfil it",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_its_place_and_what_to_do(schema: Any, told: str) -> None:
@@ -442,6 +447,14 @@ def test_schemas_in_a_grammar_are_exact_and_the_places_of_its_faults_stay() -> N
         COMPILER.compile(Guide(GuideKind.GRAMMAR, lark.replace('"format": "date"', '"pattern": "(a"')))
     quoted = COMPILER.compile(Guide(GuideKind.GRAMMAR, 'start: "%json {" // %json {"x-guidance": {}}\n'))
     assert lets_through(quoted, "%json {")
+
+
+def test_schemas_that_refer_to_themselves_within_a_property_or_an_item_are_followed() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
+    schema = {"$ref": "#/$defs/node", "$defs": {"node": node}}
+    assert allows(schema, '{"next":{"next":{}}}')
+    assert allows({"type": "array", "items": {"$ref": "#"}}, "[[],[[]]]")
+    assert allows({"properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "null"}}}, '{"a":null}')
 
 
 def test_counts_may_be_written_with_a_point() -> None:
