@@ -14,8 +14,11 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
+
+from moiety_dashboard.escaping import show_unseen_in
 
 CONNECT_TIMEOUT_S = 5.0
 TIMEOUT_S = 12.0  # who looks waits for a turn, longer than the gateway lets anybody wait
@@ -115,7 +118,7 @@ class AdminClient:
 
     def _decode(self, response: httpx.Response, path: str) -> Any:
         try:
-            return response.json()
+            return show_unseen_in(response.json())
         except ValueError as exc:
             raise ApiRefused(f"{path} did not answer with JSON; is {self.url} a gateway?") from exc
 
@@ -124,6 +127,11 @@ class AdminClient:
         words = [f"  --data-urlencode {shlex.quote(f'{name}={value}')}" for name, value in parameters.items()]
         first = f'curl -sG {shlex.quote(f"{self.url}{ADMIN}{path}")} -H "Authorization: Bearer $MOIETY_ADMIN_KEY"'
         return " \\\n".join([first, *words])
+
+
+def path_of(*segments: str) -> str:
+    """Return a path of the admin API whose segments are names and ids, whatever they contain."""
+    return "".join(f"/{quote(one, safe='')}" for one in segments)
 
 
 def read_message(response: httpx.Response) -> str:

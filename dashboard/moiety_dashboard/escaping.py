@@ -8,6 +8,8 @@ a name such as `![p](http://…)` would load a picture in the reader's browser. 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -17,8 +19,34 @@ _MARKDOWN = re.compile(r"[^\w\s%',?\u2060]|_", re.ASCII)  # punctuation that Mar
 _READ_LATER = re.compile(r"(:(?=[\w+/-]+[:\[])|:(?=//)|@(?=[\w-]+\.)|[<-](?=-)|-(?=>))|(?<=www)(?=\.)", re.IGNORECASE)
 _JOINER = "\u2060"  # WORD JOINER, which has no width
 _SPACES = re.compile(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+_UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, directions, invisible ones, halves of pairs, separators
+_KEPT = "\t\n\u200c\u200d"  # the last two join letters of Persian, Indic scripts and emoji
+_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters that are drawn as nothing
 _FORMULA = re.compile(r"^[\s\x00]*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # OWASP, CSV injection; full width too
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+
+
+def show_unseen(text: str) -> str:
+    """Return text in which characters that are not drawn, or that turn the direction of others, are `\\u202e` and the
+    like, so that no name looks like another or reverses what stands beside it."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(f"\\u{ord(one):04x}" if _is_unseen(one) else one for one in text)
+
+
+def _is_unseen(one: str) -> bool:
+    return one in _FILLERS or (unicodedata.category(one) in _UNSEEN and one not in _KEPT)
+
+
+def show_unseen_in(value: Any) -> Any:
+    """Return decoded JSON with `show_unseen` applied to each string, keys of objects included."""
+    if isinstance(value, str):
+        return show_unseen(value)
+    if isinstance(value, list):
+        return [show_unseen_in(one) for one in value]
+    if isinstance(value, Mapping):
+        return {show_unseen(name): show_unseen_in(one) for name, one in value.items()}
+    return value
 
 
 def as_text(text: object) -> str:
@@ -26,7 +54,7 @@ def as_text(text: object) -> str:
 
     Each punctuation character becomes a numeric character reference, which the parser never takes for syntax. What is
     looked for in parsed text (`:material/…:`, `:smile:`, `http://`, `www.`, `a@b.c`) is broken by a WORD JOINER."""
-    line = _SPACES.sub(" ", str(text))
+    line = show_unseen(_SPACES.sub(" ", str(text)))
     broken = _READ_LATER.sub(lambda match: (match.group(1) or "") + _JOINER, line)
     return _MARKDOWN.sub(lambda match: f"&#{ord(match.group())};", broken)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from moiety_migrations.errors import DatabaseAway, MigrationError
 from moiety_migrations.revisions import HEAD
 from moiety_migrations.run import current, downgrade, upgrade
-from moiety_platform.db.url import BadDatabaseUrl, redact
+from moiety_platform.db.url import redact
+from moiety_platform.db.url_errors import BadDatabaseUrl
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

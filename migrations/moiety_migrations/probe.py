@@ -38,7 +38,7 @@ def _read_sqlite(path: Path) -> str | None:
 
 def _read_postgres(database_url: str) -> str | None:
     try:
-        with psycopg.connect(to_libpq_url(database_url), connect_timeout=CONNECT_TIMEOUT_S) as connection:
+        with psycopg.connect(_with_timeout(to_libpq_url(database_url)), prepare_threshold=None) as connection:
             row = connection.execute(_QUERY).fetchone()
     except psycopg.errors.UndefinedTable:
         return None
@@ -48,3 +48,8 @@ def _read_postgres(database_url: str) -> str | None:
             f"cannot reach the database at {redact(database_url)}: {reason}; check the URL and that the server is up"
         ) from error
     return str(row[0]) if row else None
+
+
+def _with_timeout(url: str) -> str:
+    """The URL with a limit to waiting for each host, unless it has one."""
+    return url if "connect_timeout=" in url else f"{url}{'&' if '?' in url else '?'}connect_timeout={CONNECT_TIMEOUT_S}"

@@ -41,7 +41,8 @@ def exclusive_connection(database_url: str) -> Iterator[tuple[Connection, str | 
 def _open(database_url: str) -> Engine:
     path = sqlite_path(database_url)
     if path is None:
-        return create_engine(to_sync_url(database_url), poolclass=NullPool)
+        without_names = {"prepare_threshold": None}  # of statements, which a pooler's other clients may have used
+        return create_engine(to_sync_url(database_url), poolclass=NullPool, connect_args=without_names)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -228,3 +228,7 @@ class EngineOverloaded(Unavailable):
     def __init__(self, message: str, *, retry_after_s: float, asks_to_wait: bool) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.asks_to_wait = asks_to_wait
+
+
+WAIVED = (NonFiniteOutput, EngineRefused, EngineOverloaded)
+"""Errors after which nothing is billed unless a part of the answer was sent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import sys
 import threading
@@ -11,6 +12,8 @@ from typing import Any, TextIO
 
 import msgspec
 import structlog
+
+from moiety_platform.printable import printable, printable_lines
 
 _LEVELS = {"warn": "warning", "exception": "error"}  # as structlog's own processor has it
 _encoder = msgspec.json.Encoder(enc_hook=repr)
@@ -83,8 +86,7 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
     set_log_level(level)
     tail: list[structlog.typing.Processor]
     if on_terminal:
-        plain = structlog.dev.plain_traceback  # the default shows local variables, among them prompts
-        tail = [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
+        tail = [_make_printable, structlog.dev.ConsoleRenderer(exception_formatter=_show_traceback)]
     else:
         tail = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
     lines = Lines(stream)  # of all loggers, so that what they tell stands in its order
@@ -115,4 +117,17 @@ def _as_json(logger: Any, method: str, event: structlog.typing.EventDict) -> str
 
 
 def _to_json(event: Any, **_: Any) -> str:
-    return _encoder.encode(event).decode()
+    """The event on one line; what a terminal would not draw is escaped, as JSON may."""
+    return printable(_encoder.encode(event).decode())
+
+
+def _make_printable(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """The same for the columns of a terminal, which show text as it is."""
+    return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
+
+
+def _show_traceback(stream: TextIO, exc_info: Any) -> None:
+    """A traceback without local variables, among which are prompts."""
+    told = io.StringIO()
+    structlog.dev.plain_traceback(told, exc_info)
+    stream.write(printable_lines(told.getvalue()))

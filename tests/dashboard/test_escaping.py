@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from moiety_dashboard.escaping import as_text, csv_of
+from moiety_dashboard.escaping import as_text, csv_of, show_unseen_in
 
 HOSTILE = (
     "![p](http://evil.example/key.png) [x](http://evil.example) **b** :red[r] :material/key: $x^2$ :smile: <b>h</b> "
@@ -41,3 +41,15 @@ def test_a_formula_is_text_in_a_csv_and_numbers_stay_numbers(formula: str) -> No
     assert heading == ["'" + formula, "n", "x", "t"]
     assert first == ["'" + formula, "-1", "-1.5", "-1"]
     assert second == ["plain", "2", "", "+2.5e3"]
+
+
+@pytest.mark.parametrize("unseen", ["\u202e", "\u2066", "\u200b", "\u3164", "\U000e0041", "\x1b", "\ud800"])
+def test_what_is_not_drawn_or_turns_the_direction_of_text_is_shown(unseen: str) -> None:
+    shown = show_unseen_in([{f"a{unseen}": [f"b{unseen}", 1, None]}])
+    assert shown == [{f"a\\u{ord(unseen):04x}": [f"b\\u{ord(unseen):04x}", 1, None]}]
+    assert unseen not in as_text(f"a{unseen}b")
+
+
+def test_letters_of_all_scripts_and_emoji_stay_what_they_are() -> None:
+    for name in ("Żółw 東京", "می\u200cخواهم", "\U0001f469\u200d\U0001f4bb", "क्\u200dष"):
+        assert show_unseen_in(name) == name

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import logging
+import re
 
-from moiety_platform.logs import Lines
+import pytest
+import structlog
+
+from moiety_platform.logs import Lines, configure_logging
 
 
 class Writes(io.StringIO):
@@ -58,3 +64,28 @@ def test_what_is_told_without_a_loop_or_to_one_that_has_ended_is_not_lost() -> N
     loop.close()
     lines.info("two")
     assert writes.getvalue() == "one\ntwo\n"
+
+
+HOSTILE = "a\x1b[2J\x9b2J\r\nb\u202egnp\u2028"
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_nothing_that_is_told_does_anything_to_a_terminal(log_format: str) -> None:
+    stream = io.StringIO()
+    configure_logging("info", log_format, stream)
+    try:
+        structlog.get_logger().warning("engine_lost", name=HOSTILE, named=HOSTILE.replace("\n", ""))
+        logging.getLogger("library").warning("of %s", HOSTILE)
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            structlog.get_logger().warning("failed", exc_info=True)
+    finally:
+        structlog.reset_defaults()
+        logging.getLogger().handlers.clear()
+    told = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())  # our own colours
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2028]", told)
+    if log_format == "json":
+        first, second, _ = map(json.loads, told.splitlines())  # a line each, which nobody can forge
+        assert first["name"] == HOSTILE
+        assert HOSTILE in second["event"]

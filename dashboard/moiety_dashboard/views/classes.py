@@ -9,7 +9,7 @@ from typing import Any
 import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, samples, session
-from moiety_dashboard.client import AdminClient
+from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.columns import class_columns
@@ -90,7 +90,7 @@ def columns() -> dict[str, Any]:
 
 def edit(client: AdminClient, name: str, names: list[str]) -> None:
     """The terms of one class, as they are, to be changed; refused where somebody else has changed them meanwhile."""
-    answer = client.get(f"/classes/{name}")
+    answer = client.get(path_of("classes", name))
     seen = st.session_state.setdefault(SEEN, {})
     seen.setdefault(name, answer.etag)
     if seen[name] != answer.etag:
@@ -107,14 +107,17 @@ def edit(client: AdminClient, name: str, names: list[str]) -> None:
         panels.ask_first(
             f"Delete the class **{as_text(name)}**? It is refused while a tenant or another class uses it.",
             "Delete",
-            lambda: client.change("DELETE", f"/classes/{name}", if_match=seen[name]),
+            lambda: client.change("DELETE", path_of("classes", name), if_match=seen[name]),
             f"The class {name} is deleted.",
         )
 
 
 def change(client: AdminClient, name: str, terms: Mapping[str, Any], seen: dict[str, str | None]) -> None:
     done = f"The class {name} is changed; it holds from the next request on."
-    if panels.attempt(lambda: client.change("PATCH", f"/classes/{name}", terms, if_match=seen[name]), done) is not None:
+    if (
+        panels.attempt(lambda: client.change("PATCH", path_of("classes", name), terms, if_match=seen[name]), done)
+        is not None
+    ):
         seen.pop(name)
         st.rerun()
 

@@ -10,7 +10,7 @@ import pandas as pd
 import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, samples, session
-from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.client import AdminClient, Answer, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import NOTHING, percent, ratio, short, short_address, time_left
 from moiety_dashboard.frames import fleet
@@ -205,7 +205,7 @@ def draw_drain(client: AdminClient) -> None:
 
 
 def ask(client: AdminClient, engine: Mapping[str, Any], rests: bool) -> None:
-    path = f"/engines/{engine['card']['engine_id']}"
+    path = path_of("engines", engine["card"]["engine_id"])
     if rests:
         what, button, done = "Wake it? Its weights are loaded again first.", "Wake", "It wakes."
         panels.ask_first(what, button, lambda: client.change("POST", f"{path}/wake"), done)

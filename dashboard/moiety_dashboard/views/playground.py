@@ -13,8 +13,8 @@ import httpx
 import streamlit as st
 
 from moiety_dashboard import panels
-from moiety_dashboard.client import AdminClient, ApiRefused, read_error, read_message
-from moiety_dashboard.escaping import as_text
+from moiety_dashboard.client import AdminClient, ApiRefused, path_of, read_error, read_message
+from moiety_dashboard.escaping import as_text, show_unseen
 from moiety_dashboard.figures import milliseconds, short
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
@@ -81,7 +81,7 @@ def send(url: str, key: str, body: Mapping[str, Any], run: Run) -> None:
             place, text = st.empty(), ""
             for piece in arriving(url, key, body, run):
                 text += piece
-                place.text(text)  # a model's answer is not read as Markdown
+                place.text(show_unseen(text))  # a model's answer is not read as Markdown
     except Refused as exc:
         st.error(as_text(exc), icon=":material/block:")
         return
@@ -151,13 +151,13 @@ def tell(run: Run) -> None:
     st.caption(f"Request {as_text(run.request_id)}" if run.request_id else "")
     if run.limits:
         st.caption("Where the key's limits stand")
-        st.code("\n".join(f"{name}: {value}" for name, value in sorted(run.limits.items())), language=None)
+        st.code("\n".join(f"{name}: {show_unseen(value)}" for name, value in sorted(run.limits.items())), language=None)
 
 
 def draw_trace(client: AdminClient, page: Page, run: Run, waited_s: float) -> None:
     """A way to the request's trace once it is there, or why it is not."""
     try:
-        client.get(f"/traces/{run.trace_id}")
+        client.get(path_of("traces", run.trace_id))
     except ApiRefused as exc:
         if exc.code != "trace_not_found":
             st.caption(f"There is no trace to look at: {as_text(exc)}")

@@ -10,7 +10,7 @@ from typing import Any
 import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, session
-from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.client import AdminClient, Answer, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import percent, short
 from moiety_dashboard.frames import fleet, series, simulations
@@ -56,13 +56,13 @@ def draw_running(page: Page, client: AdminClient, running: Mapping[str, Any]) ->
     with row:
         page.live(lambda live: draw_progress(live, running["id"]))
     if row.button("Cancel it", icon=":material/stop_circle:"):
-        path = f"/simulations/{running['id']}"
+        path = path_of("simulations", running["id"])
         if panels.attempt(lambda: client.change("DELETE", path), "The simulation is cancelled.") is not None:
             st.rerun()
 
 
 def draw_progress(client: AdminClient, simulation_id: str) -> None:
-    one = client.get(f"/simulations/{simulation_id}").data
+    one = client.get(path_of("simulations", simulation_id)).data
     if one["state"] != "running":
         st.rerun()
     seconds = (datetime.now(UTC) - datetime.fromisoformat(one["created_at"])).total_seconds()

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.gateway_client import path_of
 
 COLUMNS = {
     "served_as": "model",
@@ -61,7 +62,7 @@ def add_adapter(
         admin.show_row(admin.client.call("POST", "/adapters", new | {"engine_adapter": engine_adapter}))
         return
     made = admin.client.call("POST", "/adapters", new | {"config": (folder / CONFIG).read_text(encoding="utf-8")})
-    path = f"/adapters/{made['id']}"
+    path = path_of("adapters", made["id"])
     try:
         _upload(admin, path, folder / TENSORS)
         published = admin.client.call("POST", f"{path}/publish")
@@ -78,7 +79,7 @@ def remove_adapter(
     adapter_id: Annotated[str, typer.Argument(help="Id of the adapter; list them with: moiety adapter list.")],
 ) -> None:
     """Let nobody use it any more."""
-    admin.show_row(admin.client.call("DELETE", f"/adapters/{adapter_id}"))
+    admin.show_row(admin.client.call("DELETE", path_of("adapters", adapter_id)))
 
 
 def _upload(admin: Admin, path: str, file: Path) -> None:

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
+from moiety_platform.cli.gateway_client import path_of
+from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json, show_row, show_rows
 from moiety_platform.cli.tenant_client import TenantClient
 
@@ -70,7 +72,7 @@ def submit(
         asked = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": "24h"}
         batch = client.call("POST", "/batches", json=asked)
         if wait:
-            typer.echo(f"{batch['id']} is submitted; it goes on without this command", err=True)
+            say(f"{batch['id']} is submitted; it goes on without this command", err=True)
             batch = follow(client, batch)
     show(batch, as_json)
     if wait and batch["status"] != "completed":
@@ -98,7 +100,7 @@ def status(
 ) -> None:
     """How far a batch is, and what was wrong with it."""
     with TenantClient.connect(url, key, data_dir) as client:
-        show(client.call("GET", f"/batches/{batch_id}"), as_json)
+        show(client.call("GET", path_of("batches", batch_id)), as_json)
 
 
 @app.command("cancel")
@@ -107,7 +109,7 @@ def cancel(
 ) -> None:
     """Answer no more of a batch's lines; what was answered stays."""
     with TenantClient.connect(url, key, data_dir) as client:
-        show(client.call("POST", f"/batches/{batch_id}/cancel"), as_json)
+        show(client.call("POST", path_of("batches", batch_id, "cancel")), as_json)
 
 
 @app.command("results")
@@ -121,7 +123,7 @@ def results(
 ) -> None:
     """The answers of a batch that has ended, one a line, in the order of the input."""
     with TenantClient.connect(url, key, data_dir) as client:
-        batch = client.call("GET", f"/batches/{batch_id}")
+        batch = client.call("GET", path_of("batches", batch_id))
         if batch["status"] not in OVER:
             raise CommandError(f"the batch is {batch['status']}; wait for its end, or cancel it")
         file_id = batch["error_file_id" if errors else "output_file_id"]
@@ -161,7 +163,7 @@ def follow(client: TenantClient, batch: dict[str, Any]) -> dict[str, Any]:
                 return batch
             time.sleep(POLL_S)
             try:
-                batch = client.call("GET", f"/batches/{batch['id']}")
+                batch = client.call("GET", path_of("batches", batch["id"]))
                 heard_s = time.monotonic()
             except NotReachable:
                 if time.monotonic() - heard_s > PATIENCE_S:

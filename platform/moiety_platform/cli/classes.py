@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.gateway_client import path_of
 
 COLUMNS = {
     "name": "name",
@@ -67,7 +68,7 @@ def show_class(
     name: Name,
 ) -> None:
     """One class."""
-    _show(admin, admin.client.get(f"/classes/{name}"))
+    _show(admin, admin.client.get(path_of("classes", name)))
 
 
 @app.command("set")
@@ -96,7 +97,7 @@ def set_class(
     )  # fmt: skip
     if not change:
         raise typer.BadParameter("nothing to change; give --ttft-s, --rank or another option")
-    _show(admin, admin.client.call("PATCH", f"/classes/{name}", change))
+    _show(admin, admin.client.call("PATCH", path_of("classes", name), change))
 
 
 @app.command("create")
@@ -133,7 +134,7 @@ def delete_class(
     name: Name,
 ) -> None:
     """Delete a class that is not shipped and that no tenant uses."""
-    _show(admin, admin.client.call("DELETE", f"/classes/{name}"))
+    _show(admin, admin.client.call("DELETE", path_of("classes", name)))
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:

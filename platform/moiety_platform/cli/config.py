@@ -21,6 +21,7 @@ from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, AdminKey, DataDir, Url, admin_command
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.lazy import as_command, explain_missing_package, load_target
+from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json
 from moiety_platform.config_file import ConfigFileError, read_config_section
 from moiety_platform.reloading.reference import reference_of
@@ -97,10 +98,10 @@ def check(
         show_json(report if against is None else report | {"differences": list(map(asdict, differences))})
     else:
         for one in problems:
-            typer.echo(f"{file}:{one.line}: {'warning: ' if one.is_warning else ''}{one.name}: {one.told}")
+            say(f"{file}:{one.line}: {'warning: ' if one.is_warning else ''}{one.name}: {one.told}")
         for other in differences:
-            typer.echo(f"{file}: {other.name}: {other.now!r} becomes {other.then!r} {other.taken}")
-        typer.echo(f"{file}: {len(wrong)} wrong, {len(problems) - len(wrong)} warnings")
+            say(f"{file}: {other.name}: {other.now!r} becomes {other.then!r} {other.taken}")
+        say(f"{file}: {len(wrong)} wrong, {len(problems) - len(wrong)} warnings")
     if wrong:
         raise typer.Exit(1)
 
@@ -108,7 +109,7 @@ def check(
 @app.command("reference")
 def reference() -> None:
     """Every setting of a file's tables, with its default and when a change of it is taken, in Markdown."""
-    typer.echo(reference_of({SECTION: GatewaySettings, TRACES: TraceSettings}), nl=False)
+    say(reference_of({SECTION: GatewaySettings, TRACES: TraceSettings}), nl=False)
 
 
 @app.command("show")
@@ -122,7 +123,7 @@ def show(admin: Admin) -> None:
     rows = [{**one, "reload": WAITS if one["waits"] else one["reload"]} for one in told["data"]]
     admin.show_rows(rows, {"name": "name", "value": "value", "origin": "from", "reload": "a change is taken"})
     if told["file"] is not None:
-        typer.echo(f"{told['file']}, taken {told['taken_at']}")
+        say(f"{told['file']}, taken {told['taken_at']}")
     if told["problem"]:
         raise CommandError(f"the file as it is now was not taken: {told['problem']}")
 

@@ -16,7 +16,7 @@ from moiety_platform.cli.migrations import find_upgrade
 from moiety_platform.cli.settings_of import open_settings
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
-from moiety_platform.db.url import BadDatabaseUrl
+from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.gateway import run_gateway
 from moiety_platform.listening import CannotListen

@@ -10,6 +10,8 @@ import typer
 from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.gateway_client import path_of
+from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json
 
 COLUMNS = {
@@ -86,7 +88,7 @@ def rotate_key(
 ) -> None:
     """Make a key's successor, with the same rights."""
     body = {} if grace_s is None else {"grace_s": grace_s}
-    show_made(admin.client.call("POST", f"/keys/{key_id}/rotate", body), admin.as_json)
+    show_made(admin.client.call("POST", path_of("keys", key_id, "rotate"), body), admin.as_json)
 
 
 @app.command("revoke")
@@ -96,7 +98,7 @@ def revoke_key(
     key_id: KeyId,
 ) -> None:
     """Make a key useless, for good."""
-    admin.show_row(admin.client.call("POST", f"/keys/{key_id}/revoke"))
+    admin.show_row(admin.client.call("POST", path_of("keys", key_id, "revoke")))
 
 
 def find_or_make_project(client: AdminClient, tenant_id: str, name: str) -> str:
@@ -110,5 +112,5 @@ def show_made(made: dict[str, Any], as_json: bool) -> None:
     if as_json:
         show_json(made)
         return
-    typer.echo(made["secret"])
-    typer.echo("Keep it now: it is not shown again.", err=True)
+    say(made["secret"])
+    say("Keep it now: it is not shown again.", err=True)

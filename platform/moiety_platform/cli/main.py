@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from moiety_platform.cli.config_file import with_file
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.lazy import add_lazy_commands, explain_missing_package
+from moiety_platform.cli.printing import say
 
 COMMANDS = {
     "serve": ("moiety_platform.cli.serve:serve", "Serve a model to tenants with keys: engine, gateway and dashboard."),
@@ -105,7 +106,7 @@ BENCH_SUMMARIES = {
 
 def show_version(value: bool) -> None:
     if value:
-        typer.echo(f"moiety {package_version('moiety')}")
+        say(f"moiety {package_version('moiety')}")
         raise typer.Exit
 
 
@@ -152,11 +153,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         build().main(args=argv, prog_name="moiety")
     except CommandError as exc:
-        typer.echo(f"moiety: {exc}", err=True)
+        say(f"moiety: {exc}", err=True)
         sys.exit(exc.exit_code)
     except ModuleNotFoundError as exc:
         explained = explain_missing_package(exc)
         if explained is None:
             raise
-        typer.echo(f"moiety: {explained}", err=True)
+        say(f"moiety: {explained}", err=True)
         sys.exit(explained.exit_code)

@@ -8,6 +8,7 @@ import typer
 
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.gateway_client import path_of
 from moiety_platform.prices.terms import dollars, parse_dollars
 
 COLUMNS = {
@@ -99,7 +100,7 @@ def delete_quota(
     quota_id: QuotaId,
 ) -> None:
     """Take a limit away."""
-    admin.show_row(admin.client.call("DELETE", f"/quotas/{quota_id}"))
+    admin.show_row(admin.client.call("DELETE", path_of("quotas", quota_id)))
 
 
 def _scopes(client: AdminClient, tenant: str | None, project: str | None, key: str | None) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME
 from moiety_platform.cli.doctor.command import Patient, examine, patient_of
 from moiety_platform.cli.doctor.machine import versions
 from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.printing import say
 from moiety_platform.cli.redaction import redact_settings
 from moiety_platform.clock import SystemClock
 from moiety_platform.redaction import redact_text
@@ -67,7 +68,7 @@ def support_bundle(
             ]
     except OSError as exc:
         raise CommandError(f"cannot write {target} ({exc.strerror}); give another name as --output") from exc
-    typer.echo(f"{target} has {', '.join(names)}; look at it before you hand it on")
+    say(f"{target} has {', '.join(names)}; look at it before you hand it on")
 
 
 def secrets_of(patient: Patient) -> list[str]:

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moiety_platform.printable import printable, printable_lines
+
 _FORMULA = re.compile(r"[\s\x00]*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 PIPE_WIDTH = 1000
@@ -47,7 +49,7 @@ def make_console() -> Console:
 
 
 def show_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(printable_lines(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")  # escapes that JSON knows
 
 
 def show_csv(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -55,12 +57,16 @@ def show_csv(rows: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else [], lineterminator="\n")
     if rows:
         writer.writeheader()
-        writer.writerows({field: escape_formula(value) for field, value in row.items()} for row in rows)
+        writer.writerows({field: escape_formula(_plain(value)) for field, value in row.items()} for row in rows)
 
 
 def as_text(value: Any) -> Text:
     """Return a cell in which nothing is rich's markup, an emoji code or an escape sequence of the terminal."""
-    return Text("".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in show_value(value)))
+    return Text(printable(show_value(value)))
+
+
+def _plain(value: Any) -> Any:
+    return printable_lines(value) if isinstance(value, str) else value
 
 
 def escape_formula(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.gateway_client import path_of
 
 PAUSE_S = 1.0  # until an erasure is asked how far it is
 
@@ -88,7 +89,7 @@ def change_tenant(
     change = {field: value for field, value in chosen.items() if value is not None}
     if not change:
         raise typer.BadParameter("nothing to change; give --name, --class, --weight or --foresight")
-    admin.show_row(admin.client.call("PATCH", f"/tenants/{admin.client.find_tenant(name)['id']}", change))
+    admin.show_row(admin.client.call("PATCH", path_of("tenants", admin.client.find_tenant(name)["id"]), change))
 
 
 @tenant_app.command("suspend")
@@ -99,7 +100,7 @@ def suspend_tenant(
 ) -> None:
     """Refuse a tenant's keys, until it is resumed."""
     tenant_id = admin.client.find_tenant(name)["id"]
-    admin.show_row(admin.client.call("PATCH", f"/tenants/{tenant_id}", {"status": "suspended"}))
+    admin.show_row(admin.client.call("PATCH", path_of("tenants", tenant_id), {"status": "suspended"}))
 
 
 @tenant_app.command("resume")
@@ -110,7 +111,7 @@ def resume_tenant(
 ) -> None:
     """Let a suspended tenant's keys work again."""
     tenant_id = admin.client.find_tenant(name)["id"]
-    admin.show_row(admin.client.call("PATCH", f"/tenants/{tenant_id}", {"status": "active"}))
+    admin.show_row(admin.client.call("PATCH", path_of("tenants", tenant_id), {"status": "active"}))
 
 
 @tenant_app.command("erase")
@@ -124,7 +125,7 @@ def erase_tenant(
     tenant = admin.client.find_tenant(name)
     if not yes:
         raise typer.BadParameter(f"this erases all data of {tenant['name']} for good; give --yes to do it")
-    while (done := admin.client.call("DELETE", f"/tenants/{tenant['id']}/data"))["state"] != "erased":
+    while (done := admin.client.call("DELETE", path_of("tenants", tenant["id"], "data")))["state"] != "erased":
         time.sleep(PAUSE_S)
     counts = done.pop("counts")
     admin.show_row({**done, "counts": counts} if admin.as_json else {**done, **counts})

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.migrations import find_upgrade
 from moiety_platform.config_file import ConfigFileError
-from moiety_platform.db.url import BadDatabaseUrl
+from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.listening import CannotListen
 from moiety_platform.reloading.source import SettingsSource

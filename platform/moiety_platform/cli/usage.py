@@ -11,6 +11,7 @@ import typer
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.engine_journals import compare, read_journals
+from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.prices.terms import dollars
 
@@ -130,24 +131,24 @@ def requests_since(client: AdminClient, since: datetime) -> dict[str, dict[str, 
 def show_reconciliation(report: dict[str, Any]) -> None:
     """For people."""
     total = report["total"]
-    typer.echo(f"tenants: {report['tenants']}, requests: {total['requests']}, output tokens: {total['output_tokens']}")
-    typer.echo("requests, ledger and sums agree" if not report["differences"] else "they differ:")
+    say(f"tenants: {report['tenants']}, requests: {total['requests']}, output tokens: {total['output_tokens']}")
+    say("requests, ledger and sums agree" if not report["differences"] else "they differ:")
     for one in report["differences"]:
-        typer.echo(f"  tenant {one['tenant_id']}: {one['requests']} · {one['ledger']} · {one['hours']}")
+        say(f"  tenant {one['tenant_id']}: {one['requests']} · {one['ledger']} · {one['hours']}")
     if report["days"]:
-        typer.echo("sums of days are not those of their hours; DELETE FROM usage_day_marks has upkeep make them anew:")
+        say("sums of days are not those of their hours; DELETE FROM usage_day_marks has upkeep make them anew:")
     for one in report["days"]:
-        typer.echo(f"  tenant {one['tenant_id']}: {one['days']} · {one['hours']}")
-    typer.echo("limits add up" if not report["windows"] else "limits do not add up:")
+        say(f"  tenant {one['tenant_id']}: {one['days']} · {one['hours']}")
+    say("limits add up" if not report["windows"] else "limits do not add up:")
     for one in report["windows"]:
-        typer.echo(f"  {one}")
+        say(f"  {one}")
     for one in report["quarantined"]:
-        typer.echo(f"of {one['replica_id']}, which died, {one['leases']} leases are not proven unspent")
+        say(f"of {one['replica_id']}, which died, {one['leases']} leases are not proven unspent")
     engines = report.get("engines")
     if engines is not None:
-        typer.echo(f"{engines['compared']} requests compared with the engines' count; {engines['unproven']} unproven")
+        say(f"{engines['compared']} requests compared with the engines' count; {engines['unproven']} unproven")
         for one in engines["differences"]:
-            typer.echo(f"  {one['request_id']}: billed {one['billed']}, counted {one['counted']}")
+            say(f"  {one['request_id']}: billed {one['billed']}, counted {one['counted']}")
 
 
 def percent(totals: dict[str, Any]) -> str | None:

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.gateway_client import path_of
+from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json
 
 COLUMNS = {
@@ -40,8 +42,8 @@ def create_webhook(
     if admin.as_json:
         show_json(made)
         return
-    typer.echo(made["secret"])
-    typer.echo(f"the secret of {made['webhook']['id']}; it is not shown again", err=True)
+    say(made["secret"])
+    say(f"the secret of {made['webhook']['id']}; it is not shown again", err=True)
 
 
 @app.command("delete")
@@ -51,4 +53,4 @@ def delete_webhook(
     webhook_id: Annotated[str, typer.Argument(help="Id of the webhook; list them with: moiety webhook list.")],
 ) -> None:
     """Send nothing there any more."""
-    admin.show_row(admin.client.call("DELETE", f"/webhooks/{webhook_id}"))
+    admin.show_row(admin.client.call("DELETE", path_of("webhooks", webhook_id)))

@@ -17,26 +17,32 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from sqlalchemy.util import await_only, greenlet_spawn
 
 Options = dict[str, Any]
+Connect = Callable[[Dialect, list[Any], Options], DBAPIConnection]
 
 _closing: set[asyncio.Task[None]] = set()
 
 
-def connect_uncancelled(engine: AsyncEngine, prepare: Callable[[Options], None] = lambda _: None) -> None:
-    """Have the engine finish every connection that it begins: one whose caller was cancelled is closed as soon as it is
-    open. `prepare` changes the driver's options before each."""
+def connect_of_dialect(dialect: Dialect, arguments: list[Any], options: Options) -> DBAPIConnection:
+    """Open a connection as SQLAlchemy does by itself."""
+    connection: DBAPIConnection = dialect.connect(*arguments, **options)
+    return connection
 
-    def connect(
+
+def connect_uncancelled(engine: AsyncEngine, connect: Connect = connect_of_dialect) -> None:
+    """Have the engine finish every connection that it begins: one whose caller was cancelled is closed as soon as it is
+    open."""
+
+    def connect_in_task(
         dialect: Dialect, _record: ConnectionPoolEntry, arguments: list[Any], options: Options
     ) -> DBAPIConnection:
-        prepare(options)
-        connection: DBAPIConnection = await_only(_connect(dialect, arguments, options))
+        connection: DBAPIConnection = await_only(_connect(connect, dialect, arguments, options))
         return connection
 
-    event.listen(engine.sync_engine, "do_connect", connect)
+    event.listen(engine.sync_engine, "do_connect", connect_in_task)
 
 
-async def _connect(dialect: Dialect, arguments: list[Any], options: Options) -> DBAPIConnection:
-    connecting = asyncio.create_task(greenlet_spawn(dialect.connect, *arguments, **options), name="database-connect")
+async def _connect(connect: Connect, dialect: Dialect, arguments: list[Any], options: Options) -> DBAPIConnection:
+    connecting = asyncio.create_task(greenlet_spawn(connect, dialect, arguments, options), name="database-connect")
     try:
         return await asyncio.shield(connecting)
     except asyncio.CancelledError:

@@ -14,9 +14,10 @@ UNMIGRATED = "store_unmigrated"
 
 # SQLSTATE classes and codes of PostgreSQL that time, or an operator, mends: connection, refused credentials or
 # database, resources, operator intervention, system error; then read-only servers, lost races for locks or
-# serialisation, and tables that are not there yet or not ours to touch.
+# serialisation, tables that are not there yet or not ours to touch, and prepared statements or cursors that a pooler
+# has left on another server connection.
 _AWAY_CLASSES = frozenset({"08", "28", "3D", "53", "57", "58"})
-_AWAY_CODES = frozenset({"25006", "40001", "40P01", "55P03", "42501"})
+_AWAY_CODES = frozenset({"25006", "26000", "34000", "40001", "40P01", "42501", "42P05", "55P03"})
 _UNMIGRATED_CODES = frozenset({"42P01", "42703"})
 _UNMIGRATED_WORDS = ("no such table", "no such column", "has no column named")  # SQLite has one code for all errors
 
@@ -41,6 +42,16 @@ def is_unmigrated(error: BaseException) -> bool:
     if state or not isinstance(error, sa.OperationalError):
         return state in _UNMIGRATED_CODES
     return any(words in str(error.orig) for words in _UNMIGRATED_WORDS)
+
+
+def is_bad_value(error: BaseException) -> bool:
+    """Return whether the store, or its driver, cannot take a value of the statement: a NUL character, a lone surrogate,
+    a number or a moment outside its range."""
+    if _sqlstate(error)[:2] == "22" or isinstance(error, sa.DataError):
+        return True
+    of_driver = error.orig if isinstance(error, sa.StatementError) else error
+    causes = of_driver, getattr(of_driver, "__cause__", None)
+    return any(isinstance(one, OverflowError | UnicodeError) for one in causes)
 
 
 @contextmanager

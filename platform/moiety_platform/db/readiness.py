@@ -8,6 +8,7 @@ import structlog
 from sqlalchemy import select
 
 from moiety_platform.db.base import Base
+from moiety_platform.db.postgres import NoConnection
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 
@@ -65,5 +66,6 @@ class StoreReadiness:
                 for table in Base.metadata.sorted_tables:
                     await session.execute(select(table).limit(0))
         except (Unavailable, TimeoutError) as error:
-            return str(error) or "the database does not answer in time"
+            told = str(error) or "the database does not answer in time"
+            return f"{told} ({error.__cause__})" if isinstance(error.__cause__, NoConnection) else told
         return ""

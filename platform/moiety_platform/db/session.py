@@ -25,7 +25,9 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from moiety_platform.db.connecting import connect_uncancelled
 from moiety_platform.db.failures import unavailable_when_away
-from moiety_platform.db.url import sqlite_path, to_async_url
+from moiety_platform.db.postgres import PostgresConnector
+from moiety_platform.db.postgres_url import PostgresUrl
+from moiety_platform.db.url import postgres_url, sqlite_path
 from moiety_platform.standing_back import stand_back
 
 SQLITE_BUSY_TIMEOUT_S = 5.0
@@ -56,19 +58,11 @@ LOOKING = Pool(4, 3, 8.0)  # apart from those who are served: who only looks wai
 def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, pool: Pool = SERVING) -> AsyncEngine:
     """An engine that connects at first use. `url` may be plain (`sqlite:///f.db`, `postgresql://…`) or name its async
     driver. `busy_timeout_s` is how long a SQLite writer waits for another. Raises BadDatabaseUrl."""
-    async_url = to_async_url(url)
-    if sqlite_path(url) is None:
-        return create_async_engine(
-            async_url,
-            pool_size=pool.size,
-            max_overflow=0,
-            pool_timeout=pool.wait_s,
-            pool_pre_ping=True,
-            hide_parameters=True,
-            connect_args={"timeout": CONNECT_TIMEOUT_S, "command_timeout": STATEMENT_TIMEOUT_S},
-        )
+    path = sqlite_path(url)
+    if path is None:
+        return _create_postgres_engine(postgres_url(url), pool)
     engine = create_async_engine(
-        async_url,
+        f"sqlite+aiosqlite:///{path}",
         pool_size=pool.sqlite_size,
         max_overflow=0,
         pool_timeout=pool.wait_s,
@@ -79,6 +73,20 @@ def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, po
     connect_uncancelled(engine)
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _create_postgres_engine(url: PostgresUrl, pool: Pool) -> AsyncEngine:
+    engine = create_async_engine(
+        "postgresql+asyncpg://",
+        pool_size=pool.size,
+        max_overflow=0,
+        pool_timeout=pool.wait_s,
+        pool_pre_ping=True,
+        hide_parameters=True,
+    )
+    connector = PostgresConnector(url, connect_timeout_s=CONNECT_TIMEOUT_S, statement_timeout_s=STATEMENT_TIMEOUT_S)
+    connect_uncancelled(engine, connector.connect)
     return engine
 
 

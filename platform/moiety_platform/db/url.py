@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from moiety_platform.db.postgres_url import BadPostgresUrl, PostgresUrl, parse_postgres_url
+from moiety_platform.db.url_errors import BadDatabaseUrl
 
 _SQLITE_SCHEMES = frozenset({"sqlite", "sqlite+aiosqlite", "sqlite+pysqlite"})
 _POSTGRES_SCHEMES = frozenset({"postgres", "postgresql", "postgresql+asyncpg", "postgresql+psycopg"})
 _HINT = "give sqlite:///path/to/file.db or postgresql://user:password@host/database"
-
-
-class BadDatabaseUrl(ValueError):
-    """The URL names no database that this program can use; the message says what to give instead."""
-
-
-def to_async_url(url: str) -> str:
-    """The URL for SQLAlchemy's async engine (aiosqlite or asyncpg). Raises BadDatabaseUrl."""
-    path = sqlite_path(url)
-    if path is not None:
-        return f"sqlite+aiosqlite:///{path}"
-    return _with_scheme(url, "postgresql+asyncpg", rename_query={"sslmode": "ssl"})
 
 
 def to_sync_url(url: str) -> str:
@@ -28,12 +18,22 @@ def to_sync_url(url: str) -> str:
     path = sqlite_path(url)
     if path is not None:
         return f"sqlite+pysqlite:///{path}"
-    return _with_scheme(url, "postgresql+psycopg", rename_query={"ssl": "sslmode"})
+    return postgres_url(url).to_libpq("postgresql+psycopg")
 
 
 def to_libpq_url(url: str) -> str:
     """The URL as libpq itself takes it. Raises BadDatabaseUrl; only for PostgreSQL."""
-    return _with_scheme(url, "postgresql", rename_query={"ssl": "sslmode"})
+    return postgres_url(url).to_libpq()
+
+
+def postgres_url(url: str) -> PostgresUrl:
+    """A URL of PostgreSQL in its parts. Raises BadDatabaseUrl."""
+    if _scheme(url) in _SQLITE_SCHEMES:
+        raise BadDatabaseUrl(f"{redact(url)!r} is SQLite, but PostgreSQL is needed here; {_HINT}")
+    try:
+        return parse_postgres_url(url.split("://", 1)[1])
+    except BadPostgresUrl as error:
+        raise BadDatabaseUrl(f"{redact(url)!r} cannot be used: {error}") from error
 
 
 def sqlite_path(url: str) -> Path | None:
@@ -52,7 +52,7 @@ def sqlite_path(url: str) -> Path | None:
 
 def redact(url: str) -> str:
     """The URL without its password, for messages and logs."""
-    return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", re.sub(r"(?i)(password=)[^&]*", r"\1***", url))
+    return re.sub(r"(://[^:/@]*):[^/?]*@", r"\1:***@", re.sub(r"(?i)(password=)[^&]*", r"\1***", url))
 
 
 def _scheme(url: str) -> str:
@@ -60,12 +60,3 @@ def _scheme(url: str) -> str:
     if not separator or scheme not in _SQLITE_SCHEMES | _POSTGRES_SCHEMES:
         raise BadDatabaseUrl(f"{redact(url)!r} is no database URL of ours; {_HINT}")
     return scheme
-
-
-def _with_scheme(url: str, scheme: str, *, rename_query: dict[str, str]) -> str:
-    if _scheme(url) in _SQLITE_SCHEMES:
-        raise BadDatabaseUrl(f"{redact(url)!r} is SQLite, but PostgreSQL is needed here; {_HINT}")
-    parts = urlsplit(url)
-    query = [(rename_query.get(name, name), value) for name, value in parse_qsl(parts.query, keep_blank_values=True)]
-    rebuilt = urlunsplit(("", parts.netloc, parts.path, urlencode(query, safe="/:"), ""))
-    return f"{scheme}:{rebuilt if rebuilt.startswith('//') else '//' + rebuilt}"

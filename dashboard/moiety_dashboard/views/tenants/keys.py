@@ -8,7 +8,7 @@ from typing import Any
 import streamlit as st
 
 from moiety_dashboard import panels, session
-from moiety_dashboard.client import AdminClient
+from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.frames.tenants import keys_frame
 from moiety_dashboard.views.tenants.names import forget_names
@@ -111,7 +111,7 @@ def ask_change(client: AdminClient, keys: list[dict[str, Any]]) -> None:
             panels.ask_first(
                 f"Revoke **{as_text(labels[chosen])}**? Whoever uses it is refused at once, and there is no way back.",
                 "Revoke",
-                lambda: client.change("POST", f"/keys/{chosen}/revoke"),
+                lambda: client.change("POST", path_of("keys", chosen, "revoke")),
                 f"The key {labels[chosen]} is revoked.",
             )
 
@@ -122,6 +122,8 @@ def rotate(client: AdminClient, key_id: str, label: str, grace: str) -> None:
     st.markdown(f"Make a successor of **{as_text(label)}**? The old key is refused {until}.")
     if st.button("Rotate it", type="primary"):
         body = {"grace_s": GRACES[grace]}
-        made = panels.attempt(lambda: client.change("POST", f"/keys/{key_id}/rotate", body), "The key is rotated.")
+        made = panels.attempt(
+            lambda: client.change("POST", path_of("keys", key_id, "rotate"), body), "The key is rotated."
+        )
         if made is not None:
             keep(made)

@@ -9,7 +9,7 @@ from typing import Any
 import streamlit as st
 
 from moiety_dashboard import panels, session
-from moiety_dashboard.client import AdminClient
+from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import show_time
 from moiety_dashboard.frames import limits
@@ -115,6 +115,6 @@ def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[d
         panels.ask_first(
             f"Take away **{as_text(label(chosen))}**? From the next request on nothing holds back what it held back.",
             "Take it away",
-            lambda: client.change("DELETE", f"/quotas/{chosen}"),
+            lambda: client.change("DELETE", path_of("quotas", chosen)),
             "The limit is gone.",
         )

@@ -8,7 +8,7 @@ from typing import Any
 import streamlit as st
 
 from moiety_dashboard import panels, session
-from moiety_dashboard.client import AdminClient
+from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.views.tenants.names import forget_names
 
@@ -47,10 +47,10 @@ def save(client: AdminClient, tenant: Mapping[str, Any], changes: Mapping[str, A
         st.info("Nothing was changed.")
         return
     done = f"{tenant['name']} is changed; it holds from the next request on."
-    if panels.attempt(lambda: client.change("PATCH", f"/tenants/{tenant['id']}", changes), done) is not None:
+    if panels.attempt(lambda: client.change("PATCH", path_of("tenants", tenant["id"]), changes), done) is not None:
         forget_names()
         st.rerun()
 
 
 def set_status(client: AdminClient, tenant: Mapping[str, Any], status: str) -> Any:
-    return client.change("PATCH", f"/tenants/{tenant['id']}", {"status": status})
+    return client.change("PATCH", path_of("tenants", tenant["id"]), {"status": status})

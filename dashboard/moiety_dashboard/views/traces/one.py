@@ -10,7 +10,7 @@ import pandas as pd
 import streamlit as st
 
 from moiety_dashboard import colours, panels, waterfall
-from moiety_dashboard.client import AdminClient, Answer, ApiRefused
+from moiety_dashboard.client import AdminClient, Answer, ApiRefused, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import dollars, milliseconds, short
 from moiety_dashboard.frames import traces as frames
@@ -48,7 +48,7 @@ def find(client: AdminClient, trace_id: str) -> Answer | None:
     if TRACE_ID.fullmatch(trace_id) is None:
         return None
     try:
-        return client.get(f"/traces/{trace_id}")
+        return client.get(path_of("traces", trace_id))
     except ApiRefused as exc:
         if exc.code != "trace_not_found":
             raise

@@ -16,6 +16,7 @@ from moiety_platform.cli.apply.key_secrets import KeySecrets
 from moiety_platform.cli.apply.plan import IDLE, Action, Step, identity
 from moiety_platform.cli.apply.spec import Wanted
 from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable, Refused
+from moiety_platform.cli.gateway_client import path_of
 from moiety_platform.cluster.errors import ClusterError
 
 ONLY_NEW = {"If-None-Match": "*"}
@@ -94,7 +95,7 @@ class Hand:
         made = self._call("POST", "/tenants", fields)
         self._tenants[one.place] = made["id"]
         if status != made["status"]:
-            self._call("PATCH", f"/tenants/{made['id']}", {"status": status})
+            self._call("PATCH", path_of("tenants", made["id"]), {"status": status})
         return made
 
     def _make_text(self, one: Wanted) -> str:
@@ -102,10 +103,10 @@ class Hand:
         if one.kind == "key":
             body = {"name": one.own, "project_id": self._parent(one), **one.fields}
             made = self._call("POST", "/keys", body)
-            made_id, undo = str(made["key"]["id"]), ("POST", f"/keys/{made['key']['id']}/revoke")
+            made_id, undo = str(made["key"]["id"]), ("POST", path_of("keys", made["key"]["id"], "revoke"))
         else:
             made = self._call("POST", "/webhooks", one.fields)
-            made_id, undo = str(made["webhook"]["id"]), ("DELETE", f"/webhooks/{made['webhook']['id']}")
+            made_id, undo = str(made["webhook"]["id"]), ("DELETE", path_of("webhooks", made["webhook"]["id"]))
         if one.key_secret is None:
             self.outcome.texts[one.place] = made["secret"]
             return made_id
@@ -121,14 +122,14 @@ class Hand:
         self._claim(one, self._ids[one.place])
         change = {name: value for name, (_, value) in step.changes.items()}
         if one.kind == "limit":
-            tag = self._tag(f"/quotas/{row['id']}", step)
+            tag = self._tag(path_of("quotas", row["id"]), step)
             self._call("PUT", "/quotas", self._limit(one), tag)
         elif one.kind == "price":
             whole = {name: row[name] for name in ("input", "output", "cached_input")}
             tag = self._tag("/prices/one", step, **one.also)
             self._call("PUT", "/prices", {**whole, **one.also, **change}, tag)
         else:
-            path = f"/tenants/{row['id']}" if one.kind == "tenant" else f"/classes/{one.own}"
+            path = path_of("tenants", row["id"]) if one.kind == "tenant" else path_of("classes", one.own)
             self._call("PATCH", path, change, self._tag(path, step))
 
     def _replace(self, step: Step) -> None:
@@ -144,13 +145,13 @@ class Hand:
     def _delete(self, step: Step) -> None:
         row = step.row or {}
         if step.kind == "limit":
-            self._call("DELETE", f"/quotas/{row['id']}", None, self._tag(f"/quotas/{row['id']}", step))
+            self._call("DELETE", path_of("quotas", row["id"]), None, self._tag(path_of("quotas", row["id"]), step))
         elif step.kind == "price":
             identity_of = {"model": row["model"], "service_class": row["service_class"]}
             tag = self._tag("/prices/one", step, **identity_of)
             self._client.call("DELETE", "/prices", headers=tag, **identity_of)
         elif step.kind == "class":
-            self._call("DELETE", f"/classes/{step.name}", None, self._tag(f"/classes/{step.name}", step))
+            self._call("DELETE", path_of("classes", step.name), None, self._tag(path_of("classes", step.name), step))
         else:
             self._end(step.kind, str(row["id"]))
         self._release(step)
@@ -164,9 +165,9 @@ class Hand:
 
     def _end(self, kind: str, thing_id: str) -> None:
         if kind == "key":
-            self._call("POST", f"/keys/{thing_id}/revoke")
+            self._call("POST", path_of("keys", thing_id, "revoke"))
         else:
-            self._call("DELETE", f"/webhooks/{thing_id}")
+            self._call("DELETE", path_of("webhooks", thing_id))
 
     def _claim(self, one: Wanted, object_id: str | None) -> None:
         tenant = self._tenants.get(one.place) or (self._tenants.get(one.parent) if one.parent else None)

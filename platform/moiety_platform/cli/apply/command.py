@@ -24,7 +24,8 @@ from moiety_platform.cli.apply.key_secrets import KeySecrets
 from moiety_platform.cli.apply.plan import IDLE, Action, Step, Terms, make_plan
 from moiety_platform.cli.apply.spec import read_wanted
 from moiety_platform.cli.errors import CommandError, NotReachable, Refused
-from moiety_platform.cli.gateway_client import answer
+from moiety_platform.cli.gateway_client import answer, path_of
+from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json, show_rows, show_value
 from moiety_platform.cluster.secrets_api import ACCOUNT
 from moiety_platform.prices.terms import dollars
@@ -84,9 +85,9 @@ def follow(file: Path, once: Callable[[], None]) -> None:
             try:
                 once()
             except FileError as exc:
-                typer.echo(f"Error: {exc}", err=True)
+                say(f"Error: {exc}", err=True)
             except CommandError as exc:  # nothing is wrong with the file
-                typer.echo(f"Error: {exc}", err=True)
+                say(f"Error: {exc}", err=True)
                 looks_until_again = 1 if isinstance(exc, NotReachable) else LOOKS_UNTIL_AGAIN
             sys.stdout.flush()
         time.sleep(LOOK_EVERY_S)
@@ -126,7 +127,7 @@ def _apply_once(
 def is_revoked(client: AdminClient, key_id: str) -> bool:
     """Whether there is such a key, and it counts no more."""
     try:
-        return bool(client.get(f"/keys/{key_id}")["status"] == "revoked")
+        return bool(client.get(path_of("keys", key_id))["status"] == "revoked")
     except Refused:
         return False
 
@@ -146,10 +147,10 @@ def _show(steps: list[Step], outcome: Outcome, *, dry_run: bool) -> None:
     if rows:
         show_rows(rows, COLUMNS, as_json=False)
     for (kind, name), text in outcome.texts.items():
-        typer.echo(f"{kind} {name}: {text}   (keep it now: it is not shown again)")
+        say(f"{kind} {name}: {text}   (keep it now: it is not shown again)")
     counts = Counter(str(step.action) for step in steps)
     told = ", ".join(f"{count} {action}" for action, count in counts.items()) or "nothing is declared"
-    typer.echo(
+    say(
         f"{told}; " + ("nothing was done (--dry-run)" if dry_run else f"{outcome.done} done, {len(outcome.failed)} not")
     )
 

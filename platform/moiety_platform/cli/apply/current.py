@@ -8,6 +8,7 @@ from typing import Any
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.apply.spec import limit_name, price_name
 from moiety_platform.cli.errors import Refused
+from moiety_platform.cli.gateway_client import path_of
 
 Place = tuple[str, str]  # kind and name
 
@@ -47,7 +48,7 @@ def read_current(client: AdminClient) -> Current:
         name = scopes["project", row["id"]] = known.get(("project", row["id"]), own)
         rows["project", name] = row
     for (kind, key_id), name in known.items():
-        if kind == "key" and (found := _find(client, f"/keys/{key_id}")) is not None:
+        if kind == "key" and (found := _find(client, path_of("keys", key_id))) is not None:
             rows["key", name], scopes["key", str(key_id)] = found, name
     for row in client.pages("/quotas"):
         if (scope := scopes.get((row["level"], row["scope_id"]))) is not None:

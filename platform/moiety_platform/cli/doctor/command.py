@@ -20,6 +20,7 @@ from moiety_platform.cli.doctor.services import look_at_dashboard, look_at_gatew
 from moiety_platform.cli.doctor.store import look_at_store
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.gateway_client import DEFAULT_URL
+from moiety_platform.cli.printing import say
 from moiety_platform.cli.settings_of import load_settings
 from moiety_platform.cli.tables import show_json
 from moiety_platform.clock import Clock, SystemClock
@@ -78,7 +79,7 @@ def doctor(
     else:
         for finding in findings:
             show(finding)
-        typer.echo(f"{counts[Level.WRONG]} wrong, {counts[Level.WARNING]} to watch, {counts[Level.OK]} well")
+        say(f"{counts[Level.WRONG]} wrong, {counts[Level.WARNING]} to watch, {counts[Level.OK]} well")
     if counts[Level.WRONG]:
         raise typer.Exit(1)
 
@@ -155,8 +156,8 @@ def curve_of(settings: GatewaySettings) -> CurveKeys | None:
 
 def show(finding: Finding) -> None:
     """A line, and below it what to do."""
-    typer.echo(f"{MARKS[finding.level]} {finding.area}: {finding.found}")
+    say(f"{MARKS[finding.level]} {finding.area}: {finding.found}")
     if finding.advice:
-        typer.echo(f"    {finding.advice}")
+        say(f"    {finding.advice}")
     if finding.command:
-        typer.echo(f"    $ {finding.command}")
+        say(f"    $ {finding.command}")

@@ -21,6 +21,7 @@ from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.offline.answer_file import AnswerFile
 from moiety_platform.cli.offline.asked import Asked, ask
 from moiety_platform.cli.offline.work import Work, read_work
+from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json, show_row
 from moiety_platform.completions.text import ModelText
 from moiety_text.errors import TextError
@@ -105,7 +106,7 @@ def _answer(replica: Replica, left: list[Work], file: Path, answers: AnswerFile)
             asyncio.run(answering.run(left))
         except KeyboardInterrupt as exc:
             num_open = len(left) - counts.answered - counts.failed
-            typer.echo(f"moiety: stopped; {num_open:,} lines are left, and the same command goes on", err=True)
+            say(f"moiety: stopped; {num_open:,} lines are left, and the same command goes on", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from exc
     wall_s = time.perf_counter() - begin_s
     return {

@@ -1,0 +1,5 @@
+"""Errors of database URLs."""
+
+
+class BadDatabaseUrl(ValueError):
+    """The URL names no database that this program can use; the message says what to give instead."""
