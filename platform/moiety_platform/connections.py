@@ -24,6 +24,8 @@ from moiety_platform.errors import BadRequest, HeadTooLarge, PlatformError, Requ
 from moiety_platform.http_errors import OPENAI_ERRORS
 from moiety_platform.http_head import BAD_HTTP, refusal_of
 from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
+from moiety_platform.security_headers import AS_BYTES as SECURITY_LINES
+from moiety_platform.security_headers import SECURITY_HEADERS
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.upgrades import framing_head
 
@@ -58,7 +60,9 @@ class ServerConfig(uvicorn.Config):
     """uvicorn's, with our limits for its connections."""
 
     def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
-        super().__init__(app, http=Connection, timeout_keep_alive=limits.keep_alive_s, **options)
+        super().__init__(
+            app, http=Connection, headers=SECURITY_HEADERS, timeout_keep_alive=limits.keep_alive_s, **options
+        )
         self.limits = limits
 
     def use(self, limits: ConnectionLimits) -> None:
@@ -362,7 +366,7 @@ class Connection(HttpToolsProtocol):
             self._departure.note()
         body = self._word(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.write(STATUS_LINE[error.status] + SECURITY_LINES + head + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._clear_timer()
