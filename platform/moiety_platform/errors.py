@@ -153,6 +153,24 @@ class Overloaded(RateLimited):
         self.reason = reason
 
 
+class ExpectationFailed(PlatformError):
+    status = 417
+    type = "invalid_request_error"
+    default_code = "expectation_failed"
+
+
+class UnsupportedTransferCoding(PlatformError):
+    status = 501
+    type = "invalid_request_error"
+    default_code = "unsupported_transfer_coding"
+
+
+class UnsupportedHttpVersion(PlatformError):
+    status = 505
+    type = "invalid_request_error"
+    default_code = "unsupported_http_version"
+
+
 class HeadTooLarge(PlatformError):
     status = 431
     type = "invalid_request_error"
