@@ -44,7 +44,7 @@ from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.supervisor.ports import claim_port
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Finished, Sampling, Stopping, Submit
-from moiety_wire.roles import HandOver
+from moiety_wire.roles import HandOver, transfer_token
 
 HERE = Path(__file__).parent
 CLI = [sys.executable, "-m", "moiety_platform.cli"]
@@ -329,7 +329,7 @@ async def _overlap_of_one(
         credit_tokens=8,
         cache_salt=b"",
         arrival_unix_ns=time.time_ns(),
-        hand_over=HandOver(transfer_id, receiver.address, own_host()),
+        hand_over=HandOver(transfer_id, receiver.address, own_host(), transfer_token(receiver.secret, transfer_id)),
     )
     async with client.open(submit) as stream:
         ends = [message async for message in stream.messages() if isinstance(message, Finished)]

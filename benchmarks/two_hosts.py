@@ -140,7 +140,8 @@ class Play:
         environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         if launcher == "deepspeed":
             environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{deepspeed}"}
-        group = ["-m", CLI, *ENGINE, "--allow-unauthenticated-tcp", "--listen", listen[0], "--tp", "2"]
+        opened = ["--allow-unauthenticated-tcp", "--allow-unauthenticated-ranks"]
+        group = ["-m", CLI, *ENGINE, *opened, "--listen", listen[0], "--tp", "2"]
         self.hosts = []
         for number, name in enumerate(HOSTS):
             words = _torchrun(number, first) if launcher == "torchrun" else _deepspeed(number, first, hostfile)

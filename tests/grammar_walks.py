@@ -13,7 +13,8 @@ _CLOSING = frozenset(b'"}]')
 
 
 class GrammarWalker:
-    """Draws answers of one tokenizer. What does not end within MAX_TOKENS is None."""
+    """Draws answers of one tokenizer. What does not end within MAX_TOKENS, or cannot end, is
+    None."""
 
     def __init__(self, compiler: GrammarCompiler, tokens: Sequence[bytes], eos_token_ids: Collection[int]) -> None:
         self._compiler, self._tokens, self._eos_token_ids = compiler, tokens, frozenset(eos_token_ids)
@@ -30,6 +31,8 @@ class GrammarWalker:
             if matcher.is_stopped():
                 return answer
             allowed = _set_bits(matcher.compute_bitmask())
+            if matcher.get_error().startswith("NoExtension"):
+                return None  # what would have to follow refers to itself without an end; a request fails here
             assert not matcher.is_error(), matcher.get_error()
             assert allowed, "a grammar that has not ended allows a token"
             is_late = len(answer) - len(begun) > hurry_after

@@ -1,4 +1,4 @@
-"""Whether a document satisfies a JSON schema, exactly: numbers as decimals, patterns in two dialects, no name twice."""
+"""Whether a document satisfies a JSON schema, exactly: numbers as decimals, patterns in two dialects."""
 
 from __future__ import annotations
 
@@ -13,19 +13,30 @@ from typing import Any
 import jsonschema_rs
 from jsonschema import Draft202012Validator, ValidationError, validators
 
+MAX_EXPONENT = 999  # beyond which numbers compare alike, and have the same multiples, here
+
 
 def complaint(schema: str, document: str) -> str:
-    """Why a document is invalid; "" if it is valid."""
-    try:
-        found = json.loads(document, parse_float=Decimal, object_pairs_hook=_without_repeated_names)
-    except ValueError as exc:
-        return f"no JSON: {exc}"
-    validator = _Validator(json.loads(schema, parse_float=Decimal))
-    try:
-        error = next(validator.iter_errors(found), None)
-    except RecursionError:  # a schema that refers to itself for the same value has no meaning
-        return ""
-    return "" if error is None else f"{error.message} at {list(error.absolute_path)}"
+    """Why a document is invalid; "" if it is valid, whichever of two members with the same name a reader takes."""
+    for take in (dict, _first_of_each_name):
+        try:
+            found = json.loads(document, parse_float=read_decimal, object_pairs_hook=take)
+        except ValueError as exc:
+            return f"no JSON: {exc}"
+        validator = _Validator(json.loads(schema, parse_float=Decimal))
+        try:
+            error = next(validator.iter_errors(found), None)
+        except RecursionError:  # a schema that refers to itself for the same value has no meaning
+            return ""
+        if error is not None:
+            return f"{error.message} at {list(error.absolute_path)}"
+    return ""
+
+
+def read_decimal(text: str) -> Decimal:
+    """Return a number of a document; one with an exponent beyond reason has the largest that counts here."""
+    mantissa, _, exponent = text.lower().partition("e")
+    return Decimal(f"{mantissa}e{max(-MAX_EXPONENT, min(MAX_EXPONENT, int(exponent or 0)))}")
 
 
 def write_json(value: Any) -> str:
@@ -37,11 +48,8 @@ def write_json(value: Any) -> str:
     return str(value) if isinstance(value, Decimal) else json.dumps(value)
 
 
-def _without_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a name stands twice in {[name for name, _ in pairs]}")
-    return found
+def _first_of_each_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return dict(reversed(pairs))
 
 
 def _is_integer(_: Any, value: Any) -> bool:

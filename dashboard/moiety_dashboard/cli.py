@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from moiety_dashboard.settings import DEFAULT_REFRESH_S, DEFAULT_URL, URL_VARIABLE
+from moiety_dashboard.web_server import create_web_app
 
 FOLDER = Path(__file__).parent
 SCRIPT = FOLDER / "app.py"
@@ -32,7 +33,8 @@ def dashboard(
     options = server_options(host, port, oidc)
     bootstrap.load_config_options(options)
     arguments = ["--gateway", gateway, "--refresh-s", str(refresh_s)]
-    bootstrap.run(str(SCRIPT), False, arguments, options)
+    app = create_web_app(SCRIPT)  # an object serves as well as the import string that its type names
+    bootstrap.run_asgi_app(str(SCRIPT), app, arguments, options)
 
 
 def server_options(host: str, port: int, oidc: Path | None = None) -> dict[str, Any]:

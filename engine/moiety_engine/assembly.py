@@ -26,7 +26,7 @@ from moiety_engine.distribution.joining import open_store
 from moiety_engine.distribution.layout import Layout, layout_of, leaving
 from moiety_engine.distribution.lifeline import Loaded, explaining
 from moiety_engine.distribution.losses import Losses
-from moiety_engine.distribution.meeting import Meeting, require_hosts_apart, require_ranks
+from moiety_engine.distribution.meeting import Meeting, require_hosts_apart, require_private_ranks, require_ranks
 from moiety_engine.distribution.spawning import Children
 from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, OutOfMemory, RanksError
 from moiety_engine.model.loading import Share, load_share
@@ -49,6 +49,7 @@ _OF_ONE_RANK = (
     "name",
     "num_threads",
     "join_timeout_s",
+    "allow_unauthenticated_ranks",
     "mask_after_s",
     "rank_losses",
     "mask_after_losses",
@@ -190,6 +191,7 @@ def _join(
     layout = layout_of(config)
     require_ranks(layout, meeting)
     require_hosts_apart(config.mask_after_s, meeting)
+    require_private_ranks(meeting, allowed=config.allow_unauthenticated_ranks)
     named = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in _OF_ONE_RANK}
     device = torch.device(_device(config, meeting))
     if device.type == "cuda":

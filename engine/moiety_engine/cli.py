@@ -28,7 +28,7 @@ from moiety_engine.config import (
     TransferConfig,
 )
 from moiety_engine.distribution.layout import layout_of
-from moiety_engine.distribution.meeting import meeting_from, require_hosts_apart, require_ranks
+from moiety_engine.distribution.meeting import meeting_from, require_hosts_apart, require_private_ranks, require_ranks
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import grammar_options, offload_options, options, rank_options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
@@ -139,6 +139,7 @@ def engine(
     redundant_experts: rank_options.RedundantExpertsOption = 0,
     rebalance_every_s: rank_options.RebalanceEveryOption = None,
     join_timeout_s: rank_options.JoinTimeoutOption = 60.0,
+    allow_unauthenticated_ranks: rank_options.AllowUnauthenticatedRanksOption = False,
     mask_after_s: rank_options.MaskAfterOption = None,
     rank_losses: rank_options.RankLossesOption = None,
     mask_after_losses: rank_options.MaskAfterLossesOption = None,
@@ -232,6 +233,7 @@ def engine(
                 redundant_experts=redundant_experts,
                 rebalance_every_s=rebalance_every_s,
                 join_timeout_s=join_timeout_s,
+                allow_unauthenticated_ranks=allow_unauthenticated_ranks,
                 mask_after_s=mask_after_s,
                 rank_losses=str(rank_losses.resolve()) if rank_losses else "",
                 mask_after_losses=mask_after_losses,
@@ -319,6 +321,7 @@ def _follow_if_launched_so(config: EngineConfig) -> None:
         return
     require_ranks(layout, meeting)
     require_hosts_apart(config.mask_after_s, meeting)
+    require_private_ranks(meeting, allowed=config.allow_unauthenticated_ranks)
     if meeting.rank:
         from moiety_engine.core.following import follow_until_end  # noqa: PLC0415 - imports torch
 

@@ -185,6 +185,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     redundant_experts: int = 0  # slots of a layer beyond its experts, for second replicas of hot ones
     rebalance_every_s: float | None = None  # 0: experts stay where they are; None: so, unless some are redundant
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
+    allow_unauthenticated_ranks: bool = False  # ranks of several hosts talk over links without keys
     mask_after_s: float | None = None  # and for those that can be done without; None: for all of them alike
     rank_losses: str = ""  # rank 0's file of which ranks were lost; "": none
     mask_after_losses: int | None = None  # a rank that is in it so often, of late, is done without; None: three times

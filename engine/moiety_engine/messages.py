@@ -184,6 +184,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     hands_over: bool = False
     kv_address: str = ""  # where it takes KV from other engines
     kv_host: str = ""
+    kv_secret: str = ""
     takes_adapters: bool = False
     foresees: bool = False
 

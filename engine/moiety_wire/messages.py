@@ -245,6 +245,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     hands_over: bool = False  # it takes `Submit.hand_over`
     kv_address: str = ""  # where it takes KV from other engines; "" where it takes none
     kv_host: str = ""  # engines of one host share memory
+    kv_secret: str = ""  # by which a gateway allows a transfer to it: see `transfer_token`
     takes_adapters: bool = False
     adapters: tuple[str, ...] = ()  # that its operator has given it
     foresees: bool = False  # it takes `Submit.foresees`

@@ -11,6 +11,7 @@ Only an engine whose card says `hands_over` is given a `HandOver`, and only one 
 from __future__ import annotations
 
 from enum import StrEnum
+from hashlib import blake2b
 
 import msgspec
 
@@ -31,6 +32,7 @@ class HandOver(msgspec.Struct, frozen=True):
     transfer_id: str
     address: str  # of the other engine, for KV
     host: str = ""  # on which it runs; engines of one host share memory
+    token: str = ""  # that lets the sender begin this transfer: see `transfer_token`
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -41,3 +43,13 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     num_bytes: int
     way: str
+
+
+def transfer_token(secret: str, transfer_id: str) -> str:
+    """Return what a sender must show to begin this transfer to the engine whose card has that `kv_secret`.
+
+    The engine tells its secret to gateways alone, so only a transfer of theirs is accepted; "" without a secret.
+    """
+    if not secret:
+        return ""
+    return blake2b(transfer_id.encode(), digest_size=16, key=secret.encode(), person=b"moiety-kv").hexdigest()

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Any, cast
 
 import uvicorn
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from litestar.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -21,8 +22,12 @@ from moiety_platform.completions.disconnect import DEPARTURE, Departure
 from moiety_platform.completions.reply import SEND_WHOLE
 from moiety_platform.errors import BadRequest, HeadTooLarge, PlatformError, RequestTimeout
 from moiety_platform.http_errors import OPENAI_ERRORS
+from moiety_platform.http_head import BAD_HTTP, refusal_of
 from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
+from moiety_platform.security_headers import AS_BYTES as SECURITY_LINES
+from moiety_platform.security_headers import SECURITY_HEADERS
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.upgrades import framing_head
 
 MIN_BODY_BYTES_PER_S = 500  # of a body that takes longer than the timeout
 LINGER_S = 1.0  # what still comes is read for so long and dropped: a connection reset would take the answer along
@@ -55,7 +60,9 @@ class ServerConfig(uvicorn.Config):
     """uvicorn's, with our limits for its connections."""
 
     def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
-        super().__init__(app, http=Connection, timeout_keep_alive=limits.keep_alive_s, **options)
+        super().__init__(
+            app, http=Connection, headers=SECURITY_HEADERS, timeout_keep_alive=limits.keep_alive_s, **options
+        )
         self.limits = limits
 
     def use(self, limits: ConnectionLimits) -> None:
@@ -131,6 +138,9 @@ class Connection(HttpToolsProtocol):
         self._departure = Departure(self._drop)
         self._timed: _Phase | None = None
         self._is_refused = False
+        self._head_refusal: PlatformError | None = None  # why the parser was stopped at the end of a head
+        self._framing_head: bytes | None = None  # of a request to upgrade, whose body the parser does not see
+        self._is_told_framing = False  # the parser reads that head, which is no request
 
     # ── asyncio ──
 
@@ -157,7 +167,11 @@ class Connection(HttpToolsProtocol):
         if self._is_refused:
             return
         self._num_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except HttpParserError:
+            self._refuse_what_stopped_the_parser()
         if self._is_refused or self.transport.is_closing():
             return
         if self._phase is _Phase.HEAD and self._is_line_too_long(data):
@@ -170,7 +184,34 @@ class Connection(HttpToolsProtocol):
 
     # ── the parser ──
 
+    def _feed(self, data: bytes) -> None:
+        """Parse all of it. Raises HttpParserError."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except HttpParserUpgrade as stopped:
+                data = data[stopped.args[0] :]
+                if self._framing_head is not None:
+                    self._expect_body(self._framing_head)
+                if data:
+                    continue
+            return
+
+    def _expect_body(self, framing: bytes) -> None:
+        """Have a new parser read what follows as the body of the request whose head has come."""
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._is_told_framing = True
+        self.parser.feed_data(framing)
+        self._is_told_framing, self._framing_head = False, None
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_told_framing:
+            super().on_url(url)
+
     def on_message_begin(self) -> None:
+        if self._is_told_framing:
+            return
         super().on_message_begin()
         self._limits, self.timeout_keep_alive = self._server.limits, self._server.timeout_keep_alive
         self.scope["state"] |= {DEPARTURE: self._departure, SEND_WHOLE: self._send_whole}
@@ -186,23 +227,35 @@ class Connection(HttpToolsProtocol):
             raise self._head_too_large()  # stops the parser
 
     def on_headers_complete(self) -> None:
+        if self._is_told_framing:
+            return
         if self._is_too_large():
             raise self._head_too_large()
+        version = self.parser.get_http_version()
+        self._head_refusal = refusal_of(self.parser.get_method().decode(), self.url, version, self.headers)
+        if self._head_refusal is not None:
+            raise self._head_refusal
+        if version == "1.0":
+            self.expect_100_continue = False  # its clients do not know the answer (RFC 9110, 10.1.1)
         super().on_headers_complete()
         self._enter(_Phase.BODY)
+        if self.parser.should_upgrade():
+            self._framing_head = framing_head(self.headers)
 
     def on_message_complete(self) -> None:
+        if self._framing_head is not None:
+            return  # the body is still to come
         super().on_message_complete()
         self._enter(_Phase.NOTHING)
 
-    def send_400_response(self, msg: str) -> None:
+    def _refuse_what_stopped_the_parser(self) -> None:
         """The parser has stopped, at what is no HTTP or because a bound is broken."""
-        if self._phase is not _Phase.NOTHING and self._is_too_large():
+        if self._head_refusal is not None:
+            self._refuse(self._head_refusal)
+        elif self._phase is not _Phase.NOTHING and self._is_too_large():
             self._refuse(self._head_too_large())
         else:
-            self._refuse(
-                BadRequest("This is not HTTP/1.1 as this server reads it; use an HTTP client", code="bad_http")
-            )
+            self._refuse(BadRequest("This is not HTTP/1.1 as this server reads it; use an HTTP client", code=BAD_HTTP))
 
     # ── an answer ──
 
@@ -313,7 +366,7 @@ class Connection(HttpToolsProtocol):
             self._departure.note()
         body = self._word(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.write(STATUS_LINE[error.status] + SECURITY_LINES + head + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._clear_timer()

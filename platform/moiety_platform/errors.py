@@ -153,6 +153,24 @@ class Overloaded(RateLimited):
         self.reason = reason
 
 
+class ExpectationFailed(PlatformError):
+    status = 417
+    type = "invalid_request_error"
+    default_code = "expectation_failed"
+
+
+class UnsupportedTransferCoding(PlatformError):
+    status = 501
+    type = "invalid_request_error"
+    default_code = "unsupported_transfer_coding"
+
+
+class UnsupportedHttpVersion(PlatformError):
+    status = 505
+    type = "invalid_request_error"
+    default_code = "unsupported_http_version"
+
+
 class HeadTooLarge(PlatformError):
     status = 431
     type = "invalid_request_error"
@@ -210,3 +228,7 @@ class EngineOverloaded(Unavailable):
     def __init__(self, message: str, *, retry_after_s: float, asks_to_wait: bool) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.asks_to_wait = asks_to_wait
+
+
+WAIVED = (NonFiniteOutput, EngineRefused, EngineOverloaded)
+"""Errors after which nothing is billed unless a part of the answer was sent."""

@@ -32,9 +32,9 @@ def refusal(kind: GuideKind, text: str) -> str:
         (r"a(?<=b)c", 2, "a⟶(?<=b)c", "look-ahead and look-behind are not supported"),
         ("(?=a)b", 1, "⟶(?=a)b", "look-ahead and look-behind are not supported"),
         (r"(a)\1", 4, r"(a)⟶\1", "back-references are not supported"),
-        ("a{4294967296}", 3, "a{⟶4294967296}", "the repetition's count is too large"),
+        ("a{4294967296}", 2, "a⟶{4294967296}", "the repetition's count is too large"),
         ("a{3,1}", 2, "a⟶{3,1}", "the repetition's least count is above its most"),
-        ("a{,3}", 3, "a{⟶,3}", "write {0,n}"),
+        ("a{,3}", 2, "a⟶{,3}", "write {0,n}"),
         ("*a", 1, "⟶*a", "there is nothing to repeat"),
         ("[z-a]", 2, "[⟶z-a]", "the range begins after its end"),
         (r"\p{Foo}", 1, r"⟶\p{Foo}", "the Unicode property is not known"),
@@ -100,3 +100,36 @@ def test_a_grammar_without_a_beginning_says_so() -> None:
 def test_an_excerpt_is_short_and_of_one_line() -> None:
     assert excerpt("a\n" + "b" * 100 + "(" + "c" * 100 + "\nd", 102) == f"…{'b' * 24}⟶({'c' * 23}…"
     assert len(refusal(GuideKind.GRAMMAR, "%import common.FOO\nstart: FOO")) <= MAX_TOLD_CHARS
+
+
+@pytest.mark.parametrize(
+    ("expression", "lets", "stops"),
+    [
+        (r"\w", ["a", "ü", "٣"], ["\u0301", "\u203f", "½"]),
+        (r"[^\W]", ["a", "ü"], ["\u0301", "-"]),
+        (r"\S", ["a"], ["\x1c", "\x85"]),
+        (r"\s", [" ", "\x85", "\u2028"], ["\x1c", "\ufeff"]),
+        (".", ["\r", "\u2028"], ["\n"]),
+        ("(?s).", ["\n"], []),
+        ("(?i)k", ["k", "K"], ["a"]),
+        ("[]a]", ["]", "a"], ["b"]),
+        (r"[\b]", ["\b"], ["b"]),
+        (r"\x{41}\u0042", ["AB"], ["A"]),
+        ("a/b#c d", ["a/b#c d"], ["a"]),
+    ],
+)
+def test_an_answer_matches_its_expression_in_python_and_in_rust(
+    expression: str, lets: list[str], stops: list[str]
+) -> None:
+    matcher = COMPILER.compile(Guide(GuideKind.REGEX, expression))
+    for texts, is_let in ((lets, True), (stops, False)):
+        for text in texts:
+            tokens = [*text.encode(), *TEXT.eos_token_ids]
+            assert (matcher.validate_tokens(tokens) == len(tokens)) is is_let, text
+
+
+@pytest.mark.parametrize(
+    "expression", ["[a&&b]", "[a--b]", "[a~~b]", "[[:alpha:]]", r"\Aa", "a++", "(?x)a b", "(?m)^a"]
+)
+def test_an_expression_that_dialects_read_differently_is_refused(expression: str) -> None:
+    assert refusal(GuideKind.REGEX, expression).startswith("at character ")

@@ -32,7 +32,7 @@ from moiety_engine.scheduling.speculation.drafted_kv import DraftedKv
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
-from moiety_wire.roles import EngineRole, HandOver
+from moiety_wire.roles import EngineRole, HandOver, transfer_token
 
 BLOCK_SIZE = 4
 VOCABULARY = WIDTH = 64
@@ -267,7 +267,8 @@ def test_a_prompt_that_is_handed_over_brings_it_along_or_is_computed_again(
         of_what_was_made.make(transfer=TransferConfig(role=EngineRole.DECODE, listen="tcp://127.0.0.1:0")) as decode,
     ):
         exchange = decode.exchange
-        there = HandOver(secrets.token_hex(16), exchange.address, exchange.host)
+        transfer_id = secrets.token_hex(16)
+        there = HandOver(transfer_id, exchange.address, exchange.host, transfer_token(exchange.secret, transfer_id))
         begun = run_all(prefill, [msgspec.structs.replace(submit, hand_over=there)])[0]
         assert begun.finish is not None
         transfer_id = "" if begun.finish.detail else there.transfer_id

@@ -26,7 +26,7 @@ from moiety_engine.transfer.rows import form_of, layer_bytes, read, token_bytes
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
 from moiety_wire.notes import Reason
-from moiety_wire.roles import EngineRole, HandOver
+from moiety_wire.roles import EngineRole, HandOver, transfer_token
 
 DEADLINE_S = 120.0
 LENGTH = 16
@@ -70,7 +70,8 @@ class Pair:
     def hand_over(self, submit: CoreSubmit) -> CoreSubmit:
         """To the first engine; returns what the second one gets once that has ended it."""
         exchange = self.decode.exchange
-        there = HandOver(secrets.token_hex(16), exchange.address, exchange.host)
+        transfer_id = secrets.token_hex(16)
+        there = HandOver(transfer_id, exchange.address, exchange.host, transfer_token(exchange.secret, transfer_id))
         self.prefill.submit(msgspec.structs.replace(submit, hand_over=there))
         return msgspec.structs.replace(submit, transfer_id=there.transfer_id)
 

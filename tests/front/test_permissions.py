@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
 import zmq
 
@@ -16,6 +17,8 @@ from moiety_engine.scripted.script import Script
 from moiety_wire.experts import AskExperts
 from moiety_wire.figures import SleepState
 from moiety_wire.messages import (
+    Abort,
+    Extend,
     Failed,
     FailureCode,
     Finished,
@@ -127,6 +130,20 @@ def test_an_identity_that_another_key_takes_up_again_gets_a_session_of_its_own()
         assert sessions.take_gone() == [first] and sessions.all() == [second]
 
 
+async def test_a_gateway_neither_ends_nor_pauses_a_request_of_another(
+    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
+) -> None:
+    first, second = zmq.curve_keypair(), zmq.curve_keypair()
+    file = write(tmp_path / "gateways", first[0], second[0])
+    async with bench(Script(step_delay_s=0.01), curve_secret_key=ENGINE[1], gateway_keys_file=file) as running:
+        gateway, other = running.connect(**options(first)), running.connect(**options(second))
+        await gateway.send(submit("long", "x" * 40))
+        await gateway.until(lambda: "long" in gateway.answers and gateway.answers["long"].pieces)
+        await other.send(Abort("long", 0), Extend("long", 1, 0, last=True))
+        assert (await other.ask(submit("own"))).text == "hello", "what it had sent before was taken"
+        assert (await gateway.finish("long")).text == "x" * 40
+
+
 async def test_usage_is_settled_by_its_own_gateway_or_by_one_that_was_told_of_it(
     bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -155,6 +172,35 @@ async def test_usage_is_settled_by_its_own_gateway_or_by_one_that_was_told_of_it
         assert [record.request_id for record in told[0].records] == ["paid"]
         await other.send(Settled("first", ["paid"]))
         await other.until_load(lambda load: running.front.stats().num_unsettled == 0)
+
+
+async def test_only_gateways_that_may_send_requests_are_told_of_usage_and_of_the_secret_of_transfers(
+    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
+) -> None:
+    serving, successor, ruling = zmq.curve_keypair(), zmq.curve_keypair(), zmq.curve_keypair()
+    lines = serving[0] + b" inference", successor[0] + b" inference", ruling[0] + b" administration"
+    file, now_s = write(tmp_path / "gateways", *lines), [0.0]
+    async with bench(
+        curve_secret_key=ENGINE[1], gateway_keys_file=file, clock=lambda: now_s[0], silence_limit_s=20.0
+    ) as running:
+        running.front.card = msgspec.structs.replace(running.front.card, kv_secret="secret")
+        gateway, ruler = running.connect(**options(serving)), running.connect(**options(ruling))
+        await gateway.send(Hello("gateway", replica_id="first"))
+        await gateway.ask(submit("paid", bill=b"bill"))
+        await ruler.send(Hello("ruler", replica_id="ruler"))
+        await ruler.until(lambda: ruler.cards)
+        assert (gateway.cards[0].kv_secret, ruler.cards[0].kv_secret) == ("secret", "")
+        gateway.socket.close()
+        heard: list[object] = []
+        while now_s[0] < 60.0:  # the engine has given the first one up long since
+            now_s[0] += 1
+            heard.append(await ruler.keep_alive_and_receive())
+        assert not any(isinstance(message, Unsettled) for message in heard)
+        assert running.front.stats().num_unsettled == 1
+        other = running.connect(**options(successor))
+        await other.send(Hello("other", replica_id="second"))
+        while not isinstance(await other.keep_alive_and_receive(), Unsettled):
+            now_s[0] += 1
 
 
 async def test_the_sessions_of_a_key_that_was_taken_out_of_the_list_end(

@@ -119,7 +119,9 @@ def open_foreign_streams() -> Take:
         stream = EngineStream(submit, None, lambda message: None)
         answer = Answer(submit, words, [2], clock)
         http = Http(data, 5 if way >= 2 * len(dialects) else len(data) + 1)
-        asyncio.run(Exchange(http, "http://u", dialect, submit, answer, stream, clock, lambda why: None).run())
+        asyncio.run(
+            Exchange(http, "http://u", dialect, submit, answer, stream, clock, lambda: None, lambda why: None).run()
+        )
         assert stream.ended
         message = None
         while not isinstance(message, (Finished, Exception)):

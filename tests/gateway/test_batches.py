@@ -408,12 +408,18 @@ async def test_a_stop_gives_lines_back_and_the_next_start_answers_them(start_gat
         assert sorted(row.output_tokens for row in rows) == tokens
 
 
-@pytest.mark.parametrize(("kind", "cap"), [("tokens_per_minute", 40), ("tokens_per_day", 40), ("tokens_per_day", 0)])
+NOTHING = ("tokens_per_day", "requests_per_minute", "concurrent_requests", "money_per_month")
+
+
+@pytest.mark.parametrize(
+    ("kind", "cap"), [("tokens_per_minute", 40), ("tokens_per_day", 40), *((kind, 0) for kind in NOTHING)]
+)
 async def test_a_line_that_never_fits_a_limit_fails_at_once_and_alone(start_gateway, card, kind, cap):
     async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
         (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
         limit = {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap}
         await admin(gateway, "PUT", "/quotas", limit)
+        await admin(gateway, "PUT", "/prices", {"model": "tiny", "input": "2", "output": "10"})
         lines = [chat_line("too long", "hello " * 8), *([chat_line("short", "a", max_tokens=1)] if cap else [])]
         batch = await wait_for(gateway, await submit(gateway, lines), "completed")
         assert (batch.request_counts.failed, batch.request_counts.completed) == (1, len(lines) - 1)

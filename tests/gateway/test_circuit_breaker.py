@@ -224,6 +224,7 @@ def test_what_a_replica_ends_with_is_an_outcome_of_its_own_kind(error, kind, ret
         NonFiniteOutput("NaN"),
         Unavailable("draining", code="engine_draining"),
         Unavailable("adapter", code="adapter_missing"),
+        Unavailable("the store is away", code="store_unavailable"),
     ],
     ids=repr,
 )

@@ -57,6 +57,7 @@ class Upstream:
 
     def __init__(self) -> None:
         self.answer = answered(GOOD)
+        self.answers: list[bytes] = []  # before that one
         self.models = answered(json.dumps({"object": "list", "data": [LISTED]}).encode())
         self.stays_open = False
         self.num_asked = 0
@@ -88,7 +89,7 @@ class Upstream:
                     continue
                 self.num_asked += 1
                 self.heads.append(head)
-                writer.write(self.answer)
+                writer.write(self.answers.pop() if self.answers else self.answer)
                 await writer.drain()
                 if self.stays_open:
                     await reader.read()
@@ -327,6 +328,19 @@ async def test_an_overload_says_when_to_come_back_and_is_not_billed(upstream, st
                 assert b"engine_overloaded" in answer
         rows = await gateway.rows.wait_for(8)
         assert {(row.prompt_tokens, row.output_tokens, row.cost_nanodollars) for row in rows} == {(0, 0, 0)}
+
+
+@pytest.mark.parametrize("num_answered", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_is_not_billed_if_one_of_its_choices_is_refused(upstream, start, num_answered, stream):
+    upstream.answers = [answered(GOOD)] * num_answered
+    upstream.answer = refused(401)
+    async with start() as gateway:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await gateway.client.chat.completions.create(**ASK, n=2, stream=stream)
+        assert caught.value.code == "engine_refused"
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.prompt_tokens, row.output_tokens) == ("failed", 0, 0)
 
 
 async def test_what_was_not_taken_on_leaves_nothing_reserved(upstream, start, engine, until):

@@ -290,3 +290,19 @@ async def test_an_engine_that_ends_hands_over_what_it_did_not_finish(start_gatew
         assert (row.outcome, row.output_tokens, row.prompt_tokens) == ("length", 400, len(prompt.encode()))
         rendered = gateway.metrics.render().decode()
         assert f'cause="{"engine_draining" if end == "drained" else "engine_failed"}",model="tiny"}} 1.0' in rendered
+
+
+async def test_where_contexts_differ_a_request_goes_to_an_engine_that_holds_it_or_is_refused(start_gateway, new_card):
+    short, long = (FakeEngineClient(new_card(f"of-{size}", max_context_tokens=size)) for size in (128, 512))
+    for engines in ([short, long], [long, short]):
+        async with start_gateway(engines, max_choices=4) as gateway:
+            create = gateway.client.chat.completions.create
+            before = len(long.submits)
+            for _ in range(4):  # more than the short one could have been spared by chance
+                await create(model="tiny", messages=[{"role": "user", "content": "a" * 200}], max_tokens=2, n=2)
+            assert len(long.submits) == before + 8
+            with pytest.raises(openai.BadRequestError, match="512 tokens") as refused:
+                await create(model="tiny", messages=[{"role": "user", "content": "a" * 600}], max_tokens=2)
+            assert refused.value.code == "context_length_exceeded"
+            await create(model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=2, n=2)
+    assert all(len(one.prompt_ids) + one.stopping.max_tokens <= 128 for one in short.submits)

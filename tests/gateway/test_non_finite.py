@@ -77,5 +77,6 @@ def test_a_bill_that_was_waived_is_no_difference() -> None:
     row = {"outcome": "failed", "error_code": "non_finite_output", "output_tokens": 0}
     counted = {"req": {"req-0": 5}}
     assert compare(counted, {"req": row})["differences"] == []
+    assert compare(counted, {"req": row | {"error_code": "engine_refused"}})["differences"] == []
     assert len(compare(counted, {"req": row | {"error_code": "engine_failed"}})["differences"]) == 1
     assert len(compare(counted, {"req": row | {"output_tokens": 4}})["differences"]) == 1

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 
+import msgspec
 import openai
 import pytest
 
@@ -15,7 +16,9 @@ from moiety_platform.engine_addresses import ForeignAddress
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_platform.engine_client.foreign.client import ForeignEngineClient, Heartbeat
 from moiety_platform.engine_client.foreign.liveness import Liveness
+from moiety_platform.routing.circuit_breaker import BreakerState
 from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.roles import EngineRole
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -47,6 +50,7 @@ class Upstream:
     def __init__(self) -> None:
         self.answer: bytes | None = None
         self.num_asked = self.num_probes = 0
+        self.listing_fails = False
         self.may_list = asyncio.Event()
         self.may_list.set()
         self.next_word: asyncio.Queue[bytes | None] | None = None  # written as they come; None: cut
@@ -72,6 +76,9 @@ class Upstream:
                 if head.startswith("get"):
                     self.num_probes += 1
                     await self.may_list.wait()
+                    if self.listing_fails:
+                        writer.write(status(500))
+                        return
                     body = json.dumps({"data": [{"id": MODEL, "object": "model"}]}).encode()
                     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
                     continue
@@ -183,8 +190,7 @@ async def test_a_bad_replica_is_asked_once_and_then_by_one_trial_after_each_back
         clock.advance(61)
         assert await ask_many(gateway) == [TEXT] * NUM_REQUESTS
         assert first.num_asked > 4
-        (state, *_) = [state for at, state, _ in gateway.replicas.breakers.states() if at == engines[0].address]
-        assert state.value == "closed"
+        assert gateway.replicas.breakers.state(engines[0].address) is BreakerState.CLOSED
 
 
 async def test_a_replica_that_is_gone_is_asked_once(start_upstream, client_of, start_over):
@@ -212,9 +218,36 @@ async def test_engines_of_ours_that_fail_are_asked_less_as_well(start_gateway, n
         assert len(engines[0].submits) == 1
         metrics = gateway.metrics.render().decode()
         assert f'moiety_engine_circuit_state{{engine="{engines[0].address}"}} 2.0' in metrics
+        _, _, answer = await gateway.request("GET", "/admin/v1/engines", b"", gateway.admin_key)
+        assert [one["circuit"] for one in json.loads(answer)["data"]] == ["open", "closed"]
         assert f'moiety_engine_circuit_openings_total{{engine="{engines[0].address}"}} 1.0' in metrics
         assert f'moiety_engine_outcomes_total{{engine="{engines[0].address}",outcome="broken"}} 1.0' in metrics
         assert f'engine="{engines[1].address}",outcome="succeeded"}} {NUM_REQUESTS}.0' in metrics
+
+
+@pytest.mark.parametrize("bad_role", [EngineRole.PREFILL, EngineRole.DECODE])
+async def test_of_engines_with_roles_those_that_fail_are_asked_less_as_well(start_gateway, new_card, bad_role):
+    def engine_of(role: EngineRole, number: int) -> FakeEngineClient:
+        at = "" if role is EngineRole.PREFILL else f"tcp://*:{7000 + number}"
+        roles = {"role": role, "hands_over": not at, "kv_address": at, "kv_host": "host"}
+        return FakeEngineClient(msgspec.structs.replace(new_card(f"{role}-{number}"), **roles))
+
+    engines = {role: [engine_of(role, i) for i in range(2)] for role in (EngineRole.PREFILL, EngineRole.DECODE)}
+
+    def fail(submit):
+        yield from list(count_aloud(submit))[: len(submit.resumed_ids or ())]  # which were said before
+        yield Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "it broke")
+
+    bad, good = engines[bad_role]
+    bad.script = fail
+    whole = " ".join(str(1 + i) for i in range(30))
+    async with start_gateway(
+        [*engines[EngineRole.PREFILL], *engines[EngineRole.DECODE]], breaker_clock=ManualClock()
+    ) as gateway:
+        assert await ask_many(gateway) == [whole] * NUM_REQUESTS
+        assert len(bad.submits) == 1
+        assert gateway.replicas.breakers.state(bad.address) is BreakerState.OPEN
+        assert len(good.submits) >= NUM_REQUESTS - 1
 
 
 async def test_where_all_replicas_fail_the_least_bad_is_tried(start_upstream, client_of, start_over):
@@ -268,7 +301,7 @@ async def test_what_a_client_did_wrong_opens_no_breaker_and_is_asked_of_one_repl
     async with start_over(*map(client_of, upstreams)) as gateway:
         assert await ask_many(gateway, 5) == [502] * 5  # engine_refused
         assert sum(upstream.num_asked for upstream in upstreams) == 5
-        assert {state.value for _, state, _ in gateway.replicas.breakers.states()} == {"closed"}
+        assert {state for _, state, _ in gateway.replicas.breakers.states()} == {BreakerState.CLOSED}
 
 
 async def test_one_stream_that_is_cut_does_not_lose_the_engine_for_others(start_upstream, client_of, start_over, until):
@@ -323,6 +356,25 @@ async def test_a_stream_that_flows_is_not_killed_by_probes_that_are_not_answered
         assert "did not answer" in engine.state.reason
 
 
+async def test_a_server_whose_streams_flow_is_there_although_its_list_of_models_fails(
+    start_upstream, client_of, start_over, until
+):
+    upstream, clock = await start_upstream(), ManualClock()
+    engine = client_of(upstream, Heartbeat(interval_s=0.01, timeout_s=30, silence_s=5), clock)
+    async with start_over(engine) as gateway:
+        assert await ask_many(gateway, 1) == [TEXT]
+        upstream.listing_fails = True
+        num_before = upstream.num_probes
+        await until(lambda: upstream.num_probes >= num_before + 3)
+        assert engine.state.healthy
+        assert await ask_many(gateway, 2) == [TEXT] * 2
+        clock.advance(5.1)
+        await until(lambda: not engine.state.healthy)
+        assert "status 500" in engine.state.reason
+        upstream.listing_fails = False
+        await until(lambda: engine.state.healthy)
+
+
 def test_whatever_comes_is_a_sign_of_life():
     clock = ManualClock()
     liveness = Liveness(clock, silence_s=5)
@@ -330,5 +382,10 @@ def test_whatever_comes_is_a_sign_of_life():
         clock.advance(4)
         assert not liveness.is_lost
         liveness.hear()
+        assert not liveness.streams_flow
+    clock.advance(4)
+    liveness.hear_stream()
+    assert liveness.streams_flow
     clock.advance(5.1)
     assert liveness.is_lost
+    assert not liveness.streams_flow

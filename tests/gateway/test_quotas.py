@@ -181,6 +181,37 @@ async def test_a_request_that_never_fits_is_told_so(limited):
                 await admin(gateway, "DELETE", f"/quotas/{made['id']}")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5}),
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5, "stream": True}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 5}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 5}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 5}),
+        ("/v1/embeddings", {"input": "a"}),
+    ],
+    ids=["chat", "chat-stream", "completions", "responses", "messages", "embeddings"],
+)
+async def test_every_api_says_of_a_limit_of_nothing_that_repeating_is_in_vain(start_gateway, new_card, path, body):
+    engine = FakeEngineClient(new_card(embedding_width=8))
+    async with start_gateway([engine], stores_usage=True) as gateway:
+        await admin(gateway, "PUT", "/prices", PRICE)
+        for kind in ("tokens_per_day", "requests_per_minute", "concurrent_requests", "money_per_day"):
+            made = await limit(gateway, "tenant", 0, kind)
+            status, headers, answer = await gateway.request(
+                "POST", path, json.dumps({"model": "tiny", **body}).encode()
+            )
+            assert (status, headers["x-should-retry"], "retry-after" in headers) == (429, "false", False), (
+                kind,
+                answer,
+            )
+            assert b"allows no request at all" in answer
+            if path != "/v1/messages":  # whose errors have no codes
+                assert json.loads(answer)["error"]["code"] == "request_exceeds_quota"
+            await admin(gateway, "DELETE", f"/quotas/{made['id']}")
+
+
 async def test_a_request_that_would_fit_an_empty_limit_is_told_when_to_come_back(limited):
     async with limited() as gateway:
         await limit(gateway, "tenant", 60, "tokens_per_minute")

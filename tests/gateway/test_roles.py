@@ -26,7 +26,7 @@ from moiety_wire.classes import STANDARD
 from moiety_wire.figures import Load, StepCosts
 from moiety_wire.messages import Failed, FailureCode
 from moiety_wire.notes import Reason
-from moiety_wire.roles import EngineRole
+from moiety_wire.roles import EngineRole, transfer_token
 
 START_S = 120.0
 HELLO = [{"role": "user", "content": "hello"}]
@@ -43,6 +43,7 @@ def engine_of(new_card):
             hands_over=role is EngineRole.PREFILL,
             kv_address="" if role is EngineRole.PREFILL else f"tcp://*:{7000 + number}",
             kv_host="host",
+            kv_secret=f"secret {number}",
         )
         return FakeEngineClient(card, **settings)
 
@@ -65,6 +66,7 @@ async def test_the_prompt_goes_to_one_engine_and_the_answer_comes_from_another(s
         assert (row.outcome, row.output_tokens, row.prompt_tokens) == ("length", 60, gateway.prompt_tokens("hello"))
     (first,), (second,) = prefill.submits, decode.submits
     assert (first.hand_over.address, first.hand_over.host) == ("tcp://127.0.0.1:7005", "host")
+    assert first.hand_over.token == transfer_token("secret 5", first.hand_over.transfer_id)
     assert (second.transfer_id, second.resumed_ids) == (first.hand_over.transfer_id, [1])
     assert second.hand_over is None
     assert first.bill == second.bill != b""

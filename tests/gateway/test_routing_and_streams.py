@@ -90,6 +90,15 @@ def test_a_choice_is_always_healthy_and_none_is_better(any_card, engines):
         assert max(chosen.load.num_running, chosen.num_inflight) == min(work)
 
 
+def test_a_request_goes_to_an_engine_whose_context_holds_it(new_card):
+    short = state(new_card(max_context_tokens=100), "short")
+    long = state(new_card(max_context_tokens=200), "long", num_running=9)
+    assert choose([short, long], "tiny", context_tokens=100).address == "short"
+    assert choose([short, long], "tiny", context_tokens=101).address == "long"
+    with pytest.raises(Unavailable):  # the one that held it has gone
+        choose([short], "tiny", context_tokens=101)
+
+
 def test_an_unknown_model_is_not_found_only_when_some_model_is_known(new_card):
     with pytest.raises(NotFound, match="available: tiny"):
         choose([state(new_card(), "a", healthy=False)], "other")

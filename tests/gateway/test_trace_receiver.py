@@ -28,6 +28,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import StatusCode
+from pydantic import ValidationError
 from sqlalchemy import func, select
 
 from moiety_platform.db.base import Base
@@ -140,9 +141,15 @@ async def test_one_of_ours_is_believed(store):
 
 
 async def test_whoever_has_no_token_is_refused(store):
-    for authorization in ("", "Bearer", "Bearer wrong", f"Bearer {TOKEN}x", "Bearer \u00f6".encode()):
+    wrong = ("", "Bearer", "Bearer wrong", f"Bearer {TOKEN}x", "Bearer \u00f6".encode(), TOKEN, f"Basic {TOKEN}")
+    for authorization in wrong:
         refused = await store.post(b"", Authorization=authorization)
         assert (refused.status_code, b"token" in refused.content) == (401, True)
+
+
+def test_a_guest_is_not_given_the_token_of_gateways():
+    with pytest.raises(ValidationError, match="set traces_guest_token to another text"):
+        TraceSettings(traces_token=TOKEN, traces_guest_token=TOKEN)
 
 
 async def test_what_cannot_be_read_is_refused_in_the_protocols_words(store):

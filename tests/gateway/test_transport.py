@@ -229,6 +229,51 @@ async def test_a_link_with_curve_keys_works_and_one_without_gets_nowhere(context
             assert not stranger.state.healthy
 
 
+async def test_a_gateway_is_served_again_once_its_key_is_back_on_the_list(context, connected, until, tmp_path):
+    server_public, server_secret = zmq.curve_keypair()
+    own, other = zmq.curve_keypair(), zmq.curve_keypair()
+    file = tmp_path / "gateways"
+
+    def let_in(*lines):
+        fresh = tmp_path / "fresh"
+        fresh.write_bytes(b"\n".join(lines) + b"\n")
+        fresh.replace(file)
+
+    let_in(own[0], other[0])
+    async with (
+        running_front(context, curve_secret_key=server_secret, gateway_keys_file=file) as front,
+        connected(front.address, CurveKeys(server_public, *own)) as client,
+    ):
+        async with client.open(submit(max_tokens=500, credit_tokens=5)) as stream:
+            await until(lambda: stream.num_output_tokens == 5)
+            let_in(other[0])
+            with pytest.raises(EngineFailed):
+                while True:
+                    await stream.inbox.get()
+        await until(lambda: front.stats().num_gateways == front.num_open == 0)
+        assert not client.state.healthy
+        let_in(own[0])
+        await until(lambda: client.state.healthy)
+        async with client.open(submit()) as stream:
+            assert [message async for message in stream.messages()]
+
+
+async def test_a_gateway_for_inference_alone_is_told_that_it_cannot_use_sleep_mode(context, connected, until, tmp_path):
+    server_public, server_secret = zmq.curve_keypair()
+    own = zmq.curve_keypair()
+    (tmp_path / "gateways").write_bytes(own[0] + b" inference\n")
+    async with (
+        running_front(context, curve_secret_key=server_secret, gateway_keys_file=tmp_path / "gateways") as front,
+        connected(front.address, CurveKeys(server_public, *own)) as client,
+    ):
+        client.rest(asleep=True)
+        client.forget(["tenant"])
+        await until(lambda: client.state.load.sleep_problem)
+        assert client.state.load.sleep_problem == "this gateway's key lacks the role administration"
+        async with client.open(submit()) as stream:
+            assert [message async for message in stream.messages()]
+
+
 @asynccontextmanager
 async def engine_process(address):
     """`moiety engine --scripted` as a process of its own, ready."""

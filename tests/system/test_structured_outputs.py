@@ -71,6 +71,8 @@ def test_a_schema_holds_for_every_choice_streamed_with_stop_logprobs_and_a_seed(
     [
         ({"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2}"}}, "[0-9]{3}-[a-f]{2}"),
         ({"guided_choice": ["Paris", "Rome"]}, "Paris|Rome"),
+        ({"structured_outputs": {"choice": ["<|im_end|>"]}}, r"<\|im_end\|>"),
+        ({"structured_outputs": {"choice": ["a <think> b"]}}, "a <think> b"),
         ({"structured_outputs": {"grammar": 'start: TERM ("+" TERM)~2\nTERM: /[1-9]/'}}, r"[1-9](\+[1-9]){2}"),
         ({"guided_json": {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}}, r"\[ ?1 ?, ?1 ?\]"),
     ],

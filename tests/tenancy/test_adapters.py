@@ -178,6 +178,15 @@ async def test_one_that_is_on_the_engines_needs_no_upload(api: Admin, demo: Demo
     assert found.engine_name == "there"
 
 
+async def test_an_adapter_named_like_another_ones_id_does_not_keep_that_from_being_deleted(
+    api: Admin, demo: Demo
+) -> None:
+    first = await begin(api, demo)
+    second = await begin(api, demo, first["id"])
+    for adapter in (first, second):
+        await api.call("DELETE", f"adapters/{adapter['id']}", 200)
+
+
 async def test_what_was_deleted_is_erased_piece_by_piece(api: Admin, demo: Demo, database: Database) -> None:
     made, kept = await begin(api, demo), await begin(api, demo, "b")
     for one in (made, kept):

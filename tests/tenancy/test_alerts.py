@@ -33,12 +33,13 @@ from moiety_platform.quota.kinds import Level, Scope, Unit
 from moiety_platform.quota.models import QuotaAlert
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.usage.store import insert_rows
-from moiety_platform.webhooks.addresses import CannotReach, Reach, is_public
+from moiety_platform.webhooks.addresses import CannotReach, Reach
 from moiety_platform.webhooks.controller import webhook_routes
 from moiety_platform.webhooks.deliveries import MAX_PENDING, MAX_TRIES, enqueue
 from moiety_platform.webhooks.models import DeliveryState, WebhookDelivery
 from moiety_platform.webhooks.poster import Poster
 from moiety_platform.webhooks.sender import AlertSender
+from moiety_platform.webhooks.special_addresses import is_special
 
 from .conftest import PEPPER, Admin, Demo
 from .test_recorder import make_row
@@ -351,5 +352,5 @@ async def test_a_name_is_judged_by_what_it_resolves_to_when_it_is_used(receiver:
     ((headers, _),) = receiver.got
     assert headers["host"] == f"localhost:{port}"
     assert Reach().check("https://example.com:8443/x?y=z") == "https://example.com:8443/x?y=z"
-    assert is_public(ip_address("93.184.216.34"))
-    assert is_public(ip_address("2606:2800:220:1::1"))
+    assert not is_special(ip_address("93.184.216.34"))
+    assert not is_special(ip_address("2606:2800:220:1::1"))

@@ -97,7 +97,7 @@ def test_every_revision_goes_up_and_down_and_up_again(empty_url: str) -> None:
 
 def test_upgrading_an_upgraded_database_keeps_its_rows(empty_url: str) -> None:
     upgrade(empty_url)
-    execute(empty_url, "INSERT INTO tenants VALUES ('t', 'n', 'standard', 1.0, 'active', '2026-01-01', 'free')")
+    execute(empty_url, "INSERT INTO tenants VALUES ('t', 'n', 'standard', 1.0, 'active', '2026-01-01', 'free', NULL)")
     assert upgrade(empty_url) == HEAD
     engine = sa.create_engine(to_sync_url(empty_url), poolclass=sa.NullPool)
     with engine.connect() as connection:

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from moiety_engine.bench.lengths import Lengths, fixed_lengths, trace_lengths
 from moiety_engine.bench.scheduler import Load, measure_scheduler
 from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.complaints import print_error
 from moiety_engine.config import (
     Batching,
     EngineConfig,
@@ -156,7 +157,7 @@ def bench_engine(
                 on_done=lambda done: progress.update(requests, completed=done),
             )
     except EngineError as exc:
-        console.print(f"[red]moiety bench engine:[/red] {exc}", highlight=False)
+        print_error("moiety bench engine", exc)
         raise typer.Exit(1) from exc
     if as_json:
         typer.echo(json.dumps(report))
@@ -187,7 +188,7 @@ def bench_scheduler(
             stepping = progress.add_task("steps", total=None)
             report = measure_scheduler(load, steps=steps, seed=seed, on_step=lambda: progress.advance(stepping))
     except EngineError as exc:
-        console.print(f"[red]moiety bench scheduler:[/red] {exc}", highlight=False)
+        print_error("moiety bench scheduler", exc)
         raise typer.Exit(1) from exc
     if as_json:
         typer.echo(json.dumps(report))

@@ -98,6 +98,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         hands_over=loop.exchange.departures is not None,
         kv_address=loop.exchange.address,
         kv_host=loop.exchange.host,
+        kv_secret=loop.exchange.secret,
         takes_adapters=loop.adapters.is_open,
         foresees=loop.scheduler.foresight.is_possible,
     )

@@ -16,6 +16,7 @@ from moiety_engine.distribution.group import Across, Crossing, Exchange, Group, 
 from moiety_engine.distribution.joining import LONGEST_WAIT, Met, Sparing, meet, open_store
 from moiety_engine.distribution.layout import Layout, Seat, without
 from moiety_engine.distribution.lifeline import explaining
+from moiety_engine.loopback import keep_collectives_on_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,6 +80,8 @@ def join(
     """Meet the others and make the groups. `store`: the one that rank 0 has already opened. After `mask_after_s` the
     group does without those that have not come, if it can; then the others have new numbers. `gone` and `note`: as
     `meet` has them. A loss while the groups are made ends the process. Raises RanksError."""
+    if meeting.is_local:
+        keep_collectives_on_loopback()
     store = store or open_store(meeting, timeout_s)
     sparing = None if mask_after_s is None else Sparing(layout, mask_after_s)
     met = meet(meeting, store, settings, checkpoint, timeout_s=timeout_s, sparing=sparing, gone=gone, note=note)

@@ -64,20 +64,19 @@ class Met:
 def open_store(meeting: Meeting, timeout_s: float) -> TCPStore:
     """The place where ranks leave each other their addresses. Raises RanksError."""
     serves = meeting.rank == 0 and not meeting.store_runs
+    timeout = timedelta(seconds=timeout_s)
     try:
-        return TCPStore(
-            meeting.host,
-            meeting.port,
-            None,
-            serves,
-            timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except (DistError, RuntimeError) as exc:
+        if not (serves and meeting.is_local):
+            return TCPStore(meeting.store_host, meeting.port, None, serves, timeout, wait_for_workers=False)
+        with _bound(meeting.own_host, meeting.port) as listener:  # by itself it listens on all addresses
+            port = listener.getsockname()[1]
+            own = listener.detach()
+        return TCPStore(meeting.own_host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=own)
+    except (DistError, RuntimeError, OSError) as exc:
         what = "could not be opened by" if serves else "was not reached by"
         raise RanksError(
-            f"the meeting place {meeting.host}:{meeting.port} {what} rank {meeting.rank} within {timeout_s:g} s: see "
-            "that rank 0 runs there, and that the port is free and open"
+            f"the meeting place {meeting.store_host}:{meeting.port} {what} rank {meeting.rank} within {timeout_s:g} s: "
+            "see that rank 0 runs there, and that the port is free and open"
         ) from exc
 
 
@@ -99,9 +98,9 @@ def meet(
     if meeting.rank:
         line, masked = _arrive(meeting, store, settings, checkpoint, timeout_s)
         return Met(Lifeline(meeting.rank, {0: line}), masked)
-    with _listener(meeting.host) as listener:
+    with _listener(meeting) as listener:
         secret = secrets.token_hex()
-        where = [meeting.host, listener.getsockname()[1], secret]
+        where = [meeting.own_host, listener.getsockname()[1], secret]
         store.set(_ADDRESS, msgspec.json.encode(where).decode())
         own = Hello(0, secret, settings, checkpoint)
         with contextlib.closing(Arrivals(listener, own, meeting.num_ranks, note)) as arrivals:
@@ -119,11 +118,17 @@ def meet(
     return Met(Lifeline(0, lines, note), masked)
 
 
-def _listener(host: str) -> socket.socket:
+def _listener(meeting: Meeting) -> socket.socket:
     try:
-        return socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0])
-    except OSError:  # an address of a translator before this host
-        return socket.create_server(("", 0))
+        return _bound(meeting.own_host, 0)
+    except OSError:
+        if meeting.is_local:
+            raise
+        return socket.create_server(("", 0))  # the host is an address of a translator before this one
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
 
 
 def _arrive(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.loopback import LOOPBACK, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,21 @@ class Meeting:
     port: int = 0
     store_runs: bool = False
     attempt: int = 0  # of a launcher that starts the ranks again
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks run on this host."""
+        return self.local_num_ranks >= self.num_ranks or is_loopback(self.host)
+
+    @property
+    def own_host(self) -> str:
+        """The address that this process listens on for the other ranks."""
+        return LOOPBACK if self.is_local and not is_loopback(self.host) else self.host
+
+    @property
+    def store_host(self) -> str:
+        """Where the store is: a launcher's own is where the launcher says."""
+        return self.host if self.store_runs else self.own_host
 
 
 def meeting_from(environ: Mapping[str, str]) -> Meeting | None:
@@ -67,4 +83,17 @@ def require_hosts_apart(mask_after_s: float | None, meeting: Meeting) -> None:
             "--mask-after-s cannot be had under torchrun, which starts no rank before all hosts have come: start the "
             "ranks of each host by themselves, by deepspeed with --no_ssh or with RANK, WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT set, or leave it out"
+        )
+
+
+def require_private_ranks(meeting: Meeting, *, allowed: bool) -> None:
+    """Raises InvalidConfig where ranks talk to other hosts and nobody said that their network is private.
+
+    Neither the collectives of torch nor its store authenticate who connects.
+    """
+    if not meeting.is_local and not allowed:
+        raise InvalidConfig(
+            f"the ranks meet at {meeting.host}, which other machines reach, and links between ranks are not "
+            "authenticated: whoever reaches their ports reads and changes what they compute. Run all ranks on one "
+            "host, or, on a network of their own, say --allow-unauthenticated-ranks"
         )

@@ -62,6 +62,7 @@ def make_card(
         hands_over=hello.hands_over,
         kv_address=hello.kv_address,
         kv_host=hello.kv_host,
+        kv_secret=hello.kv_secret,
         takes_adapters=hello.takes_adapters,
         adapters=adapters,
         foresees=hello.foresees,

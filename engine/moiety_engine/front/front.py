@@ -13,6 +13,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
+import msgspec
 import structlog
 import zmq
 
@@ -58,7 +59,7 @@ from moiety_wire.messages import (
     ToGateway,
     Unsettled,
 )
-from moiety_wire.permissions import may_send
+from moiety_wire.permissions import SenderRole, may_send
 
 log = structlog.get_logger()
 
@@ -278,6 +279,8 @@ class Front:
 
     def _send_card(self, session: GatewaySession, card: Card) -> None:
         session.wants_card, session.has_card = False, True
+        if not self._serves_requests(session):
+            card = msgspec.structs.replace(card, kv_secret="")  # which is for those that submit requests
         self._post(session, card)
         self._sessions.flush()  # alone in its frame, so that a gateway of another release can read which this one is
         self._send_load(session)
@@ -399,7 +402,11 @@ class Front:
     def _tell_what_was_left(self) -> None:
         """What gateways that are gone have not settled, to one that is there; and to each what it seems to have
         forgotten."""
-        sessions = [session for session in self._sessions.all() if session.has_card and not session.outbox]
+        sessions = [
+            session
+            for session in self._sessions.all()
+            if session.has_card and not session.outbox and self._serves_requests(session)
+        ]
         if not sessions:
             return
         for session in sessions:
@@ -410,6 +417,9 @@ class Front:
         if records:
             self._num_tellings += 1  # one that does not store them is not asked alone
             self._tell_unsettled(sessions[self._num_tellings % len(sessions)], records)
+
+    def _serves_requests(self, session: GatewaySession) -> bool:
+        return SenderRole.INFERENCE in self._permissions.roles_of(session.public_key)
 
     def _tell_unsettled(self, session: GatewaySession, records: list[Metered]) -> None:
         self._meter.note_told(session.replica_id, records)

@@ -5,7 +5,6 @@ ZAP is specified at https://rfc.zeromq.org/spec/27.
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import zmq
 from zmq.utils import z85
 
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.loopback import is_loopback
 from moiety_wire.permissions import GATEWAY_ROLES, SenderRole
 
 log = structlog.get_logger()
@@ -72,21 +72,14 @@ def read_gateway_keys(path: Path) -> dict[bytes, AllowedGateway]:
 def refuse_strangers(option: str, address: str, **key_files: Path | None) -> None:
     """Refuse a TCP address beyond loopback where a file of keys is not set. Raises InvalidConfig."""
     missing = [f"--{name.replace('_', '-')}" for name, path in key_files.items() if path is None]
-    if not address.startswith("tcp://") or not missing or _is_loopback(address):
+    host = address.removeprefix("tcp://").rpartition(":")[0]
+    if not address.startswith("tcp://") or not missing or is_loopback(host):
         return
     raise InvalidConfig(
         f"{option} {address} can be reached by other machines, and without {' and '.join(missing)} whoever reaches it "
         "controls the engine: set both key files (docs/install.md says how), listen on 127.0.0.1, or, on a "
         "network of your own, say --allow-unauthenticated-tcp"
     )
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # "*", an interface or a name
 
 
 class GatewayAuthenticator:

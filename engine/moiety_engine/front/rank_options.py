@@ -97,6 +97,15 @@ JoinTimeoutOption = Annotated[
         help="Seconds that ranks wait for each other at the start.",
     ),
 ]
+AllowUnauthenticatedRanksOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unauthenticated-ranks",
+        envvar="MOIETY_ENGINE_ALLOW_UNAUTHENTICATED_RANKS",
+        rich_help_panel=RANKS,
+        help="Let ranks of several hosts talk over links without keys; for a network of their own.",
+    ),
+]
 MaskAfterOption = Annotated[
     float | None,
     typer.Option(

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
+from moiety_engine.complaints import print_error
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap
 from moiety_engine.errors import EngineError
 from moiety_engine.front import options, rank_options
@@ -91,7 +92,7 @@ def batch_run(
         )
         run_file(file, output, model=config.name, open_replica=lambda: _open_replica(config), as_json=as_json)
     except EngineError as exc:
-        Console(stderr=True).print(f"[red]moiety batch run:[/red] {exc}", highlight=False)
+        print_error("moiety batch run", exc)
         raise typer.Exit(1) from exc
 
 

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from moiety_engine.complaints import print_error
 from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.planning.apart import Apart, Comparison, Sides, compare
 from moiety_engine.planning.layouts import Candidate, Demand, evaluate, list_layouts
@@ -53,7 +54,6 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """Compute memory, speed and cost of a model on GPUs by layout, without any GPU, and advise one."""
-    console = Console(stderr=True)
     try:
         machine = find_gpu(gpu)
         network = find_network(link, machine, node_gpus)
@@ -71,7 +71,7 @@ def plan_command(
         sides = Sides(machine, find_gpu(expert_gpu or gpu), network, price)
         apart = compare(served, gpus, sides, demand)
     except EngineError as exc:
-        console.print(f"[red]moiety plan:[/red] {exc}", highlight=False)
+        print_error("moiety plan", exc)
         raise typer.Exit(1) from exc
     ranked = sorted(found, key=lambda one: (one.problem is not None, -one.tokens_per_s_per_gpu, one.layout.num_ranks))
     advised = advise(ranked)

@@ -12,6 +12,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from moiety_engine.complaints import print_error
 from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.simulator.advice import KV_FULL, KV_ROOM, SAFE_SHARE, Advice, Advisor
 from moiety_engine.simulator.bounds import KEPT, ClassBounds
@@ -68,7 +69,7 @@ def advise_command(
             )
             advice = advisor.advise()
     except (EngineError, WorkloadError) as exc:
-        console.print(f"[red]moiety advise:[/red] {exc}", highlight=False)
+        print_error("moiety advise", exc)
         raise typer.Exit(1) from exc
     sentences = list(explain(advice, chosen, num_unserved))
     if not as_json:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from moiety_engine.complaints import print_error
 from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.simulator.comparison import Comparison, Scenario, compare, read_classes
 from moiety_engine.simulator.devices import Device, find_device
@@ -120,7 +121,7 @@ def simulate_command(
             ranked = sorted(known_classes, key=lambda service: service.rank)
             draw(done.policies, [service.name for service in ranked], f"{chosen.name}, {_describe(scenario)}", plot)
     except (EngineError, WorkloadError) as exc:
-        console.print(f"[red]moiety simulate:[/red] {exc}", highlight=False)
+        print_error("moiety simulate", exc)
         raise typer.Exit(1) from exc
     if not as_json:
         _print(done)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from math import lcm
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -57,6 +58,7 @@ def exact_schema(decoded: Any) -> ExactSchema:
     if not isinstance(decoded, dict):
         raise GuideRefused("a JSON schema is an object")
     _check_text(decoded, "")
+    _check_references(decoded)
     rewriting = _Rewriting(_is_old(decoded))
     found = rewriting.rewrite(with_exact_numbers(decoded), "")
     rewriting.check_multiples()
@@ -212,6 +214,49 @@ def _check_text(value: Any, pointer: str) -> None:
     elif isinstance(value, list):
         for at_index, one in enumerate(value):
             _check_text(one, f"{pointer}/{at_index}")
+
+
+def _check_references(root: Mapping[str, Any]) -> None:
+    """A schema that leads back to itself for the same value has no meaning. Raises GuideRefused."""
+    is_done: dict[int, bool] = {}  # by schema; False while it is being followed
+
+    def follow(schema: Any, pointer: str) -> None:
+        if not isinstance(schema, Mapping) or is_done.get(id(schema)):
+            return
+        if id(schema) in is_done:
+            told = "nothing can ever fulfil it, since it refers to itself for the same value"
+            raise _refused(pointer, told, "let it refer to itself within a property or an item")
+        is_done[id(schema)] = False
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            follow(_resolved(root, reference), f"{pointer}/$ref")
+        also = schema.get("allOf")
+        for at, one in enumerate(also if isinstance(also, list) else ()):
+            follow(one, f"{pointer}/allOf/{at}")
+        is_done[id(schema)] = True
+
+    waiting: list[tuple[Any, str]] = [(root, "")]
+    while waiting:
+        value, pointer = waiting.pop()
+        if isinstance(value, Mapping):
+            follow(value, pointer)
+            waiting += [(one, f"{pointer}/{pointer_part(key)}") for key, one in value.items() if key not in _DATA]
+        elif isinstance(value, list):
+            waiting += [(one, f"{pointer}/{at}") for at, one in enumerate(value)]
+
+
+def _resolved(root: Mapping[str, Any], reference: str) -> Any:
+    """What a reference within the schema leads to; None if there is nothing, or if it is no JSON pointer."""
+    found: Any = root
+    for part in unquote(reference[1:]).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
 
 
 def _refused(pointer: str, why: str, advice: str) -> GuideRefused:

@@ -22,6 +22,7 @@ _INVALID_REGEX = re.compile(r'invalid regex "(?P<text>(?:\\.|[^"\\])*)"')
 _UNKNOWN_NAME = re.compile(r'unknown name: "(?P<name>[^"]*)"')
 _BAD_ESCAPE = re.compile(r'"(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})|[^"\\\n])*(?P<escape>\\[^\n]?)')
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|//.*')
+_PROPERTY = re.compile(r"\\[pP]\{[^}]*\}")
 _EMBEDDED_SCHEMA = re.compile(r"%json\s*")
 _QUOTED_SINGLY = re.compile(r"'[^'\n]*'")
 
@@ -75,16 +76,6 @@ def told_error(kind: GuideKind, text: str, error: str) -> str:
     else:
         told = None
     return (told or error.split("\n")[0])[:MAX_TOLD_CHARS]
-
-
-def dangling_backslash(expression: str) -> str:
-    """Why an expression that ends with half of an escape sequence is refused; "" if it does not. The library would
-    take the delimiter after it for the other half."""
-    num_backslashes = len(expression) - len(expression.rstrip("\\"))
-    if num_backslashes % 2 == 0:
-        return ""
-    where = excerpt(expression, len(expression) - 1)
-    return f"at character {len(expression)} ({where}): a backslash escapes nothing; write '\\\\' for a backslash"
 
 
 def excerpt(text: str, index: int) -> str:
@@ -144,6 +135,8 @@ def _original_index(expression: str, rewritten: str, column: int) -> int:
     """The place in the client's expression for one in the library's, which escapes slashes and line ends."""
     if rewritten == expression:
         return column
+    if (named := _PROPERTY.match(rewritten, column)) and named[0] in expression:
+        return expression.index(named[0])
     index = 0
     for match in re.finditer(r"\\.|.", rewritten, re.DOTALL):
         if match.end() > column or index >= len(expression):

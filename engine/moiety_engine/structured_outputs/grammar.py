@@ -13,7 +13,7 @@ from moiety_engine.structured_outputs.calls import calls_grammar
 from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedded_schemas
 from moiety_engine.structured_outputs.errors import GuideRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
-from moiety_engine.structured_outputs.expression_errors import dangling_backslash
+from moiety_engine.structured_outputs.patterns import exact_expression
 from moiety_wire.guides import Guide, GuideKind
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ def grammar_of(guide: Guide) -> str:
         case GuideKind.JSON_SCHEMA:
             return _json_grammar(guide.text)
         case GuideKind.REGEX:
-            if problem := dangling_backslash(guide.text):
-                raise GuideRefused(problem)
-            return LLMatcher.grammar_from_regex(guide.text)
+            return LLMatcher.grammar_from_regex(exact_expression(guide.text))
         case GuideKind.CHOICE:
             return _choice_grammar(guide.text)
         case GuideKind.GRAMMAR:

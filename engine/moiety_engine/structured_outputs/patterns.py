@@ -1,14 +1,16 @@
-"""Patterns of JSON schemas, written for the grammar library so that every match is one for each dialect in use.
+"""Expressions, written for the grammar library so that every match is one for each dialect in use.
 
 JSON Schema's patterns are ECMA-262 expressions, yet validators read them with their own language's engine, which
 differs in `.`, `\\d`, `\\w` and `\\s` beyond ASCII. A pattern of a value therefore becomes one that matches only what
-ECMA-262, Python and Rust all match. Characters that the library alone reads as operators become literals.
+ECMA-262, Python and Rust all match. Characters that the library alone reads as operators become literals. An expression
+for a whole answer becomes one that matches only what Python and Rust match; where they differ otherwise, it is refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,28 +18,39 @@ from moiety_engine.structured_outputs.errors import GuideRefused
 from moiety_engine.structured_outputs.expression_errors import excerpt
 
 
+class Use(StrEnum):
+    """What an expression is for."""
+
+    VALUE = "value"  # of a string in a schema
+    NAME = "name"  # of a property in a schema: what does not match matters as well
+    ANSWER = "answer"  # the whole of one
+
+
 class _Set(NamedTuple):
-    """The inside of a character class: characters that all dialects take for members, that ECMA-262 does, that any
-    does."""
+    """The inside of a character class: what all dialects of schemas take for members, what ECMA-262 does, what any
+    does; and what both Python and Rust do, what either does."""
 
     narrow: str
     ecma: str
     wide: str
+    narrow_in_answers: str
+    wide_in_answers: str
 
 
 _SPACES = r"\t\n\x0B\x0C\r \xA0\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}"
 _ECMA_SPACES = rf"{_SPACES}\x{{FEFF}}"
 _ALL_SPACES = rf"{_ECMA_SPACES}\x1C-\x1F\x85\x{{180E}}"
 _WORD = "0-9A-Za-z_"
+_WORDS = r"\p{L}\p{Nd}\p{Nl}_"
 _ALL_WORDS = r"\p{L}\p{M}\p{N}\p{Pc}\p{Alphabetic}"
 _SETS: Mapping[str, _Set] = MappingProxyType(
     {
-        "d": _Set("0-9", "0-9", r"\p{Nd}"),
-        "D": _Set(r"\P{Nd}", "[^0-9]", "[^0-9]"),
-        "w": _Set(_WORD, _WORD, _ALL_WORDS),
-        "W": _Set(f"[^{_ALL_WORDS}]", f"[^{_WORD}]", f"[^{_WORD}]"),
-        "s": _Set(_SPACES, _ECMA_SPACES, _ALL_SPACES),
-        "S": _Set(f"[^{_ALL_SPACES}]", f"[^{_ECMA_SPACES}]", f"[^{_SPACES}]"),
+        "d": _Set("0-9", "0-9", r"\p{Nd}", r"\p{Nd}", r"\p{Nd}"),
+        "D": _Set(r"\P{Nd}", "[^0-9]", "[^0-9]", r"\P{Nd}", r"\P{Nd}"),
+        "w": _Set(_WORD, _WORD, _ALL_WORDS, _WORDS, _ALL_WORDS),
+        "W": _Set(f"[^{_ALL_WORDS}]", f"[^{_WORD}]", f"[^{_WORD}]", f"[^{_ALL_WORDS}]", f"[^{_WORDS}]"),
+        "s": _Set(_SPACES, _ECMA_SPACES, _ALL_SPACES, rf"{_SPACES}\x85", _ALL_SPACES),
+        "S": _Set(f"[^{_ALL_SPACES}]", f"[^{_ECMA_SPACES}]", f"[^{_SPACES}]", f"[^{_ALL_SPACES}]", f"[^{_SPACES}]"),
     }
 )
 _ANY = r"[^\n\r\x{2028}\x{2029}]"
@@ -45,25 +58,35 @@ _CONTROLS = MappingProxyType({"n": 10, "r": 13, "t": 9, "v": 11, "f": 12})
 _QUANTIFIER = re.compile(r"\{(\d+)(,(\d*))?\}")
 _NAMED_GROUP = re.compile(r"\(\?P?<[A-Za-z_]\w*>")
 _PROPERTY = re.compile(r"\\[pP]\{[^}]*\}")
+_FLAGS = re.compile(r"\(\?([is]{1,2})\)")
+_EVERY = r"[\x{0}-\x{10FFFF}]"
+_OPERATORS = ("&&", "--", "~~", "[")  # of the library, within classes
+_NUMBERED = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\[ux]\{([0-9a-fA-F]{1,6})\}")
 _MAX_REPEAT = 2**31 - 1
 
 
 def exact_pattern(pattern: str) -> str:
     """Return the pattern of a string, for the library. Raises GuideRefused, with the place in it."""
-    return _Rewriting(pattern, for_names=False).rewrite()
+    return _Rewriting(pattern, Use.VALUE).rewrite()
 
 
 def exact_name_pattern(pattern: str) -> str:
     """Return a pattern of property names as ECMA-262 reads it: what does not match it matters as well. Raises
     GuideRefused."""
-    return _Rewriting(pattern, for_names=True).rewrite()
+    return _Rewriting(pattern, Use.NAME).rewrite()
+
+
+def exact_expression(expression: str) -> str:
+    """Return the expression of a whole answer. Raises GuideRefused, with the place in it."""
+    return _Rewriting(expression, Use.ANSWER).rewrite()
 
 
 class _Rewriting:
     """One pass over a pattern."""
 
-    def __init__(self, pattern: str, *, for_names: bool) -> None:
-        self._pattern, self._for_names = pattern, for_names
+    def __init__(self, pattern: str, use: Use) -> None:
+        self._pattern, self._use = pattern, use
+        self._any = r"[^\n]" if use is Use.ANSWER else _ANY
         self._at = 0
         self._groups: list[int] = []  # where those that are open begin
         self._may_repeat = False
@@ -88,7 +111,7 @@ class _Rewriting:
                 parts.append(character)
             else:
                 self._at, self._may_repeat = self._at + 1, True
-                parts.append(_ANY if character == "." else _literal(ord(character)))
+                parts.append(self._any if character == "." else _literal(ord(character)))
         if self._groups:
             raise self._refusal(
                 self._groups[-1], "the group is not closed", "add ')', or write '\\(' for the character"
@@ -108,12 +131,18 @@ class _Rewriting:
         letter = self._pattern[self._at + 1 : self._at + 2]
         if letter in _SETS:
             self._at += 2
-            found = _SETS[letter]
-            return found.ecma if self._for_names else found.wide if is_negated else found.narrow
+            return self._set(_SETS[letter], is_negated=is_negated)
         if match := _PROPERTY.match(self._pattern, self._at):
             self._at = match.end()
             return match[0]
         return self._escaped_character(letter)
+
+    def _set(self, found: _Set, *, is_negated: bool) -> str:
+        if self._use is Use.NAME:
+            return found.ecma
+        if self._use is Use.ANSWER:
+            return found.wide_in_answers if is_negated else found.narrow_in_answers
+        return found.wide if is_negated else found.narrow
 
     def _escaped_character(self, letter: str) -> int:
         begin, after = self._at, self._pattern[self._at + 2 : self._at + 3]
@@ -136,7 +165,7 @@ class _Rewriting:
     def _numbered(self, begin: int, letter: str) -> int:
         """`\\xHH`, `\\uHHHH`, also as a pair of surrogates, or `\\u{H…}`."""
         text = self._pattern
-        match = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\u\{([0-9a-fA-F]{1,6})\}").match(text, begin)
+        match = _NUMBERED.match(text, begin)
         if match is None:
             raise self._refusal(begin, "hexadecimal digits are missing", "write two after '\\x' or four after '\\u'")
         code, self._at = int(match[1] or match[2] or match[3], 16), match.end()
@@ -151,11 +180,15 @@ class _Rewriting:
         begin, text = self._at, self._pattern
         is_negated = text.startswith("^", begin + 1)
         self._at = begin + 1 + is_negated
-        if text.startswith("]", self._at):
+        is_answer, first_at = self._use is Use.ANSWER, self._at
+        if text.startswith("]", self._at) and not is_answer:
             raise self._refusal(self._at, "dialects differ in what ']' means here", "write '\\]' for the character")
         parts = []
-        while self._at < len(text) and text[self._at] != "]":
+        while self._at < len(text) and (text[self._at] != "]" or (is_answer and self._at == first_at)):
             item_at = self._at
+            if is_answer and text.startswith(_OPERATORS, self._at):
+                told = f"dialects differ in what {text[self._at : self._at + 2]!r} means in a class"
+                raise self._refusal(item_at, told, "put '\\\\' before each of its characters")
             first = self._member(is_negated)
             is_range = text.startswith("-", self._at) and not text.startswith("-]", self._at)
             if is_range and self._at + 1 < len(text):
@@ -189,9 +222,12 @@ class _Rewriting:
         if text.startswith(("(?=", "(?!", "(?<=", "(?<!"), begin):
             advice = "write out what the answer may be"
             raise self._refusal(begin, "look-ahead and look-behind are not supported", advice)
-        if begin == 0 and text.startswith("(?i)"):
-            self._at, self._may_repeat = begin + 4, False
-            return "(?i)"
+        flags = _FLAGS.match(text) if begin == 0 else None
+        if flags is not None and (self._use is Use.ANSWER or flags[1] == "i"):
+            self._at, self._may_repeat = flags.end(), False
+            if "s" in flags[1]:
+                self._any = _EVERY
+            return "(?i)" if "i" in flags[1] else ""
         self._groups.append(begin)
         self._may_repeat = False
         for opener in ("(?:", "(?i:"):
@@ -253,5 +289,5 @@ def _unknown_escape(letter: str) -> tuple[str, str]:
     if letter.isdigit() or letter == "k":
         return "back-references are not supported", "write the group's expression again"
     if letter in "AzZ":
-        return "the anchor is not one of JSON Schema's", "write '^' or '$'"
+        return "dialects differ in the name of the anchor", "write '^' or '$'"
     return "the escape sequence is not known", "write '\\\\' for a backslash"

@@ -104,7 +104,13 @@ class Departures:
         form, tokens = form_of(kv), departure.tokens
         num_bytes = len(tokens) * token_bytes(form)
         begin = Begin(
-            departure.hand_over.transfer_id, len(tokens), num_bytes, prompt_hash(tokens), form, rotation=kv.rotation
+            departure.hand_over.transfer_id,
+            len(tokens),
+            num_bytes,
+            prompt_hash(tokens),
+            form,
+            rotation=kv.rotation,
+            token=departure.hand_over.token,
         )
         problem = self._sender.begin(departure.hand_over, begin)
         if problem:

@@ -48,6 +48,11 @@ class Exchange:
         return "" if self._receiver is None else own_host()
 
     @property
+    def secret(self) -> str:
+        """By which gateways allow transfers; "" where no KV comes in."""
+        return "" if self._receiver is None else self._receiver.secret
+
+    @property
     def num_waiting(self) -> int:
         """Requests whose KV has not come yet."""
         return 0 if self.arrivals is None else self.arrivals.num_waiting

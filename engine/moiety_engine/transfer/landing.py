@@ -40,6 +40,7 @@ class _Transfer:
     buffer_B: Tensor
     begun_unix_ns: int
     heard_s: float
+    sender: bytes  # the connection that began it
     is_claimed: bool = False
     ended_unix_ns: int = 0  # all is there
     pieces: list[list[Piece]] = field(default_factory=list)  # of each layer
@@ -69,12 +70,14 @@ class LandingZone:
 
     # ── from the sender ──
 
-    def begin(self, begin: Begin) -> str:
-        """Why it is not wanted; "" if it may come."""
+    def begin(self, begin: Begin, sender: bytes = b"") -> str:
+        """Why it is not wanted; "" if it may come, from that connection. No transfer begins twice."""
         with self._lock:
             self._drop_unclaimed()
             if begin.transfer_id in self._transfers:
                 return "a transfer of this name has begun already"
+            if begin.transfer_id in self._lost:
+                return "a transfer of this name has ended already"
             complaint = self._complaint(begin)
             if not complaint:
                 try:
@@ -87,13 +90,13 @@ class LandingZone:
             pieces: list[list[Piece]] = [[] for _ in begin.form]
             self._held_bytes += begin.num_bytes
             begun_ns, now_s = time.time_ns(), self._clock()
-            self._transfers[begin.transfer_id] = _Transfer(begin, buffer_B, begun_ns, now_s, pieces=pieces)
+            self._transfers[begin.transfer_id] = _Transfer(begin, buffer_B, begun_ns, now_s, sender, pieces=pieces)
             return ""
 
-    def put(self, piece: Piece, frames: Sequence[memoryview]) -> None:
+    def put(self, piece: Piece, frames: Sequence[memoryview], sender: bytes = b"") -> None:
         """A piece has come, and its bytes with it unless they are there already. One that does not fit ends all."""
         transfer = self._transfers.get(piece.transfer_id)
-        if transfer is None:
+        if transfer is None or transfer.sender != sender or transfer.ended_unix_ns:
             return
         form, buffer_B = transfer.begin.form, transfer.buffer_B
         is_right = 0 <= piece.layer < len(form) and 0 <= piece.first < piece.end <= transfer.begin.num_tokens
@@ -110,10 +113,10 @@ class LandingZone:
         transfer.pieces[piece.layer].append(piece)
         transfer.heard_s = self._clock()
 
-    def end(self, transfer_id: str) -> bool:
+    def end(self, transfer_id: str, sender: bytes = b"") -> bool:
         """All has been sent: whether all is there. If not, nothing is kept."""
         transfer = self._transfers.get(transfer_id)
-        if transfer is None:
+        if transfer is None or transfer.sender != sender:
             return False
         num_tokens = transfer.begin.num_tokens
         if any(sum(piece.end - piece.first for piece in layer) != num_tokens for layer in transfer.pieces):
@@ -121,6 +124,13 @@ class LandingZone:
             return False
         transfer.ended_unix_ns, transfer.heard_s = time.time_ns(), self._clock()
         return True
+
+    def cancel(self, transfer_id: str, sender: bytes = b"") -> None:
+        """The connection that began it sends no more."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None and transfer.sender == sender:
+                self._drop(transfer_id)
 
     def drop(self, transfer_id: str) -> None:
         """Nobody wants it any more. Nothing happens where it is not known."""

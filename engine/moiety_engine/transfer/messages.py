@@ -5,6 +5,9 @@ stretch of the prompt as soon as it is computed, then `End`, or `Cancel` at any 
 frames of their own, unless both engines see the same memory. The receiver answers with exactly one `Landed` or
 `Refused`: then nothing of the transfer concerns the sender any more.
 
+A transfer begins once, with the token that a gateway made for it, and belongs to the connection that began it: what
+others send under its id is dropped.
+
 All pieces together fill `num_bytes`, each from its `offset` on: of a layer and a stretch of tokens first all keys, then
 all values, or whatever parts the layer's cache has, each token by token.
 """
@@ -35,6 +38,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
     segment: str = ""  # a file with the memory that the pieces go to; "": they come along
     way: str = ""
     rotation: str = ""  # of the sender's cache, as KvCache has it
+    token: str = ""  # by which a gateway has allowed it
 
 
 class Piece(msgspec.Struct, frozen=True, tag=True, array_like=True):

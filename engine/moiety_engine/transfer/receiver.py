@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
+import secrets
 import threading
 
 import msgspec
@@ -13,9 +15,11 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.transfer.guard import Guard, guard_receiver
 from moiety_engine.transfer.landing import LandingZone
 from moiety_engine.transfer.messages import Begin, Cancel, End, Landed, Piece, Refused, ToReceiver, ToSender
-from moiety_wire.roles import ANY_HOST
+from moiety_wire.roles import ANY_HOST, transfer_token
 
 MAX_FRAME_BYTES = 1 << 30  # a piece of one layer has fewer
+NOT_ALLOWED = "no gateway has allowed it: its token is of another transfer, engine or start of the engine"
+_NUM_LOGGED = 10  # transfers that no gateway has allowed; of further ones every thousandth is
 _WILDCARDS = ("0.0.0.0", "[::]")
 
 log = structlog.get_logger()
@@ -27,6 +31,8 @@ class Receiver:
     def __init__(self, listen: str, zone: LandingZone, secret_key: bytes | None) -> None:
         """Raises InvalidConfig where the address cannot be had."""
         self._zone = zone
+        self.secret = secrets.token_hex(32)
+        self.num_disallowed = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -74,18 +80,31 @@ class Receiver:
             return
         match message:
             case Piece():
-                self._zone.put(message, [frame.buffer for frame in frames[2:]])
+                self._zone.put(message, [frame.buffer for frame in frames[2:]], identity)
             case Begin():
-                reason = self._zone.begin(message)
+                if not self._is_allowed(message):
+                    self._note_disallowed(message)
+                    self._answer(identity, Refused(message.transfer_id, NOT_ALLOWED))
+                    return
+                reason = self._zone.begin(message, identity)
                 if reason:
                     log.warning("kv_refused", reason=reason, num_tokens=message.num_tokens, num_bytes=message.num_bytes)
                     self._answer(identity, Refused(message.transfer_id, reason))
             case End():
-                is_there = self._zone.end(message.transfer_id)
+                is_there = self._zone.end(message.transfer_id, identity)
                 answer = Landed(message.transfer_id) if is_there else Refused(message.transfer_id, "parts are missing")
                 self._answer(identity, answer)
             case Cancel():
-                self._zone.drop(message.transfer_id)
+                self._zone.cancel(message.transfer_id, identity)
+
+    def _is_allowed(self, begin: Begin) -> bool:
+        expected = transfer_token(self.secret, begin.transfer_id)
+        return hmac.compare_digest(begin.token.encode(), expected.encode())
+
+    def _note_disallowed(self, begin: Begin) -> None:
+        self.num_disallowed += 1
+        if self.num_disallowed <= _NUM_LOGGED or self.num_disallowed % 1000 == 0:
+            log.warning("kv_not_allowed", num_bytes=begin.num_bytes, num_disallowed=self.num_disallowed)
 
     def _answer(self, identity: bytes, message: ToSender) -> None:
         with contextlib.suppress(zmq.Again):  # a sender that does not listen finds out by itself

@@ -138,7 +138,8 @@ async def delete_adapter(session: AsyncSession, adapter_id: str) -> Adapter:
 
 
 def _mark_deleted(adapter: Adapter) -> None:
-    adapter.state, adapter.name = AdapterState.DELETED, adapter.id
+    adapter.state = AdapterState.DELETED
+    adapter.name = f"~{adapter.id}"  # no name may begin so, or one that is an adapter's id would block this
 
 
 async def erase_some(session: AsyncSession, now: Now = now_ms) -> int:

@@ -25,7 +25,7 @@ from moiety_platform.db.base import Base
 from moiety_platform.db.session import UNRESTRICTED, Database
 
 _CHANGES = "moiety_audit_changes"
-_SECRET = frozenset({"secret_hash", "pepper_mark"})
+_UNLOGGED = frozenset({"secret_hash", "pepper_mark", "folded_name"})  # secrets, and what follows from others
 _ADVISORY_LOCK = 0x6175_6469  # "audi"
 
 
@@ -115,7 +115,7 @@ def row_of(record: Base) -> dict[str, Any]:
     return {
         attribute.key: getattr(record, attribute.key)
         for attribute in state.mapper.column_attrs
-        if attribute.key not in _SECRET
+        if attribute.key not in _UNLOGGED
     }
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from litestar import Litestar, Request, Router
+from litestar import Litestar, Request, Response, Router
 from litestar.di import Provide
 from litestar.routes import HTTPRoute
 from litestar.types import ControllerRouterHandler
+from sqlalchemy.exc import IntegrityError, StatementError
 
 from moiety_platform.access.caller import Caller
 from moiety_platform.audit.controller import AuditController
@@ -24,10 +25,12 @@ from moiety_platform.auth.reach import criteria_of, reach_of, tenant_of
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
+from moiety_platform.db.failures import is_bad_value
 from moiety_platform.db.session import Database
 from moiety_platform.declared.controller import DeclarationController
-from moiety_platform.errors import BadRequest
+from moiety_platform.errors import BadRequest, Conflict
 from moiety_platform.etags import PRECONDITION, Precondition
+from moiety_platform.http_errors import answer_platform_error, answer_unexpected_error
 from moiety_platform.idempotency.controller import IdempotencyController
 from moiety_platform.json_depth import check_depth
 from moiety_platform.openapi.documents import ADMIN_KEY
@@ -83,6 +86,7 @@ def admin_router(
         guards=[admin_guard(authenticator, oidc)],
         security=[{ADMIN_KEY: []}],
         before_request=_check_body,
+        exception_handlers=dict.fromkeys((StatementError, OverflowError, UnicodeEncodeError), _answer_store_error),
         dependencies={
             "caller": Provide(caller, sync_to_thread=False),
             "database": Provide(reached, sync_to_thread=False),
@@ -128,6 +132,18 @@ def check_actions(app: Litestar) -> None:
 def _precondition(request: Request[Any, Any, Any]) -> Precondition:
     given = request.headers.getall("if-match", [])
     return Precondition(", ".join(given) if given else None, request.headers.get("if-none-match"))
+
+
+def _answer_store_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """Answer for what the store refused and no handler foresaw: a value that it cannot hold, or a row that contradicts
+    another one. Drivers let some errors of their encoding through as they are."""
+    if is_bad_value(error):
+        told = "a value of this request cannot be stored: send text without NUL, and numbers and moments within range"
+        return answer_platform_error(request, BadRequest(told, code="invalid_value"))
+    if isinstance(error, IntegrityError):
+        told = "this contradicts what there is, or what somebody else did just now: look again, then repeat it"
+        return answer_platform_error(request, Conflict(told, code="conflicting_change"))
+    return answer_unexpected_error(request, error)
 
 
 async def _check_body(request: Request[Any, Any, Any]) -> None:

@@ -17,6 +17,7 @@ from moiety_platform.auth.service import create_key
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.tenants.names import is_named
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 
@@ -74,10 +75,12 @@ async def _only_one(session: AsyncSession, database: Database) -> None:
 
 async def _make_keys(session: AsyncSession, pepper: bytes, clock: Clock) -> BootstrapResult:
     now = clock.now()
-    tenant = await session.scalar(select(Tenant).where(Tenant.name == DEMO_TENANT))
+    tenant = await session.scalar(select(Tenant).where(is_named(Tenant, DEMO_TENANT)))
     if tenant is None:
         tenant = await create_tenant(session, NewTenant(name=DEMO_TENANT), now)
-    project = await session.scalar(select(Project).where(Project.tenant_id == tenant.id, Project.name == DEMO_PROJECT))
+    project = await session.scalar(
+        select(Project).where(Project.tenant_id == tenant.id, is_named(Project, DEMO_PROJECT))
+    )
     if project is None:
         project = await create_project(session, NewProject(tenant_id=tenant.id, name=DEMO_PROJECT), now)
     _, admin_text = await create_key(session, NewKey(name=FIRST_OWNER, role=Role.OWNER), pepper, now)

@@ -71,7 +71,16 @@ class AdminClient:
         return found[0]
 
     def find_project(self, tenant_id: str, name: str) -> dict[str, Any]:
-        """A tenant's project by its name. Raises CommandError."""
+        """Return the tenant's project with this id, or else the one with this name. Raises CommandError."""
+        if _ID.fullmatch(name):
+            try:
+                project = self.get(f"/projects/{name}")
+            except Refused as exc:
+                if exc.param != "project_id":
+                    raise
+            else:
+                if project["tenant_id"] == tenant_id:
+                    return project
         found = list(self.pages("/projects", tenant_id=tenant_id, name=name))
         if not found:
             raise CommandError(f"the tenant has no project {name!r}; make it with: moiety project create {name}")

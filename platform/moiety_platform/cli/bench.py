@@ -14,11 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from moiety_platform.bench.environment import describe_environment
 from moiety_platform.bench.load import Answer, Target, TargetError, find_target, run_load
 from moiety_platform.bench.report import summarise
 from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
+from moiety_platform.printable import printable
 from moiety_workload.errors import BadTrace
 from moiety_workload.generators import draw_poisson
 from moiety_workload.readers import read_trace
@@ -134,7 +136,11 @@ def print_figures(figures: dict[str, Any]) -> None:
     table = Table("", "requests", "attainment", "TTFT p50 / p90 / p99 ms", "TPOT p50 / p90 / p99 ms")
     for name, row in figures["classes"].items():
         table.add_row(
-            name, str(row["requests"]), f"{row['attainment']:.1%}", spread(row["ttft_ms"]), spread(row["tpot_ms"])
+            Text(printable(name)),
+            str(row["requests"]),
+            f"{row['attainment']:.1%}",
+            spread(row["ttft_ms"]),
+            spread(row["tpot_ms"]),
         )
     console.print(table)
     console.print(
@@ -143,7 +149,7 @@ def print_figures(figures: dict[str, Any]) -> None:
         f"end to end {spread(figures['e2e_ms'])} ms"
     )
     for code, count in figures["errors_by_code"].items():
-        console.print(f"  {count} × {code}")
+        console.print(Text(f"  {count} × {printable(code)}"))
 
 
 def spread(values: dict[str, float | None]) -> str:

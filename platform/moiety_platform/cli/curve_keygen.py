@@ -10,6 +10,7 @@ import typer
 import zmq
 
 from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.printing import say
 
 OWNER_ONLY = 0o600
 
@@ -29,7 +30,7 @@ def curve_keygen(
     except CommandError:
         public_file.unlink()
         raise
-    typer.echo(public.decode())
+    say(public.decode())
 
 
 def _write_new(file: Path, key: bytes) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.errors import NonFiniteOutput
+from moiety_platform.errors import WAIVED
 
 MAX_SHOWN = 100
 NEVER_BILLED = ("rejected",)  # nothing of it was sent
@@ -47,7 +47,7 @@ def read_journals(paths: Iterable[Path], since: datetime) -> dict[str, dict[str,
 
 def _was_waived(row: Mapping[str, Any]) -> bool:
     """Whether nothing of the request is billed because nothing of its answer was sent."""
-    return row.get("error_code") == NonFiniteOutput.default_code and not row["output_tokens"]
+    return row.get("error_code") in {error.default_code for error in WAIVED} and not row["output_tokens"]
 
 
 def compare(counted: Mapping[str, Mapping[str, int]], requests: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from moiety_platform.routing.replica_breakers import RequestOutcome
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.routing.roles import Need, is_handed_over, kv_address_of
 from moiety_wire.classes import ServiceClass
-from moiety_wire.roles import HandOver
+from moiety_wire.roles import HandOver, transfer_token
 
 MAX_ENGINES = 8  # are asked for one request, whatever they answer
 MAX_RESUBMISSIONS = 2  # after failed engines: what kills its engine must not kill them all
@@ -42,9 +42,10 @@ class Placement:
         self._left: set[Connection] = set()  # which had a sequence of this request, or were gone
         self._num_failed = 0  # of them, those that failed while they had one
 
-    def choose(self, prefix: Iterable[bytes], need: Need) -> Place:
-        """The engine for a new sequence. Raises NotFound or Unavailable."""
-        return self._choose(prefix, need, self._left)
+    def choose(self, prefix: Iterable[bytes], need: Need, context_tokens: int) -> Place:
+        """Return the engine for a new sequence with so many tokens of prompt and output. Raises NotFound
+        or Unavailable."""
+        return self._choose(prefix, need, self._left, context_tokens)
 
     def expect(self, partner: Place) -> Callable[[], None]:
         """A sequence is on its way there, until what this returns is called, once."""
@@ -61,7 +62,9 @@ class Placement:
             self._num_failed += 1
         self._left.add(connection)
 
-    async def choose_again(self, prefix: Iterable[bytes], need: Need, failure: PlatformError) -> Place:
+    async def choose_again(
+        self, prefix: Iterable[bytes], need: Need, failure: PlatformError, context_tokens: int
+    ) -> Place:
         """Another engine than those that were left; one of their addresses only once it has been connected anew and
         no other engine is there. Raises the failure if there is no engine in time, or too many have failed. Nobody
         is waited for where engines that are there refused it."""
@@ -74,7 +77,7 @@ class Placement:
             same = {state.connection for state in self._replicas.states() if state.address in addresses}
             for avoided in (same | self._left, self._left):
                 try:
-                    return self._choose(prefix, need, avoided)
+                    return self._choose(prefix, need, avoided, context_tokens)
                 except (NotFound, Unavailable):
                     continue
             left_s = until - loop.time()
@@ -82,14 +85,16 @@ class Placement:
                 raise failure
             await self._replicas.wait_change(left_s)
 
-    def _choose(self, prefix: Iterable[bytes], need: Need, avoid: Collection[Connection]) -> Place:
-        client, state = self._replicas.choose(self._model, self._service, prefix, avoid, need)
+    def _choose(self, prefix: Iterable[bytes], need: Need, avoid: Collection[Connection], context_tokens: int) -> Place:
+        client, state = self._replicas.choose(self._model, self._service, prefix, avoid, need, context_tokens)
         if not is_handed_over(state, need):
             return Place(client, state.connection)
-        partner_client, partner = self._replicas.choose_partner(self._model, self._service, avoid)
+        partner_client, partner = self._replicas.choose_partner(self._model, self._service, avoid, context_tokens)
         return Place(client, state.connection, Place(partner_client, partner.connection), _hand_over_to(partner))
 
 
 def _hand_over_to(engine: EngineState) -> HandOver:
     assert engine.card is not None, "chosen by its card"
-    return HandOver(random_hex(16), kv_address_of(engine), engine.card.kv_host)
+    transfer_id = random_hex(16)
+    token = transfer_token(engine.card.kv_secret, transfer_id)
+    return HandOver(transfer_id, kv_address_of(engine), engine.card.kv_host, token)

@@ -13,7 +13,7 @@ from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.promise import Progress, is_broken, is_kept
 from moiety_platform.completions.spending import Spending, Used
 from moiety_platform.engine_client.base import EngineClient
-from moiety_platform.errors import NonFiniteOutput, Overloaded, PlatformError
+from moiety_platform.errors import WAIVED, Overloaded, PlatformError
 from moiety_platform.traces.request_trace import RequestTrace
 from moiety_platform.usage.bill import Bill, encode_bill
 from moiety_platform.usage.row import UsageRow
@@ -164,7 +164,7 @@ class RequestRecord:
         self.error_code = error.code
         if isinstance(error, Overloaded):
             self.admission_outcome, self.admission_reason = "rejected", error.reason.value
-        has_no_answer = isinstance(error, NonFiniteOutput) and (self.answered_status is None or not self.output_tokens)
+        has_no_answer = isinstance(error, WAIVED) and (self.answered_status is None or not self.output_tokens)
         # nothing of it is sent, not even what other sequences had begun
         if is_refusal or has_no_answer or not self.was_taken_on or not self.bills_failures:
             self.prompt_tokens = self.cached_tokens = self.output_tokens = 0

@@ -26,7 +26,6 @@ _KEPT_HEADERS = "x-moiety-"  # what else the answers say of themselves is of the
 _JSON_HEADERS: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]
 _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
 

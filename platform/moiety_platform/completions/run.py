@@ -85,7 +85,7 @@ class Run:
         """Give a sequence to an engine, where `close` ends it. Raises NotFound or Unavailable."""
         sequence = Sequence(len(self._sequences), submit)
         self._to_close.append(sequence)
-        place = self._placement.choose(sequence.prefix, sequence.need)
+        place = self._placement.choose(sequence.prefix, sequence.need, sequence.context_tokens)
         try:
             await self._give(sequence, place, self._chosen.service)
         except Unavailable as error:  # gone since it was last heard
@@ -196,7 +196,7 @@ class Run:
 
     async def _submit_elsewhere(self, sequence: Sequence, failure: PlatformError) -> None:
         while True:
-            place = await self._placement.choose_again(sequence.prefix, sequence.need, failure)
+            place = await self._placement.choose_again(sequence.prefix, sequence.need, failure, sequence.context_tokens)
             try:
                 await self._give(sequence, place, self._served(sequence))
             except Unavailable as error:

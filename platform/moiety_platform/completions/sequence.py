@@ -41,6 +41,7 @@ class Sequence:
         self.prefix = Prefix(submit.cache_salt, submit.prompt_ids)
         self.progress = Progress(len(submit.prompt_ids) + submit.sibling_tokens)  # for which its promise allows time
         self.max_tokens = submit.stopping.max_tokens
+        self.context_tokens = len(submit.prompt_ids) + submit.stopping.max_tokens  # what its engine must hold
         self.accepted: Accepted | None = None  # the first verdict
         self.failure: PlatformError | None = None  # that made it move; until it has been taken in elsewhere
         self.attempt: Attempt | None = None  # at the engine that has it

@@ -44,6 +44,16 @@ def is_unmigrated(error: BaseException) -> bool:
     return any(words in str(error.orig) for words in _UNMIGRATED_WORDS)
 
 
+def is_bad_value(error: BaseException) -> bool:
+    """Return whether the store, or its driver, cannot take a value of the statement: a NUL character, a lone surrogate,
+    a number or a moment outside its range."""
+    if _sqlstate(error)[:2] == "22" or isinstance(error, sa.DataError):
+        return True
+    of_driver = error.orig if isinstance(error, sa.StatementError) else error
+    causes = of_driver, getattr(of_driver, "__cause__", None)
+    return any(isinstance(one, OverflowError | UnicodeError) for one in causes)
+
+
 @contextmanager
 def unavailable_when_away() -> Iterator[None]:
     """Raises Unavailable in place of whatever the driver says when the store is away; lets everything else through."""

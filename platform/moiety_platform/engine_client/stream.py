@@ -73,7 +73,8 @@ class EngineStream:
         """Whether the engine has begun the request, so that there is something to bill."""
         if not self.begins_by_output:
             return self.accepted is not None
-        return self.finished is not None or self.num_output_tokens > self._num_resumed
+        has_ended_itself = self.finished is not None and self.finished.reason is not FinishReason.ABORT
+        return has_ended_itself or self.num_output_tokens > self._num_resumed
 
     @property
     def has_failed(self) -> bool:

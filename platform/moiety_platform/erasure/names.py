@@ -7,13 +7,14 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, CursorResult, and_, delete, or_, select, update
+from sqlalchemy import CursorResult, and_, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.reach import rows_of
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.prices.models import PriceRecord
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.tenants.names import replace_names
 from moiety_platform.usage.days import DAY, day_of, unmark
 from moiety_platform.usage.models import UsageHour, UsageRecord
 
@@ -27,10 +28,8 @@ _SUMS = tuple(column.name for column in UsageHour.__table__.columns if column.na
 async def blank_names(session: AsyncSession, tenant_id: str) -> Counter[str]:
     """How many rows were blanked, by table."""
     counts: Counter[str] = Counter()
-    for table in (Tenant, Project):
-        name: ColumnElement[str] = f"{ERASED}-" + table.id
-        named = rows_of(table, tenant_id), table.name != name
-        counts[table.__tablename__] = await _change(session, update(table).where(*named).values(name=name))
+    counts[Tenant.__tablename__] = await replace_names(session, Tenant, [rows_of(Tenant, tenant_id)])
+    counts[Project.__tablename__] = await replace_names(session, Project, [rows_of(Project, tenant_id)])
     telling = or_(ApiKey.name != ERASED, ApiKey.hint != "", ApiKey.allowed_models.is_not(None))
     blank = {"name": ERASED, "hint": "", "allowed_models": None}
     changed = update(ApiKey).where(rows_of(ApiKey, tenant_id), telling).values(blank)

@@ -30,14 +30,16 @@ def choose(
     service: ServiceClass | None = None,
     prefix: Iterable[bytes] = (),
     need: Need = Need.ANSWER,
+    context_tokens: int = 0,
 ) -> EngineState:
     """The healthy engine of that model that the prefix (keys by depth, the shallowest first) prefers, among those that
     have not much more to do than the least loaded. Where one depth's engine has, the next depth is asked; in the end,
     and for a prompt without a prefix, it is the least loaded: the shortest predicted wait in the class, then the least
     to do, then the earliest listed.
-    Where engines have roles, it is one of those that may have a request with that need first.
+    Where engines have roles, it is one of those that may have a request with that need first; where their contexts
+    differ, one whose context holds `context_tokens`.
     Raises NotFound if no engine has that model, Unavailable if none of those that have it can take a request."""
-    able = first_engines(able_engines(engines, model), need)
+    able = first_engines(able_engines(engines, model, context_tokens), need)
     if len(able) == 1:
         return able[0]
     least = min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
@@ -49,14 +51,18 @@ def choose(
 
 
 def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] | None) -> Card:
-    """The card of an engine that can take a request, for a key that may use the models `allowed`, None being all.
-    Raises NotFound or Unavailable."""
+    """Return the card of the engine with the longest context among those that can take a request, for a key that may
+    use the models `allowed`, None being all. Raises NotFound or Unavailable."""
     if allowed is not None and model not in allowed:
         served = sorted(allowed & cards_of(engines).keys())
         raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
-    card = able_engines(engines, model)[0].card
-    assert card is not None, "only engines that have a card are able"
-    return card
+    longest: Card | None = None
+    for engine in able_engines(engines, model):
+        card = engine.card
+        if card is not None and (longest is None or card.max_context_tokens > longest.max_context_tokens):
+            longest = card
+    assert longest is not None, "only engines that have a card are able"
+    return longest
 
 
 def cards_of(engines: Sequence[EngineState]) -> dict[str, Card]:
@@ -78,13 +84,14 @@ def model_not_found(model: str, served: Sequence[str]) -> str:
     return f"the model {model!r} does not exist or your key may not use it; available: {', '.join(served) or 'none'}"
 
 
-def able_engines(engines: Sequence[EngineState], model: str) -> list[EngineState]:
-    """Those of that model that can take requests. Raises NotFound or Unavailable."""
+def able_engines(engines: Sequence[EngineState], model: str, context_tokens: int = 0) -> list[EngineState]:
+    """Return those of that model that can take requests with so many tokens of prompt and output. Raises
+    NotFound or Unavailable."""
     candidates, able = [], []
     for engine in engines:  # some times for each request, and a comprehension would be a call
         if engine.card is not None and engine.card.model == model:
             candidates.append(engine)
-            if engine.can_take:
+            if engine.can_take and engine.card.max_context_tokens >= context_tokens:
                 able.append(engine)
     if able:
         return able

@@ -12,6 +12,8 @@ from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
+from moiety_platform.routing.circuit_breaker import BreakerState
+from moiety_platform.routing.replica_breakers import ReplicaBreakers
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.figures import ClassLoad, Load, SleepState, StepCosts
 from moiety_wire.roles import EngineRole
@@ -137,14 +139,16 @@ assert set(ClassLoadView.__struct_fields__) == set(ClassLoad.__struct_fields__)
 
 
 class EngineView(msgspec.Struct, frozen=True):
-    """An engine and how it fares. `reason` says why it is not healthy; `num_inflight` are the requests of this gateway.
-    The card is the last known, the load the engine's last heartbeat."""
+    """An engine and how it fares. `reason` says why it is not healthy; `num_inflight` are the requests of this gateway,
+    `circuit` is its circuit breaker: an engine whose breaker is open is the last choice for new requests. The card is
+    the last known, the load the engine's last heartbeat."""
 
     address: str
     healthy: bool
     draining: bool
     reason: str
     num_inflight: int
+    circuit: BreakerState
     card: CardView | None
     load: LoadView | None
 
@@ -161,7 +165,7 @@ def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
     @get("/engines", name="list_engines", tags=["engines"], opt=needs(Action.READ_ENGINES))
     async def list_engines() -> EngineViews:
         """All engines, and how they fare."""
-        return EngineViews([_describe(state) for state in replicas.states()])
+        return EngineViews([_describe(state, replicas.breakers) for state in replicas.states()])
 
     @post(
         "/engines/{engine_id:str}/sleep",
@@ -193,12 +197,12 @@ def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
                 session,
                 Change("change", "engines", engine_id, {"sleep": before.sleep.value}, {"asked_to_sleep": asleep}),
             )
-        return _describe(before)
+        return _describe(before, replicas.breakers)
 
     return [list_engines, sleep_engine, wake_engine]
 
 
-def _describe(state: EngineState) -> EngineView:
+def _describe(state: EngineState, breakers: ReplicaBreakers) -> EngineView:
     card = state.card
     return EngineView(
         address=state.address,
@@ -206,6 +210,7 @@ def _describe(state: EngineState) -> EngineView:
         draining=state.draining,
         reason=state.reason,
         num_inflight=state.num_inflight,
+        circuit=breakers.state(state.address),
         card=None if card is None else CardView(*(getattr(card, name) for name in CardView.__struct_fields__)),
         load=None if state.load is None else LoadView.of(state.load),
     )

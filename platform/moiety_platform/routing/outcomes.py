@@ -32,9 +32,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 SUCCESS = Outcome(OutcomeKind.SUCCEEDED)
-_BY_CODE = {
-    "engine_draining": None,
-    "adapter_missing": None,
+_BY_CODE = {  # of Unavailable; one with another code is of something else: the store, an adapter, an engine that drains
+    Unavailable.default_code: Outcome(OutcomeKind.UNREACHABLE),
     "overloaded": Outcome(OutcomeKind.OVERLOADED),  # an engine of ours that loads its model still
 }
 
@@ -51,5 +50,5 @@ def outcome_of(error: PlatformError) -> Outcome | None:
         case EngineFailed():
             return Outcome(OutcomeKind.BROKEN if error.upstream is None else OutcomeKind.FAILED)
         case Unavailable():
-            return _BY_CODE.get(error.code, Outcome(OutcomeKind.UNREACHABLE))
+            return _BY_CODE.get(error.code)
     return None

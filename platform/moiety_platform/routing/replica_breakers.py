@@ -70,6 +70,11 @@ class ReplicaBreakers:
         soonest_s = min(open_for_s[state.address] for state in left)
         return [state for state in left if open_for_s[state.address] <= soonest_s]
 
+    def state(self, address: str) -> BreakerState:
+        """Return the state of that replica's breaker."""
+        breaker = self._breakers.get(address)
+        return BreakerState.CLOSED if breaker is None else breaker.state(self._clock.monotonic())
+
     def states(self) -> Iterator[tuple[str, BreakerState, int]]:
         """Give the address, the state and the number of openings of each breaker."""
         now_s = self._clock.monotonic()

@@ -109,26 +109,28 @@ class Replicas:
         prefix: Iterable[bytes] = (),
         avoid: Collection[Connection] = (),
         need: Need = Need.ANSWER,
+        context_tokens: int = 0,
     ) -> tuple[EngineClient, EngineState]:
-        """The client to submit a request of that class and prefix to, none of those to be avoided, and its state.
+        """The client to submit a request of that class and prefix to, none of those to be avoided and with
+        a context of at least so many tokens, and its state.
         Raises NotFound or Unavailable."""
         states = self._states_but(avoid)
         willing = self.breakers.willing(states)
         if len(willing) < len(states):
             try:
-                state = choose(willing, model, service, prefix, need)
+                state = choose(willing, model, service, prefix, need, context_tokens)
             except (NotFound, Unavailable):
-                able = first_engines(able_engines(states, model), need)
+                able = first_engines(able_engines(states, model, context_tokens), need)
                 state = choose(self.breakers.least_bad(able, model), model, service, prefix, need)
         else:
-            state = choose(states, model, service, prefix, need)
+            state = choose(states, model, service, prefix, need, context_tokens)
         return self._clients[state.address], state
 
     def choose_partner(
-        self, model: str, service: ServiceClass, avoid: Collection[Connection]
+        self, model: str, service: ServiceClass, avoid: Collection[Connection], context_tokens: int = 0
     ) -> tuple[EngineClient, EngineState]:
         """Who goes on with a request of that class, once an engine has computed its prompt. Raises Unavailable."""
-        able = able_engines(self._states_but(avoid), model)
+        able = able_engines(self._states_but(avoid), model, context_tokens)
         willing = self.breakers.willing(able)
         if any(map(takes_over, willing)):
             state = partner_among(willing, service, self._coming)

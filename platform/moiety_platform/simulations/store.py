@@ -13,8 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.now import now_ms
 from moiety_platform.errors import Conflict, NotFound
-from moiety_platform.simulations.models import ID_LENGTH, SimulationRecord
+from moiety_platform.simulations.models import SimulationRecord
 from moiety_platform.simulations.schemas import Compared, SimulationView
+from moiety_platform.tenants.checks import is_id
 
 KEPT_MS = 24 * 3600 * 1000
 MAX_LISTED = 20
@@ -68,7 +69,8 @@ async def finish(
 
 async def find(session: AsyncSession, simulation_id: str, now: Now = now_ms) -> SimulationView:
     """Raises NotFound."""
-    record = await session.get(SimulationRecord, simulation_id[:ID_LENGTH], populate_existing=True)
+    could_be = is_id(simulation_id)
+    record = await session.get(SimulationRecord, simulation_id, populate_existing=True) if could_be else None
     if record is None:
         raise NotFound("There is no such simulation, or it was a day ago; list them with GET /admin/v1/simulations.")
     return view_of(record, int(await session.scalar(select(now())) or 0))

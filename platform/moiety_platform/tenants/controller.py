@@ -29,7 +29,7 @@ from moiety_platform.tenants.schemas import (
 )
 
 Named = Annotated[
-    str | None, QueryParameter(description="With exactly this name.", schema_extra=NAME.extra_json_schema)
+    str | None, QueryParameter(description="With this name, in whatever case.", schema_extra=NAME.extra_json_schema)
 ]
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import unicodedata
 from datetime import datetime
 from enum import StrEnum
 
 from sqlalchemy import JSON, CheckConstraint, Double, ForeignKey, Index, LargeBinary, String, UniqueConstraint
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import Mapped, mapped_column, validates
 
 from moiety_platform.classes.models import MAX_CLASS_NAME_LENGTH
 from moiety_platform.db.base import Base, UtcDateTime
 
 MAX_NAME_LENGTH = 100
+MAX_FOLDED_NAME_LENGTH = 400  # case folding makes up to three characters of one; an id may follow
 ID_LENGTH = 32
 ROLE_LENGTH = 16
 MARK_LENGTH = 16
+
+
+def fold_name(name: str) -> str:
+    """Return the form of a name that all names which count as the same have: NFC, case folded, NFC."""
+    folded = unicodedata.normalize("NFC", name).casefold()
+    return unicodedata.normalize("NFC", folded)
 
 
 class TenantStatus(StrEnum):
@@ -49,6 +57,12 @@ class Tenant(Base):
     status: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     foresight: Mapped[str] = mapped_column(String(16), server_default=Foresight.OFF.value)
+    folded_name: Mapped[str | None] = mapped_column(String(MAX_FOLDED_NAME_LENGTH), unique=True, index=True)
+
+    @validates("name")
+    def _fold_name(self, _field: str, name: str) -> str:
+        self.folded_name = fold_name(name)
+        return name
 
 
 class Erasure(Base):
@@ -66,12 +80,22 @@ class Project(Base):
     """A tenant's unit of work, which its keys belong to."""
 
     __tablename__ = "projects"
-    __table_args__ = (UniqueConstraint("tenant_id", "name"), Index(None, "created_at", "id"))
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "name"),
+        Index(None, "created_at", "id"),
+        Index(None, "tenant_id", "folded_name", unique=True),
+    )
 
     id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     name: Mapped[str] = mapped_column(String(MAX_NAME_LENGTH))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    folded_name: Mapped[str | None] = mapped_column(String(MAX_FOLDED_NAME_LENGTH))
+
+    @validates("name")
+    def _fold_name(self, _field: str, name: str) -> str:
+        self.folded_name = fold_name(name)
+        return name
 
 
 class ApiKey(Base):

@@ -12,8 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.classes.service import require_class
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import Conflict, NotFound
-from moiety_platform.tenants.checks import check_foresight, check_name, check_status, check_weight, is_id, new_id
+from moiety_platform.tenants.checks import check_foresight, check_status, check_weight, is_id, new_id
 from moiety_platform.tenants.models import Erasure, Project, Tenant, TenantStatus
+from moiety_platform.tenants.names import check_new_name, fold_missing_names, is_named
 from moiety_platform.tenants.schemas import (
     NewProject,
     NewTenant,
@@ -27,9 +28,10 @@ from moiety_platform.tenants.schemas import (
 
 async def create_tenant(session: AsyncSession, new: NewTenant, now: datetime) -> Tenant:
     """Raises BadRequest, or Conflict when the name is taken."""
+    await fold_missing_names(session, Tenant)
     tenant = Tenant(
         id=new_id("ten"),
-        name=check_name(new.name),
+        name=check_new_name(new.name),
         service_class=await require_class(session, new.service_class),
         weight=check_weight(new.weight),
         status=TenantStatus.ACTIVE,
@@ -58,10 +60,10 @@ async def get_living_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
 
 
 async def list_tenants(session: AsyncSession, page: PageRequest, *, name: str | None = None) -> TenantPage:
-    """Tenants, oldest first; with `name`, the one with exactly that name."""
+    """Tenants, oldest first; with `name`, the one whose name counts as that."""
     statement = select(Tenant)
     if name is not None:
-        statement = statement.where(Tenant.name == check_name(name))
+        statement = statement.where(is_named(Tenant, name))
     statement = after_position(statement, page, Tenant.created_at, Tenant.id, newest_first=False)
     found = (await session.scalars(statement)).all()
     tenants, next_cursor = cut_page(found, page, lambda tenant: Position(tenant.created_at, tenant.id))
@@ -81,7 +83,8 @@ async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantCha
     if not isinstance(change.foresight, msgspec.UnsetType):
         tenant.foresight = check_foresight(change.foresight)
     if not isinstance(change.name, msgspec.UnsetType):  # last, so that no query before the flush below sends it
-        tenant.name = check_name(change.name)
+        await fold_missing_names(session, Tenant)
+        tenant.name = check_new_name(change.name)
     await _flush_unique(session, f"A tenant named {tenant.name!r} exists already; choose another name.")
     return tenant
 
@@ -90,7 +93,8 @@ async def create_project(session: AsyncSession, new: NewProject, now: datetime) 
     """Raises NotFound (no such tenant), BadRequest, or Conflict when the tenant has a project of this name or is
     erased."""
     tenant = await get_living_tenant(session, new.tenant_id)
-    project = Project(id=new_id("prj"), tenant_id=tenant.id, name=check_name(new.name), created_at=now)
+    await fold_missing_names(session, Project)
+    project = Project(id=new_id("prj"), tenant_id=tenant.id, name=check_new_name(new.name), created_at=now)
     session.add(project)
     taken = f"The tenant {tenant.name!r} has a project named {project.name!r} already; choose another name."
     await _flush_unique(session, taken)
@@ -113,7 +117,7 @@ async def list_projects(
     if tenant_id is not None:
         statement = statement.where(Project.tenant_id == (await get_tenant(session, tenant_id)).id)
     if name is not None:
-        statement = statement.where(Project.name == check_name(name))
+        statement = statement.where(is_named(Project, name))
     statement = after_position(statement, page, Project.created_at, Project.id, newest_first=False)
     found = (await session.scalars(statement)).all()
     projects, next_cursor = cut_page(found, page, lambda project: Position(project.created_at, project.id))

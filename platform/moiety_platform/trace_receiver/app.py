@@ -52,7 +52,8 @@ class Tokens:
 
     def is_ours(self, authorization: str) -> bool:
         """Whether it is one of ours, or a guest. Raises Refusal."""
-        given = authorization.removeprefix("Bearer ").encode()
+        scheme, _, token = authorization.partition(" ")
+        given = token.strip().encode() if scheme.lower() == "bearer" else b""
         if hmac.compare_digest(given, self.ours.encode()):
             return True
         if self.guests is not None and hmac.compare_digest(given, self.guests.encode()):

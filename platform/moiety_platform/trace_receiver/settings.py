@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import SecretStr
+from pydantic import SecretStr, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
@@ -38,6 +38,12 @@ class TraceSettings(BaseSettings):
     upkeep_interval_s: float = live(60, "how often what is past its time is deleted", gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = live("info", "from which on events are logged")
     log_format: Literal["auto", "json", "console"] = fixed("auto", "of the log; auto: columns on a terminal, else JSON")
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Self:
+        if self.traces_guest_token == self.traces_token:
+            raise ValueError("set traces_guest_token to another text than traces_token: who has the latter is believed")
+        return self
 
     @property
     def store_url(self) -> str:

@@ -18,6 +18,7 @@ import httpx
 
 from moiety_platform.errors import BadRequest
 from moiety_platform.webhooks.models import MAX_URL_LENGTH
+from moiety_platform.webhooks.special_addresses import is_special
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
@@ -76,7 +77,7 @@ class Reach:
         """Whether a request may go there."""
         if any(address in network for network in self.networks):
             return True
-        return scheme == "https" and is_public(address)
+        return scheme == "https" and not is_special(address)
 
     async def resolve(self, url: httpx.URL) -> Address:
         """An address of the URL's host to connect to. Raises CannotReach, also where only one of several addresses is
@@ -86,13 +87,6 @@ class Reach:
         if not all(self.allows(address, url.scheme) for address in addresses):
             raise CannotReach(ADDRESS_NOT_ALLOWED)
         return addresses[0]
-
-
-def is_public(address: Address) -> bool:
-    """Whether it is an address of the public internet, and none that stands for another one."""
-    if isinstance(address, IPv6Address) and (address.sixtofour or address.teredo or address.scope_id):
-        return False
-    return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
 async def _look_up(url: httpx.URL) -> Sequence[Address]:

@@ -33,6 +33,7 @@ containers:
       - moiety_platform.cli
       - engine
       - --join-timeout-s={{ $pool.startSeconds }}
+      - --allow-unauthenticated-ranks
     {{- end }}
       - --listen=tcp://0.0.0.0:5757
       - --metrics-listen=0.0.0.0:9400

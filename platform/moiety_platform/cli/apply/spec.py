@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -199,7 +200,8 @@ def _price(document: Document, path: str, raw: dict[str, Any], spec: PriceSpec) 
 
 def _tenant(document: Document, path: str, raw: dict[str, Any], spec: TenantSpec) -> Iterator[Wanted]:
     fields = {name: raw[name] for name in ("service_class", "weight", "status") if raw.get(name) is not None}
-    tenant = Wanted("tenant", spec.name, spec.name, path, {"name": spec.name, **fields})
+    name = unicodedata.normalize("NFC", spec.name)  # as the gateway keeps it
+    tenant = Wanted("tenant", spec.name, spec.name, path, {"name": name, **fields})
     yield tenant
     yield from _limits(document, tenant, spec.limits)
     for number, one in enumerate(spec.projects):

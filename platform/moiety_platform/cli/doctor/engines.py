@@ -130,7 +130,10 @@ def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> Card | Fi
             if cards:
                 return _of_this_release(address, cards[0])
     if curve is not None:
-        advice = "set curve_server_key to the public key of the engine's --curve-key-file (its `engine_ready` line)"
+        advice = (
+            "set curve_server_key to the public key of the engine's --curve-key-file (its `engine_ready` line), and "
+            "put curve_public_key on the engine's --gateway-keys-file"
+        )
         return wrong(AREA, "curve_wrong", f"{address}: the engine refuses the gateway's CURVE keys", advice)
     advice = f"run the same release everywhere (here it speaks protocol {PROTOCOL_VERSION}), or restart the engine"
     return wrong(AREA, "engine_silent", f"{address}: an engine listens, and does not answer a gateway's hello", advice)

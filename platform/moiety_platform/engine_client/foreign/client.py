@@ -28,7 +28,7 @@ from moiety_platform.engine_client.foreign.figures import Figures
 from moiety_platform.engine_client.foreign.liveness import Liveness
 from moiety_platform.engine_client.foreign.llama_cpp import LlamaCpp
 from moiety_platform.engine_client.foreign.piece import Dialect
-from moiety_platform.engine_client.foreign.probe import Prober, Silent, Unwell
+from moiety_platform.engine_client.foreign.probe import ModelsUnlisted, Prober, Silent, Unwell
 from moiety_platform.engine_client.foreign.waiting import Ends, class_loads
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
@@ -170,7 +170,15 @@ class ForeignEngineClient:
             return
         url = self._address.root_url + self._dialect.path
         exchange = Exchange(
-            self._http, url, self._dialect, submit, answer, stream, self._clock, self._liveness.hear, self._suspect
+            self._http,
+            url,
+            self._dialect,
+            submit,
+            answer,
+            stream,
+            self._clock,
+            self._liveness.hear_stream,
+            self._suspect,
         )
         task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
         self._running[submit.request_id] = stream, answer, task
@@ -226,6 +234,8 @@ class ForeignEngineClient:
                 self._connected(card)
         except Unwell as error:
             self._liveness.hear()
+            if isinstance(error, ModelsUnlisted) and self._is_healthy and self._liveness.streams_flow:
+                return
             self._lost(str(error))
         except Silent as error:
             self._has_broken |= has_broken

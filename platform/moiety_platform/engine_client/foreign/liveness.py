@@ -15,10 +15,21 @@ class Liveness:
         self._clock = clock
         self._silence_s = silence_s
         self._heard_at_s = clock.monotonic()
+        self._streamed_at_s: float | None = None
 
     def hear(self) -> None:
         """Note that something came from the engine."""
         self._heard_at_s = self._clock.monotonic()
+
+    def hear_stream(self) -> None:
+        """Note that bytes of a stream came."""
+        self._heard_at_s = self._streamed_at_s = self._clock.monotonic()
+
+    @property
+    def streams_flow(self) -> bool:
+        """Whether bytes of a stream came within the bound."""
+        at_s = self._streamed_at_s
+        return at_s is not None and self._clock.monotonic() - at_s <= self._silence_s
 
     @property
     def is_lost(self) -> bool:

@@ -24,6 +24,11 @@ class Unwell(Exception):
     """The server is there, and cannot be used; the message says why."""
 
 
+class ModelsUnlisted(Unwell):
+    """A server without a health endpoint answers its list of models with an error that may pass, which says nothing of
+    its answers to requests."""
+
+
 class Silent(Exception):
     """Nothing was heard of the server."""
 
@@ -131,7 +136,9 @@ class Prober:
                 if response.status_code in (401, 403):
                     raise Unwell("refuses the API key; set foreign_api_key, or key_file= in its address")
                 if response.status_code != 200:
-                    raise Unwell(f"answers {path} with status {response.status_code}")
+                    may_pass = response.status_code == 429 or response.status_code >= 500
+                    kind = ModelsUnlisted if may_pass and self._address.kind is Kind.GENERIC else Unwell
+                    raise kind(f"answers {path} with status {response.status_code}")
                 body = bytearray()
                 async for chunk in content_of(response):
                     body += chunk

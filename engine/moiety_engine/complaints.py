@@ -1,0 +1,12 @@
+"""Errors of commands on the terminal. Their text may hold names from a checkpoint, a trace or a batch file."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+
+def print_error(command: str, error: Exception) -> None:
+    """Write one error to standard error, in which nothing is rich's markup or an escape sequence of the terminal."""
+    told = "".join(one if one.isprintable() or one in "\n\t" else f"\\u{ord(one):04x}" for one in str(error))
+    Console(stderr=True).print(Text.assemble((f"{command}:", "red"), " ", told), highlight=False, soft_wrap=True)
