@@ -314,7 +314,7 @@ def addresses(log: Path) -> tuple[str, str]:
     """Of the gateway and the dashboard, once both are there."""
     while True:
         text = log.read_text()
-        if "moiety is ready at" in text and "Uvicorn server started" in text:
+        if "moiety is ready at" in text and "You can now view" in text:
             lines = text.splitlines()
             url = next(line.rsplit(" ", 1)[1] for line in lines if "moiety is ready at" in line)
             return url, next(line.split()[1] for line in lines if line.startswith("  dashboard"))

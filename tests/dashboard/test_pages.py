@@ -180,7 +180,7 @@ def open_browser(serve: Any) -> Iterator[Callable[[], Browser]]:
     from playwright.sync_api import sync_playwright
 
     address = next(line.split()[1] for line in serve.output.splitlines() if line.startswith("  dashboard"))
-    serve.wait_for_line("Uvicorn server started")
+    serve.wait_for_line("You can now view your Streamlit app")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         size = {"width": 1440, "height": 900}

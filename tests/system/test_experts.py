@@ -61,7 +61,7 @@ def test_the_experts_page_draws_them(server: Any, account: Any, until: Callable[
     with log.open("wb") as file:
         dashboard = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
     try:
-        until(lambda: "Uvicorn server started" in log.read_text(), "the dashboard")
+        until(lambda: "You can now view" in log.read_text(), "the dashboard")
         with sync_playwright() as playwright:
             page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
             page.set_default_timeout(DEADLINE_S * 1000)
