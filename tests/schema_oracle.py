@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -64,7 +65,7 @@ def _check_multiple(validator: Any, multiple: Any, value: Any, _: Any) -> Iterat
 
 
 def _check_pattern(_: Any, pattern: str, value: Any, __: Any) -> Iterator[ValidationError]:
-    if isinstance(value, str) and not (_by_pattern(pattern).is_valid(value) and _matches_in_python(pattern, value)):
+    if isinstance(value, str) and not (_matches_in_rust(pattern, value) and _matches_in_python(pattern, value)):
         yield ValidationError(f"{value!r} does not match {pattern!r}")
 
 
@@ -78,6 +79,13 @@ def _by_pattern(pattern: str) -> Any:
     return jsonschema_rs.validator_for({"pattern": pattern})
 
 
+def _matches_in_rust(pattern: str, value: str) -> bool:
+    try:
+        return bool(_by_pattern(pattern).is_valid(value))
+    except jsonschema_rs.ValidationError:
+        return True  # it is none of that dialect
+
+
 @cache
 def _by_format(name: str) -> Any:
     return jsonschema_rs.validator_for({"format": name}, validate_formats=True)
@@ -85,7 +93,9 @@ def _by_format(name: str) -> Any:
 
 def _matches_in_python(pattern: str, value: str) -> bool:
     try:
-        return re.search(pattern, value) is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # `&&` in a class may mean something else some day
+            return re.search(pattern, value) is not None
     except re.error:
         return True  # it is none of Python's
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -106,3 +107,36 @@ def test_rewritten_bounds_lie_within_the_bounds_that_were_asked_for(lower: int, 
     assert lower <= found["minimum"]
     assert found["maximum"] <= upper
     assert max(abs(found["minimum"]), abs(found["maximum"])) <= MAX_EXACT
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "/exclusiveMinimum"),
+        ({"type": "number", "exclusiveMinimum": 1.0, "exclusiveMaximum": 1.1}, "/exclusiveMinimum"),
+        ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, "/exclusiveMaximum"),
+        ({"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, "/allOf/0/exclusiveMinimum"),
+        ({"properties": {"a": {"exclusiveMaximum": -1, "minimum": -1.5}}}, "/properties/a/exclusiveMaximum"),
+    ],
+)
+def test_an_exclusive_bound_near_the_opposite_bound_is_refused_by_its_place(
+    schema: dict[str, Any], pointer: str
+) -> None:
+    with pytest.raises(GuideRefused, match=f"^{re.escape(pointer)}: "):
+        COMPILER.compile(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "number", "wanted"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "0", False),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "0.5", True),
+        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, "1", False),
+        ({"type": "number", "minimum": -1, "exclusiveMaximum": 0}, "-0", False),
+        ({"type": "number", "minimum": 0, "exclusiveMinimum": 0}, "0", False),
+        ({"type": "number", "exclusiveMinimum": 0.5, "maximum": 0.75}, "0.5", False),
+        ({"type": "number", "exclusiveMinimum": 0.5, "maximum": 0.75}, "0.75", True),
+    ],
+)
+def test_other_exclusive_bounds_hold(schema: dict[str, Any], number: str, *, wanted: bool) -> None:
+    assert allows(schema, number) == wanted

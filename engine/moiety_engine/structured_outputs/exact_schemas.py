@@ -16,6 +16,7 @@ import msgspec
 
 from moiety_engine.structured_outputs.errors import GuideRefused
 from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part, with_exact_numbers
+from moiety_engine.structured_outputs.exclusive_bounds import ExclusiveBounds
 from moiety_engine.structured_outputs.formats import PATTERNS
 from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
 
@@ -62,6 +63,7 @@ def exact_schema(decoded: Any) -> ExactSchema:
     rewriting = _Rewriting(_is_old(decoded))
     found = rewriting.rewrite(with_exact_numbers(decoded), "")
     rewriting.check_multiples()
+    rewriting.check_bounds()
     return ExactSchema(found, ESCAPES if rewriting.has_free_names else None)
 
 
@@ -73,6 +75,7 @@ class _Rewriting:
     has_free_names: bool = False  # beside names with a schema of their own
     has_merged: bool = False  # schemas that apply to one value together
     multiples: dict[Decimal, str] = field(default_factory=dict)  # with a place of each
+    bounds: ExclusiveBounds = field(default_factory=ExclusiveBounds)
 
     def rewrite(self, schema: Any, pointer: str) -> Any:
         if isinstance(schema, list):
@@ -109,6 +112,8 @@ class _Rewriting:
             told = "it is a keyword of the draft 2020-12, and this schema is of an older one", "use one draft"
             raise _refused(f"{pointer}/prefixItems", *told)
         self._check_least_properties(schema, pointer)
+        if (unkept := self.bounds.note(schema, pointer)) is not None:
+            raise _refused_bound(unkept)
         multiple = schema.get("multipleOf")
         if isinstance(multiple, int | float) and not isinstance(multiple, bool):
             self._note_multiple(multiple, f"{pointer}/multipleOf")
@@ -138,6 +143,11 @@ class _Rewriting:
             told = f"multiples of {multiple} are not computed exactly"
             raise _refused(pointer, told, "use a number with fewer digits, or an integer of a smaller unit")
         self.multiples.setdefault(exact, pointer)
+
+    def check_bounds(self) -> None:
+        """Bounds of subschemas that apply together are merged by the library."""
+        if self.has_merged and (unkept := self.bounds.find_unkept()) is not None:
+            raise _refused_bound(unkept)
 
     def check_multiples(self) -> None:
         """The library computes the least common multiple of two that apply together in 32 bits."""
@@ -257,6 +267,11 @@ def _resolved(root: Mapping[str, Any], reference: str) -> Any:
         else:
             return None
     return found
+
+
+def _refused_bound(pointer: str) -> GuideRefused:
+    told = "an exclusive bound is not kept beside an opposite bound that is less than 1 away"
+    return _refused(pointer, told, "use an inclusive bound with a fraction, such as 0.001 for a number above 0")
 
 
 def _refused(pointer: str, why: str, advice: str) -> GuideRefused:
