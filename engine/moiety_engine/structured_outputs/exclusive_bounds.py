@@ -27,9 +27,11 @@ class ExclusiveBounds:
         """Note a subschema's bounds. Return the pointer of one that is not kept beside the others of its subschema."""
         if schema.get("type") == "integer":
             return None
-        bounds = {
-            name: found for pair in _OTHER_SIDE.values() for name in pair if _is_number(found := schema.get(name))
-        }
+        bounds: dict[str, float] = {}
+        for keyword in (*_OTHER_SIDE["exclusiveMinimum"], *_OTHER_SIDE["exclusiveMaximum"]):
+            value = schema.get(keyword)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                bounds[keyword] = value
         for name, bound in bounds.items():
             self.others.setdefault(name, set()).add(bound)
         for name, opposite in _OTHER_SIDE.items():
@@ -51,7 +53,3 @@ class ExclusiveBounds:
 
 def _is_within_one(name: str, whole: int, bound: float) -> bool:
     return 0 < (bound - whole if name == "exclusiveMinimum" else whole - bound) < 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
