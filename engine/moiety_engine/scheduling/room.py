@@ -126,7 +126,7 @@ class Room:
             self._kv.of(victim).release(victim)
             self._places.end(victim)
             return
-        if take_blocks or beneficiary is None or victim.service.rank > beneficiary.service.rank:
+        if take_blocks:
             victim.num_preemptions += 1
         else:
             victim.num_pauses += 1

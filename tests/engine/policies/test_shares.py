@@ -69,6 +69,31 @@ def test_a_tenant_that_floods_the_batch_leaves_places_while_another_is_there_and
     replica.run()
 
 
+@pytest.mark.parametrize("num_preempted", [0, 2])
+def test_short_requests_of_a_better_rank_find_a_place_however_many_came_before(
+    make_replica: MakeReplica, num_preempted: int
+) -> None:
+    """Also where each running stream has been preempted for its blocks as often as it may be."""
+    replica = make_replica("moiety", num_blocks=4096, max_running=8)
+    streams = [replica.add(4, tenant="greedy", service=BATCH, output=900) for _ in range(20)]
+    while len(replica.scheduler.places.decoding) < 8:
+        replica.step()
+    for sequence in replica.scheduler.places.running:
+        for _ in range(num_preempted):
+            sequence.num_preemptions += 1
+            replica.scheduler.policy.preempted(sequence, None, 0.0)
+    for _ in range(60):  # more than twice for each stream
+        while len(replica.scheduler.places.running) < 8:
+            replica.step()
+        key, num_steps = replica.add(4, tenant="modest", service=PRIORITY, output=2), 0
+        while key not in replica.finishes:
+            replica.step()
+            num_steps += 1
+            assert num_steps <= 4
+    replica.run(50_000)
+    assert all(len(replica.outputs[key]) == 900 for key in streams)
+
+
 @pytest.mark.parametrize("service", [PATIENT, STANDARD, PRIORITY, FLEX, BATCH], ids=lambda service: service.name)
 @pytest.mark.parametrize("num_others", [1, 3])
 def test_a_newcomer_joins_a_batch_that_another_tenant_filled_within_a_few_steps(

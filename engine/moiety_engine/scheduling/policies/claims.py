@@ -138,7 +138,7 @@ class Claims:
         """Who may be preempted, the first to go first: lowest class, then what cannot keep its promise, then the latest
         deadline, then what gave way least often, then what has done least of what it is predicted to do, then the
         youngest. For a mere place in the batch a stream need not be at risk to go before a worse rank, since the victim
-        keeps its blocks."""
+        keeps its blocks; for the same reason what was preempted as often as allowed may pause, last of all."""
         if beneficiary is None:
             batch = list(running)
         else:
@@ -147,10 +147,12 @@ class Claims:
             batch = [s for s in running if s.service.rank > rank] if outranks else []
             if takes_blocks:
                 batch += self._over_their_share(running, beneficiary)
-        victims = sorted((s for s in batch if not self._guarantees.protects(s)), key=_giving_way, reverse=True)
-        if beneficiary is not None and not takes_blocks:
-            victims += self._over_their_places(running, beneficiary)
-        return victims
+        protects, owes = self._guarantees.protects, self._guarantees.owes
+        batch.sort(key=_giving_way, reverse=True)
+        victims = [s for s in batch if not protects(s)]
+        if beneficiary is None or takes_blocks:
+            return victims
+        return victims + [s for s in batch if owes(s)] + self._over_their_places(running, beneficiary)
 
     def _over_their_places(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
         """Sequences of the beneficiary's rank whose tenants hold at least their share of the rank's places without
@@ -214,4 +216,5 @@ class Claims:
 def _giving_way(s: Sequence) -> tuple[int, bool, float, int, float, int]:
     deadline_s = s.completion_deadline_s if s.due_s == math.inf else s.due_s
     done = s.num_computed / (s.num_prompt + max(s.predicted_output, s.num_output + 1.0))
-    return s.service.rank, s.relegated, min(deadline_s, 1e18), -s.num_preemptions, -done, s.order
+    num_times = s.num_preemptions + s.num_pauses
+    return s.service.rank, s.relegated, min(deadline_s, 1e18), -num_times, -done, s.order
