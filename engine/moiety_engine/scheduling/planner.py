@@ -129,9 +129,9 @@ class Planner:
         if self._answer_rows_left is not None:
             prompt_left = max(0, sequence.num_prompt - sequence.num_computed)
             limit = min(limit, prompt_left + max(0, self._answer_rows_left))
-        budget = self._budget
-        if budget is None or limit <= 0:
+        if self._budget is None or limit <= 0:
             return max(0, limit)
+        budget = self._budget.for_rank(sequence.service.rank)
         context = sequence.num_computed
         floor = min(limit, max(0, budget.floor_tokens - self._prefill_rows))
         return max(floor, self._step_time.largest_prefill(self.shape, context, budget.seconds, limit))

@@ -37,6 +37,12 @@ class StepBudget:
 
     seconds: float
     floor_tokens: int
+    best_rank: int = 0
+    of_worse_ranks: StepBudget | None = None  # for prompts of ranks worse than `best_rank`; None: the same
+
+    def for_rank(self, rank: int) -> StepBudget:
+        """Return the budget for prompts of that rank."""
+        return self if self.of_worse_ranks is None or rank <= self.best_rank else self.of_worse_ranks
 
 
 class BatchView:

@@ -25,9 +25,16 @@ class DecodePacing:
         self._pace = pace
         self._step_time = step_time
         self.limit_s = math.inf  # of the newest step, where worse ranks are held to the best rank's pace
+        self._num_limited = 0  # steps with such a limit
 
-    def select(self, decoding: list[Chunk]) -> list[Chunk]:
-        """Return the chunks that decode in the next step, in the order given.
+    @property
+    def leaves_floor(self) -> bool:
+        """Whether prompts of worse ranks get their least number of tokens in a step with a limit."""
+        return self._num_limited % self._tuning.steps_of_floor == 0
+
+    def select(self, decoding: list[Chunk], *, best_waits: bool) -> list[Chunk]:
+        """Return the chunks that decode in the next step, in the order given. `best_waits`: prompts of the best rank
+        wait for the step, or are part of it.
 
         All chunks are returned where the step is predicted to be short enough, or where only the best rank decodes.
         Otherwise O(n log n) in the number of chunks.
@@ -37,9 +44,11 @@ class DecodePacing:
             return decoding
         best_rank = pace.best_rank
         best = [chunk for chunk in decoding if chunk.sequence.service.rank <= best_rank]
-        limit_s = self._longest_decode_s(best_decodes=bool(best))
-        if any(chunk.sequence.next_due_s == math.inf for chunk in best):  # late: no deadline bounds the step
-            self.limit_s = limit_s
+        limit_s = self._longest_decode_s(best_is_there=best_waits or bool(best))
+        if best_waits or any(
+            chunk.sequence.next_due_s == math.inf for chunk in best
+        ):  # late: no deadline bounds the step
+            self._limit(limit_s)
         if len(best) == len(decoding):
             return decoding
         num_rows, context = len(decoding), sum([chunk.sequence.num_computed for chunk in decoding])
@@ -50,15 +59,19 @@ class DecodePacing:
         num_taken = max(self._num_that_fit(best, worse, limit_s), self._least_of(len(worse)))
         if num_taken == len(worse):
             return decoding
-        self.limit_s = limit_s
+        self._limit(limit_s)
         taken = {chunk.sequence for chunk in worse[:num_taken]}
         return [c for c in decoding if c.sequence.service.rank <= best_rank or c.sequence in taken]
 
-    def _longest_decode_s(self, *, best_decodes: bool) -> float:
-        """Return how long a step may take: a part of the best rank's promised pace while that rank decodes, else a part
-        of its promised first token, since whoever comes meanwhile waits for the step to end."""
+    def _limit(self, seconds: float) -> None:
+        self._num_limited += self.limit_s == math.inf
+        self.limit_s = seconds
+
+    def _longest_decode_s(self, *, best_is_there: bool) -> float:
+        """Return how long a step may take: a part of the best rank's promised pace while any of it is in the step, else
+        a part of its promised first token, since whoever comes meanwhile waits for the step to end."""
         to_first_token_s = self._tuning.tight_ttft_part * self._pace.best_ttft_s
-        if not best_decodes:
+        if not best_is_there:
             return to_first_token_s
         return min(self._tuning.decode_part * self._pace.best_tpot_s, to_first_token_s)
 

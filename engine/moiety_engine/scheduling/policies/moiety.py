@@ -182,7 +182,10 @@ class Moiety(Policy):
     # ── a step ──
 
     def decodes_of_step(self, decoding: list[Chunk]) -> list[Chunk]:
-        return self._pacing.select(decoding) if self.tuning.chunk_sizing else decoding
+        if not self.tuning.chunk_sizing:
+            return decoding
+        best = self._accounts.get(self._pace.best_rank)
+        return self._pacing.select(decoding, best_waits=best is not None and best.num_queued > 0)
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
         self._queue.release()
@@ -193,9 +196,11 @@ class Moiety(Policy):
         part = self.tuning.slack_used_if_urgent if urgent else self.tuning.slack_used
         alone_s = self.context.step_time.predict_s(view.shape)
         seconds = min(max(self._pace.longest_step_s, 2 * alone_s), part * view.slack_s)
-        if self._pacing.limit_s == math.inf or self._accounts[self._pace.best_rank].num_queued:
-            return StepBudget(seconds, self.tuning.floor_tokens)
-        return StepBudget(min(seconds, self._pacing.limit_s), self.tuning.floor_tokens_in_turns)
+        floor_tokens, pacing = self.tuning.floor_tokens, self._pacing
+        if pacing.limit_s == math.inf:
+            return StepBudget(seconds, floor_tokens)
+        of_worse = StepBudget(min(seconds, pacing.limit_s), floor_tokens if pacing.leaves_floor else 0)
+        return StepBudget(seconds, floor_tokens, self._pace.best_rank, of_worse)
 
     def delays(self, sequence: Sequence, view: BatchView, num_blocks: int, now_s: float) -> Reason | None:
         if self._slows_too_much(sequence, view):

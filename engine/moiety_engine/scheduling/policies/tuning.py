@@ -25,7 +25,7 @@ class Tuning:
     unpromised_token_s: float = 1.0  # after its newest token, when a request without a pace wants its next
     decode_part_beyond_share: float = 0.21  # of its own pace, beyond its share of places while others are there
     floor_tokens: int = 16  # prompt tokens a step whatever the slack
-    floor_tokens_in_turns: int = 2  # the same, of worse ranks in a step in which their decodes take turns
+    steps_of_floor: int = 8  # one in so many has it for worse ranks, while those are held to the best rank's pace
     remembered_s: float = 30.0  # for how long a class that was seen is reckoned with
     # the queue
     risk_factor: float = 2.0  # at risk when this many times the predicted need is left
