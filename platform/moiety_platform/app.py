@@ -15,6 +15,7 @@ from litestar.types import ControllerRouterHandler, ExceptionHandlersMap
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.admission.gate import AdmissionGate
 from moiety_platform.admission.streams import StreamGate
+from moiety_platform.admission.turns import Turns
 from moiety_platform.allowed_methods import tell_allowed_methods
 from moiety_platform.anthropic_api.controller import MessageServices, message_routes
 from moiety_platform.auth.admin import check_actions
@@ -148,7 +149,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
     services.metrics.registry.register(BreakerCollector(services.replicas.breakers))
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
-    shape = ShapeLimits.of(settings)
+    shape, turns = ShapeLimits.of(settings), Turns()
     exchange = ExchangeServices(
         services.authenticator,
         services.recorder,
@@ -158,10 +159,17 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
         **limits,
         shape=shape,
         streams=StreamGate(settings.max_streams_per_key),
+        turns=turns,
         foreseer=services.foreseer,
     )
     models = ModelServices(
-        services.authenticator, services.replicas, pipeline.texts, **limits, shape=shape, adapters=services.adapters
+        services.authenticator,
+        services.replicas,
+        pipeline.texts,
+        **limits,
+        shape=shape,
+        turns=turns,
+        adapters=services.adapters,
     )
     has_operations = settings.has_operations_on_port
     schemas = schema_routes(lambda: exchange.shape)

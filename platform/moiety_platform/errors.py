@@ -232,3 +232,17 @@ class EngineOverloaded(Unavailable):
 
 WAIVED = (NonFiniteOutput, EngineRefused, EngineOverloaded)
 """Errors after which nothing is billed unless a part of the answer was sent."""
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error that was handled, and of those that it came from. The calls that they hold often
+    hold the error: together they would stay, with the request's text and tokens, until a garbage collection."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        found = pending.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        found.__traceback__ = None
+        pending += (found.__cause__, found.__context__)

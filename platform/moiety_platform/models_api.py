@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, TypeVar
 
 from litestar import Request, get, post
@@ -13,6 +14,7 @@ from pydantic import ConfigDict, model_validator
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import allowed_of
+from moiety_platform.admission.turns import Turns
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
@@ -135,6 +137,7 @@ class ModelServices:
     max_body_bytes: int
     max_json_depth: int
     shape: ShapeLimits
+    turns: Turns
     adapters: AdapterCache | None = None
 
 
@@ -155,9 +158,10 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
                     found[name] = cards[adapter.model]
         return found
 
-    async def receive(schema: type[Body], request: Request[Any, Any, Any]) -> Body:
+    async def receive(schema: type[Body], principal: Principal, request: Request[Any, Any, Any]) -> Body:
         limits = (services.max_body_bytes, services.max_json_depth, services.shape)
-        return await receive_body(schema, request.receive, request.scope["headers"], *limits)
+        turn = partial(services.turns.wait, principal.tenant_id)
+        return await receive_body(schema, request.receive, request.scope["headers"], *limits, turn)
 
     @get("/v1/models", name="list_models", tags=["models"], security=SECURITY, opt=_BETA)
     async def list_models(request: Request[Any, Any, Any]) -> ModelList:
@@ -175,8 +179,9 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
     @post("/tokenize", name="tokenize", status_code=200, tags=["models"], security=SECURITY, opt=_takes(TokenizeBody))
     async def tokenize(request: Request[Any, Any, Any]) -> Tokenized:
         """Turn a text or a conversation into token ids."""
-        cards = await visible(await caller(request))
-        body = await receive(TokenizeBody, request)
+        principal = await caller(request)
+        cards = await visible(principal)
+        body = await receive(TokenizeBody, principal, request)
         card = _find(cards, body.model)
         (tokens,) = await (await services.texts.get(card)).encode([body.as_prompt()])
         return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens}
@@ -186,8 +191,9 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
     @post("/detokenize", name="detokenize", status_code=200, tags=["models"], security=SECURITY, opt=takes)
     async def detokenize(request: Request[Any, Any, Any]) -> Detokenized:
         """Turn token ids into text."""
-        cards = await visible(await caller(request))
-        body = await receive(DetokenizeBody, request)
+        principal = await caller(request)
+        cards = await visible(principal)
+        body = await receive(DetokenizeBody, principal, request)
         text = await services.texts.get(_find(cards, body.model))
         return {"prompt": await text.decode(body.tokens)}
 

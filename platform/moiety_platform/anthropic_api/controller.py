@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -125,6 +126,7 @@ def _count_route(services: MessageServices) -> HTTPRouteHandler:
             exchange.max_body_bytes,
             exchange.max_json_depth,
             exchange.shape,
+            partial(exchange.turns.wait, principal.tenant_id),
         )
         adapter = None
         if services.adapters is not None:

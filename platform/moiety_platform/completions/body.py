@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -62,9 +62,13 @@ async def receive_body(
     max_bytes: int,
     max_depth: int,
     shape: ShapeLimits = DEFAULT_SHAPE,
+    turn: Callable[[], Awaitable[None]] | None = None,
 ) -> Body:
-    """Read the body and decode it, a large one in a thread. Raises what `read_body` and `decode_body` raise."""
+    """Read the body, wait for its tenant's `turn` and decode it, a large one in a thread. Raises what `read_body` and
+    `decode_body` raise."""
     data = await read_body(receive, headers, max_bytes)
+    if turn is not None:
+        await turn()
     if len(data) <= INLINE_BYTES:
         return decode_body(schema, data, max_depth, shape)
     return await asyncio.to_thread(decode_body, schema, data, max_depth, shape)

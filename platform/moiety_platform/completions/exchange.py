@@ -18,6 +18,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from moiety_platform.admission.streams import StreamGate
+from moiety_platform.admission.turns import Turns
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
@@ -32,7 +33,7 @@ from moiety_platform.completions.recorder import STOPPING, RequestRecorder
 from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
 from moiety_platform.direct import DIRECT
-from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
+from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated, forget_frames
 from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm, internal_error
@@ -67,6 +68,7 @@ class ExchangeServices:
     max_json_depth: int
     shape: ShapeLimits
     streams: StreamGate
+    turns: Turns
     foreseer: Foreseer | None = None
 
 
@@ -157,6 +159,7 @@ class Exchange(Generic[Body]):
             await _tell(reply, STOPPING)
             raise
         except PlatformError as exc:
+            forget_frames(exc)
             await _tell(reply, exc)
         except Exception:  # the root of a request: told as 500, logged whole
             log.exception("request_failed", request_id=request_id_of(scope))
@@ -189,6 +192,7 @@ class Exchange(Generic[Body]):
                 services.max_body_bytes,
                 services.max_json_depth,
                 services.shape,
+                partial(services.turns.wait, principal.tenant_id),
             )
             with services.streams.hold(principal.root_key_id) if body.wants_stream else contextlib.nullcontext():
                 await self._answer(body, record, reply)

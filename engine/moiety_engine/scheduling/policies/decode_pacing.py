@@ -25,12 +25,9 @@ class DecodePacing:
         self._pace = pace
         self._step_time = step_time
         self.limit_s = math.inf  # of the newest step, where worse ranks are held to the best rank's pace
-        self._num_limited = 0  # steps with such a limit
+        self.leaves_floor = True  # whether prompts of worse ranks get their least number of tokens in the newest step
+        self._num_turns = 0  # steps in which the floor of worse ranks takes turns
 
-    @property
-    def leaves_floor(self) -> bool:
-        """Whether prompts of worse ranks get their least number of tokens in a step with a limit."""
-        return self._num_limited % self._tuning.steps_of_floor == 0
 
     def select(self, decoding: list[Chunk], *, best_waits: bool) -> list[Chunk]:
         """Return the chunks that decode in the next step, in the order given. `best_waits`: prompts of the best rank
@@ -39,16 +36,17 @@ class DecodePacing:
         All chunks are returned where the step is predicted to be short enough, or where only the best rank decodes.
         Otherwise O(n log n) in the number of chunks.
         """
-        pace, self.limit_s = self._pace, math.inf
+        pace, self.limit_s, self.leaves_floor = self._pace, math.inf, True
         if pace.best_tpot_s == math.inf and pace.best_ttft_s == math.inf:
             return decoding
         best_rank = pace.best_rank
         best = [chunk for chunk in decoding if chunk.sequence.service.rank <= best_rank]
         limit_s = self._longest_decode_s(best_is_there=best_waits or bool(best))
-        if best_waits or any(
-            chunk.sequence.next_due_s == math.inf for chunk in best
-        ):  # late: no deadline bounds the step
-            self._limit(limit_s)
+        if best_waits or best:
+            self._take_turn_of_floor()
+        is_late = any(chunk.sequence.next_due_s == math.inf for chunk in best)
+        if best_waits or is_late:  # no deadline bounds the step
+            self.limit_s = limit_s
         if len(best) == len(decoding):
             return decoding
         num_rows, context = len(decoding), sum([chunk.sequence.num_computed for chunk in decoding])
@@ -59,13 +57,15 @@ class DecodePacing:
         num_taken = max(self._num_that_fit(best, worse, limit_s), self._least_of(len(worse)))
         if num_taken == len(worse):
             return decoding
-        self._limit(limit_s)
+        self.limit_s = limit_s
+        if not best_waits and not best:
+            self._take_turn_of_floor()
         taken = {chunk.sequence for chunk in worse[:num_taken]}
         return [c for c in decoding if c.sequence.service.rank <= best_rank or c.sequence in taken]
 
-    def _limit(self, seconds: float) -> None:
-        self._num_limited += self.limit_s == math.inf
-        self.limit_s = seconds
+    def _take_turn_of_floor(self) -> None:
+        self._num_turns += 1
+        self.leaves_floor = self._num_turns % self._tuning.steps_of_floor == 0
 
     def _longest_decode_s(self, *, best_is_there: bool) -> float:
         """Return how long a step may take: a part of the best rank's promised pace while any of it is in the step, else

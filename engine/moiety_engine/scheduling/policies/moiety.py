@@ -197,7 +197,7 @@ class Moiety(Policy):
         alone_s = self.context.step_time.predict_s(view.shape)
         seconds = min(max(self._pace.longest_step_s, 2 * alone_s), part * view.slack_s)
         floor_tokens, pacing = self.tuning.floor_tokens, self._pacing
-        if pacing.limit_s == math.inf:
+        if pacing.limit_s == math.inf and pacing.leaves_floor:
             return StepBudget(seconds, floor_tokens)
         of_worse = StepBudget(min(seconds, pacing.limit_s), floor_tokens if pacing.leaves_floor else 0)
         return StepBudget(seconds, floor_tokens, self._pace.best_rank, of_worse)

@@ -1,0 +1,96 @@
+"""A refused request leaves nothing that only a garbage collection finds. A collection stops every stream of a gateway,
+for longer the more there is to look at, and the texts and tokens of refused requests were most of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.notes import Reason
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+NUM_REQUESTS = 20
+
+
+def rejects(submit):
+    return Failed(submit.request_id, 0, FailureCode.OVERLOADED, "not now", 0, Reason.PREDICTED_LATE, 2.1)
+
+
+def refuses(submit):
+    return Failed(submit.request_id, 0, FailureCode.INVALID_REQUEST, "it cannot be served", 0)
+
+
+def fails(submit):
+    return Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "it broke", 0)
+
+
+def breaks(submit):
+    return [*count_aloud(submit)[:2], fails(submit)]
+
+
+@contextlib.contextmanager
+def found_by_collection() -> Iterator[Counter[str]]:
+    """The functions whose frames, and the types of errors which only a collection finds of what the body leaves."""
+    found: Counter[str] = Counter()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield found
+        gc.collect()
+        for thing in gc.garbage:
+            if isinstance(thing, FrameType):
+                found[thing.f_code.co_qualname] += 1
+            elif isinstance(thing, BaseException):
+                found[type(thing).__name__] += 1
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("script", "changes"),
+    [
+        (count_aloud, {}),
+        (rejects, {}),
+        (refuses, {}),
+        (fails, {}),
+        (breaks, {}),
+        (count_aloud, {"model": "another"}),
+        (count_aloud, {"max_tokens": -1}),
+        (count_aloud, {"max_tokens": 10_000}),
+    ],
+)
+async def test_a_request_leaves_no_frames(start_gateway, card, script, changes, path, stream) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "stream": stream, **changes}
+    async with start_gateway([FakeEngineClient(card, script)]) as gateway:
+        await gateway.post(path, body)  # what is made once
+        with found_by_collection() as found:
+            for _ in range(NUM_REQUESTS):
+                await gateway.post(path, body)
+            await asyncio.sleep(0.05)
+    assert not {name: count for name, count in found.items() if count >= NUM_REQUESTS}
+
+
+async def test_a_flood_of_unknown_keys_leaves_no_frames(start_gateway, card) -> None:
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        unknown = [f"{gateway.key[:-4]}{number:04}" for number in range(NUM_REQUESTS)]
+        for path in ("/v1/models", "/v1/chat/completions"):
+            method = "GET" if path == "/v1/models" else "POST"
+            await gateway.request(method, path, b"{}", "mty_none")
+            with found_by_collection() as found:
+                for key in unknown:
+                    assert (await gateway.request(method, path, b"{}", key))[0] == 401
+                await asyncio.sleep(0.05)
+            assert not {name: count for name, count in found.items() if count >= NUM_REQUESTS}
