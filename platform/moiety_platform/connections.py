@@ -154,6 +154,15 @@ class Connection(HttpToolsProtocol):
         self._clear_send_timer()
         super().connection_lost(exc)
         self._departure.note()
+        self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        """Each of these holds the connection, which would stay with its last request until a garbage collection. What
+        still answers a request has its own references."""
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        self.headers = []
+        self.pipeline.clear()
+        self._departure.drop = lambda: None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -262,8 +271,8 @@ class Connection(HttpToolsProtocol):
     def _send_whole(self, scope: Scope, status: int, headers: Mapping[str, str], body: bytes) -> bool:
         """A whole answer by one write; see `SEND_WHOLE`. What ASGI's messages are for is left to them: a client that
         reads slowly or sends ahead, a connection that ends with its answer."""
-        cycle: RequestResponseCycle = self.cycle
-        if cast(Scope, cycle.scope) is not scope or cycle.response_started or cycle.disconnected:
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cast(Scope, cycle.scope) is not scope or cycle.response_started or cycle.disconnected:
             return False
         if not cycle.keep_alive or cycle.flow.write_paused or not "".join(headers.values()).isprintable():
             return False

@@ -1,5 +1,5 @@
-"""A refused request leaves nothing that only a garbage collection finds. A collection stops every stream of a gateway,
-for longer the more there is to look at, and the texts and tokens of refused requests were most of it."""
+"""A request and its connection leave nothing that only a garbage collection finds. A collection stops every stream of a
+gateway, for longer the more there is to look at, and the texts and tokens of refused requests were most of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from types import FrameType
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from moiety_platform.connections import Connection
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_wire.messages import Failed, FailureCode
 from moiety_wire.notes import Reason
@@ -38,7 +40,8 @@ def breaks(submit):
 
 @contextlib.contextmanager
 def found_by_collection() -> Iterator[Counter[str]]:
-    """The functions whose frames, and the types of errors which only a collection finds of what the body leaves."""
+    """The functions whose frames, and the types of errors, connections and requests that only a collection finds of
+    what the body leaves."""
     found: Counter[str] = Counter()
     gc.collect()
     gc.disable()
@@ -49,7 +52,7 @@ def found_by_collection() -> Iterator[Counter[str]]:
         for thing in gc.garbage:
             if isinstance(thing, FrameType):
                 found[thing.f_code.co_qualname] += 1
-            elif isinstance(thing, BaseException):
+            elif isinstance(thing, BaseException | Connection | RequestResponseCycle):
                 found[type(thing).__name__] += 1
     finally:
         gc.set_debug(0)
