@@ -28,7 +28,6 @@ class DecodePacing:
         self.leaves_floor = True  # whether prompts of worse ranks get their least number of tokens in the newest step
         self._num_turns = 0  # steps in which the floor of worse ranks takes turns
 
-
     def select(self, decoding: list[Chunk], *, best_waits: bool) -> list[Chunk]:
         """Return the chunks that decode in the next step, in the order given. `best_waits`: prompts of the best rank
         wait for the step, or are part of it.
