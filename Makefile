@@ -12,7 +12,7 @@ RELEASE := $(VENV)/release
 export PYTHONDONTWRITEBYTECODE := # else each of the hundreds of processes that the tests start compiles our modules again
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all style types contracts bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
+.PHONY: help serve test test-all style types contracts docs bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -40,6 +40,10 @@ types:
 
 contracts:
 	@$(BIN)/lint-imports
+
+docs: $(VENV)/.docs ## build the documentation site into dist/docs; a dead link fails (ARGS=--clean)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
+	@echo 'dist/docs/index.html is the documentation'
 
 bench: $(VENV)/.serve ## measure the engine's throughput on the demo model (or ARGS="--model … --json")
 	@exec $(BIN)/moiety bench engine $(ARGS)
@@ -93,6 +97,11 @@ $(VENV)/.dev: $(VENV)/.made $(INPUTS)
 	@echo 'installing Moiety and its tests into $(VENV); this takes a few minutes the first time …'
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.serve
+
+$(VENV)/.docs: $(VENV)/.made $(INPUTS)
+	@echo 'installing MkDocs into $(VENV) …'
+	@$(PIP) --editable '.[docs]'
+	@touch $@
 
 $(VENV)/.fuzz: $(VENV)/.dev
 	@echo 'installing atheris, a fuzzer, into $(VENV) …'

@@ -1,0 +1,52 @@
+"""What the documents refer to exists, and readers of the site find every page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads the configuration of MkDocs, without the functions that it names."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda _loader, suffix, _node: suffix)
+
+
+def pages_of(navigation) -> list[str]:
+    if isinstance(navigation, str):
+        return [navigation]
+    parts = navigation.values() if isinstance(navigation, dict) else navigation
+    return [page for part in parts for page in pages_of(part)]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    configuration = yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)
+    listed = [page for page in pages_of(configuration["nav"]) if not page.startswith("repository/")]
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_are_of_files_that_exist(page: Path) -> None:
+    links = re.findall(r"\]\((?![a-z]+:|#)([^)\s#]+)", page.read_text(encoding="utf-8"))
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_the_glossary_names_code_that_exists() -> None:
+    rows = [line.split("|") for line in (DOCS / "glossary.md").read_text().splitlines() if line.startswith("| ")][1:]
+    named = [path for row in rows for path in re.findall(r"`((?:platform|engine|kernels|helm)/[^`]*)`", row[3])]
+    assert len(named) >= len(rows) > 40
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    lines = (DOCS / "glossary.md").read_text().splitlines()
+    terms = [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:]
+    assert terms == sorted(terms, key=str.casefold)
