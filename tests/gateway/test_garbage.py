@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
@@ -97,3 +99,54 @@ async def test_a_flood_of_unknown_keys_leaves_no_frames(start_gateway, card) -> 
                     assert (await gateway.request(method, path, b"{}", key))[0] == 401
                 await asyncio.sleep(0.05)
             assert not {name: count for name, count in found.items() if count >= NUM_REQUESTS}
+
+
+def endless(submit):
+    return itertools.repeat((1, "x"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_leaves_no_frames(start_gateway, new_card, until, stream) -> None:
+    engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
+    body = json.dumps({"model": "tiny", "messages": MESSAGES, "stream": stream}).encode()
+    async with start_gateway([engine]) as gateway:
+
+        async def leave() -> None:
+            begun, num_rows = engine.state.load.output_tokens_total, len(gateway.rows.rows)
+            _, writer = await asyncio.open_connection(*gateway.address)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nAuthorization: Bearer {gateway.key}\r\n"
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await until(lambda: engine.state.load.output_tokens_total > begun)
+            writer.close()
+            await until(lambda: len(gateway.rows.rows) > num_rows)
+
+        await leave()
+        with found_by_collection() as found:
+            for _ in range(NUM_REQUESTS):
+                await leave()
+            await asyncio.sleep(0.05)
+    assert not {name: count for name, count in found.items() if count >= NUM_REQUESTS}
+
+
+async def test_lines_of_a_batch_that_fail_leave_no_frames(start_gateway, card) -> None:
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": asked}
+    lines = [json.dumps({"custom_id": str(number), **line}).encode() for number in range(NUM_REQUESTS)]
+
+    async with start_gateway([FakeEngineClient(card, refuses)]) as gateway:
+
+        async def run_batch() -> None:
+            file = await gateway.client.files.create(file=("input.jsonl", b"\n".join(lines)), purpose="batch")
+            batch = await gateway.client.batches.create(
+                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+            async with asyncio.timeout(60):
+                while batch.status != "completed":
+                    await asyncio.sleep(0.02)
+                    batch = await gateway.client.batches.retrieve(batch.id)
+            assert batch.request_counts.failed == NUM_REQUESTS
+
+        await run_batch()
+        with found_by_collection() as found:
+            await run_batch()
+    assert not {name: count for name, count in found.items() if count >= NUM_REQUESTS}

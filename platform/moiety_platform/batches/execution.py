@@ -34,6 +34,7 @@ from moiety_platform.errors import (
     PlatformError,
     RequestExceedsQuota,
     Unauthenticated,
+    forget_frames,
 )
 from moiety_platform.http_errors import OPENAI_ERRORS, internal_error
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
@@ -114,6 +115,7 @@ class LineRunner:
             answer = await self._answer(principal, line, request_id)
             return Answered(line, LineState.COMPLETED, answer, self._rows.take(request_id))
         except PlatformError as exc:
+            forget_frames(exc)
             return self._judge(line, request_id, exc)
         except Exception:  # the root of a line: logged whole, tried a few times
             log.exception("batch_line_failed", batch_id=line.batch.id, line=line.number)

@@ -25,7 +25,7 @@ from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Used, scopes_of
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_platform.errors import BadRequest, PlatformError, RequestExceedsQuota
+from moiety_platform.errors import BadRequest, PlatformError, RequestExceedsQuota, forget_frames
 from moiety_platform.foresight.next_turn import has_called, next_turns, num_shared
 from moiety_platform.metrics import ForesightMetrics
 from moiety_platform.quota.errors import QuotaExceeded
@@ -102,6 +102,7 @@ class Foreseer:
         except (QuotaExceeded, RequestExceedsQuota):
             outcome = LIMITED
         except PlatformError as error:
+            forget_frames(error)
             log.debug("foresight_failed", request_id=record.request_id, code=error.code)
             outcome = LOST
         except Exception:  # the root of a task: nobody waits for it
