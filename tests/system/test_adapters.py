@@ -14,6 +14,7 @@ import pytest
 
 from moiety_engine.adapters.dummy import write_adapter
 from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_platform.auth.bootstrap import DEMO_TENANT
 
 PROMPT = {"prompt": "the capital of France is", "max_tokens": 16, "temperature": 0}
 
@@ -37,10 +38,9 @@ def served_as(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """The name of the demo tenant's adapter, uploaded with the command."""
     folder = tmp_path_factory.mktemp("adapter")
     write_adapter(folder, resolve_checkpoint(""), modules=("q_proj", "v_proj", "o_proj"), rank=8, strength=2.0)
-    (tenant,) = (one for one in server.get("/admin/v1/tenants")["data"] if one["name"] != "second")
     command = [str(Path(sys.executable).with_name("moiety")), "adapter"]
     options = ["--data-dir", str(server.data_dir), "--url", server.url]
-    added = [*command, "add", tenant["name"], server.model, "mine", str(folder), *options]
+    added = [*command, "add", DEMO_TENANT, server.model, "mine", str(folder), *options]
     subprocess.run(added, check=True, timeout=120, stdin=subprocess.DEVNULL, capture_output=True)
     (made,) = server.get("/admin/v1/adapters")["data"]
     assert made["state"] == "ready"
