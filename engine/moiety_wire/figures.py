@@ -44,6 +44,7 @@ class StepCosts(msgspec.Struct, frozen=True):
     context_token_s: float  # whose KV decoding rows read
     pair_s: float  # of a prompt token and a token that it attends to
     relative_error: float  # of its predictions
+    prefill_step_s: float = 0.0  # more, of a step that has prompt tokens
 
 
 class Figures(msgspec.Struct, frozen=True):

@@ -114,7 +114,7 @@ def make_scheduler(
         Limits(budget, max_running, batch_size=4, max_waiting=max_waiting),
         STRATEGIES[batching],
         policy,
-        step_time=StepTimeModel((0.01, 0.05, 0.0, 0.0, 0.001, 0.001)),
+        step_time=StepTimeModel((0.01, 0.05, 0.0, 0.0, 0.001, 0.001, 0.0)),
         swap=SwapCost(1e-5),
         draft_tokens=draft_tokens,
         guesser=None if held is None else ModelGuesser(held, MAX_DRAFTED),

@@ -262,7 +262,7 @@ def test_chances_are_learned_from_what_came_also_without_a_draft() -> None:
 
 
 def test_rows_cost_what_was_measured_until_steps_say_otherwise() -> None:
-    model = StepTimeModel((0.01, 0.0, 0.0, 0.0, 0.0, 0.0))
+    model = StepTimeModel((0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
     costs = RowCosts(model)
     costs.measured([0.1, 0.2, 0.3, 0.4])
     assert costs.sizes == (1, 2, 4, 8)

@@ -67,7 +67,7 @@ def test_a_device_is_read_back_from_the_file_it_was_written_to(tmp_path: Path, s
 
 
 def test_what_an_engine_tells_of_its_steps_is_what_it_predicts() -> None:
-    model = StepTimeModel((0.01, 0.02, 0.03, 0.04, 0.005, 0.006))
+    model = StepTimeModel((0.01, 0.02, 0.03, 0.04, 0.005, 0.006, 0.007))
     assert model.costs() is None  # nothing was seen yet
     shape = StepShape(300, 200, 40_000, 2_000_000)
     for _ in range(200):
@@ -77,6 +77,7 @@ def test_what_an_engine_tells_of_its_steps_is_what_it_predicts() -> None:
     device = Device(
         name="learned", overhead_s=costs.step_s, token_s=costs.row_s, bends=costs.bends, exponent=1.0,
         kv_token_s=costs.context_token_s, pair_s=costs.pair_s, kv_tokens=100, kv_token_bytes=0,
+        prefill_step_s=costs.prefill_step_s,
     )  # fmt: skip
     assert device.step_s(500, 300, 40_000, 2_000_000) == pytest.approx(model.predict_s(shape))
     assert device.step_s(50, 50, 0, 0) == pytest.approx(model.predict_s(StepShape(50)))

@@ -163,14 +163,16 @@ def _fit(loop: EngineLoop, name: str, observed: list[tuple[StepShape, float]]) -
             np.array([shape.decode_rows for shape, _ in observed], dtype=float),
             np.array([shape.decode_context for shape, _ in observed], dtype=float),
             np.array([shape.attended_pairs for shape, _ in observed], dtype=float),
+            np.array([shape.prefill_rows > 0 for shape, _ in observed], dtype=float),
         ],
         axis=1,
     )
     seconds = np.array([s for _, s in observed])
     if len(observed) < 2 * terms.shape[1]:
         raise EngineError(f"{len(observed)} kinds of steps are too few to calibrate with; allow more time")
-    overhead_s, experts_s, token_s, row_s, kv_token_s, pair_s = fit_non_negative(terms / seconds[:, None])
-    fitted = terms @ np.array([overhead_s, experts_s, token_s, row_s, kv_token_s, pair_s])
+    coefficients = fit_non_negative(terms / seconds[:, None])
+    overhead_s, experts_s, token_s, row_s, kv_token_s, pair_s, prefill_step_s = coefficients
+    fitted = terms @ np.array(coefficients)
     limits = loop.scheduler.limits
     return Device(
         name=name,
@@ -181,6 +183,7 @@ def _fit(loop: EngineLoop, name: str, observed: list[tuple[StepShape, float]]) -
         row_s=row_s,
         kv_token_s=kv_token_s,
         pair_s=pair_s,
+        prefill_step_s=prefill_step_s,
         exponent=1.0,
         kv_tokens=loop.scheduler.groups.num_blocks * loop.block_size,
         block_size=loop.block_size,

@@ -42,7 +42,7 @@ _SYSTEM_TOKENS = 64  # that a tenant's prompts have in common
 _OUTPUT_TOKENS = (64, 448)
 _VOCABULARY = 150_000
 # Seconds of a step on an imagined device: about 12 ms for 256 decodes, 10 µs a prompt token.
-_DEVICE = (0.005, 0.001, 0.0, 0.0, 0.0003, 0.00005)
+_DEVICE = (0.005, 0.001, 0.0, 0.0, 0.0003, 0.00005, 0.0)
 _NOISE = 0.05
 _WARM_UP_STEPS = 300
 _CLASSES = tuple(msgspec.structs.replace(one, on_overload=OverloadAction.QUEUE) for one in SHIPPED)  # none is refused

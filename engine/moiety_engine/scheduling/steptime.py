@@ -2,8 +2,9 @@
 
 Seconds are modelled as a non-negative combination of what a step's cost is made of: a constant, its rows (with two
 bends, since few rows cost what reading the weights costs, and many what multiplying costs), the context that decoding
-rows read, and the pairs of tokens that prefill attends to. Least squares on relative errors, with old steps forgotten,
-held to a starting guess where there is no evidence. Pure Python: six coefficients.
+rows read, the pairs of tokens that prefill attends to, and a constant of steps that have prompt tokens at all: those
+run without what makes pure decode steps cheap, such as replayed graphs. Least squares on relative errors, with old
+steps forgotten, held to a starting guess where there is no evidence. Pure Python: seven coefficients.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import NamedTuple
 from moiety_wire.figures import StepCosts
 
 _BENDS = (96, 256)  # rows
-_NUM_TERMS = 6
+_NUM_TERMS = 7
 _FORGET = 0.995  # per step: the last few hundred count
 _REFIT_STEPS = 8
 _LEARNED_STEPS = 200  # after which what it has learned is told to others
-_UNITS = (1, 100, 100, 100, 10_000, 1_000_000)  # of the terms
+_UNITS = (1, 100, 100, 100, 10_000, 1_000_000, 1)  # of the terms
 _RIDGE = 0.05  # the guess weighs as much as this many observations of typical size
 
 
@@ -41,7 +42,7 @@ class StepShape(NamedTuple):
 
 
 # A guess for a machine of which nothing is known, in seconds a term's unit; a few steps teach better.
-DEFAULT_COEFFICIENTS = (0.01, 0.01, 0.01, 0.01, 0.001, 0.001)
+DEFAULT_COEFFICIENTS = (0.01, 0.01, 0.01, 0.01, 0.001, 0.001, 0.001)
 
 
 class StepTimeModel:
@@ -62,12 +63,14 @@ class StepTimeModel:
     def predict_s(self, shape: StepShape) -> float:
         """Seconds that a step of this shape will take; at least a microsecond."""
         rows = shape.decode_rows + shape.prefill_rows
-        return self._seconds(rows, shape.decode_context, shape.attended_pairs)
+        return self._seconds(rows, shape.decode_context, shape.attended_pairs, has_prefill=shape.prefill_rows > 0)
 
-    def _seconds(self, rows: int, decode_context: int, attended_pairs: int) -> float:
+    def _seconds(self, rows: int, decode_context: int, attended_pairs: int, *, has_prefill: bool) -> float:
         """The terms of `_terms` times the coefficients, written out: this is called many times a step."""
-        constant, per_row, past_first, past_second, context, pairs = self.coefficients
+        constant, per_row, past_first, past_second, context, pairs, prefill = self.coefficients
         total = constant + per_row * (rows / 100)
+        if has_prefill:
+            total += prefill
         if rows > _BENDS[0]:
             total += past_first * ((rows - _BENDS[0]) / 100)
             if rows > _BENDS[1]:
@@ -79,11 +82,11 @@ class StepTimeModel:
         """What has been learned, for others; None where that is still little."""
         if self.num_observed < _LEARNED_STEPS:
             return None
-        step_s, row_s, first, second, context_s, pair_s = (
+        step_s, row_s, first, second, context_s, pair_s, prefill_step_s = (
             coefficient / unit for coefficient, unit in zip(self.coefficients, _UNITS, strict=True)
         )
         bends = (_BENDS[0], first), (_BENDS[1], second)
-        return StepCosts(step_s, row_s, bends, context_s, pair_s, self.relative_error)
+        return StepCosts(step_s, row_s, bends, context_s, pair_s, self.relative_error, prefill_step_s)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took so long."""
@@ -111,11 +114,16 @@ class StepTimeModel:
         sequence, so that it is predicted to end within the budget."""
         rows, decode_context, pairs = shape.decode_rows + shape.prefill_rows, shape.decode_context, shape.attended_pairs
         low, high = 0, limit
-        if self._seconds(rows + limit, decode_context, pairs + limit * (context + limit // 2)) <= budget_s:
+
+        def predict_s(more: int) -> float:
+            attended_pairs = pairs + more * (context + more // 2)
+            return self._seconds(rows + more, decode_context, attended_pairs, has_prefill=True)
+
+        if predict_s(limit) <= budget_s:
             return limit
         while low < high:
             middle = (low + high + 1) // 2
-            if self._seconds(rows + middle, decode_context, pairs + middle * (context + middle // 2)) <= budget_s:
+            if predict_s(middle) <= budget_s:
                 low = middle
             else:
                 high = middle - 1
@@ -151,6 +159,7 @@ def _terms(shape: StepShape) -> tuple[float, ...]:
         max(0, rows - _BENDS[1]) / 100,
         shape.decode_context / 10_000,
         shape.attended_pairs / 1_000_000,
+        1.0 if shape.prefill_rows else 0.0,
     )
 
 

@@ -1,6 +1,7 @@
 """How long a step takes on a device: a roofline of few constants, as presets or calibrated on a real engine.
 
     seconds = overhead + (weights^p + rows · token)^(1/p) + rows beyond each bend · its more
+              + prefill_step, where the step has prompt tokens
               + rows that end a sequence's step · row
               + KV tokens read · kv_token + attended pairs · pair + blocks copied to or from the host / bandwidth
 
@@ -28,6 +29,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     expert_fraction: float = 1.0  # of the experts, that one token activates
     token_s: float  # multiplying, a row
     row_s: float = 0.0  # a sequence in the step
+    prefill_step_s: float = 0.0  # more, of a step that has prompt tokens
     kv_token_s: float  # reading one token's KV in decoding
     pair_s: float  # attention of one prompt token to one token
     exponent: float = 2.0
@@ -56,6 +58,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         copies_s = copied_blocks * self.block_size * self.kv_token_bytes / self.copy_bytes_per_s
         return (
             self.overhead_s
+            + (self.prefill_step_s if attended_pairs else 0.0)
             + roofline_s
             + sum(max(0, rows - bend) * more_s for bend, more_s in self.bends)
             + sequences * self.row_s
