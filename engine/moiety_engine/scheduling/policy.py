@@ -183,7 +183,7 @@ class Policy:
         """By class, the time to first token of an empty prompt that arrives now."""
         return {}
 
-    def decodes_of_step(self, decoding: list[Chunk]) -> list[Chunk]:
+    def decodes_of_step(self, decoding: list[Chunk], now_s: float) -> list[Chunk]:
         """Return those of the decoding requests' chunks that are part of the next step, in the same order."""
         return decoding
 

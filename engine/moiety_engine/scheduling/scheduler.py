@@ -330,7 +330,7 @@ class Scheduler:
         """Decodes, then as much prefill as may join them."""
         decoding = self._room.secure_decodes(now_ns)
         if not self._strategy.padded:  # whose rows belong together
-            decoding = self.policy.decodes_of_step(decoding)
+            decoding = self.policy.decodes_of_step(decoding, now_ns / 1e9)
         due_s, context = self.places.sums_of(decoding)
         planner.add_decodes(decoding, context)
         if self.policy.num_queued and planner.rows_left > 0:

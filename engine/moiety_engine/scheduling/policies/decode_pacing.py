@@ -2,7 +2,8 @@
 
 One step gives each request in it one token, and takes longer the more requests it has. Where a step with all of them
 would take longer than the best rank's promises allow, requests of worse ranks take turns. The best rank is in every
-step. A fixed part of the worse ranks is in every step as well, which bounds how long each of them waits for a token.
+step. Requests of worse ranks whose next token is due are in the step as well, up to a fixed part of the worse ranks
+per step, which bounds how long each of them waits for a token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class DecodePacing:
         self.leaves_floor = True  # whether prompts of worse ranks get their least number of tokens in the newest step
         self._num_turns = 0  # steps in which the floor of worse ranks takes turns
 
-    def select(self, decoding: list[Chunk], *, best_waits: bool) -> list[Chunk]:
+    def select(self, decoding: list[Chunk], now_s: float, *, best_waits: bool) -> list[Chunk]:
         """Return the chunks that decode in the next step, in the order given. `best_waits`: prompts of the best rank
         wait for the step, or are part of it.
 
@@ -53,7 +54,8 @@ class DecodePacing:
             return decoding
         worse = [chunk for chunk in decoding if chunk.sequence.service.rank > best_rank]
         worse.sort(key=self._wanted_at_s)
-        num_taken = max(self._num_that_fit(best, worse, limit_s), self._least_of(len(worse)))
+        num_due = bisect_right(worse, now_s, key=self._wanted_at_s) if best_waits or best else len(worse)
+        num_taken = max(self._num_that_fit(best, worse, limit_s), min(num_due, self._least_of(len(worse))))
         if num_taken == len(worse):
             return decoding
         self.limit_s = limit_s

@@ -21,8 +21,8 @@ class Tuning:
     ttft_part: float = 0.06  # of the shortest TTFT promised of late, that a step may take within that range
     tight_ttft_part: float = 0.3  # of the best rank's shortest TTFT, that any step may take
     decode_part: float = 0.75  # of the shortest pace promised of late, that decoding alone may take
-    least_decode_part: float = 0.0625  # of worse ranks' decodes, that are in every step
-    unpromised_token_s: float = 1.0  # after its newest token, when a request without a pace wants its next
+    least_decode_part: float = 0.0625  # of worse ranks' decodes, that are in every step while their tokens are due
+    unpromised_token_s: float = 0.25  # after its newest token, when a request without a pace wants its next
     decode_part_beyond_share: float = 0.21  # of its own pace, beyond its share of places while others are there
     floor_tokens: int = 16  # prompt tokens a step whatever the slack
     steps_of_floor: int = 8  # one in so many has it for worse ranks, while those are held to the best rank's pace
