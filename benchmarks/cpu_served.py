@@ -22,8 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cpu_rivals import VLLM
-from foreign import vllm
-from foreign.processes import MODEL, MOIETY, process, wait
+from external import vllm
+from external.processes import MODEL, MOIETY, process, wait
 from on_checkpoint import find_or_make_checkpoint, make_parser, ratios_report, write_report
 
 from moiety_platform.supervisor.ports import claim_port

@@ -32,7 +32,7 @@ from dashboard_pictures import picture_experts, take_pictures
 from sqlalchemy import select
 
 from moiety_platform.db.session import Database
-from moiety_platform.quota.kinds import Kind, Unit, window_start
+from moiety_platform.quota.kinds import LimitKind, Unit, window_start
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import Quota
 from moiety_platform.quota.store import LeaseStore, Want
@@ -218,7 +218,7 @@ def charged(row: UsageRow, quotas: list[Quota]) -> UsageRow:
     used = {Unit.TOKENS: row.prompt_tokens + row.output_tokens, Unit.MONEY: row.cost_nanodollars}
     charges = []
     for quota in quotas:
-        kind = Kind(quota.kind)
+        kind = LimitKind(quota.kind)
         if quota.scope_id == row.tenant_id and kind.period is not None and used[kind.unit]:
             window = WindowId(quota.id, window_start(kind.period, datetime.now(UTC)))
             charges.append(Charge(window, GATEWAY, used[kind.unit]))

@@ -26,9 +26,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from moiety_engine.distribution.group import Exchange, Group, Ranks
+from moiety_engine.distribution.collectives import RankCollectives, Ranks, RowExchange
 from moiety_engine.distribution.layout import Layout, Seat
-from moiety_engine.model.adapted import LayerFactors
+from moiety_engine.model.adapter_stacks import LayerFactors
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch
 from moiety_engine.model.dispatch import Dispatch
@@ -36,7 +36,7 @@ from moiety_engine.model.layers import MixtureOfExperts
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weights import MoeWeights
-from moiety_engine.moe.slots import ExpertSlots
+from moiety_engine.moe.expert_slots import ExpertSlots
 from moiety_kernels.environment import describe_environment
 from moiety_kernels.route import RoutingSpec
 
@@ -82,7 +82,7 @@ def ours(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> tuple[Tensor, Ten
     assert dist.group.WORLD is not None
     in_order = seat.layout.slots(NUM_EXPERTS)
     slots = ExpertSlots(in_order, NUM_EXPERTS, num_parts=NUM_RANKS, own_part=rank, device=x_TD.device)
-    dispatch = Dispatch(seat, Exchange(dist.group.WORLD), slots)
+    dispatch = Dispatch(seat, RowExchange(dist.group.WORLD), slots)
     layer = MixtureOfExperts(spec, weights, chosen, Arithmetic(), LayerFactors(), slots, dispatch)
     return layer(x_TD, None), chosen[0]
 
@@ -113,7 +113,7 @@ def write_dense(folder: Path) -> None:
 
 def our_logits(rank: int, folder: Path, ids_T: Tensor) -> Tensor:
     """Of all tokens, on the first rank."""
-    group = Group(dist.group.WORLD)
+    group = RankCollectives(dist.group.WORLD)
     ranks = Ranks(Seat(Layout(tp=NUM_RANKS), rank), tensor=group, everyone=group)
     model = load_model(folder, device="cpu", dtype="float32", ranks=ranks)
     count = len(ids_T)

@@ -33,18 +33,18 @@ import zmq
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import LoadFormat
+from moiety_engine.kv_transfer.messages import Begin, KvChunk
+from moiety_engine.kv_transfer.receiver_thread import ReceiverThread
+from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer
+from moiety_engine.kv_transfer.transports import own_host
 from moiety_engine.model.loading import load_model
-from moiety_engine.transfer.landing import LandingZone, Progress
-from moiety_engine.transfer.messages import Begin, Piece
-from moiety_engine.transfer.receiver import Receiver
-from moiety_engine.transfer.ways import own_host
 from moiety_platform.bench.environment import describe_environment
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.supervisor.ports import claim_port
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Finished, Sampling, Stopping, Submit
-from moiety_wire.roles import HandOver, transfer_token
+from moiety_wire.roles import KvHandoff, transfer_token
 
 HERE = Path(__file__).parent
 CLI = [sys.executable, "-m", "moiety_platform.cli"]
@@ -177,7 +177,7 @@ async def kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "failovers": sum(float(line.split()[-1]) for line in metrics if line.startswith("moiety_failovers_total{")),
         "of_engines_that_live": {
             name: sum(load.get(name, 0) for load in loads)
-            for name in ("handed_over_requests_total", "taken_over_requests_total", "lost_transfers_total")
+            for name in ("handed_over_requests_total", "disaggregated_decode_requests_total", "lost_transfers_total")
         },
     }
 
@@ -254,7 +254,7 @@ async def _until_all_healthy(client: httpx.AsyncClient, key: str, number: int) -
 # ── overlap ──
 
 
-class TimedZone(LandingZone):
+class TimedZone(StagingBuffer):
     """Writes down when each piece came."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -265,7 +265,7 @@ class TimedZone(LandingZone):
         self.came.clear()
         return super().begin(begin)
 
-    def put(self, piece: Piece, frames: Sequence[memoryview]) -> None:
+    def put(self, piece: KvChunk, frames: Sequence[memoryview]) -> None:
         super().put(piece, frames)
         self.came.append((time.time_ns(), piece.end - piece.first))
 
@@ -281,12 +281,12 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def receiving(folder: Path) -> Iterator[tuple[TimedZone, Receiver]]:
+def receiving(folder: Path) -> Iterator[tuple[TimedZone, ReceiverThread]]:
     """A place for KV of that model in this process."""
     torch.set_num_threads(1)
     zone = TimedZone(1 << 30)
     zone.serve(load_model(folder, device="cpu", dtype="float32", load_format=LoadFormat.DUMMY).allocate_kv(1, 4))
-    receiver = Receiver("tcp://127.0.0.1:0", zone, None)
+    receiver = ReceiverThread("tcp://127.0.0.1:0", zone, None)
     try:
         yield zone, receiver
     finally:
@@ -295,7 +295,7 @@ def receiving(folder: Path) -> Iterator[tuple[TimedZone, Receiver]]:
 
 async def overlap(options: argparse.Namespace, folder: Path, way: str) -> dict[str, Any]:
     """Of some prompts, what part of the KV had come when the first token was there."""
-    flags = ["--model", str(folder), "--load-format", "dummy", "--kv-way", way, "--kv-landing-bytes", "1GiB"]
+    flags = ["--model", str(folder), "--load-format", "dummy", "--kv-transport", way, "--kv-buffer-bytes", "1GiB"]
     engines = Engines(folder.parent / way, ["prefill"], flags)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = ZmqEngineClient(engines.addresses[0], context, SystemClock())
@@ -313,7 +313,7 @@ async def overlap(options: argparse.Namespace, folder: Path, way: str) -> dict[s
 
 
 async def _overlap_of_one(
-    options: argparse.Namespace, client: ZmqEngineClient, zone: TimedZone, receiver: Receiver, number: int
+    options: argparse.Namespace, client: ZmqEngineClient, zone: TimedZone, receiver: ReceiverThread, number: int
 ) -> dict[str, Any]:
     rng = random.Random(number)
     transfer_id = secrets.token_hex(16)
@@ -329,7 +329,7 @@ async def _overlap_of_one(
         credit_tokens=8,
         cache_salt=b"",
         arrival_unix_ns=time.time_ns(),
-        hand_over=HandOver(transfer_id, receiver.address, own_host(), transfer_token(receiver.secret, transfer_id)),
+        hand_over=KvHandoff(transfer_id, receiver.address, own_host(), transfer_token(receiver.secret, transfer_id)),
     )
     async with client.open(submit) as stream:
         ends = [message async for message in stream.messages() if isinstance(message, Finished)]

@@ -34,7 +34,7 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreSubmit
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import FLEX, PRIORITY, OverloadAction, ServiceClass
 from moiety_wire.messages import Sampling
 

@@ -29,7 +29,7 @@ from gpu_loops import Bench, Report, requests
 from gpu_strategies import check_crowd, measure_fp8, measure_strategies
 from gpu_watch import Watch, copy_bandwidth, step_bytes
 
-from moiety_engine.bench.lengths import Lengths
+from moiety_engine.bench.lengths import BenchLengths
 from moiety_engine.config import Batching, Overlap
 from moiety_engine.environment import environment
 from moiety_engine.messages import CoreSubmit
@@ -105,7 +105,7 @@ def decode_plan(count: int, block_size: int) -> Plan:
 
 def check_overlap(report: Report, bench: Bench) -> None:
     """All requests of one length, so that every decode step has as many rows as a graph and nothing is padded."""
-    lengths = [Lengths(16, 24)] * 16
+    lengths = [BenchLengths(16, 24)] * 16
     found = {}
     for graphs in (False, True):
         for overlap in (Overlap.OFF, Overlap.ON):
@@ -147,7 +147,7 @@ def check_waiting(report: Report, bench: Bench) -> None:
 
 def check_sleep(report: Report, bench: Bench) -> None:
     loop = bench.loop(max_running=16, max_batch_tokens=256, kv_memory_bytes=256 << 20)
-    submits = requests(loop, [Lengths(16, 12)] * 4)
+    submits = requests(loop, [BenchLengths(16, 12)] * 4)
     before = tokens(run_all(loop, submits))
     free_before = free_bytes()
     begin_s = time.perf_counter()
@@ -185,7 +185,7 @@ def measure_decode(report: Report, bench: Bench, streams: list[int], outputs: in
     watch = Watch(loop)
     for count in streams:
         watch.steps.clear()
-        watch.run(requests(loop, [Lengths(CONTEXT, outputs)] * count))
+        watch.run(requests(loop, [BenchLengths(CONTEXT, outputs)] * count))
         found: dict[str, Any] = watch.decode_steps(count)
         if bandwidth is not None and found:
             floor_ms = step_bytes(loop.model, count, CONTEXT + outputs // 2) / bandwidth * 1e3
@@ -209,7 +209,7 @@ def measure_invariant(report: Report, bench: Bench, count: int, outputs: int) ->
     step_ms = {}
     for invariant in (False, True):
         watch = Watch(bench.loop(invariant=invariant, max_running=count))
-        watch.run(requests(watch.loop, [Lengths(CONTEXT, outputs)] * count))
+        watch.run(requests(watch.loop, [BenchLengths(CONTEXT, outputs)] * count))
         found = watch.decode_steps(count)
         if not found:
             report.figure("batch_invariant", f"too few steps of {count} streams")

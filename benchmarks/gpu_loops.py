@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from moiety_engine.bench.engine import make_request
-from moiety_engine.bench.lengths import Lengths
+from moiety_engine.bench.lengths import BenchLengths
 from moiety_engine.config import EngineConfig, LoadFormat
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.opening import load_loop
-from moiety_engine.runner.resident import free_cached_memory
+from moiety_engine.runner.device_state import free_cached_memory
+from moiety_engine.startup import load_loop
 
 
 @dataclass
@@ -95,6 +95,6 @@ class Bench:
         return loop
 
 
-def requests(loop: EngineLoop, lengths: list[Lengths]) -> list[CoreSubmit]:
+def requests(loop: EngineLoop, lengths: list[BenchLengths]) -> list[CoreSubmit]:
     draw = random.Random(0)
     return [make_request(loop, key, one, draw) for key, one in enumerate(lengths)]

@@ -11,7 +11,7 @@ import torch
 from gpu_loops import Bench, Report, requests
 
 from moiety_engine.bench.engine import percentiles
-from moiety_engine.bench.lengths import Lengths
+from moiety_engine.bench.lengths import BenchLengths
 from moiety_engine.config import Batching
 from moiety_engine.offline import run_all
 
@@ -29,14 +29,14 @@ AZURE_OUTPUTS = [
 ]  # fmt: skip
 
 
-def azure_lengths(count: int, scale: float) -> list[Lengths]:
+def azure_lengths(count: int, scale: float) -> list[BenchLengths]:
     rng = np.random.default_rng(1)
     inputs = np.interp(rng.random(count), AZURE_AT, AZURE_INPUTS) * scale
     outputs = np.interp(rng.random(count), AZURE_AT, AZURE_OUTPUTS) * scale
-    return [Lengths(max(1, int(i)), max(1, int(o))) for i, o in zip(inputs, outputs, strict=True)]
+    return [BenchLengths(max(1, int(i)), max(1, int(o))) for i, o in zip(inputs, outputs, strict=True)]
 
 
-def measure_strategy(bench: Bench, batching: Batching, lengths: list[Lengths]) -> dict[str, Any]:
+def measure_strategy(bench: Bench, batching: Batching, lengths: list[BenchLengths]) -> dict[str, Any]:
     """After some of the same requests untimed, so that no strategy pays for what is compiled at its first use."""
     loop = bench.loop(batching=batching, max_running=BATCH, static_batch_size=BATCH, prefix_caching=False)
     run_all(loop, requests(loop, lengths[: -(-len(lengths) // 12)]))

@@ -10,9 +10,9 @@ import torch
 
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.model.residence import named_tensors
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.scheduling.plan import Plan
 
 

@@ -51,7 +51,7 @@ from large.spans import Model, copies, read_models  # noqa: E402
 from large.writers import Writer, writer_of  # noqa: E402
 
 from moiety_platform.db.session import Database  # noqa: E402
-from moiety_platform.quota.kinds import Kind, Unit, window_start  # noqa: E402
+from moiety_platform.quota.kinds import LimitKind, Unit, window_start  # noqa: E402
 from moiety_platform.quota.lease import Charge, WindowId  # noqa: E402
 from moiety_platform.quota.models import Quota  # noqa: E402
 from moiety_platform.quota.store import LeaseStore, Want, book  # noqa: E402
@@ -151,7 +151,7 @@ class Seeder:
         async with self._database.write() as session:
             await add_to_hours(session, rows)
             await MINUTES.add(session, recent)
-        month = window_start(Kind.TOKENS_PER_MONTH.period, until)
+        month = window_start(LimitKind.TOKENS_PER_MONTH.period, until)
         for row in rows:
             if row.started_at >= month:
                 self._used[row.tenant_id, Unit.TOKENS] += row.prompt_tokens + row.output_tokens
@@ -166,9 +166,10 @@ class Seeder:
         """Book what all of it used to the limits a month, as a gateway that has leased it."""
         async with self._database.write() as session:
             charges = [
-                Charge(WindowId(quota.id, window_start(Kind(quota.kind).period, until)), GATEWAY, amount)
+                Charge(WindowId(quota.id, window_start(LimitKind(quota.kind).period, until)), GATEWAY, amount)
                 for quota in await session.scalars(select(Quota))
-                if Kind(quota.kind).period is not None and (amount := self._used[quota.scope_id, Kind(quota.kind).unit])
+                if LimitKind(quota.kind).period is not None
+                and (amount := self._used[quota.scope_id, LimitKind(quota.kind).unit])
             ]
             wants = [Want(charge.window, 1, charge.amount, 0) for charge in charges]
             await LeaseStore(GATEWAY, 20.0).exchange(session, {}, wants, lambda lacking, *_: lacking)

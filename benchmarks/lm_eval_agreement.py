@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from foreign.processes import MOIETY, process, wait
+from external.processes import MOIETY, process, wait
 
 import moiety_demo
 from moiety_kernels.environment import describe_environment

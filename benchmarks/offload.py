@@ -39,11 +39,11 @@ from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
-from moiety_engine.offload.foresight import Foresight
 from moiety_engine.offload.layer import LayerExperts
-from moiety_engine.offload.residents import Residents
-from moiety_engine.opening import load_loop
+from moiety_engine.offload.prefetch import PrefetchAccuracy
+from moiety_engine.offload.slot_table import ExpertSlotTable
 from moiety_engine.quantize.quality import demo_exam
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
@@ -225,7 +225,7 @@ class Visit(msgspec.Struct):
 
     layer: int
     chosen_TK: Any
-    foreseen_TK: Any
+    prefetched_TK: Any
 
 
 def record(folder: Path, options: argparse.Namespace) -> tuple[int, int, list[Visit]]:
@@ -272,9 +272,9 @@ def simulate(recorded: tuple[int, int, list[Visit]]) -> dict[str, Any]:
     hottest = np.sort(counts, axis=1)[:, ::-1]
     ways: dict[str, Any] = {}
     for eviction in KEEP:
-        for foresight in ("none", "router", "router where it pays", "co-occurrence"):
-            name = str(eviction) if foresight == "none" else f"{eviction}, prefetch by {foresight}"
-            ways[name] = replay(visits, num_experts, num_layers, slots, eviction, foresight)
+        for speculative_prefill in ("none", "router", "router where it pays", "co-occurrence"):
+            name = str(eviction) if speculative_prefill == "none" else f"{eviction}, prefetch by {speculative_prefill}"
+            ways[name] = replay(visits, num_experts, num_layers, slots, eviction, speculative_prefill)
         name = f"{eviction}, slots for all layers together"
         ways[name] = replay(visits, num_experts, num_layers, slots, eviction, "none", together=True)
     return {
@@ -292,23 +292,29 @@ def replay(
     num_layers: int,
     slots: int,
     eviction: ExpertEviction,
-    foresight: str,
+    speculative_prefill: str,
     *,
     together: bool = False,
 ) -> dict[str, float]:
     """`together`: slots are not a layer's own."""
     parts, width = (1, num_layers) if together else (num_layers, 1)
-    shelves = [Residents(num_experts * width, slots * width, eviction) for _ in range(parts)]
-    predictor, aims = CoOccurrence(num_experts, num_layers), [Foresight() for _ in range(num_layers)]
+    shelves = [ExpertSlotTable(num_experts * width, slots * width, eviction) for _ in range(parts)]
+    predictor, aims = CoOccurrence(num_experts, num_layers), [PrefetchAccuracy() for _ in range(num_layers)]
     hits = misses = loads = 0
     for visit in visits:
         shelf, first = (shelves[0], visit.layer * num_experts) if together else (shelves[visit.layer], 0)
         wanted = np.unique(visit.chosen_TK) + first
         learned = predictor.foresee(visit)
-        guess = None if foresight == "none" else learned if foresight == "co-occurrence" else visit.foreseen_TK
+        guess = (
+            None
+            if speculative_prefill == "none"
+            else learned
+            if speculative_prefill == "co-occurrence"
+            else visit.prefetched_TK
+        )
         if guess is not None:
             missing = [expert for expert in np.unique(guess) if shelf.slot_E[expert] < 0]
-            if aims[visit.layer].pays or "where it pays" not in foresight:
+            if aims[visit.layer].pays or "where it pays" not in speculative_prefill:
                 loads += fetch(shelf, np.unique(guess))
             aims[visit.layer].judged(len(np.intersect1d(missing, wanted)), len(missing))
         shelf.visited(wanted)
@@ -318,7 +324,7 @@ def replay(
     return {"hit_rate": round(hits / (hits + misses), 3), "loads_a_visit": round(loads / len(visits), 2)}
 
 
-def fetch(shelf: Residents, wanted: Ids) -> int:
+def fetch(shelf: ExpertSlotTable, wanted: Ids) -> int:
     """Bring what is missing, as far as there is room; how much that is."""
     missing = [expert for expert in wanted.tolist() if shelf.slot_E[expert] < 0]
     placed = list(zip(missing, shelf.victims(len(missing), wanted), strict=False))
@@ -351,7 +357,7 @@ def quality(visits: list[Visit], num_experts: int, by: str) -> float:
     """Of the experts that single tokens chose, the part that was foreseen."""
     predictor, right, asked = CoOccurrence(num_experts, 1 + max(visit.layer for visit in visits)), 0, 0
     for visit in visits:
-        guess = visit.foreseen_TK if by == "router" else predictor.foresee(visit)
+        guess = visit.prefetched_TK if by == "router" else predictor.foresee(visit)
         if guess is not None and len(visit.chosen_TK) == 1:
             right += len(np.intersect1d(guess, visit.chosen_TK))
             asked += visit.chosen_TK.size

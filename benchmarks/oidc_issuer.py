@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from foreign.processes import MOIETY, process, wait
+from external.processes import MOIETY, process, wait
 from on_checkpoint import HERE, write_report
 
 from moiety_platform.auth.oidc import LEEWAY_S, REFETCH_S
@@ -108,7 +108,7 @@ class Issuer:
         settings = self._folder / "issuer.json"
         settings.write_text(json.dumps({"keys": self.keys, "clients": clients}))
         script = self.home / "oidc_provider.mjs"  # beside the package, where Node.js looks for it
-        script.write_text((HERE / "foreign" / "oidc_provider.mjs").read_text())
+        script.write_text((HERE / "external" / "oidc_provider.mjs").read_text())
         log = self._folder / "issuer.log"
         running = self._running.enter_context(process(["node", script, self._port, settings], log, {}))
         wait(f"{self.url}/.well-known/openid-configuration", running, log)

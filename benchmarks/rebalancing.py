@@ -34,10 +34,10 @@ from placement import drift, plan_by_us
 from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.moe.balancing import Balancer
+from moiety_engine.moe.balancer import Balancer
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
 from moiety_engine.runner.rebalancing import CAREFUL_COST
+from moiety_engine.startup import load_loop
 from moiety_kernels.environment import describe_environment
 from moiety_placement.matching import keep_in_place, moves
 from moiety_placement.placement import Ints, balancedness

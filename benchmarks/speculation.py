@@ -7,7 +7,7 @@ without, in one process.
 
 The demo model, and with --checkpoint the random Qwen3-MoE that benchmarks/checkpoint.py makes; with --draft-model that
 checkpoint alone, by this model, as benchmarks/draft_pair.py makes pairs of both; with --mtp likewise, by a layer of
-its own, as benchmarks/foretelling_checkpoint.py makes some. The two of a pair follow each other, in an order that
+its own, as benchmarks/mtp_checkpoint.py makes some. The two of a pair follow each other, in an order that
 changes from pair to pair. One thread; tokens are counted by seconds of processor time, which other load on the machine
 changes least (`--clock wall` counts those of the wall). What is said must be the same.
 """
@@ -32,11 +32,11 @@ import msgspec
 from moiety_engine.bench.engine import environment
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, Speculate
-from moiety_engine.drafting.loading import load_drafter
+from moiety_engine.draft_model.loading import load_drafter
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 

@@ -32,11 +32,11 @@ from moiety_engine.config import EngineConfig, LoadFormat, PolicyName
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.classes import STANDARD
-from moiety_wire.guides import Guide, GuideKind
+from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import Sampling
 
 MAX_TOKENS = 900
@@ -56,7 +56,7 @@ class Text:
         spelled = {i: self.tokenizer.token_bytes(i) for i in range(self.tokenizer.vocab_size)}
         self.closing = {i: 12.0 for i, one in spelled.items() if one and all(chr(b) in CLOSING for b in one)}
 
-    def request(self, key: int, guide: Guide | None, *, max_tokens: int, min_tokens: int = 0) -> CoreSubmit:
+    def request(self, key: int, guide: GrammarSpec | None, *, max_tokens: int, min_tokens: int = 0) -> CoreSubmit:
         sampling = Sampling(temperature=1.0, seed=key, logit_bias=self.closing if min_tokens == 0 else {})
         prompt = self.tokenizer.encode(f"<|im_start|>user\nDescribe thing {key}.<|im_end|>\n<|im_start|>assistant\n")
         return CoreSubmit(
@@ -72,7 +72,7 @@ def check_documents(loop: EngineLoop, text: Text, schemas: list[dict[str, Any]])
     begin_s = time.perf_counter()
     for first in range(0, len(schemas), AT_ONCE):
         batch = dict(enumerate(schemas[first : first + AT_ONCE], first + 1))
-        guides = {key: Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)) for key, schema in batch.items()}
+        guides = {key: GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)) for key, schema in batch.items()}
         found = run_all(loop, [text.request(key, guide, max_tokens=MAX_TOKENS) for key, guide in guides.items()])
         for key, result in found.items():
             num_tokens += len(result.token_ids)
@@ -121,7 +121,7 @@ COST_SCHEMA = {
 
 
 def median_step_ms(
-    loop: EngineLoop, text: Text, guide: Guide | None, *, streams: int, first_key: int
+    loop: EngineLoop, text: Text, guide: GrammarSpec | None, *, streams: int, first_key: int
 ) -> tuple[float, float]:
     """(by the clock, of processors' time) of the steps in which all streams decode."""
     for key in range(first_key, first_key + streams):
@@ -141,7 +141,7 @@ def median_step_ms(
 def measure_cost(loop: EngineLoop, text: Text, *, streams: int, turns: int) -> dict[str, Any]:
     """Steps with and without a guide, in turns. On a machine that does other things as well, read the processors' time:
     it counts what the threads of the masks take too."""
-    guide = Guide(GuideKind.JSON_SCHEMA, json.dumps(COST_SCHEMA))
+    guide = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(COST_SCHEMA))
     pairs: list[dict[bool, tuple[float, float]]] = []
     for turn in range(turns + 1):  # the first warms both up
         pair = {}

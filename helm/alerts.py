@@ -161,8 +161,8 @@ STORE = (
         "Gateways die with leases, and engines do not prove them unspent: {{ $value }} more count as spent.",
     ),
     Alert(
-        "MoietyUpkeepFails", TICKET, "sum by (chore) (increase(moiety_upkeep_failures_total[6h])) > 2", "0m",
-        "Upkeep of {{ $labels.chore }} fails",
+        "MoietyUpkeepFails", TICKET, "sum by (chore) (increase(moiety_retention_failures_total[6h])) > 2", "0m",
+        "Retention of {{ $labels.chore }} fails",
         "What is past its time is not deleted.",
     ),
     Alert(

@@ -169,7 +169,7 @@ def batches() -> list[list[Panel]]:
 
 def decisions() -> list[list[Panel]]:
     by_reason = of_class("moiety_engine_class_preempted_total", "engine, service_class, reason")
-    relegated = of_class("moiety_engine_class_relegated_total")
+    demoted = of_class("moiety_engine_class_relegated_total")
     boosted = of_class("moiety_engine_class_boosted_total")
     recomputed = of_class("moiety_engine_class_recomputed_tokens_total")
     drafted, accepted = (of_engine(f"moiety_engine_{name}_tokens_total") for name in ("drafted", "accepted"))
@@ -179,8 +179,8 @@ def decisions() -> list[list[Panel]]:
             Panel("Preemptions", "ops", [(f"sum by (service_class, reason) ({by_reason})",
                                           "{{service_class}}: {{reason}}")],
                   "Running requests whose memory went to others.", stacked=True),
-            Panel("Relegated and boosted", "ops",
-                  [(f"sum by (service_class) ({relegated})", "{{service_class}} relegated"),
+            Panel("Demoted and boosted", "ops",
+                  [(f"sum by (service_class) ({demoted})", "{{service_class}} demoted"),
                    (f"sum by (service_class) ({boosted})", "{{service_class}} boosted")],
                   "Late beyond repair and put behind; waited too long and put before."),
             Panel("Tokens computed for nothing", "short",

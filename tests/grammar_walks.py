@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Sequence
 
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
-from moiety_wire.guides import Guide
+from moiety_wire.grammars import GrammarSpec
 
 MAX_TOKENS = 1500
 _CLOSING = frozenset(b'"}]')
@@ -20,7 +20,7 @@ class GrammarWalker:
         self._compiler, self._tokens, self._eos_token_ids = compiler, tokens, frozenset(eos_token_ids)
 
     def draw_answer(
-        self, guide: Guide, draw: random.Random, begun: Sequence[int] = (), *, hurry_after: int = 40
+        self, guide: GrammarSpec, draw: random.Random, begun: Sequence[int] = (), *, hurry_after: int = 40
     ) -> list[int] | None:
         """The tokens of an answer that begins with `begun`, without the one that ends it. Beyond `hurry_after` tokens
         it takes what closes strings, lists and objects where it may. Raises GuideRefused."""

@@ -82,7 +82,7 @@ async def database_killed(scene: Scene) -> None:
 
 
 async def disk_full(scene: Scene) -> None:
-    """Not a byte is free where gateways keep journals, engines what is unsettled, and traces are stored."""
+    """Not a byte is free where gateways keep journals, engines what is unacknowledged, and traces are stored."""
     with scene.disk.full():
         await asyncio.sleep(FULL_S)
 

@@ -58,7 +58,7 @@ async def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     environment = {
         "MOIETY_IDEMPOTENCY_TTL_S": str(KEPT_KEYS_S),
         "MOIETY_KEEP_TRACES_DAYS": str(KEPT_TRACES_H / 24),
-        "MOIETY_UPKEEP_INTERVAL_S": str(UPKEEP_S),
+        "MOIETY_RETENTION_INTERVAL_S": str(UPKEEP_S),
         "MOIETY_TRACE_SAMPLE_RATE": "0.2",
     }
     lengths = [(min(one.input_tokens, LONGEST), min(one.output_tokens, LONGEST)) for one in _trace(options.trace)]

@@ -104,7 +104,7 @@ class Stage(Cluster):
         scripted = ["--scripted", "--name", SCRIPTED, "--scripted-step-ms", str(STEP_MS)]
         scripted += ["--scripted-tokens-per-step", str(TOKENS_PER_STEP)]
         words = ["engine", "--listen", self.addresses[number], "--usage-journal", str(self.journals[number])]
-        words += ["--unsettled-usage", str(self.folder / "disk" / f"engine-{number}.unsettled")]
+        words += ["--unacknowledged-usage", str(self.folder / "disk" / f"engine-{number}.unacknowledged")]
         demo = ["--device", "cpu", "--threads", "1", "--kv-memory-bytes", DEMO_KV]
         return words + (scripted if number < NUM_SCRIPTED else demo)
 

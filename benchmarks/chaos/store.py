@@ -60,7 +60,7 @@ def compare_sums(url: str) -> dict[str, Any]:
 
 
 def find_forgotten(url: str, traces: Path, keys_s: float, traces_h: float, upkeep_s: float) -> dict[str, Any]:
-    """What is there and should have been deleted: two rounds of upkeep after its time it has to be gone."""
+    """What is there and should have been deleted: two rounds of retention after its time it has to be gone."""
     late_ms = 2000 * upkeep_s
     with contextlib.closing(psycopg.connect(url, autocommit=True)) as connection:
         past = f"SELECT count(*) FROM idempotent_requests WHERE expires_ms < {time.time() * 1000 - late_ms:.0f}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moiety_engine.simulator.capacity import Capacity, measure_capacity
-from moiety_engine.simulator.devices import A100_LLAMA3_8B_QOSERVE, Device
-from moiety_engine.simulator.simulate import Outcome, simulate
+from moiety_engine.simulator.devices import A100_LLAMA3_8B_QOSERVE, SimulatedDevice
+from moiety_engine.simulator.simulate import SimulationOutcome, simulate
 from moiety_wire.classes import ServiceClass
 from moiety_workload.request import TraceRequest, Workload
 from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
 from scenarios.offers import AZURE_CODE, draw_classes, load, poisson_at, qoserve_classes
 
-STEPS = ("edf", "qoserve-chunking", "qoserve-relegation", "qoserve")  # in the order of the published ablation
+STEPS = ("edf", "qoserve-chunking", "qoserve-demotion", "qoserve")  # in the order of the published ablation
 CURVE = (0.5, 1.0, 1.35, 1.8)
 OVERLOAD = 2.2
 GRID = 0.05
@@ -30,10 +30,10 @@ class CodeMix:
     trace: Workload
     capacity: Capacity
     classes: list[ServiceClass]
-    device: Device
+    device: SimulatedDevice
 
     @classmethod
-    def of(cls, settings: Settings, seed: int, device: Device = A100_LLAMA3_8B_QOSERVE) -> CodeMix:
+    def of(cls, settings: Settings, seed: int, device: SimulatedDevice = A100_LLAMA3_8B_QOSERVE) -> CodeMix:
         trace = load(settings.traces, AZURE_CODE)
         return cls(settings, seed, trace, measure_capacity(trace, device), qoserve_classes(), device)
 
@@ -46,7 +46,7 @@ class CodeMix:
         arrivals = poisson_at(self.trace.requests, factor * self.rate_per_s, self.settings.hour_s, self.seed)
         return draw_classes(arrivals, [service.name for service in self.classes], self.seed)
 
-    def run(self, policy: str, factor: float) -> Outcome:
+    def run(self, policy: str, factor: float) -> SimulationOutcome:
         workload = replace(self.trace, requests=self.requests(factor), duration_s=self.settings.hour_s)
         return simulate(workload, self.device, policy, classes=self.classes, capacity=self.capacity)
 
@@ -126,7 +126,7 @@ S3 = Scenario(
             "violations at 2.2 × EDF's capacity",
             at_most=0.16,
             strict=True,
-            published="EDF 100 %, with chunking 74 %, with relegation 26 %, QoServe 16 %",
+            published="EDF 100 %, with chunking 74 %, with demotion 26 %, QoServe 16 %",
             form="{:.1%}",
         ),
         Ask(

@@ -11,7 +11,7 @@ from moiety_engine.simulator.capacity import measure_capacity
 from moiety_engine.simulator.devices import A10G_LLAMA2_7B, A100_LLAMA3_8B
 from moiety_engine.simulator.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, evenness
 from moiety_engine.simulator.records import Run
-from moiety_engine.simulator.simulate import Outcome, simulate
+from moiety_engine.simulator.simulate import SimulationOutcome, simulate
 from moiety_workload.generators import generate
 from moiety_workload.transforms import by_arrival, multiply
 from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
@@ -170,7 +170,7 @@ def fair_share(demand: dict[str, float], capacity: float = 1.0) -> float:
     return float("inf")
 
 
-def max_min_evenness(outcome: Outcome) -> float:
+def max_min_evenness(outcome: SimulationOutcome) -> float:
     """Jain's index over tenants of the service that each got, divided by what max-min fairness would have given it of
     all that was served: what it asked for, or the fair share where that is less. Service is counted as VTC does."""
     asked: dict[str, float] = {}
@@ -186,7 +186,7 @@ def max_min_evenness(outcome: Outcome) -> float:
     return sum(ratio) ** 2 / (len(ratio) * sum(value**2 for value in ratio))
 
 
-def backlogged_evenness(outcome: Outcome) -> float:
+def backlogged_evenness(outcome: SimulationOutcome) -> float:
     """Jain's index of what each tenant got of what it was due by weight, over the time in which it and another were
     backlogged: had a request that waited beyond its TTFT promise. 1 where no two were so for half a minute."""
     run = outcome.run
@@ -216,7 +216,7 @@ def _p99_ttft_s(run: Run, tenants: set[str]) -> float:
     return float(np.percentile(times, 99, method="higher"))
 
 
-def service_over_time(outcome: Outcome) -> dict[str, object]:
+def service_over_time(outcome: SimulationOutcome) -> dict[str, object]:
     """Service divided by weight, of up to twelve tenants."""
     tenants = outcome.figures["tenants"]
     chosen = sorted(tenants, key=lambda name: -tenants[name]["num"])[:12]
@@ -226,7 +226,7 @@ def service_over_time(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def _put_throughput(found: Measurement, key: str, outcomes: dict[str, Outcome]) -> None:
+def _put_throughput(found: Measurement, key: str, outcomes: dict[str, SimulationOutcome]) -> None:
     """Tokens of the window, computed for the first time, against FCFS's."""
     fcfs = outcomes["fcfs"].figures["window_tokens_per_s"]
     for policy, outcome in outcomes.items():

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from moiety_engine.simulator.devices import A100_LLAMA3_8B, A100_LLAMA3_8B_QOSERVE, Device
+from moiety_engine.simulator.devices import A100_LLAMA3_8B, A100_LLAMA3_8B_QOSERVE, SimulatedDevice
 from moiety_wire.classes import ServiceClass
 from moiety_workload.request import TraceRequest
 from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
@@ -46,7 +46,9 @@ class _Demand:
     pace_s: float = 0.0
 
 
-def least_violations(requests: Sequence[TraceRequest], classes: Sequence[ServiceClass], device: Device) -> float:
+def least_violations(
+    requests: Sequence[TraceRequest], classes: Sequence[ServiceClass], device: SimulatedDevice
+) -> float:
     """The part of the requests that any policy must serve late."""
     by_name = {service.name: service for service in classes}
     demands = [_demand(request, by_name[request.service_class], device) for request in requests]
@@ -65,7 +67,7 @@ def least_violations(requests: Sequence[TraceRequest], classes: Sequence[Service
     return most / len(requests)
 
 
-def _demand(request: TraceRequest, service: ServiceClass, device: Device) -> _Demand:
+def _demand(request: TraceRequest, service: ServiceClass, device: SimulatedDevice) -> _Demand:
     full = device.max_batch_tokens
     multiply_s = full * device.token_s
     roofline_s = math.hypot(device.dense_s, multiply_s)

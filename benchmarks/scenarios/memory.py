@@ -10,7 +10,7 @@ from random import Random
 from msgspec.structs import replace as change
 
 from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
-from moiety_engine.simulator.devices import A100_LLAMA3_8B, H200_QWEN3_30B_A3B, Device
+from moiety_engine.simulator.devices import A100_LLAMA3_8B, H200_QWEN3_30B_A3B, SimulatedDevice
 from moiety_engine.simulator.records import Record
 from moiety_engine.simulator.simulate import simulate
 from moiety_wire.classes import PRIORITY, SHIPPED
@@ -38,7 +38,9 @@ def measure_hits(settings: Settings, seed: int) -> Measurement:
     return found
 
 
-def _measure_tier(found: Measurement, name: str, workload: Workload, device: Device, capacity: Capacity) -> None:
+def _measure_tier(
+    found: Measurement, name: str, workload: Workload, device: SimulatedDevice, capacity: Capacity
+) -> None:
     size = workload.prefix_block_tokens or 0
     prompts = sum(request.input_tokens for request in workload.requests)
     lru = lru_hits(workload.requests, size, (device.kv_tokens + device.host_tokens) // size)
@@ -48,8 +50,8 @@ def _measure_tier(found: Measurement, name: str, workload: Workload, device: Dev
         hits = sum(record.cached_tokens for record in records)
         found.put(f"{name}: hits ÷ LRU's", policy, hits / lru)
         found.put(f"{name}: hits", policy, hits / prompts)
-        foreign, tempting = cross_tenant_tokens(records, size)
-        found.put(f"{name}: foreign", policy, foreign)
+        external, tempting = cross_tenant_tokens(records, size)
+        found.put(f"{name}: external", policy, external)
         found.put(f"{name}: tempting", policy, tempting)
 
 
@@ -98,7 +100,7 @@ def cross_tenant_tokens(records: Sequence[Record], block_tokens: int) -> tuple[i
     """(tokens that a request found in the cache and that its own tenant cannot have put there, since no earlier request
     of it begins so; tokens that only other tenants' earlier requests would have given it)."""
     seen_by: dict[int, set[str]] = defaultdict(set)
-    foreign = tempting = 0
+    external = tempting = 0
     for record in sorted(records, key=lambda record: record.scheduled_ns or record.end_ns):
         request = record.request
         usable = request.prefix_ids[: (request.input_tokens - 1) // block_tokens]
@@ -111,11 +113,11 @@ def cross_tenant_tokens(records: Sequence[Record], block_tokens: int) -> tuple[i
             if not seen_by[block]:
                 break
             any_one += 1
-        foreign += max(0, record.cached_tokens - own * block_tokens)
+        external += max(0, record.cached_tokens - own * block_tokens)
         tempting += (any_one - own) * block_tokens
         for block in request.prefix_ids:
             seen_by[block].add(request.tenant)
-    return foreign, tempting
+    return external, tempting
 
 
 def measure_bursts(settings: Settings, seed: int) -> Measurement:
@@ -146,7 +148,7 @@ def _hit_asks() -> tuple[Ask, ...]:
         asks += [
             Ask(f"{name}: hits ÷ LRU's", f"{name}: tokens hit ÷ those of the LRU", at_least=wanted),
             Ask(f"{name}: hits", f"{name}: prompt tokens hit", form="{:.1%}"),
-            Ask(f"{name}: foreign", f"{name}: tokens hit that another tenant put there", at_most=0, form="{:,.0f}"),
+            Ask(f"{name}: external", f"{name}: tokens hit that another tenant put there", at_most=0, form="{:,.0f}"),
             Ask(
                 f"{name}: tempting",
                 f"{name}: tokens that only others' requests would have given (what that check can see)",

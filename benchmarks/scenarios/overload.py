@@ -5,7 +5,7 @@ from __future__ import annotations
 from moiety_engine.scheduling.policies.tuning import Tuning
 from moiety_engine.simulator.devices import A100_LLAMA3_8B
 from moiety_engine.simulator.replica import Biases
-from moiety_engine.simulator.simulate import Outcome, simulate
+from moiety_engine.simulator.simulate import SimulationOutcome, simulate
 from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
 from scenarios.offers import overloaded_mix, variant
 
@@ -31,7 +31,7 @@ def measure_overload(settings: Settings, seed: int) -> Measurement:
     return found
 
 
-def _put_all(found: Measurement, policy: str, outcome: Outcome) -> None:
+def _put_all(found: Measurement, policy: str, outcome: SimulationOutcome) -> None:
     figures = outcome.figures
     for name, row in figures["classes"].items():
         found.put(name, policy, row["attainment"])
@@ -44,7 +44,7 @@ def _put_all(found: Measurement, policy: str, outcome: Outcome) -> None:
 
 ABLATIONS = {
     "moiety without chunk sizing": Tuning(chunk_sizing=False),
-    "moiety without relegation": Tuning(relegation=False),
+    "moiety without demotion": Tuning(demotion=False),
     "moiety without fairness": Tuning(fairness=False),
     "moiety without admission": Tuning(admission=False),
 }

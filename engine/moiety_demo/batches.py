@@ -15,7 +15,7 @@ NUM_GROUPS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """Rectangles of token ids [B, S] each, and flat facts about their tokens laid end to end.
 
     `answer_at` are the flat positions that predict an answer's token, `answer_ids` those tokens, `sequence_T` the
@@ -33,11 +33,11 @@ class BatchSource:
     """An endless, seeded supply of batches; owns its random generator."""
 
     def __init__(self, tokenizer: Tokenizer, batch_tokens: int, seed: int) -> None:
-        self._encoder = ConversationEncoder(tokenizer)
+        self._encoder = TrainingEncoder(tokenizer)
         self._batch_tokens = batch_tokens
         self._rng = Random(f"batches {seed}")
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[TrainingBatch]:
         while True:
             rows, num_tokens = [], 0
             while num_tokens < self._batch_tokens:
@@ -46,7 +46,7 @@ class BatchSource:
             yield collate(rows, self._encoder.padding_id)
 
 
-class ConversationEncoder:
+class TrainingEncoder:
     """Conversations to token ids and a mask of what is learned: the answers and the ends of their turns."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -72,7 +72,7 @@ class ConversationEncoder:
         return ids, learned
 
 
-def collate(rows: Sequence[tuple[list[int], list[bool]]], padding_id: int) -> Batch:
+def collate(rows: Sequence[tuple[list[int], list[bool]]], padding_id: int) -> TrainingBatch:
     """Sorts encoded conversations by length into a few rectangles."""
     ordered = sorted(rows, key=lambda row: len(row[0]))
     step = -(-len(ordered) // NUM_GROUPS)
@@ -88,4 +88,4 @@ def collate(rows: Sequence[tuple[list[int], list[bool]]], padding_id: int) -> Ba
     flat_ids = torch.cat([group.flatten() for group in groups])
     num_tokens = sum(len(ids) for ids, _ in ordered)
     sequence_T = torch.cat([numbers.flatten() for numbers in sequence])
-    return Batch(groups, target_at - 1, flat_ids[target_at], sequence_T, num_tokens)
+    return TrainingBatch(groups, target_at - 1, flat_ids[target_at], sequence_T, num_tokens)

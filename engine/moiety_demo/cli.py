@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from moiety_demo import checkpoint_path
 from moiety_demo.domains import DOMAINS, Split, sample_tasks
 from moiety_demo.evaluate import SEED_OF_EVALUATION, evaluate
-from moiety_demo.folder import CheckpointError
+from moiety_demo.folder import DemoCheckpointError
 from moiety_demo.tables import render_report
 from moiety_demo.train import TrainProgress, TrainSettings, train
 
@@ -66,7 +66,7 @@ def evaluate_command(
         task = bar.add_task("evaluating", total=len(DOMAINS))
         try:
             report = evaluate(model or checkpoint_path(), per_domain, seed, _advance(bar, task))
-        except CheckpointError as exc:
+        except DemoCheckpointError as exc:
             typer.echo(f"error: {exc}", err=True)
             raise typer.Exit(2) from exc
     if json_output:

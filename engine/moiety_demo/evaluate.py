@@ -18,7 +18,7 @@ from torch import Tensor
 from moiety_demo.domains import DOMAINS, Split, Task, sample_tasks
 from moiety_demo.folder import WEIGHTS, load_folder
 from moiety_demo.generation import answer_prompts
-from moiety_demo.network import Network
+from moiety_demo.network import DemoNetwork
 
 SEED_OF_EVALUATION = 1234
 
@@ -57,7 +57,7 @@ class Specialisation:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EvaluationReport:
     """What `evaluate` finds; `domains` are in their fixed order."""
 
     environment: Mapping[str, str]
@@ -74,7 +74,7 @@ def evaluate(
     per_domain: int = 200,
     seed: int = SEED_OF_EVALUATION,
     on_domain: Callable[[str], None] = lambda domain: None,
-) -> Report:
+) -> EvaluationReport:
     """Asks `per_domain` distinct held-out prompts of every domain, greedily, with the weights as stored.
 
     Raises CheckpointError where `model_dir` is no demo model.
@@ -86,7 +86,7 @@ def evaluate(
         on_domain(domain)
         tasks = list(sample_tasks(domain, Split.HELD_OUT, per_domain, seed))
         domains[domain] = _examine(network, tokenizer, tasks)
-    return Report(
+    return EvaluationReport(
         environment=_environment(),
         settings={"model": str(model_dir), "per_domain": per_domain, "seed": seed},
         domains=domains,
@@ -107,7 +107,7 @@ def measure_specialisation(expert_counts: list[list[list[int]]]) -> Specialisati
     return Specialisation(information_L.tolist(), distance_L.tolist())
 
 
-def _examine(network: Network, tokenizer: Tokenizer, tasks: list[Task]) -> DomainResult:
+def _examine(network: DemoNetwork, tokenizer: Tokenizer, tasks: list[Task]) -> DomainResult:
     answers = answer_prompts(network, tokenizer, [task.prompt for task in tasks])
     asked, exact = Counter[str](), Counter[str]()
     mistakes: list[Mapping[str, str]] = []

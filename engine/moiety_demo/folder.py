@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 
-from moiety_demo.network import Network, NetworkConfig
+from moiety_demo.network import DemoNetwork, NetworkConfig
 from moiety_demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, token_id
 
 WEIGHTS = "model.safetensors"
 
 
-class CheckpointError(Exception):
+class DemoCheckpointError(Exception):
     """A folder that does not hold a demo model."""
 
 
-def save_folder(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
+def save_folder(network: DemoNetwork, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes or replaces the model in `folder`: bfloat16 weights, each file atomically and the weights last."""
     folder.mkdir(parents=True, exist_ok=True)
     config = network.config
@@ -34,20 +34,20 @@ def save_folder(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
     _replace(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
 
 
-def load_folder(folder: Path) -> tuple[Network, Tokenizer]:
+def load_folder(folder: Path) -> tuple[DemoNetwork, Tokenizer]:
     """The network, in float32 with the values stored, and its tokenizer.
 
-    Raises CheckpointError where the folder lacks a file or holds another architecture.
+    Raises DemoCheckpointError where the folder lacks a file or holds another architecture.
     """
     try:
         raw = json.loads((folder / "config.json").read_text())
         if raw.get("model_type") != "qwen3_moe":
-            raise CheckpointError(f"{folder} holds a {raw.get('model_type')!r} model; give a demo model's folder")
-        network = Network(_network_config(raw))
+            raise DemoCheckpointError(f"{folder} holds a {raw.get('model_type')!r} model; give a demo model's folder")
+        network = DemoNetwork(_network_config(raw))
         tensors = load_file(folder / WEIGHTS)
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except (FileNotFoundError, KeyError, json.JSONDecodeError) as exc:
-        raise CheckpointError(f"{folder} is not a complete model folder: {exc}; train one with `train`") from exc
+        raise DemoCheckpointError(f"{folder} is not a complete model folder: {exc}; train one with `train`") from exc
     network.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     return network.eval(), tokenizer
 

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from moiety_demo.network import Network
+from moiety_demo.network import DemoNetwork
 from moiety_demo.tokenizer import END_OF_TEXT, TURN_END, render_prompt
 
 BATCH_SIZE = 100
@@ -21,7 +21,9 @@ class Answers:
     expert_counts: Tensor
 
 
-def answer_prompts(network: Network, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 48) -> Answers:
+def answer_prompts(
+    network: DemoNetwork, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 48
+) -> Answers:
     """Greedy decoding of one-turn conversations until the turn ends."""
     encoded = [tokenizer.encode(render_prompt([("user", prompt)])).ids for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(encoded[i]))
@@ -38,7 +40,7 @@ def answer_prompts(network: Network, tokenizer: Tokenizer, prompts: Sequence[str
 
 
 @torch.inference_mode()
-def _decode(network: Network, tokenizer: Tokenizer, rows: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+def _decode(network: DemoNetwork, tokenizer: Tokenizer, rows: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     stops = {tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)}
     written: list[list[int]] = [[] for _ in rows]
     active = list(range(len(rows)))
@@ -57,7 +59,7 @@ def _decode(network: Network, tokenizer: Tokenizer, rows: list[list[int]], max_n
 
 
 @torch.inference_mode()
-def _count_experts(network: Network, rows: list[list[int]]) -> Tensor:
+def _count_experts(network: DemoNetwork, rows: list[list[int]]) -> Tensor:
     tokens, lengths = _pad(rows)
     _, routings = network([tokens])
     keep = (torch.arange(tokens.shape[1])[None] < torch.tensor(lengths)[:, None]).flatten()

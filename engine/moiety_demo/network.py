@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
         return normalize(x, self.weight, self.eps)
 
 
-class Attention(nn.Module):
+class DemoAttention(nn.Module):
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         self.config = config
@@ -122,7 +122,7 @@ class Layer(nn.Module):
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = DemoAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SparseMoe(config)
 
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Network(nn.Module):
+class DemoNetwork(nn.Module):
     """The causal language model; input and output embeddings are one matrix."""
 
     def __init__(self, config: NetworkConfig) -> None:

@@ -3,19 +3,19 @@
 from rich.console import Group
 from rich.table import Table
 
-from moiety_demo.evaluate import DomainResult, Report
+from moiety_demo.evaluate import DomainResult, EvaluationReport
 
 NUM_TOP_EXPERTS = 3
 SHADES = " ·░▒▓█"
 
 
-def render_report(report: Report) -> Group:
+def render_report(report: EvaluationReport) -> Group:
     """Accuracy a domain, and a map of expert use a domain for every layer."""
     num_layers = len(report.specialisation.total_variation)
     return Group(_accuracy(report), *(_expert_use(report, layer) for layer in range(num_layers)))
 
 
-def _accuracy(report: Report) -> Table:
+def _accuracy(report: EvaluationReport) -> Table:
     table = Table(title="Exact answers to held-out prompts")
     for heading in ("domain", "exact", "prompts", "accuracy", "weakest kind"):
         table.add_column(heading, justify="left" if heading in ("domain", "weakest kind") else "right")
@@ -29,7 +29,7 @@ def _weakest(result: DomainResult) -> str:
     return f"{kind} {counts.num_exact}/{counts.num_prompts}"
 
 
-def _expert_use(report: Report, layer: int) -> Table:
+def _expert_use(report: EvaluationReport, layer: int) -> Table:
     """One row a domain: its share of each expert as shades (█ is the layer's highest), and its top experts."""
     information = report.specialisation.mutual_information_bits[layer]
     distance = report.specialisation.total_variation[layer]

@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn import functional
 
 from moiety_demo.balance import balance_loss, focus_loss
-from moiety_demo.batches import Batch, BatchSource
+from moiety_demo.batches import BatchSource, TrainingBatch
 from moiety_demo.domains import DOMAINS, Split, sample_tasks
 from moiety_demo.folder import load_folder, save_folder
 from moiety_demo.generation import answer_prompts
 from moiety_demo.muon import Muon
-from moiety_demo.network import Network, NetworkConfig
+from moiety_demo.network import DemoNetwork, NetworkConfig
 from moiety_demo.tokenizer import build_tokenizer
 
 Optimizers = tuple[Muon, torch.optim.AdamW]
@@ -85,7 +85,7 @@ def train(
         network.train()
     else:
         tokenizer = build_tokenizer(settings.seed)
-        network = Network(NetworkConfig(vocab_size=tokenizer.get_vocab_size(), **(dimensions or {})))
+        network = DemoNetwork(NetworkConfig(vocab_size=tokenizer.get_vocab_size(), **(dimensions or {})))
     optimizers = _optimizers(network, settings)
     batches = iter(BatchSource(tokenizer, settings.batch_tokens, settings.seed))
     wall_start, cpu_start = time.monotonic(), time.process_time()
@@ -115,7 +115,7 @@ def train(
             return progress
 
 
-def check_domains(network: Network, tokenizer: Tokenizer, num_prompts: int) -> dict[str, float]:
+def check_domains(network: DemoNetwork, tokenizer: Tokenizer, num_prompts: int) -> dict[str, float]:
     """The share of exact answers a domain, on a few held-out prompts."""
     accuracy = {}
     for domain in DOMAINS if num_prompts else ():
@@ -127,7 +127,7 @@ def check_domains(network: Network, tokenizer: Tokenizer, num_prompts: int) -> d
 
 
 def _learn(
-    network: Network, optimizers: Optimizers, batch: Batch, settings: TrainSettings, rate: float
+    network: DemoNetwork, optimizers: Optimizers, batch: TrainingBatch, settings: TrainSettings, rate: float
 ) -> tuple[float, float, float]:
     """One step; the answers' mean cross-entropy, the balance loss and the focus loss."""
     muon, adam = optimizers
@@ -152,7 +152,7 @@ def _learning_rate(settings: TrainSettings, step: int, fraction: float) -> float
     return settings.learning_rate * warmup * (settings.final_rate_share + (1 - settings.final_rate_share) * cosine)
 
 
-def _optimizers(network: Network, settings: TrainSettings) -> Optimizers:
+def _optimizers(network: DemoNetwork, settings: TrainSettings) -> Optimizers:
     """Muon for the matrices of attention and experts, AdamW for embeddings, norms and routers."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

@@ -17,7 +17,7 @@ from moiety_engine.config import (
     EngineConfig,
     ExpertEviction,
     GrammarLimits,
-    KvWay,
+    KvTransport,
     LoadFormat,
     MoeKernel,
     Offload,
@@ -28,17 +28,22 @@ from moiety_engine.config import (
     TransferConfig,
 )
 from moiety_engine.distribution.layout import layout_of
-from moiety_engine.distribution.meeting import meeting_from, require_hosts_apart, require_private_ranks, require_ranks
+from moiety_engine.distribution.rendezvous_address import (
+    meeting_from,
+    require_hosts_apart,
+    require_private_ranks,
+    require_ranks,
+)
 from moiety_engine.errors import CheckpointError, InvalidConfig
-from moiety_engine.front import grammar_options, offload_options, options, rank_options
-from moiety_engine.front.core_link import CoreLink, ProcessCore
-from moiety_engine.front.gateway_keys import read_gateway_keys, refuse_strangers
-from moiety_engine.front.process import MakeCore, run_front
-from moiety_engine.front.settings import CORE_SILENCE_S, FrontSettings
 from moiety_engine.logs import configure_logs
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_engine.server import grammar_options, offload_options, options, rank_options
+from moiety_engine.server.core_link import CoreLink, ProcessCore
+from moiety_engine.server.gateway_keys import read_gateway_keys, refuse_strangers
+from moiety_engine.server.process import MakeCore, run_front
+from moiety_engine.server.settings import CORE_SILENCE_S, ServerSettings
 from moiety_text.errors import TextError
 from moiety_text.folder import TextModel, read_text_model
 from moiety_wire.roles import EngineRole
@@ -83,12 +88,12 @@ def engine(
     listen: options.ListenOption = "tcp://127.0.0.1:5757",
     address_file: options.AddressFileOption = None,
     usage_journal: options.UsageJournalOption = None,
-    unsettled_usage: options.UnsettledUsageOption = None,
+    unacknowledged_usage: options.UnacknowledgedUsageOption = None,
     metrics_listen: options.MetricsListenOption = None,
     curve_key_file: options.CurveKeyFileOption = None,
     gateway_keys_file: options.GatewayKeysFileOption = None,
     allow_unauthenticated_tcp: options.AllowUnauthenticatedTcpOption = False,
-    device: options.DeviceOption = options.Device.auto,
+    device: options.DeviceOption = options.DeviceChoice.auto,
     dtype: options.DtypeOption = options.Dtype.auto,
     quantization: options.QuantizationOption = options.Quantization.auto,
     kv_dtype: options.KvDtypeOption = options.KvDtype.auto,
@@ -117,8 +122,8 @@ def engine(
     cuda_graphs: options.CudaGraphsOption = True,
     role: options.RoleOption = EngineRole.BOTH,
     kv_listen: options.KvListenOption = "",
-    kv_way: options.KvWayOption = KvWay.AUTO,
-    kv_landing_bytes: options.KvLandingBytesOption = "",
+    kv_transport: options.KvWayOption = KvTransport.AUTO,
+    kv_buffer_bytes: options.KvLandingBytesOption = "",
     offload: offload_options.OffloadOption = Offload.NONE,
     expert_memory_bytes: offload_options.ExpertMemoryBytesOption = "",
     offload_folder: offload_options.OffloadFolderOption = "",
@@ -133,15 +138,15 @@ def engine(
     dp_attention: rank_options.DpAttentionOption = 1,
     ep: rank_options.EpOption = 1,
     pp: rank_options.PpOption = 1,
-    expert_ranks: rank_options.ExpertRanksOption = 0,
+    ffn_ranks: rank_options.ExpertRanksOption = 0,
     micro_batches: rank_options.MicroBatchesOption = 2,
     micro_batch_tokens: rank_options.MicroBatchTokensOption = 32,
     redundant_experts: rank_options.RedundantExpertsOption = 0,
     rebalance_every_s: rank_options.RebalanceEveryOption = None,
     join_timeout_s: rank_options.JoinTimeoutOption = 60.0,
     allow_unauthenticated_ranks: rank_options.AllowUnauthenticatedRanksOption = False,
-    mask_after_s: rank_options.MaskAfterOption = None,
-    rank_losses: rank_options.RankLossesOption = None,
+    exclude_rank_after_s: rank_options.MaskAfterOption = None,
+    rank_failure_log: rank_options.RankLossesOption = None,
     mask_after_losses: rank_options.MaskAfterLossesOption = None,
     rank_losses_within_s: rank_options.RankLossesWithinOption = None,
     adapter: options.AdapterOption = None,
@@ -171,12 +176,12 @@ def engine(
             refuse_strangers("--listen", listen, curve_key_file=curve_key_file, gateway_keys_file=gateway_keys_file)
             refuse_strangers("--kv-listen", kv_listen, curve_key_file=curve_key_file)
         adapters = named_folders(adapter or [])
-        settings = FrontSettings(
+        settings = ServerSettings(
             model=name or ("scripted" if scripted and not model else model_name(model)),
             listen=listen,
             address_file=address_file,
             usage_journal=_checked(usage_journal),
-            unsettled_usage=unsettled_usage,
+            unacknowledged_usage=unacknowledged_usage,
             metrics_listen=metrics_listen,
             drain_timeout_s=drain_timeout,
             core_silence_s=core_silence_s,
@@ -227,15 +232,15 @@ def engine(
                 dp_attention=dp_attention,
                 ep=ep,
                 pp=pp,
-                expert_ranks=expert_ranks,
+                ffn_ranks=ffn_ranks,
                 micro_batches=micro_batches,
                 micro_batch_tokens=micro_batch_tokens,
                 redundant_experts=redundant_experts,
                 rebalance_every_s=rebalance_every_s,
                 join_timeout_s=join_timeout_s,
                 allow_unauthenticated_ranks=allow_unauthenticated_ranks,
-                mask_after_s=mask_after_s,
-                rank_losses=str(rank_losses.resolve()) if rank_losses else "",
+                exclude_rank_after_s=exclude_rank_after_s,
+                rank_failure_log=str(rank_failure_log.resolve()) if rank_failure_log else "",
                 mask_after_losses=mask_after_losses,
                 rank_losses_within_s=rank_losses_within_s,
                 offload=OffloadConfig(
@@ -261,8 +266,8 @@ def engine(
                     role=role,
                     listen=kv_listen or (_beside(listen) if role is EngineRole.DECODE else ""),
                     key_file=str(curve_key_file or ""),
-                    way=kv_way,
-                    landing_bytes=parse_size(kv_landing_bytes) if kv_landing_bytes else None,
+                    way=kv_transport,
+                    buffer_bytes=parse_size(kv_buffer_bytes) if kv_buffer_bytes else None,
                 ),
             )
             _follow_if_launched_so(config)
@@ -306,7 +311,7 @@ def _scripted(script: Script) -> MakeCore:
     return make
 
 
-def _text_and_process(folder: Path, config: EngineConfig, settings: FrontSettings) -> tuple[TextModel, MakeCore]:
+def _text_and_process(folder: Path, config: EngineConfig, settings: ServerSettings) -> tuple[TextModel, MakeCore]:
     def make(context: zmq.Context[zmq.Socket[bytes]]) -> CoreLink:
         silence_s = settings.core_silence_s
         return ProcessCore(context, CORE_MODULE, config, listen=settings.listen, silence_s=silence_s)
@@ -320,10 +325,10 @@ def _follow_if_launched_so(config: EngineConfig) -> None:
     if meeting is None:
         return
     require_ranks(layout, meeting)
-    require_hosts_apart(config.mask_after_s, meeting)
+    require_hosts_apart(config.exclude_rank_after_s, meeting)
     require_private_ranks(meeting, allowed=config.allow_unauthenticated_ranks)
     if meeting.rank:
-        from moiety_engine.core.following import follow_until_end  # noqa: PLC0415 - imports torch
+        from moiety_engine.core.worker import follow_until_end  # noqa: PLC0415 - imports torch
 
         raise typer.Exit(follow_until_end(config, meeting))
 

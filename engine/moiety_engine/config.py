@@ -48,7 +48,7 @@ class Overlap(StrEnum):
 
 
 class Speculate(StrEnum):
-    """What drafts tokens that a step verifies; see `moiety_engine.scheduling.speculation`."""
+    """What drafts tokens that a step verifies; see `moiety_engine.scheduling.speculative_decoding`."""
 
     OFF = "off"
     NGRAM = "ngram"  # what followed the newest words when the text said them before
@@ -56,7 +56,7 @@ class Speculate(StrEnum):
     MTP = "mtp"  # a layer of the checkpoint that predicts further tokens
 
 
-class KvWay(StrEnum):
+class KvTransport(StrEnum):
     """How KV goes to another engine."""
 
     AUTO = "auto"  # by shared memory on one host, else by TCP
@@ -85,7 +85,7 @@ QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 KV_DTYPES = ("auto", "bf16", "fp8", "int8")
 MAX_TRACED_PER_S = 1000
 REBALANCE_EVERY_S = 60.0  # where experts are redundant, which is of no use if they stay where they are
-MASK_AFTER_LOSSES = 3  # where --rank-losses is given
+MASK_AFTER_LOSSES = 3  # where --rank-failure-log is given
 LOSSES_WITHIN_S = 600.0
 
 
@@ -104,8 +104,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     role: EngineRole = EngineRole.BOTH
     listen: str = ""  # ZeroMQ address for KV from other engines; "" takes none
     key_file: str = ""  # with the secret CURVE key, the same for all engines; "": the link is open
-    way: KvWay = KvWay.AUTO
-    landing_bytes: int | None = None  # of KV on its way, in host memory; None: a tenth of what is there
+    way: KvTransport = KvTransport.AUTO
+    buffer_bytes: int | None = None  # of KV on its way, in host memory; None: a tenth of what is there
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,15 +179,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp_attention: int = 1  # groups of such ranks, each with sequences of its own
     ep: int = 1  # parts that the experts are divided into
     pp: int = 1  # stages of layers, one after the other
-    expert_ranks: int = 0  # further ranks, which have the experts and nothing else; 0: all ranks have some
+    ffn_ranks: int = 0  # further ranks, which have the experts and nothing else; 0: all ranks have some
     micro_batches: int = 2  # with expert ranks: a step is cut into so many at most,
     micro_batch_tokens: int = 32  # and none has fewer tokens of the group that has the most
     redundant_experts: int = 0  # slots of a layer beyond its experts, for second replicas of hot ones
     rebalance_every_s: float | None = None  # 0: experts stay where they are; None: so, unless some are redundant
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
     allow_unauthenticated_ranks: bool = False  # ranks of several hosts talk over links without keys
-    mask_after_s: float | None = None  # and for those that can be done without; None: for all of them alike
-    rank_losses: str = ""  # rank 0's file of which ranks were lost; "": none
+    exclude_rank_after_s: float | None = None  # and for those that can be done without; None: for all of them alike
+    rank_failure_log: str = ""  # rank 0's file of which ranks were lost; "": none
     mask_after_losses: int | None = None  # a rank that is in it so often, of late, is done without; None: three times
     rank_losses_within_s: float | None = None  # what is of late; None: ten minutes
     transfer: TransferConfig = TransferConfig()
@@ -248,7 +248,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        return self.pp * self.dp_attention * self.tp + self.expert_ranks
+        return self.pp * self.dp_attention * self.tp + self.ffn_ranks
 
     def _check_speculation(self) -> None:
         if self.speculate is not Speculate.OFF and self.batching is Batching.PADDED:
@@ -263,7 +263,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.speculate in (Speculate.DRAFT, Speculate.MTP) and self.num_ranks > 1:
             raise InvalidConfig(
                 f"--speculate {self.speculate} drafts for a model on one device so far: leave --tp, --dp-attention, "
-                "--pp and --expert-ranks alone, or take --speculate ngram"
+                "--pp and --ffn-ranks alone, or take --speculate ngram"
             )
 
     @property
@@ -281,10 +281,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_ranks > 1:
             raise InvalidConfig(
                 "KV goes between engines of one rank each so far: leave --tp, --dp-attention and --pp at 1 and "
-                "--expert-ranks at 0, or take --role both without --kv-listen"
+                "--ffn-ranks at 0, or take --role both without --kv-listen"
             )
-        if transfer.landing_bytes is not None and transfer.landing_bytes < 1:
-            raise InvalidConfig("kv_landing_bytes must be at least 1; leave it out to have it chosen")
+        if transfer.buffer_bytes is not None and transfer.buffer_bytes < 1:
+            raise InvalidConfig("kv_buffer_bytes must be at least 1; leave it out to have it chosen")
 
     @property
     def masked_after_losses(self) -> int:
@@ -295,29 +295,32 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return LOSSES_WITHIN_S if self.rank_losses_within_s is None else self.rank_losses_within_s
 
     def _check_masking(self) -> None:
-        if not self.rank_losses and (self.mask_after_losses is not None or self.rank_losses_within_s is not None):
+        if not self.rank_failure_log and (self.mask_after_losses is not None or self.rank_losses_within_s is not None):
             raise InvalidConfig(
-                "--mask-after-losses and --rank-losses-within-s are for the file that --rank-losses names: name one, "
+                "--mask-after-losses and --rank-failure-log-within-s are for the file that --rank-failure-log "
+                "names: name one, "
                 "or leave them out"
             )
-        if self.mask_after_s is None:
-            if self.rank_losses:
+        if self.exclude_rank_after_s is None:
+            if self.rank_failure_log:
                 raise InvalidConfig(
-                    "--rank-losses says which ranks to do without, which a group does with --mask-after-s only: give "
+                    "--rank-failure-log says which ranks to do without, which a group does with "
+                    "--exclude-rank-after-s only: give "
                     "that too, or leave it out"
                 )
             return
         if self.num_ranks == 1:
-            raise InvalidConfig("--mask-after-s is for several ranks, and there is one: leave it out")
-        if not 0 < self.mask_after_s <= self.join_timeout_s:
+            raise InvalidConfig("--exclude-rank-after-s is for several ranks, and there is one: leave it out")
+        if not 0 < self.exclude_rank_after_s <= self.join_timeout_s:
             raise InvalidConfig(
-                f"--mask-after-s {self.mask_after_s:g} must be more than 0, or ranks would not be waited for at all, "
+                f"--exclude-rank-after-s {self.exclude_rank_after_s:g} must be more than 0, or ranks would not "
+                f"be waited for at all, "
                 f"and no more than --join-timeout-s, which is {self.join_timeout_s:g}: nobody waits longer than that"
             )
         if self.masked_after_losses < 1:
             raise InvalidConfig(f"--mask-after-losses must be at least 1, not {self.mask_after_losses}")
         if not self.losses_within_s > 0:
-            raise InvalidConfig(f"--rank-losses-within-s must be more than 0, not {self.rank_losses_within_s}")
+            raise InvalidConfig(f"--rank-failure-log-within-s must be more than 0, not {self.rank_losses_within_s}")
 
     def _check_disk_cache(self) -> None:
         if not self.disk_cache:
@@ -327,7 +330,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_ranks > 1:
             raise InvalidConfig(
                 "the disk cache is of engines of one rank each so far: leave --tp, --dp-attention and --pp at 1 and "
-                "--expert-ranks at 0, or leave --disk-cache out"
+                "--ffn-ranks at 0, or leave --disk-cache out"
             )
         if self.disk_cache_bytes < 1 or self.disk_cache_ttl_s <= 0:
             raise InvalidConfig(
@@ -345,7 +348,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_ranks > 1:
             raise InvalidConfig(
                 "experts are offloaded by engines of one rank so far: leave --tp, --dp-attention, --ep and --pp at 1 "
-                "and --expert-ranks at 0, or leave out --offload"
+                "and --ffn-ranks at 0, or leave out --offload"
             )
         if self.adapters or self.adapter_memory_bytes:
             raise InvalidConfig(

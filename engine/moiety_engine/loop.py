@@ -19,32 +19,33 @@ import structlog
 import torch
 
 from moiety_engine.adapters.registry import AdapterRegistry
-from moiety_engine.anteroom import Anteroom
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.prefix import tenant_mark
 from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
-from moiety_engine.core_load import Telling, TenantBlocks, load_of
 from moiety_engine.disk.tier import DiskTier
-from moiety_engine.distribution.crew import Crew
-from moiety_engine.drafting.draft import Draft
+from moiety_engine.distribution.rank_group import RankGroup
+from moiety_engine.draft_model.draft_model import DraftModel
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.first_steps import FirstSteps
+from moiety_engine.kv_transfer.connector import exchange_of
+from moiety_engine.load_reporter import LoadReporter, TenantBlocks, load_of
 from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.load_watch import ExpertWatch
 from moiety_engine.moe.tenants import TenantSlots
-from moiety_engine.moe.watch import ExpertWatch
+from moiety_engine.pending_requests import PendingRequests
+from moiety_engine.runner.control_messages import ControlSender, Release
+from moiety_engine.runner.device_state import DeviceState, free_cached_memory
 from moiety_engine.runner.micro_batches import cutting_of
-from moiety_engine.runner.orders import Orders, Release
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.rebalancing import rebalancing_of
-from moiety_engine.runner.resident import Resident, free_cached_memory
-from moiety_engine.runner.runner import Flight
+from moiety_engine.runner.runner import InFlightStep
 from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.runner.weights import Weights
-from moiety_engine.scheduling.endings import NonFiniteEnd
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.finish import NonFiniteEnd
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
@@ -52,7 +53,6 @@ from moiety_engine.steps.tracer import StepTracer
 from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
 from moiety_engine.structured_outputs.service import GrammarService
 from moiety_engine.structured_outputs.stepping import GrammarHandle
-from moiety_engine.transfer.exchange import exchange_of
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
 
@@ -71,23 +71,24 @@ class EngineLoop:
         config: EngineConfig,
         *,
         clock_ns: Callable[[], int] = time.time_ns,
-        crew: Crew | None = None,
+        rank_group: RankGroup | None = None,
         local_ranks: int = 1,
         grammars: GrammarService | str = "it was made without a tokenizer",
         draft_model: Transformer | None = None,
     ) -> None:
-        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `grammars`:
+        """`rank_group`: the other ranks that the model is on, `local_ranks` of them with this one on this host.
+        `grammars`:
         the service that compiles and steps them, or why there is none. `draft_model`: if the configuration says that
         there is one. Raises AdapterError for one of the operator's that cannot be served."""
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
         self.overlaps = steps_overlap(model, config)
-        self._orders = Orders(crew, overlaps=self.overlaps)
+        self._orders = ControlSender(rank_group, overlaps=self.overlaps)
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks, draft_model=draft_model)
-        self._draft = None if draft_model is None else Draft(draft_model, sizes, clock_ns)
+        self._draft = None if draft_model is None else DraftModel(draft_model, sizes, clock_ns)
         self._weights = Weights([model] if draft_model is None else [model, draft_model], self._orders)
-        self._lobby = GrammarCompileQueue(grammars, config.grammar)
+        self._compile_queue = GrammarCompileQueue(grammars, config.grammar)
         self.exchange = exchange_of(config.transfer)
         self.adapters = AdapterRegistry(
             model,
@@ -99,27 +100,29 @@ class EngineLoop:
         for name, folder in config.adapters.items():
             self.adapters.learn(name, Path(folder))
         self.adapters.load_all()
-        self._resident: Resident | None = self._move_in()
+        self._resident: DeviceState | None = self._allocate_device_state()
         self._experts = self._watch_experts()
         self.rebalancing = rebalancing_of(model, config, self._orders, clock_ns() / 1e9)
         first, *further = [self._ledger() for _ in range(model.ranks.across.size)]
-        limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
+        limits = SchedulerLimits(
+            sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms
+        )
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
         draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens
         strategy = STRATEGIES[config.batching]
-        guesser = None if self._draft is None else self._draft.guesser
+        proposer = None if self._draft is None else self._draft.proposer
         self.scheduler = Scheduler(
-            first, limits, strategy, policy, draft_tokens=draft_tokens, guesser=guesser, further=further
+            first, limits, strategy, policy, draft_tokens=draft_tokens, proposer=proposer, further=further
         )
         self.disk = DiskTier(config, model, self.scheduler, self._awake().kv) if config.disk_cache else None
-        self._anteroom = Anteroom(self.exchange.arrivals, self.adapters, self._lobby, self.disk)
-        self._flight: Flight | None = None  # launched, and not collected
+        self._pending_requests = PendingRequests(self.exchange.arrivals, self.adapters, self._compile_queue, self.disk)
+        self._flight: InFlightStep | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
         self._forgotten: set[str] = set()  # tenants
         self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
-        self._tenant_blocks, self._telling = TenantBlocks(), Telling()
+        self._tenant_blocks, self._telling = TenantBlocks(), LoadReporter()
         self.first_steps: FirstSteps | None = None  # where to write whose first token is being computed
         self.steps_total = 0
 
@@ -139,7 +142,7 @@ class EngineLoop:
     def submit(self, submit: CoreSubmit) -> None:
         """Queue a request; one that cannot be served comes back as a failure with the next step. What it may write ends
         where the context does: beyond that there may be no block for it, and it would wait for one for ever."""
-        if submit.foresees is not None:
+        if submit.speculative_prefill is not None:
             self.scheduler.add(submit, seed=0, now_ns=self._clock_ns())
             return
         self._requests_total += 1
@@ -156,33 +159,33 @@ class EngineLoop:
             submit = self.exchange.depart(submit)
         if self.disk is not None and submit.adapter:
             submit = msgspec.structs.replace(submit, cache_salt=self.disk.salted(submit))
-        if not self._anteroom.must_wait(submit):
+        if not self._pending_requests.must_wait(submit):
             self._queue(submit, None)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit (a total)."""
-        if not self._anteroom.extend(key, credit_tokens, last=last):
+        if not self._pending_requests.extend(key, credit_tokens, last=last):
             self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
 
     def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        guest = self._anteroom.leave(key)
-        if guest is not None:
-            num_resumed = len(guest.resumed_ids or ())
-            ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), guest.service.name, [], 0)
+        pending = self._pending_requests.leave(key)
+        if pending is not None:
+            num_resumed = len(pending.resumed_ids or ())
+            ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), pending.service.name, [], 0)
             self._emit(CoreOutput(key, [], None, ended))
         else:
             self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
 
     @property
     def follows_guides(self) -> bool:
-        return self._lobby.is_open
+        return self._compile_queue.is_open
 
     @property
     def waits_for_others(self) -> bool:
         """Whether a request waits for its guide to be compiled, its adapter to be read, or its KV to come, or KV is on
         its way to the disk or from it, all of which ends by itself."""
-        return not self._anteroom.is_empty or (self.disk is not None and not self.disk.is_quiet)
+        return not self._pending_requests.is_empty or (self.disk is not None and not self.disk.is_quiet)
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
@@ -190,11 +193,11 @@ class EngineLoop:
         with self._orders.explaining():
             return self._step(self._awake())
 
-    def _step(self, resident: Resident) -> bool:
+    def _step(self, resident: DeviceState) -> bool:
         if self.disk is not None:
             self.disk.turn(resident.move)
-        self._take_guests()
-        plan = self.scheduler.plan(self._clock_ns(), may_foresee=self._anteroom.is_empty)
+        self._take_pending()
+        plan = self.scheduler.plan(self._clock_ns(), may_prefill_ahead=self._pending_requests.is_empty)
         resident.copy_blocks(plan)
         if self._draft is not None:
             plan = self._draft.fill(plan, resident.runner.sampled_L)
@@ -202,7 +205,7 @@ class EngineLoop:
             self._note_first_steps(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
         if launched is not None:
-            self._end_astray(launched)
+            self._end_mispredicted(launched)
         if self._experts is not None:
             now_s = self._clock_ns() / 1e9
             self._experts.look(now_s, resident.runner.staging)
@@ -271,10 +274,10 @@ class EngineLoop:
             self.disk.detach(resident.move)
         self._orders.give(Release())
         self.scheduler.groups.forget()
-        self.scheduler.foresight.forget()
+        self.scheduler.speculative_prefill.forget()
         self.exchange.serve(None)
         self.adapters.give_up()
-        self._move_out()
+        self._release_device_state()
         del resident
         free_cached_memory(self.model.device)
         return freed
@@ -291,7 +294,7 @@ class EngineLoop:
         problem = ""
         try:
             self._weights.come_back(on_progress)
-            self._resident = self._move_in()
+            self._resident = self._allocate_device_state()
             self.warm_up()
             if self.disk is not None:
                 self.disk.serve(self._resident.kv)
@@ -300,7 +303,7 @@ class EngineLoop:
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
         if problem:  # only now does nobody hold what had been made, as the error did
-            self._move_out()
+            self._release_device_state()
             self.exchange.serve(None)  # it holds the cache too
             self._orders.give(Release())
             self._weights.leave(on_progress)
@@ -321,7 +324,7 @@ class EngineLoop:
         if self.disk is not None:
             self.disk.close(None if self._resident is None else self._resident.move)
         self.exchange.close()
-        self._lobby.close()
+        self._compile_queue.close()
         self.adapters.close()
         self.model.close()
         self._orders.close()
@@ -329,7 +332,7 @@ class EngineLoop:
     def take_outputs(self) -> CoreStep | None:
         """What happened since the last call, if anything."""
         admissions, refusals = self.scheduler.take_verdicts()
-        self._outputs += self.scheduler.foresight.take_ended()
+        self._outputs += self.scheduler.speculative_prefill.take_ended()
         failures = self._failures + refusals
         traced = self._tracer.take()
         if not self._outputs and not failures and not admissions and not traced:
@@ -346,7 +349,7 @@ class EngineLoop:
         parts = self.disk, self.model.expert_cache, self.rebalancing, self.steps_total, self._requests_total
         held = self._tenant_blocks.read(self.scheduler, self._clock_ns())
         orders = self._orders.waited_s(), self._orders.masked_ranks
-        return load_of(self.scheduler, self.exchange, *parts, *orders, held, self._lobby.figures())
+        return load_of(self.scheduler, self.exchange, *parts, *orders, held, self._compile_queue.figures())
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""
@@ -365,15 +368,15 @@ class EngineLoop:
         num_landing = self.exchange.num_landing(submit.key)
         self.scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide, num_landing=num_landing)
 
-    def _take_guests(self) -> None:
+    def _take_pending(self) -> None:
         """Who need not wait any more queues now; who cannot be served is told with this step."""
-        if self._anteroom.is_empty:
+        if self._pending_requests.is_empty:
             return
-        for submit, guide, is_last in self._anteroom.take_ready():
+        for submit, guide, is_last in self._pending_requests.take_ready():
             self._queue(submit, guide)
             if is_last:
                 self.extend(submit.key, submit.credit_tokens, last=True)
-        self._failures += self._anteroom.take_refused()
+        self._failures += self._pending_requests.take_refused()
 
     def _note_first_steps(self, plan: Plan) -> None:
         """Write whose first token this step computes, and the one before it that may still run."""
@@ -381,25 +384,27 @@ class EngineLoop:
         assert self.first_steps is not None, "asked only where they are wanted"
         self.first_steps.write(chunk.sequence.key for one in plans for chunk in one.chunks[one.num_decode :])
 
-    def _end_astray(self, flight: Flight) -> None:
+    def _end_mispredicted(self, flight: InFlightStep) -> None:
         """Requests whose guides cannot be followed any further: what the step samples for them is thrown away."""
         for key, code, message in flight.astray:
             ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
             if ended is not None and ended.finish is not None:
                 self._failures.append(CoreFailure(key, code, message, ended.finish.num_output_tokens))
 
-    def _move_in(self) -> Resident:
-        num_mask_words, exchange = self._lobby.num_words, self.exchange
+    def _allocate_device_state(self) -> DeviceState:
+        num_mask_words, exchange = self._compile_queue.num_words, self.exchange
         slots = self.adapters.slots if self.adapters.is_open else None
         parts = (self.model, self.sizes, self._orders, self._tenants)
         cutting = cutting_of(self.config)
-        resident = Resident(*parts, num_mask_words=num_mask_words, exchange=exchange, adapters=slots, cutting=cutting)
+        resident = DeviceState(
+            *parts, num_mask_words=num_mask_words, exchange=exchange, adapters=slots, cutting=cutting
+        )
         exchange.serve(resident.kv)
         if self._draft is not None:
             self._draft.move_in(resident.kv)
         return resident
 
-    def _move_out(self) -> None:
+    def _release_device_state(self) -> None:
         self._resident = None
         if self._draft is not None:
             self._draft.move_out()
@@ -410,11 +415,11 @@ class EngineLoop:
             return None
         return ExpertWatch(self.model.experts, counter, self._tenants, self._clock_ns() / 1e9)
 
-    def _awake(self) -> Resident:
+    def _awake(self) -> DeviceState:
         assert self._resident is not None, "a replica that sleeps has nothing to run"
         return self._resident
 
-    def _collect(self, resident: Resident, flight: Flight | None) -> None:
+    def _collect(self, resident: DeviceState, flight: InFlightStep | None) -> None:
         if flight is not None:
             found = resident.runner.collect(flight)
             now_ns = self._clock_ns()

@@ -13,10 +13,10 @@ import msgspec
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.figures import Figures
-from moiety_wire.guides import Guide
-from moiety_wire.messages import FailureCode, FinishReason, Foreseeing, Sampling
-from moiety_wire.notes import EventKind, Reason, Step
-from moiety_wire.roles import Arrival, HandOver
+from moiety_wire.grammars import GrammarSpec
+from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest
+from moiety_wire.notes import EventKind, Reason, StepNote
+from moiety_wire.roles import KvHandoff, KvTransferTimes
 
 
 class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -39,11 +39,13 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     resumed_ids: list[int] | None = None  # output of another engine, which had admitted it; fewer than max_tokens
     embed: bool = False  # ends with its prefill; `max_tokens` is 0
     sibling_tokens: int = 0  # prompt tokens beside its own that the promise allows time for
-    guide: Guide | None = None  # what its answer must be
-    hand_over: HandOver | None = None  # where its KV goes; it ends with its next token, unless that was its last
+    guide: GrammarSpec | None = None  # what its answer must be
+    hand_over: KvHandoff | None = None  # where its KV goes; it ends with its next token, unless that was its last
     transfer_id: str = ""  # under which its KV comes
     adapter: str = ""  # "": the model as it is
-    foresees: Foreseeing | None = None  # ends without output, when its prompt is computed or is not going to be
+    speculative_prefill: SpeculativePrefillRequest | None = (
+        None  # ends without output, when its prompt is computed or is not going to be
+    )
     keep_s: float = 0.0  # for which what it leaves in the prefix cache is evicted after other things
 
 
@@ -65,8 +67,8 @@ class CoreShutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-class CoreRest(msgspec.Struct, frozen=True, tag="rest"):
-    """Give the device's memory back, while no request is open, or take it again. Answered by CoreRested."""
+class CoreSleep(msgspec.Struct, frozen=True, tag="rest"):
+    """Give the device's memory back, while no request is open, or take it again. Answered by CoreSlept."""
 
     asleep: bool
 
@@ -84,7 +86,7 @@ class CoreForget(msgspec.Struct, frozen=True, tag="forget"):
     tenant_ids: list[str]
 
 
-ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest | CoreAdapter | CoreForget | AskExperts
+ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreSleep | CoreAdapter | CoreForget | AskExperts
 
 
 class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -125,8 +127,8 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     embedding: bytes = b""  # a unit vector, little-endian float32
     num_drafted_tokens: int = 0  # guessed and computed
     num_accepted_tokens: int = 0  # of them, those that came true
-    arrival: Arrival | None = None
-    num_foreseen_tokens: int = 0
+    arrival: KvTransferTimes | None = None
+    num_speculative_tokens: int = 0
 
 
 class CoreScores(msgspec.Struct, frozen=True, array_like=True):
@@ -186,13 +188,13 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     kv_host: str = ""
     kv_secret: str = ""
     takes_adapters: bool = False
-    foresees: bool = False
+    speculative_prefill: bool = False
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):
     """A step that was looked at, and whose requests ran in it; the front knows their classes."""
 
-    step: Step
+    step: StepNote
     keys: list[int]
 
 
@@ -206,11 +208,11 @@ class CoreStep(msgspec.Struct, frozen=True, tag="step"):
     traced: list[TracedStep] = []
 
 
-class CoreRested(msgspec.Struct, frozen=True, tag="rested"):
+class CoreSlept(msgspec.Struct, frozen=True, tag="rested"):
     """Whether the core sleeps now. `problem`: why it does not do what it was told."""
 
     asleep: bool
     problem: str = ""
 
 
-ToFront = CoreHello | CoreStep | CoreRested | ExpertLoad | ExpertBalance
+ToFront = CoreHello | CoreStep | CoreSlept | ExpertLoad | ExpertBalance

@@ -23,7 +23,7 @@ MAX_EVENTS = 64
 MAX_TRUSTED_DELAY_NS = 10**9  # what a gateway's clock may say the way here took
 
 
-class Place(IntEnum):
+class SequenceState(IntEnum):
     """Where the scheduler keeps a sequence."""
 
     WAITING = 0  # never started
@@ -51,13 +51,13 @@ class Sequence:
         "credit_last",
         "credit_tokens",
         "delay",
+        "demoted",
         "due_s",
         "entry",
         "events",
         "finished_unix_ns",
         "first_deadline_s",
         "first_token_unix_ns",
-        "ghost",
         "group",
         "guide",
         "history",
@@ -68,7 +68,6 @@ class Sequence:
         "num_cached",
         "num_computed",
         "num_drafted",
-        "num_foreseen",
         "num_landed",
         "num_landing",
         "num_overtaken",
@@ -80,15 +79,16 @@ class Sequence:
         "num_reserved",
         "num_resumed",
         "num_sealed",
+        "num_speculative",
         "num_uncached",
         "on_time",
         "order",
+        "padding_row",
         "peak_computed",
         "pending_row",
         "place",
         "predicted_output",
         "queued_unix_ns",
-        "relegated",
         "reserved_tokens",
         "scheduled_unix_ns",
         "seed",
@@ -124,7 +124,7 @@ class Sequence:
         self.num_computed = 0
         self.num_uncached = len(self.tokens)  # tokens to prefill that no cache held when it came
         # Prompt tokens taken from the prefix cache when first scheduled, and those that were computed unasked.
-        self.num_cached = self.num_foreseen = 0
+        self.num_cached = self.num_speculative = 0
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []  # while swapped out: they hold the first `num_computed` tokens
         self.num_sealed = 0  # blocks whose hash the pool knows
@@ -140,7 +140,10 @@ class Sequence:
         self.num_drafted = self.num_accepted = 0  # tokens guessed and computed; of them, those that came true
         self.history: Any = None  # what was guessed for it, of a scheduler that drafts
         self.pending_row = -1  # of the pending token in what the running step samples; -1 if none is pending
-        self.place, self.group = Place.WAITING, 0  # of ranks, whose blocks it has; while it has none it may change
+        self.place, self.group = (
+            SequenceState.WAITING,
+            0,
+        )  # of ranks, whose blocks it has; while it has none it may change
         self.entry = 0  # raised when it enters or leaves a policy's queue: older entries are void; odd while queued
         self.delay: Reason | None = None  # what last kept it from starting
         self.events: list[CoreEvent] = []
@@ -149,7 +152,7 @@ class Sequence:
         self.next_due_s = math.inf  # of the token after the pending one, if there is one
         self.last_token_s = 0.0  # unix; when its newest token came
         self.on_time = True  # no deadline has been missed yet
-        self.relegated = self.boosted = False
+        self.demoted = self.boosted = False
         self.predicted_output = 0.0  # tokens; a prediction, never the truth
         self.reserved_tokens = 0  # what it may hold in all without losing its protection from preemption
         self.account: Any = None  # its tenant's, of a policy that keeps accounts
@@ -159,7 +162,7 @@ class Sequence:
         # The padded strategy only: the length that its batch pads prompts to, the positions it reserves, and whether
         # the sequence has ended but its row is still computed because the batch has not.
         self.num_padded = self.num_reserved = 0
-        self.ghost = False
+        self.padding_row = False
         self._answer_apart = answer_apart
         self._root = root_hash(submit.tenant_id, submit.cache_salt, submit.adapter)
         self._hashes: list[bytes] = []

@@ -54,9 +54,9 @@ class Staging:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # from torch's own pool of locked memory
         return host.copy_(tensor, non_blocking=True)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Passed when all that has been queued so far is done."""
-        return Mark(torch.cuda.current_stream(self._device).record_event() if self._on_cuda else None)
+        return DeviceMark(torch.cuda.current_stream(self._device).record_event() if self._on_cuda else None)
 
     def _through_locked(self, values: np.ndarray) -> Tensor:
         begin = self._used
@@ -71,7 +71,7 @@ class Staging:
         return host
 
 
-class Mark:
+class DeviceMark:
     """A point in the device's work."""
 
     def __init__(self, event: Any) -> None:

@@ -1,6 +1,6 @@
 """Chat templates: messages to the text of a prompt, as the model was trained to read it.
 
-A template comes with a checkpoint and is foreign code: it runs in Jinja's immutable sandbox, without a loader, with a
+A template comes with a checkpoint and is external code: it runs in Jinja's immutable sandbox, without a loader, with a
 budget of loop turns and bounded values. What it may use is what `transformers` offers, and gives the same text.
 """
 

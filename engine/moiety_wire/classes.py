@@ -12,7 +12,9 @@ from enum import StrEnum
 
 import msgspec
 
-FORESIGHT = "foresight"  # what no class may be called: what is computed before anybody asks for it is counted so
+SPECULATIVE_PREFILL = (
+    "speculative_prefill"  # what no class may be called: what is computed before anybody asks for it is counted so
+)
 
 
 class OverloadAction(StrEnum):

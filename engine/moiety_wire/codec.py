@@ -12,7 +12,7 @@ import msgspec
 
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import ToEngine, ToGateway
-from moiety_wire.notes import Step, StepNotes
+from moiety_wire.notes import StepNote, StepNotes
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine | list[ToEngine]] = msgspec.msgpack.Decoder(ToEngine | list[ToEngine])
@@ -65,7 +65,7 @@ def decode_to_gateway(data: bytes | memoryview) -> list[ToGateway]:
     return found if isinstance(found, list) else [found]
 
 
-def encode_step(step: Step) -> msgspec.Raw:
+def encode_step(step: StepNote) -> msgspec.Raw:
     """A step for the notes of each request that ran in it."""
     return msgspec.Raw(_encoder.encode(step))
 

@@ -29,7 +29,7 @@ class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
     rejected_total: dict[str, int]  # by reason
     downgraded_total: int
     preempted_total: dict[str, int]  # by reason
-    relegated_total: int
+    demoted_total: int
     boosted_total: int
     recomputed_tokens_total: int
     oldest_waiting_unix_s: float = 0.0  # when the one came that has waited longest; 0: none waits, or it is not known
@@ -76,11 +76,11 @@ class Figures(msgspec.Struct, frozen=True):
     max_running: int = 0
     step_costs: StepCosts | None = None  # None until it has learned them
     handed_over_requests_total: int = 0  # requests that other engines went on with
-    taken_over_requests_total: int = 0  # that came with their KV …
+    disaggregated_decode_requests_total: int = 0  # that came with their KV …
     lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
-    foreseen_tokens_total: int = 0  # computed before they were asked for
-    foreseen_used_tokens_total: int = 0  # of them, those that requests began with
-    foreseen_wasted_tokens_total: int = 0  # and those that none did in time
+    speculative_tokens_total: int = 0  # computed before they were asked for
+    speculative_used_tokens_total: int = 0  # of them, those that requests began with
+    speculative_wasted_tokens_total: int = 0  # and those that none did in time
     kv_blocks_kept: int = 0  # for conversations that come back
     host_hit_blocks_total: int = 0  # of prefixes, found on the host
     disk_bytes_total: int = 0  # that the prefix cache may take on disk; no counter
@@ -123,7 +123,7 @@ class Load(Figures, frozen=True, kw_only=True, tag="load"):
     running_for_s: float = 0.0  # the engine, which knows of all since then
     sleep: SleepState = SleepState.AWAKE
     sleep_problem: str = ""  # why it did not fall asleep, or wake, when it was last told to
-    unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
+    unacknowledged_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
 
 
 GAUGES = (
@@ -171,9 +171,9 @@ COUNTERS = (
     ("handed_over_requests", "Requests whose prompts it computed, and which other engines went on with."),
     ("taken_over_requests", "Requests that came with their prompt's KV from another engine."),
     ("lost_transfers", "Requests that came without it, although it was to come; it computed their prompts again."),
-    ("foreseen_tokens", "Prompt tokens computed before anybody asked for them, while nothing else was to be done."),
-    ("foreseen_used_tokens", "Of these, tokens that a request began with."),
-    ("foreseen_wasted_tokens", "Of these, tokens that no request began with in time."),
+    ("speculative_tokens", "Prompt tokens computed before anybody asked for them, while nothing else was to be done."),
+    ("speculative_used_tokens", "Of these, tokens that a request began with."),
+    ("speculative_wasted_tokens", "Of these, tokens that no request began with in time."),
     ("expert_hits", "Offloaded experts that were on the device, or on their way, when a pass over their layer came."),
     ("expert_misses", "Offloaded experts that were not."),
     ("prefetched_experts", "Offloaded experts fetched before a pass asked for them."),
@@ -199,7 +199,7 @@ CLASS_GAUGES = (  # the field, what it is called as a metric, and what it means
 CLASS_COUNTERS = (
     ("admitted", "Requests admitted to the class."),
     ("downgraded", "Requests of the class that were served in its fallback."),
-    ("relegated", "Requests that could not keep their promise any more and were put behind those that can."),
+    ("demoted", "Requests that could not keep their promise any more and were put behind those that can."),
     ("boosted", "Requests that had waited too long and were put before others."),
     ("recomputed_tokens", "Tokens computed again after preemptions."),
 )

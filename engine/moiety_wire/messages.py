@@ -1,7 +1,7 @@
 """The messages of the wire, grouped by receiver.
 
 Transport: the gateway connects a ZeroMQ DEALER socket (its identity names the gateway process) to the engine front's
-ROUTER; each message is one frame of msgpack. A gateway says `Hello` and is answered by a `Card`; it then sends
+ROUTER; each message is one frame of msgpack. A gateway says `Hello` and is answered by a `ModelCard`; it then sends
 `Heartbeat` every HEARTBEAT_INTERVAL_S, and the engine sends `Load` at the same pace. A side that hears nothing for
 SILENCE_LIMIT_S takes the other for dead: the engine aborts that gateway's requests, the gateway fails over.
 
@@ -20,8 +20,10 @@ counts of that request go on being totals: the first `position` is the number of
 min_tokens and `num_output_tokens` count them, penalties and stop strings see them. An embedding that was admitted has
 no output to resume, and says so by an empty list.
 
-An engine remembers what each ended request used until a gateway says `Settled`, which it does once that is stored. What
-a gateway leaves behind when it dies, the engine tells another by `Unsettled`, again and again until it is settled too.
+An engine remembers what each ended request used until a gateway says `UsageAcknowledgement`, which it does once that
+is stored. What
+a gateway leaves behind when it dies, the engine tells another by `UnacknowledgedUsage`, again and again until it is
+settled too.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ import msgspec
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.figures import Load
-from moiety_wire.guides import Guide
+from moiety_wire.grammars import GrammarSpec
 from moiety_wire.notes import Event, Phases, Reason
-from moiety_wire.roles import Arrival, EngineRole, HandOver
+from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
 
 PROTOCOL_VERSION = 5
 HEARTBEAT_INTERVAL_S = 0.5
@@ -47,7 +49,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, the model's context, or a refused credit (see Finished.detail)
     ABORT = "abort"  # the gateway asked for it, or went silent
     CONTENT_FILTER = "content_filter"  # an external engine's filter cut the answer; engines of ours have none
-    HANDED_OVER = "handed_over"  # another engine is to go on with it: see `Submit.hand_over`
+    PREFILL_DONE = "prefill_done"  # another engine is to go on with it: see `Submit.hand_over`
 
 
 class FailureCode(StrEnum):
@@ -101,7 +103,7 @@ class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
     thought: ThoughtMarks | None = None  # None: the answer has no thought that stop strings pass over
 
 
-class Foreseeing(msgspec.Struct, frozen=True):
+class SpeculativePrefillRequest(msgspec.Struct, frozen=True):
     """A prompt that is likely to come, or begins as one: its KV is computed while nothing else is to be done, and kept
     as a prefix. Nobody is answered with anything.
 
@@ -118,8 +120,8 @@ class Foreseeing(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A gateway presents itself; the answer is a Card. `replica_id` names its process, whatever connections it makes:
-    what it leaves unsettled is told under that name."""
+    """A gateway presents itself; the answer is a ModelCard. `replica_id` names its process, whatever connections it
+    makes: what it leaves unacknowledged is told under that name."""
 
     gateway_id: str
     protocol_version: int = PROTOCOL_VERSION
@@ -151,16 +153,18 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     fallback: ServiceClass | None = None  # the class to be served in where `service` says downgrade at overload
     traceparent: str = ""  # W3C trace context
     resumed_ids: list[int] | None = None  # the output so far of a request that another engine had admitted
-    bill: bytes = b""  # whom to charge and at what price, in the gateway's own words; comes back in Metered
+    bill: bytes = b""  # whom to charge and at what price, in the gateway's own words; comes back in MeteredUsage
     embed: bool = False  # the prompt's vector is wanted, and no token: `max_tokens` and `credit_tokens` are 0
     gathers: bool = False  # nobody reads along: after the first, tokens may come some at a time
     sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
     shown_ids: tuple[int, ...] = ()  # special tokens that have a text in this answer: those that mark calls of tools
-    guide: Guide | None = None  # what the answer must be
-    hand_over: HandOver | None = None  # after its first token it is to end here, and its KV to go elsewhere
+    guide: GrammarSpec | None = None  # what the answer must be
+    hand_over: KvHandoff | None = None  # after its first token it is to end here, and its KV to go elsewhere
     transfer_id: str = ""  # under which its KV comes from the engine that has computed it
     adapter: str = ""  # the id of one that the engine was sent or started with; "": the model as it is
-    foresees: Foreseeing | None = None  # only to an engine whose card says so; `max_tokens` and `credit_tokens` are 0
+    speculative_prefill: SpeculativePrefillRequest | None = (
+        None  # only to an engine whose card says so; `max_tokens` and `credit_tokens` are 0
+    )
     keep_s: float = 0.0  # the conversation will come back within so long: what it leaves in the prefix cache is kept
     marker_ids: tuple[int, ...] = ()  # added tokens that mark calls or thoughts: text that spells one is guarded
 
@@ -182,14 +186,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     seq: int
 
 
-class Settled(msgspec.Struct, frozen=True, tag="settled"):
+class UsageAcknowledgement(msgspec.Struct, frozen=True, tag="settled"):
     """What these requests of that gateway process used is stored; the engine may forget it."""
 
     replica_id: str
     request_ids: list[str]
 
 
-class Rest(msgspec.Struct, frozen=True, tag="rest"):
+class SleepCommand(msgspec.Struct, frozen=True, tag="rest"):
     """Fall asleep once what is open has ended, or wake up. An engine asleep takes no requests, and its model no memory
     of the device. How far it is stands in the engine's loads."""
 
@@ -216,12 +220,23 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
     tenant_ids: list[str]
 
 
-ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest | AskExperts | AdapterPart | Forget
+ToEngine = (
+    Hello
+    | Heartbeat
+    | Submit
+    | Extend
+    | Abort
+    | UsageAcknowledgement
+    | SleepCommand
+    | AskExperts
+    | AdapterPart
+    | Forget
+)
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Card(msgspec.Struct, frozen=True, tag="card"):
+class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     """All that a gateway must know of the model; so it needs no model files."""
 
     engine_id: str
@@ -248,7 +263,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     kv_secret: str = ""  # by which a gateway allows a transfer to it: see `transfer_token`
     takes_adapters: bool = False
     adapters: tuple[str, ...] = ()  # that its operator has given it
-    foresees: bool = False  # it takes `Submit.foresees`
+    speculative_prefill: bool = False  # it takes `Submit.speculative_prefill`
     forgets: bool = False  # it takes `Forget`
 
 
@@ -315,10 +330,10 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     num_accepted_tokens: int = 0  # of them, those that came true
     steps: bytes = b""
     prompt_logprobs: list[TokenLogprob] | None = None  # where asked for: of each of its tokens but the first
-    arrival: Arrival | None = None  # how its KV came from the engine that had computed it
-    # Of `Submit.foresees`, tokens that were computed, and `detail` says how it ended; of any other request, those of
-    # its cached ones that had been foreseen.
-    num_foreseen_tokens: int = 0
+    arrival: KvTransferTimes | None = None  # how its KV came from the engine that had computed it
+    # Of `Submit.speculative_prefill`, tokens that were computed, and `detail` says how it ended; of any other
+    # request, those of its cached ones that had been foreseen.
+    num_speculative_tokens: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
@@ -335,7 +350,7 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
     in_first_step: bool | None = None
 
 
-class Metered(msgspec.Struct, frozen=True, array_like=True):
+class MeteredUsage(msgspec.Struct, frozen=True, array_like=True):
     """What one request used that its gateway has not settled. Tokens are counts as in Finished."""
 
     replica_id: str
@@ -346,11 +361,11 @@ class Metered(msgspec.Struct, frozen=True, array_like=True):
     num_output_tokens: int
 
 
-class Unsettled(msgspec.Struct, frozen=True, tag="unsettled"):
+class UnacknowledgedUsage(msgspec.Struct, frozen=True, tag="unacknowledged"):
     """What gateways that are gone have left behind, for the receiver to store and then to settle."""
 
     engine_id: str
-    records: list[Metered]
+    records: list[MeteredUsage]
 
 
-ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance
+ToGateway = ModelCard | Accepted | Tokens | Finished | Failed | Load | UnacknowledgedUsage | ExpertLoad | ExpertBalance

@@ -14,7 +14,7 @@ class Reason(StrEnum):
     IN_TIME = "in_time"  # the promise is predicted to be kept
     ACCEPTED_LATE = "accepted_late"  # it is not, but the class waits
     FAILED_OVER = "failed_over"  # another engine had admitted it and was lost
-    HANDED_OVER = "handed_over"  # another engine had admitted it and computed its prompt
+    PREFILL_DONE = "prefill_done"  # another engine had admitted it and computed its prompt
     # downgraded, rejected
     PREDICTED_LATE = "predicted_late"  # the class's promise is predicted to be missed
     KV_PEAK = "kv_peak"  # the predicted peak of KV memory does not fit
@@ -30,7 +30,7 @@ class Reason(StrEnum):
     DECODE_NEEDS_BLOCKS = "decode_needs_blocks"
     URGENT_NEEDS_BLOCKS = "urgent_needs_blocks"
     OVER_SHARE = "over_share"  # its tenant held more than its share of blocks, and another wanted its own
-    # relegated, boosted, resumed
+    # demoted, boosted, resumed
     BEYOND_REPAIR = "beyond_repair"
     WAITED_TOO_LONG = "waited_too_long"
     RECOMPUTE = "recompute"  # resumed by computing its KV again
@@ -48,7 +48,7 @@ class EventKind(StrEnum):
     DELAYED = "delayed"  # had to wait; the reason is the last that held it back
     STARTED = "started"
     BOOSTED = "boosted"  # waited beyond its class's bound, and goes before others now
-    RELEGATED = "relegated"  # cannot keep its promise any more, and goes after those that can
+    DEMOTED = "demoted"  # cannot keep its promise any more, and goes after those that can
     PREEMPTED = "preempted"
     RESUMED = "resumed"
     MIGRATED = "migrated"  # came from the engine that has computed its prompt
@@ -74,7 +74,7 @@ class Phases(msgspec.Struct, frozen=True):
     finished_unix_ns: int = 0
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True):
+class StepNote(msgspec.Struct, frozen=True, array_like=True):
     """A step of the engine, one of the few that it looks at closely. `trace_id` is of a trace of its own, in which its
     only span has the last eight bytes as id, so that all gateways with a request in it call it the same."""
 
@@ -101,4 +101,4 @@ class StepNotes(msgspec.Struct, frozen=True, array_like=True):
     """The steps that a request ran in, of those that were looked at: all of them, or some, spread over its time."""
 
     num_seen: int
-    steps: list[Step]
+    steps: list[StepNote]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from moiety_wire.messages import Card, Submit, ToGateway
+from moiety_wire.messages import ModelCard, Submit, ToGateway
 
 
 class Replica(Protocol):
     """One model, with all its credit given in advance. One thread at a time."""
 
     @property
-    def card(self) -> Card: ...
+    def card(self) -> ModelCard: ...
 
     @property
     def num_open(self) -> int:

@@ -1,11 +1,11 @@
 """What an engine is there for, and how a request goes from the engine that computes its prompt to the one that answers.
 
-A request is first submitted to a prefill engine with `HandOver`: where the KV of its prompt is to go. That engine
-computes the prompt and one token, and ends it with `handed_over`. The gateway then submits it, as one whose engine was
+A request is first submitted to a prefill engine with `KvHandoff`: where the KV of its prompt is to go. That engine
+computes the prompt and one token, and ends it with `prefill_done`. The gateway then submits it, as one whose engine was
 lost, with its output so far to the other engine, and with the transfer's id. What that engine got under this id it need
 not compute; what did not come it computes itself. So KV that is lost costs time and nothing else.
 
-Only an engine whose card says `hands_over` is given a `HandOver`, and only one with a `kv_address` a transfer's id.
+Only an engine whose card says `hands_over` is given a `KvHandoff`, and only one with a `kv_address` a transfer's id.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EngineRole(StrEnum):
     DECODE = "decode"  # answers to prompts that another engine has computed
 
 
-class HandOver(msgspec.Struct, frozen=True):
+class KvHandoff(msgspec.Struct, frozen=True):
     """Where the KV of a prompt goes. Who knows the id gets the KV, so it cannot be guessed."""
 
     transfer_id: str
@@ -35,7 +35,7 @@ class HandOver(msgspec.Struct, frozen=True):
     token: str = ""  # that lets the sender begin this transfer: see `transfer_token`
 
 
-class Arrival(msgspec.Struct, frozen=True, array_like=True):
+class KvTransferTimes(msgspec.Struct, frozen=True, array_like=True):
     """How KV came from another engine. Times are unix nanoseconds, by the clock of the engine that it came to."""
 
     begun_unix_ns: int  # it was announced

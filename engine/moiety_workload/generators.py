@@ -40,7 +40,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthRange:
     """Tokens, drawn evenly from low to high."""
 
     low: int
@@ -56,8 +56,8 @@ class Stream:
 
     process: str
     settings: dict[str, float]
-    input_tokens: Lengths = Lengths(256, 256)
-    output_tokens: Lengths = Lengths(256, 256)
+    input_tokens: LengthRange = LengthRange(256, 256)
+    output_tokens: LengthRange = LengthRange(256, 256)
     tenant: str = DEFAULT_TENANT
     service_class: str = DEFAULT_CLASS
     weight: float = 1.0
@@ -193,10 +193,10 @@ def _number(spec: str, key: str, text: str) -> float:
     return value
 
 
-def _lengths(spec: str, text: str) -> Lengths:
+def _lengths(spec: str, text: str) -> LengthRange:
     low, separator, high = text.partition("..")
     try:
-        lengths = Lengths(int(low), int(high if separator else low))
+        lengths = LengthRange(int(low), int(high if separator else low))
     except ValueError as exc:
         raise BadSpec(f"{spec!r}: a length is a number or LOW..HIGH, not {text!r}") from exc
     if not 1 <= lengths.low <= lengths.high:

@@ -10,5 +10,5 @@ DEVICES = (
 )  # the simulator's presets
 POLICIES = (  # by which requests are scheduled
     *("moiety", "fcfs", "strict-priority", "edf", "vtc", "dlpm"),
-    *("qoserve-chunking", "qoserve-relegation", "qoserve"),
+    *("qoserve-chunking", "qoserve-demotion", "qoserve"),
 )

@@ -9,21 +9,21 @@ from sqlalchemy import Connection
 from moiety_migrations.transaction import exclusive_connection
 from moiety_platform.adapters.models import Adapter
 from moiety_platform.batches.models import Batch
-from moiety_platform.declared.models import Declaration
+from moiety_platform.declarative_config.models import Declaration
 from moiety_platform.files.models import StoredFile
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.responses_api.models import StoredResponse
+from moiety_platform.retention.models import RetentionJobRecord
 from moiety_platform.simulations.models import SimulationRecord
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.trace_store.models import SpanRecord
-from moiety_platform.upkeep.models import ChoreRecord
 from moiety_platform.usage.models import UsageRecord
 from moiety_platform.webhooks.models import Webhook
 
 # naming them loads every module that defines tables
 TABLES = (
     *(ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest, StoredResponse),
-    *(ChoreRecord, SpanRecord, Declaration, SimulationRecord, Webhook, Adapter),
+    *(RetentionJobRecord, SpanRecord, Declaration, SimulationRecord, Webhook, Adapter),
 )
 target_metadata = ApiKey.metadata
 

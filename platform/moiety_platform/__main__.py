@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from moiety_platform.auth.pepper import BadPepper
 from moiety_platform.gateway import run_gateway
-from moiety_platform.listening import CannotListen
+from moiety_platform.listening import AddressUnavailable
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK
@@ -20,7 +20,7 @@ def main() -> int:
     os.umask(PRIVATE_UMASK)
     try:
         run_gateway(SettingsSource.open(None, SECTION, GatewaySettings.load))
-    except (ValidationError, CannotListen, BadPepper) as exc:
+    except (ValidationError, AddressUnavailable, BadPepper) as exc:
         sys.stderr.write(f"{exc}\n")
         return 2
     return 0

@@ -23,22 +23,21 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
+from moiety_platform.completions.client_disconnect import ClientDisconnected
 from moiety_platform.completions.controller import completion_routes
-from moiety_platform.completions.disconnect import ClientDisconnected
-from moiety_platform.completions.exchange import ExchangeServices
-from moiety_platform.completions.limits import ShapeLimits
-from moiety_platform.completions.once import Once
+from moiety_platform.completions.handler import HandlerServices
+from moiety_platform.completions.idempotency import IdempotentRequests
+from moiety_platform.completions.model_texts import ModelTexts
 from moiety_platform.completions.pipeline import Pipeline
-from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST
-from moiety_platform.completions.recorder import RequestRecorder, UsageSink
-from moiety_platform.completions.text import ModelTexts
+from moiety_platform.completions.request_record import CLIENT_CLOSED_REQUEST
+from moiety_platform.completions.request_recorder import RequestRecorder, UsageSink
+from moiety_platform.completions.shape_limits import ShapeLimits
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.direct import GatewayApp
 from moiety_platform.embeddings.controller import embedding_route
 from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
 from moiety_platform.expert_metrics import ExpertCollector
-from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.health import metrics_route, probe_routes
 from moiety_platform.http_errors import (
     HAS_SCHEMA,
@@ -46,7 +45,7 @@ from moiety_platform.http_errors import (
     answer_platform_error,
     answer_unexpected_error,
 )
-from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
@@ -60,6 +59,7 @@ from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKee
 from moiety_platform.routing.breaker_metrics import BreakerCollector
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.traces.tracing import Tracing
 
 OF_PIPELINE = (
@@ -93,13 +93,13 @@ class Services:
     tracing: Tracing
     clock: Clock
     recorder: RequestRecorder
-    idempotency: IdempotencyKeeper
+    idempotency: IdempotencyKeys
     responses: ResponseKeeper
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     batches: Batches | None = None
     adapters: AdapterCache | None = None
-    foreseer: Foreseer | None = None
+    next_turn_prefill: NextTurnPrefill | None = None
     live: LiveSettings[GatewaySettings] | None = None  # None: the settings stay as they are
     reloader: Reloader[GatewaySettings] | None = None
 
@@ -150,17 +150,17 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
     shape, turns = ShapeLimits.of(settings), Turns()
-    exchange = ExchangeServices(
+    exchange = HandlerServices(
         services.authenticator,
         services.recorder,
         pipeline,
-        Once(services.idempotency, services.metrics, settings.max_body_bytes),
+        IdempotentRequests(services.idempotency, services.metrics, settings.max_body_bytes),
         services.metrics,
         **limits,
         shape=shape,
         streams=StreamGate(settings.max_streams_per_key),
         turns=turns,
-        foreseer=services.foreseer,
+        next_turn_prefill=services.next_turn_prefill,
     )
     models = ModelServices(
         services.authenticator,
@@ -204,7 +204,7 @@ def _follow(
     live: LiveSettings[GatewaySettings],
     app: Litestar,
     services: Services,
-    exchange: ExchangeServices,
+    exchange: HandlerServices,
     models: ModelServices,
 ) -> None:
     """Whatever bounds bodies and what is kept of them, for those that come from then on."""

@@ -18,8 +18,8 @@ from litestar.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
-from moiety_platform.completions.disconnect import DEPARTURE, Departure
-from moiety_platform.completions.reply import SEND_WHOLE
+from moiety_platform.completions.client_disconnect import DEPARTURE, DisconnectSignal
+from moiety_platform.completions.response import SEND_WHOLE
 from moiety_platform.errors import BadRequest, HeadTooLarge, PlatformError, RequestTimeout
 from moiety_platform.http_errors import OPENAI_ERRORS
 from moiety_platform.http_head import BAD_HTTP, refusal_of
@@ -61,7 +61,7 @@ class ServerConfig(uvicorn.Config):
 
     def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(
-            app, http=Connection, headers=SECURITY_HEADERS, timeout_keep_alive=limits.keep_alive_s, **options
+            app, http=ClientConnection, headers=SECURITY_HEADERS, timeout_keep_alive=limits.keep_alive_s, **options
         )
         self.limits = limits
 
@@ -120,7 +120,7 @@ class Gathering:
         return getattr(self._transport, name)
 
 
-class Connection(HttpToolsProtocol):
+class ClientConnection(HttpToolsProtocol):
     """One connection. Tells the application when its client has left, and drops one that takes nothing of its
     answer."""
 
@@ -135,7 +135,7 @@ class Connection(HttpToolsProtocol):
         self._num_bytes = self._num_bytes_before = 0  # in all; when the timer was set
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
-        self._departure = Departure(self._drop)
+        self._departure = DisconnectSignal(self._drop)
         self._timed: _Phase | None = None
         self._is_refused = False
         self._head_refusal: PlatformError | None = None  # why the parser was stopped at the end of a head

@@ -15,7 +15,7 @@ FOREIGN_FORM = "openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER
 SWITCH = {"on": True, "off": False}
 
 
-class Kind(StrEnum):
+class ExternalKind(StrEnum):
     """The servers of others whose ways are known; `generic` is any that does what OpenAI documents."""
 
     VLLM = "vllm"
@@ -25,12 +25,12 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignAddress:
+class ExternalAddress:
     """A server of others and what must be known of it beforehand."""
 
     base_url: str  # up to and including /v1
     model: str
-    kind: Kind
+    kind: ExternalKind
     tokenizer: Path  # the folder of a checkpoint, or its tokenizer.json
     context_tokens: int | None = None  # None: the server says it
     key_file: Path | None = None
@@ -61,17 +61,17 @@ class ForeignAddress:
             raise ValueError(f"engine address {address!r} may have each of {', '.join(known)} once, and nothing else")
         for name, what in (
             ("model", "the model's name at that server"),
-            ("kind", f"one of {', '.join(Kind)}"),
+            ("kind", f"one of {', '.join(ExternalKind)}"),
             ("tokenizer", "the folder with the model's tokenizer.json, by which prompts are counted exactly"),
         ):
             if not given.get(name):
                 raise ValueError(f"engine address {address!r} lacks {name}=…, {what}; its form is {FOREIGN_FORM}")
-        if given["kind"] not in list(Kind):
-            raise ValueError(f"engine address {address!r}: kind must be one of {', '.join(Kind)}")
+        if given["kind"] not in list(ExternalKind):
+            raise ValueError(f"engine address {address!r}: kind must be one of {', '.join(ExternalKind)}")
         return cls(
             f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}",
             given["model"],
-            Kind(given["kind"]),
+            ExternalKind(given["kind"]),
             Path(given["tokenizer"]),
             _count(address, given, "context"),
             Path(given["key_file"]) if given.get("key_file") else None,
@@ -101,7 +101,7 @@ def split_name(address: str) -> tuple[str, int]:
 def identity(address: str) -> str:
     """What two addresses of one engine have in common. Raises ValueError for what is no address."""
     if is_foreign(address):
-        return ForeignAddress.parse(address).name
+        return ExternalAddress.parse(address).name
     if is_name(address):
         split_name(address)
     elif not address.startswith(("tcp://", "ipc://")):

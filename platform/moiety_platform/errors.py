@@ -33,7 +33,9 @@ from typing import ClassVar, NamedTuple
 from moiety_wire.notes import Reason
 
 CRASH_SUSPECTED = "engine_crash_suspected"  # the code of a request that may have ended the engine that computed it
-FORM_NOT_SUPPORTED = "form_not_supported"  # the code of what an answer should be and cannot be made to be
+UNSUPPORTED_RESPONSE_FORMAT = (
+    "unsupported_response_format"  # the code of what an answer should be and cannot be made to be
+)
 NO_FORMS = "the engine of {model!r} cannot hold an answer to a form; leave the form out, or use another model"
 
 

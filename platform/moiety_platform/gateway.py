@@ -26,41 +26,41 @@ from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.pepper import pepper_of, turn_of
 from moiety_platform.batches.assembly import Batches
+from moiety_platform.bootstrap.administration import Administration
+from moiety_platform.bootstrap.engines import Engines, key_files
+from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
+from moiety_platform.bootstrap.telemetry import Telemetry
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import SystemClock
-from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.completions.request_recorder import RequestRecorder
 from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import CHECKING, LOOKING, SERVING, Database
-from moiety_platform.foresight.foreseer import Foreseer
-from moiety_platform.gateway_parts.administration import Administration
-from moiety_platform.gateway_parts.engines import Engines, key_files
-from moiety_platform.gateway_parts.telemetry import Telemetry
-from moiety_platform.gateway_parts.tokens import TokenDoor
-from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging, set_log_level
-from moiety_platform.metrics import ForesightMetrics, Metrics, UpkeepMetrics
+from moiety_platform.metrics import Metrics, RetentionMetrics, SpeculativePrefillMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics, watching
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.retention.jobs import chores_of
+from moiety_platform.retention.service import RetentionService
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.store_metrics import StoreCollector
 from moiety_platform.trace_metrics import TraceCollector
-from moiety_platform.upkeep.chores import chores_of
-from moiety_platform.upkeep.service import Upkeep
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 
 LAST_RECORDS_S = 10.0
 OPERATIONS_DRAIN_S = 1  # how long a stop waits for a scrape
-OF_UPKEEP = (
-    "upkeep_interval_s", "keep_files_days", "keep_batches_days", "keep_requests_days", "keep_limit_windows_days",
+OF_RETENTION = (
+    "retention_interval_s", "keep_files_days", "keep_batches_days", "keep_requests_days", "keep_limit_windows_days",
 )  # fmt: skip
 M_ARENA_MAX, ARENAS = -8, 2  # of malloc.h
 RARELY = (20_000, 50, 100)  # a request leaves little in cycles, so looking for them at every few is time lost
@@ -230,15 +230,17 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
             Engines(settings, clock, quotas.replica_id, meter, AdapterContents(database))
         )
         quotas.quarantine.is_proven = engines.replicas.have_settled_for
-        foreseer = await stack.enter_async_context(Foreseer(usage, quotas, ForesightMetrics(metrics.registry), clock))
+        next_turn_prefill = await stack.enter_async_context(
+            NextTurnPrefill(usage, quotas, SpeculativePrefillMetrics(metrics.registry), clock)
+        )
         authenticator = await stack.enter_async_context(Authenticator(keys, pepper, clock, turn=turn))
         classes, prices, adapters = (
             ClassCache(database, clock),
             PriceCache(database, clock),
             AdapterCache(database, clock),
         )
-        door = await stack.enter_async_context(TokenDoor(settings, database, clock))
-        upkeep = await _keep_up(stack, settings, process_id, database, UpkeepMetrics(metrics.registry))
+        door = await stack.enter_async_context(OidcAuthentication(settings, database, clock))
+        retention = await _keep_up(stack, settings, process_id, database, RetentionMetrics(metrics.registry))
         told = ReloadMetrics(metrics.registry)
         reloader = None if source.path is None else Reloader(source, live, told, beside=key_files)
         administration = Administration(
@@ -250,12 +252,14 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         more = administration.routes(traces, source, live, reloader)
         admin = admin_router(*parts, oidc=door.find, traces=traces, set_aside=usage.set_aside, more=more)
         batches = Batches(process_id, database, authenticator, quotas, metrics, telemetry.tracing, clock, settings)
-        live.follow_with(["engines", "foreign_api_key"], engines.follow, reads_files=True)
+        live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
         telemetry.followed_by(live)
         door.followed_by(live)
         administration.followed_by(live)
         live.follow(["metrics_tenants"], lambda wanted: metrics.tenants.use(wanted.metrics_tenants))
-        live.follow(OF_UPKEEP, lambda wanted: upkeep.use(chores_of(wanted, database), wanted.upkeep_interval_s))
+        live.follow(
+            OF_RETENTION, lambda wanted: retention.use(chores_of(wanted, database), wanted.retention_interval_s)
+        )
         yield Services(
             authenticator=authenticator,
             usage=usage,
@@ -274,7 +278,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
             adapters=adapters,
             live=live,
             reloader=reloader,
-            foreseer=foreseer,
+            next_turn_prefill=next_turn_prefill,
         )
 
 
@@ -292,20 +296,20 @@ def _open_stores(
     return database, looked_at, keys, traces
 
 
-async def _keep_answers(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> IdempotencyKeeper:
+async def _keep_answers(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> IdempotencyKeys:
     """What keeps answers under their Idempotency-Key, until the stack is closed."""
-    keeper = IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings))
+    keeper = IdempotencyKeys(database, KeyStore(), KeepingLimits.of(settings))
     await keeper.start()
     stack.push_async_callback(keeper.stop)
     return keeper
 
 
 async def _keep_up(
-    stack: AsyncExitStack, settings: GatewaySettings, process_id: str, database: Database, metrics: UpkeepMetrics
-) -> Upkeep:
+    stack: AsyncExitStack, settings: GatewaySettings, process_id: str, database: Database, metrics: RetentionMetrics
+) -> RetentionService:
     """What deletes what is past its time, until the stack is closed."""
     chores = chores_of(settings, database)
-    upkeep = Upkeep(process_id, database, chores, metrics, interval_s=settings.upkeep_interval_s)
-    await upkeep.start()
-    stack.push_async_callback(upkeep.stop)
-    return upkeep
+    retention = RetentionService(process_id, database, chores, metrics, interval_s=settings.retention_interval_s)
+    await retention.start()
+    stack.push_async_callback(retention.stop)
+    return retention

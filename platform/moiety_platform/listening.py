@@ -7,14 +7,16 @@ import socket
 BACKLOG = 2048
 
 
-class CannotListen(Exception):
+class AddressUnavailable(Exception):
     """The address is taken or not ours; the message says what to do."""
 
 
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
-    """A listening socket. Raises CannotListen, which names the option to choose another with."""
+    """A listening socket. Raises AddressUnavailable, which names the option to choose another with."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as exc:
-        raise CannotListen(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another {option}") from exc
+        raise AddressUnavailable(
+            f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another {option}"
+        ) from exc

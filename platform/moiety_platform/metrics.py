@@ -57,16 +57,16 @@ def new_registry() -> CollectorRegistry:
     return registry
 
 
-class UpkeepMetrics:
+class RetentionMetrics:
     """Of what is past its time and deleted, in whichever process does it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         rows_help = (
-            "Rows that upkeep has deleted by chore; `files_without_end` were given an end, `usage_days` summed up."
+            "Rows that retention has deleted by chore; `files_without_end` were given an end, `usage_days` summed up."
         )
-        self._rows = Counter("moiety_upkeep_rows", rows_help, ("chore",), registry=registry)
-        failures_help = "Chores of upkeep that have failed; the log says why."
-        self._failures = Counter("moiety_upkeep_failures", failures_help, ("chore",), registry=registry)
+        self._rows = Counter("moiety_retention_rows", rows_help, ("chore",), registry=registry)
+        failures_help = "Chores of retention that have failed; the log says why."
+        self._failures = Counter("moiety_retention_failures", failures_help, ("chore",), registry=registry)
 
     def observe(self, chore: str, num_rows: int) -> None:
         self._rows.labels(chore).inc(num_rows)
@@ -75,15 +75,15 @@ class UpkeepMetrics:
         self._failures.labels(chore).inc()
 
 
-class ForesightMetrics:
+class SpeculativePrefillMetrics:
     """Of turns that were followed, to have the next one's beginning computed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         text = "Answered turns whose next one was foreseen, by what came of that; engines count the tokens."
-        self._foreseen = Counter("moiety_foreseen", text, ("model", "outcome"), registry=registry)
+        self._prefilled_ahead = Counter("moiety_speculative_prefill", text, ("model", "outcome"), registry=registry)
 
     def observe(self, model: str, outcome: str) -> None:
-        self._foreseen.labels(model, outcome).inc()
+        self._prefilled_ahead.labels(model, outcome).inc()
 
 
 class Metrics:

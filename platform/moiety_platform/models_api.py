@@ -18,13 +18,13 @@ from moiety_platform.admission.turns import Turns
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
-from moiety_platform.completions.body import receive_body
+from moiety_platform.completions.body_fields import ModelName, StrictBody, TokenIds, refuse, shows
 from moiety_platform.completions.chat_messages import Messages
-from moiety_platform.completions.fields import ModelName, StrictBody, TokenIds, refuse, shows
 from moiety_platform.completions.generation import Conversation, Prompt
-from moiety_platform.completions.limits import ShapeLimits
+from moiety_platform.completions.model_texts import ModelTexts
+from moiety_platform.completions.request_body import receive_body
 from moiety_platform.completions.schemas import FORMS
-from moiety_platform.completions.text import ModelTexts
+from moiety_platform.completions.shape_limits import ShapeLimits
 from moiety_platform.completions.tools.fields import TemplateVariables
 from moiety_platform.completions.tools.schemas import ChatTools, offer_of
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
@@ -33,7 +33,7 @@ from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
-from moiety_wire.messages import Card
+from moiety_wire.messages import ModelCard
 
 Body = TypeVar("Body", bound=StrictBody)
 
@@ -147,7 +147,7 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
     async def caller(request: Request[Any, Any, Any]) -> Principal:
         return await authenticate(services.authenticator, request)
 
-    async def visible(principal: Principal) -> dict[str, Card]:
+    async def visible(principal: Principal) -> dict[str, ModelCard]:
         """The served models that the key may use, and those with adapters of its tenant."""
         cards, allowed = services.replicas.cards(), principal.allowed_models
         found = {name: card for name, card in sorted(cards.items()) if allowed is None or name in allowed}
@@ -204,7 +204,7 @@ def _takes(body: type[StrictBody]) -> dict[str, Described]:
     return describes(Described(body={JSON: body}, errors=(404,)))
 
 
-def _find(cards: dict[str, Card], model: str | None) -> Card:
+def _find(cards: dict[str, ModelCard], model: str | None) -> ModelCard:
     if not cards:
         raise Unavailable("no engine is ready yet; try again shortly", code="no_engine", retry_after_s=1)
     if model is None:
@@ -216,7 +216,7 @@ def _find(cards: dict[str, Card], model: str | None) -> Card:
     return cards[model]
 
 
-def _describe(name: str, card: Card) -> Model:
+def _describe(name: str, card: ModelCard) -> Model:
     return {
         "id": name,
         "object": "model",

@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Setting
 from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
 from moiety_platform.reloadable import fixed, live
-from moiety_wire.guides import MAX_GUIDE_BYTES
+from moiety_wire.grammars import MAX_GUIDE_BYTES
 
 SECTION = "gateway"
 MIN_DAYS_OF_USAGE = 62  # so that what is told late, of a month that is just over, finds what it belongs to
@@ -71,7 +71,7 @@ class GatewaySettings(BaseSettings):
     engines: Annotated[tuple[str, ...], NoDecode] = live(
         (), "addresses of engines, of names that several stand behind, or of servers of others"
     )
-    foreign_api_key: SecretStr | None = live(None, "of servers of others whose address names no key_file")
+    external_engine_api_key: SecretStr | None = live(None, "of servers of others whose address names no key_file")
     curve_server_key: str | None = fixed(None, "the engines' public key; set all three or none")
     curve_public_key: str | None = fixed(None, "this gateway's, by CURVE")
     curve_secret_key: SecretStr | None = fixed(None, "that belongs to it")
@@ -129,7 +129,7 @@ class GatewaySettings(BaseSettings):
 
     simulation_limit_s: float = live(300, "how long a simulation may take", gt=0)
     simulation_niceness: int = live(10, "how far it gives way to what is served", ge=0, le=19)
-    upkeep_interval_s: float = live(60, "how often what is past its time is deleted", gt=0)
+    retention_interval_s: float = live(60, "how often what is past its time is deleted", gt=0)
     keep_files_days: int = live(30, "of files for which no end was asked; 0: until they are deleted", ge=0, le=3_650)
     keep_batches_days: int = live(30, "of batches, from their making, and as long as their files", ge=2, le=3_650)
     keep_requests_days: int = live(0, "of single requests: 0, for ever, or 62 at least", ge=0, le=3_650)

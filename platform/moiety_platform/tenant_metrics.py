@@ -27,7 +27,7 @@ MAX_RECENT = 10_000  # tenants after which they are ranked though nobody reads
 TOO_MANY_REQUESTS = 429
 
 
-class _Counts(msgspec.Struct):
+class _SeriesCounts(msgspec.Struct):
     """Of one series."""
 
     requests: int = 0
@@ -41,7 +41,7 @@ class _Counts(msgspec.Struct):
         self.input_tokens += row.prompt_tokens
         self.output_tokens += row.output_tokens
 
-    def take(self, other: _Counts) -> None:
+    def take(self, other: _SeriesCounts) -> None:
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -52,8 +52,8 @@ class TenantCollector(Collector):
     def __init__(self, max_tenants: int = MAX_TENANTS, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._max_tenants = max_tenants
         self._monotonic = monotonic
-        self._shown: dict[str, _Counts] = {}
-        self._other = _Counts()
+        self._shown: dict[str, _SeriesCounts] = {}
+        self._other = _SeriesCounts()
         self._recent: defaultdict[str, int] = defaultdict(int)  # tokens and requests since the last ranking
         self._ranked_s = float("-inf")
 
@@ -67,7 +67,7 @@ class TenantCollector(Collector):
         self._recent[tenant_id] += 1 + row.prompt_tokens + row.output_tokens
         counts = self._shown.get(tenant_id)
         if counts is None and len(self._shown) < self._max_tenants:
-            counts = self._shown[tenant_id] = _Counts()
+            counts = self._shown[tenant_id] = _SeriesCounts()
         (counts or self._other).add(row)
         if len(self._recent) >= MAX_RECENT:
             self._rank()
@@ -105,4 +105,4 @@ class TenantCollector(Collector):
         for tenant_id in leaving[: max(0, len(wanting) - room)]:
             self._other.take(self._shown.pop(tenant_id))
         for tenant_id in wanting[: self._max_tenants - len(self._shown)]:
-            self._shown[tenant_id] = _Counts()
+            self._shown[tenant_id] = _SeriesCounts()

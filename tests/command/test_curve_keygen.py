@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from moiety_engine.front.gateway_keys import read_gateway_keys
+from moiety_engine.server.gateway_keys import read_gateway_keys
 from moiety_platform.cli.curve_keygen import curve_keygen
 from moiety_platform.cli.errors import CommandError
 

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_platform.bench.load import Answer
+from moiety_platform.bench.load import BenchAnswer
 from moiety_platform.bench.report import PROMISES, percentile, spread_ms, summarise, time_per_token_s
 from moiety_workload.request import TraceRequest
 
 
 def answer(
     first_s: float | None = 0.1, last_s: float = 1.1, tokens: int = 11, name: str = "standard", error: str | None = None
-) -> Answer:
+) -> BenchAnswer:
     request = TraceRequest(0.0, "a", 1000, tokens, name)
-    return Answer(request, 0.0, first_s, last_s, last_s, 0 if error else tokens, 1000, error)
+    return BenchAnswer(request, 0.0, first_s, last_s, last_s, 0 if error else tokens, 1000, error)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 100))
@@ -51,7 +51,7 @@ def test_time_per_token_leaves_the_first_out() -> None:
         (answer(0.65, 0.7, name="priority"), False),
     ],
 )
-def test_a_promise_is_kept_or_not(made: Answer, kept: bool) -> None:
+def test_a_promise_is_kept_or_not(made: BenchAnswer, kept: bool) -> None:
     assert PROMISES[made.request.service_class].is_kept(made) is kept
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from litestar import Litestar
 
-from moiety_platform.access.table import Action
+from moiety_platform.access.table import AdminAction
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.experts.controller import expert_routes
-from moiety_platform.openapi.documents import Part, make_document
+from moiety_platform.openapi.documents import DocumentPart, make_document
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations.controller import simulation_routes
@@ -54,7 +54,7 @@ class HostileGateway:
         nothing: Any = None  # no handler runs: only their schemas are read
         more = [*engine_routes(nothing), *expert_routes(nothing), *simulation_routes(nothing, nothing)]
         router = admin_router(nothing, nothing, nothing, nothing, nothing, nothing, nothing, more=more)
-        document = make_document(Litestar([router], openapi_config=None), Part.ADMIN, GatewaySettings())
+        document = make_document(Litestar([router], openapi_config=None), DocumentPart.ADMIN, GatewaySettings())
         self._schemas: Mapping[str, Any] = document["components"]["schemas"]
         self._routes = [
             (method.upper(), re.compile(re.sub(r"\{\w+\}", "[^/]+", path)), operation)
@@ -125,7 +125,7 @@ class HostileGateway:
             return lambda: self.text("id")  # of everything the same, so that what belongs together is found
         found: Mapping[tuple[str, str], Any] = {
             (_CALLER, "tenant_id"): None,
-            (_CALLER, "may"): [str(action) for action in Action],
+            (_CALLER, "may"): [str(action) for action in AdminAction],
             ("EngineViews", "data"): self._engines,
             ("KeyView", "status"): "active",
             ("ClassView", "shipped"): False,

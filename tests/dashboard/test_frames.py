@@ -18,7 +18,7 @@ from moiety_dashboard.views.windows import LIVE
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CLASS = {
     "name": "standard", "num_waiting": 2, "num_running": 3, "predicted_ttft_s": 0.5, "admitted_total": 9,
-    "rejected_total": {"late": 2, "shed": 1}, "downgraded_total": 4, "preempted_total": {}, "relegated_total": 0,
+    "rejected_total": {"late": 2, "shed": 1}, "downgraded_total": 4, "preempted_total": {}, "demoted_total": 0,
     "boosted_total": 0, "recomputed_tokens_total": 0, "oldest_waiting_unix_s": 0.0,
 }  # fmt: skip
 LOAD = {

@@ -9,7 +9,7 @@ import torch
 
 from moiety_demo import checkpoint_path
 from moiety_demo.domains import DOMAINS
-from moiety_demo.evaluate import Report, evaluate, measure_specialisation
+from moiety_demo.evaluate import EvaluationReport, evaluate, measure_specialisation
 from moiety_demo.folder import load_folder
 from moiety_demo.tokenizer import build_tokenizer, render_prompt
 
@@ -17,7 +17,7 @@ MAX_BYTES = 11_000_000
 
 
 @pytest.fixture(scope="module")
-def report() -> Iterator[Report]:
+def report() -> Iterator[EvaluationReport]:
     """One evaluation on one thread: so small a model gains nothing from more, and loses much where cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,16 +30,16 @@ def test_it_fits_into_the_wheel() -> None:
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_it_answers_held_out_prompts_of_every_domain(report: Report, domain: str) -> None:
+def test_it_answers_held_out_prompts_of_every_domain(report: EvaluationReport, domain: str) -> None:
     assert report.domains[domain].accuracy >= 0.9, report.domains[domain].mistakes
 
 
-def test_its_experts_specialise_by_domain(report: Report) -> None:
+def test_its_experts_specialise_by_domain(report: EvaluationReport) -> None:
     assert max(report.specialisation.mutual_information_bits) > 0.3
     assert max(report.specialisation.total_variation) > 0.25
 
 
-def test_few_experts_are_idle(report: Report) -> None:
+def test_few_experts_are_idle(report: EvaluationReport) -> None:
     counts = torch.tensor([result.expert_counts for result in report.domains.values()]).sum(0)
     in_use = counts / counts.sum(-1, keepdim=True) > 0.005
     assert in_use.float().mean() >= 0.85

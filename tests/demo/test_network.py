@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moiety_demo.balance import balance_loss, focus_loss
-from moiety_demo.folder import CheckpointError, load_folder, save_folder
+from moiety_demo.folder import DemoCheckpointError, load_folder, save_folder
 from moiety_demo.muon import Muon, orthogonalize
-from moiety_demo.network import Network, NetworkConfig, Routing
+from moiety_demo.network import DemoNetwork, NetworkConfig, Routing
 from moiety_demo.primitives import normalize, rotate
 from moiety_demo.tokenizer import build_tokenizer, render_prompt
 
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with random weights, spread widely enough for differences to show."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    network = Network(NetworkConfig(tokenizer.get_vocab_size(), **SMALL, init_std=0.3))
+    network = DemoNetwork(NetworkConfig(tokenizer.get_vocab_size(), **SMALL, init_std=0.3))
     for name, parameter in network.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -70,13 +70,13 @@ def test_the_weights_come_back_as_stored(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="train one"):
+    with pytest.raises(DemoCheckpointError, match="train one"):
         load_folder(tmp_path)
 
 
 def test_a_folder_of_another_architecture_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match="llama"):
+    with pytest.raises(DemoCheckpointError, match="llama"):
         load_folder(tmp_path)
 
 

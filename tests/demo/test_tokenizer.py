@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Environment
 
-from moiety_demo.batches import ConversationEncoder
+from moiety_demo.batches import TrainingEncoder
 from moiety_demo.conversation import sample_conversation
 from moiety_demo.tokenizer import CHAT_TEMPLATE, ROLE_TOKENS, SPECIAL_TOKENS, VOCAB_SIZE, build_tokenizer, render_prompt
 
@@ -57,7 +57,7 @@ def test_training_sequences_are_exactly_what_the_chat_template_writes(seed: int)
     messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
     for task in conversation.turns:
         messages += [{"role": "user", "content": task.prompt}, {"role": "assistant", "content": task.answer}]
-    ids, learned = ConversationEncoder(TOKENIZER).encode(conversation)
+    ids, learned = TrainingEncoder(TOKENIZER).encode(conversation)
     assert ids == TOKENIZER.encode(render(messages)).ids
     kept = [token for token, keep in zip(ids, learned, strict=True) if keep]
     answers = "".join(f"{task.answer}<|im_end|>" for task in conversation.turns)

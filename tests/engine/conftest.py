@@ -13,7 +13,7 @@ import torch
 
 from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.loop import EngineLoop
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 
 
 @pytest.fixture(scope="session")

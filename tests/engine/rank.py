@@ -25,22 +25,22 @@ from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution import lifeline
 from moiety_engine.distribution.layout import Layout, layout_of
-from moiety_engine.distribution.meeting import Meeting
+from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import EngineError, OutOfMemory
 from moiety_engine.logs import configure_logs
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.model import apart, residence
-from moiety_engine.model.residence import Residence, named_tensors
+from moiety_engine.model.weight_offload import WeightOffload, named_tensors
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 from moiety_kernels.cpu import dots, tiles
 from moiety_wire.experts import AskExperts, unpack_counts
 
 
 class Work(msgspec.Struct):
     config: EngineConfig
-    meeting: Meeting | None
+    meeting: Rendezvous | None
     waves: list[list[CoreSubmit]]  # one after the other
     naps: bool = False  # between waves
     again: bool = False  # and again, until it is ended
@@ -105,10 +105,10 @@ def nap(loop: EngineLoop, lacks: str) -> str:
 @contextlib.contextmanager
 def lacking(what: str) -> Iterator[None]:
     """On another rank than the first. A device has room at every second try."""
-    whole = Residence.come_back
+    whole = WeightOffload.come_back
     tries = itertools.count()
 
-    def come_back(self: Residence, on_progress: Callable[[], None]) -> None:
+    def come_back(self: WeightOffload, on_progress: Callable[[], None]) -> None:
         if next(tries) % 2 == 0:
             raise OutOfMemory("there is no room")
         whole(self, on_progress)
@@ -119,7 +119,7 @@ def lacking(what: str) -> Iterator[None]:
         if what == "weights":
             stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
         if what == "device":
-            stack.enter_context(patch.object(Residence, "come_back", come_back))
+            stack.enter_context(patch.object(WeightOffload, "come_back", come_back))
         yield
 
 

@@ -20,9 +20,9 @@ from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.errors import AdapterError, InvalidConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.model.adapted import Product
+from moiety_engine.model.adapter_stacks import Product
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 

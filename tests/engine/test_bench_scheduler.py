@@ -9,12 +9,12 @@ import typer
 from typer.testing import CliRunner
 
 from moiety_engine.bench.cli import bench_scheduler
-from moiety_engine.bench.scheduler import Load, SteadyState, measure_memory
+from moiety_engine.bench.scheduler import BenchLoad, SteadyState, measure_memory
 
 
 @pytest.mark.parametrize("policy", ["moiety", "fcfs"])
 def test_the_load_stays_what_it_was_while_requests_end_and_join(policy: str) -> None:
-    load = Load(policy, running=32, waiting=200, tenants=20)
+    load = BenchLoad(policy, running=32, waiting=200, tenants=20)
     state = SteadyState(load, seed=1)
     state.warm_up()
     for _ in range(100):
@@ -28,7 +28,7 @@ def test_the_load_stays_what_it_was_while_requests_end_and_join(policy: str) -> 
 
 
 def test_a_waiting_request_takes_less_than_four_kilobytes_besides_its_tokens() -> None:
-    assert measure_memory(Load(running=8, waiting=1000, tenants=100), seed=0) <= 4096
+    assert measure_memory(BenchLoad(running=8, waiting=1000, tenants=100), seed=0) <= 4096
 
 
 def test_the_report_is_one_json_object_with_the_decision_and_its_growth() -> None:

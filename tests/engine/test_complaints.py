@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moiety_engine.complaints import print_error
+from moiety_engine.command_errors import print_error
 
 
 def test_an_error_is_neither_markup_nor_an_escape_sequence(capsys: pytest.CaptureFixture[str]) -> None:

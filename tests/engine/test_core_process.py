@@ -17,9 +17,9 @@ from moiety_engine.messages import (
     CoreAbort,
     CoreHello,
     CoreLoad,
-    CoreRest,
-    CoreRested,
     CoreShutdown,
+    CoreSleep,
+    CoreSlept,
     CoreState,
     CoreStep,
     CoreSubmit,
@@ -90,10 +90,10 @@ class Front:
             if step.outputs[0].finish is not None:
                 return
 
-    def rested(self) -> CoreRested:
+    def rested(self) -> CoreSlept:
         while True:
             message = self.receive()
-            if isinstance(message, CoreRested):
+            if isinstance(message, CoreSlept):
                 return message
 
     def close(self) -> None:
@@ -185,12 +185,12 @@ def test_the_core_sleeps_and_wakes_when_told_and_answers_the_same_with_steps_tha
     for key in (1, 2):
         front.send(_submit(key))
         answers.append([token for step in front.steps_to_the_end() for token in step.outputs[0].token_ids])
-        front.send(CoreRest(asleep=True))
-        assert front.rested() == CoreRested(asleep=True)
+        front.send(CoreSleep(asleep=True))
+        assert front.rested() == CoreSlept(asleep=True)
         _, load = front.told()  # it is alive
         assert load.kv_blocks_cached == 0
-        front.send(CoreRest(asleep=False))
-        assert front.rested() == CoreRested(asleep=False)
+        front.send(CoreSleep(asleep=False))
+        assert front.rested() == CoreSlept(asleep=False)
     assert len(answers[0]) == 5
     assert answers[0] == answers[1]
 

@@ -27,8 +27,8 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
-from moiety_engine.opening import load_loop
 from moiety_engine.sequence import Sequence
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
 

@@ -18,12 +18,12 @@ from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap, Sp
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
-from moiety_engine.opening import load_loop
-from moiety_engine.scheduling.speculation.by_model import ModelGuesser
-from moiety_engine.scheduling.speculation.costs import MOST_BEHIND, Drafting, PassCosts
-from moiety_engine.scheduling.speculation.drafted_kv import DraftedKv
-from moiety_engine.scheduling.speculation.guess import Guess
+from moiety_engine.scheduling.speculative_decoding.costs import MOST_BEHIND, Drafting, PassCosts
+from moiety_engine.scheduling.speculative_decoding.draft_model_proposer import DraftModelProposer
+from moiety_engine.scheduling.speculative_decoding.drafted_kv import DraftedKv
+from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
 from moiety_engine.sequence import Sequence
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
@@ -96,7 +96,7 @@ def test_both_models_give_their_memory_back_asleep_and_draft_on_when_woken(check
     assert cache() is None, "somebody still holds the draft's cache"
     loop.wake()
     assert not draft.model.away
-    draft.guesser.passes.measured([])  # by this clock each takes as long as a step
+    draft.proposer.passes.measured([])  # by this clock each takes as long as a step
     drafted = loop.load().drafted_tokens_total
     assert tokens_of(run_all(loop, [make_submit(0)])) == before
     assert loop.load().accepted_tokens_total == loop.load().drafted_tokens_total > drafted > 0
@@ -176,9 +176,9 @@ def test_blocks_are_known_by_what_the_draft_model_wrote_into_them_last() -> None
 
 def test_passes_cost_by_their_rows_and_what_was_missed_counts_little_by_little() -> None:
     costs = PassCosts()
-    assert Drafting(costs, [Guess([1], num_behind=1)]).seconds == 0
+    assert Drafting(costs, [Proposal([1], num_behind=1)]).seconds == 0
     costs.measured([0.01, 0.02, 0.03])
-    drafting = Drafting(costs, [Guess([-1] * 2, num_behind=1), Guess([-1], num_behind=9, num_left=10)])
+    drafting = Drafting(costs, [Proposal([-1] * 2, num_behind=1), Proposal([-1], num_behind=9, num_left=10)])
     drafting.add(0, 0)
     drafting.add(0, 1)
     assert drafting.seconds == pytest.approx(0.02) == drafting.counted_s
@@ -194,26 +194,26 @@ def test_passes_cost_by_their_rows_and_what_was_missed_counts_little_by_little()
 
 
 def test_a_draft_model_that_is_wrong_is_tried_ever_more_rarely_and_trusted_again_when_right() -> None:
-    guesser = ModelGuesser(DraftedKv(4), max_context=512)
+    proposer = DraftModelProposer(DraftedKv(4), max_context=512)
     sequence = make_sequence([1] * 9, [0, 1, 2])
 
     def looks_until_tried() -> int:
         for number in range(1, 10_000):
-            if guesser.attempt([sequence], [guesser.guess(sequence, 7)]) is not None:
+            if proposer.attempt([sequence], [proposer.guess(sequence, 7)]) is not None:
                 return number
         raise AssertionError("it is never tried again")
 
     pauses = []
     for _ in range(8):
         pauses.append(looks_until_tried())
-        guesser.verified(sequence, 0, one_wrong=True)
+        proposer.verified(sequence, 0, one_wrong=True)
     assert pauses[:4] == [1, 4, 16, 64]
     assert pauses[-2:] == [4096, 4096]
-    assert guesser.guess(sequence, 7).chance < 0.1
+    assert proposer.guess(sequence, 7).chance < 0.1
     looks_until_tried()
     for _ in range(8):
-        guesser.verified(sequence, 3, one_wrong=False)
-    assert guesser.guess(sequence, 7).chance > 0.6
+        proposer.verified(sequence, 3, one_wrong=False)
+    assert proposer.guess(sequence, 7).chance > 0.6
 
 
 def test_a_draft_model_that_is_too_slow_is_not_asked(loops: Any, draft_by: Any) -> None:
@@ -222,7 +222,7 @@ def test_a_draft_model_that_is_too_slow_is_not_asked(loops: Any, draft_by: Any) 
     assert speculator is not None
     speculator.costs.measured([0.01] * 4)
     assert loop._draft is not None
-    loop._draft.guesser.passes.measured([0.2] * 4)
+    loop._draft.proposer.passes.measured([0.2] * 4)
     submits = [make_submit(0), make_submit(1)]
     assert tokens_of(run_all(loop, submits)) == tokens_of(run_all(loops.make(), submits))
     assert loop.load().drafted_tokens_total == 0

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from moiety_demo import checkpoint_path
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import MAX_EXACT, decode_exactly, with_exact_numbers
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
-from moiety_wire.guides import Guide, GuideKind
+from moiety_wire.grammars import GrammarKind, GrammarSpec
 
 TEXT = read_text_model(checkpoint_path())
 TOKENIZER = Tokenizer.from_json(TEXT.tokenizer_json)
@@ -26,7 +26,7 @@ INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 
 def allows(schema: dict[str, Any], document: str) -> bool:
     """Whether the schema's grammar lets this whole document through."""
-    matcher = COMPILER.compile(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))
+    matcher = COMPILER.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     tokens = [*TOKENIZER.encode(document), TEXT.eos_token_ids[0]]
     return matcher.validate_tokens(tokens) == len(tokens)
 
@@ -60,23 +60,23 @@ def test_no_number_outside_of_the_bounds_is_let_through(document: str) -> None:
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_its_place(schema: dict[str, Any], pointer: str) -> None:
-    with pytest.raises(GuideRefused, match=rf"^{pointer}: the (number|bound) "):
-        COMPILER.compile(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))
+    with pytest.raises(GrammarRefused, match=rf"^{pointer}: the (number|bound) "):
+        COMPILER.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
 
 
 @pytest.mark.parametrize("document", ["0", "-7", str(MAX_EXACT)])
 def test_schemas_within_a_grammar_are_rewritten_alike(document: str) -> None:
     lark = f'start: "n=" %json {json.dumps(INT64)} "!"\n'
-    matcher = COMPILER.compile(Guide(GuideKind.GRAMMAR, lark))
+    matcher = COMPILER.compile(GrammarSpec(GrammarKind.GRAMMAR, lark))
     tokens = TOKENIZER.encode(f"n={document}!")
     assert matcher.validate_tokens(tokens) == len(tokens)
-    with pytest.raises(GuideRefused, match=r"^/maximum: the bound "):
-        COMPILER.compile(Guide(GuideKind.GRAMMAR, lark.replace(str(2**63 - 1), str(-(2**63)))))
+    with pytest.raises(GrammarRefused, match=r"^/maximum: the bound "):
+        COMPILER.compile(GrammarSpec(GrammarKind.GRAMMAR, lark.replace(str(2**63 - 1), str(-(2**63)))))
 
 
 def test_a_fraction_with_more_digits_than_a_float_keeps_is_refused() -> None:
-    with pytest.raises(GuideRefused, match=r"^/const: the number 0\.1000000000000000000001 has more digits"):
-        COMPILER.compile(Guide(GuideKind.JSON_SCHEMA, '{"const": 0.1000000000000000000001}'))
+    with pytest.raises(GrammarRefused, match=r"^/const: the number 0\.1000000000000000000001 has more digits"):
+        COMPILER.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"const": 0.1000000000000000000001}'))
 
 
 def test_examples_and_defaults_hold_no_answer_to_anything() -> None:
@@ -85,8 +85,8 @@ def test_examples_and_defaults_hold_no_answer_to_anything() -> None:
 
 def test_a_default_that_is_written_out_is_no_demand() -> None:
     assert allows({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1, 1]")
-    with pytest.raises(GuideRefused, match="uniqueItems"):
-        COMPILER.compile(Guide(GuideKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}'))
+    with pytest.raises(GrammarRefused, match="uniqueItems"):
+        COMPILER.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}'))
 
 
 def test_an_exclusive_bound_beyond_leaves_the_other_bound_in_force() -> None:
@@ -101,7 +101,7 @@ def test_an_exclusive_bound_beyond_leaves_the_other_bound_in_force() -> None:
 def test_rewritten_bounds_lie_within_the_bounds_that_were_asked_for(lower: int, upper: int) -> None:
     try:
         found = rewritten({"type": "integer", "minimum": lower, "maximum": upper})
-    except GuideRefused:
+    except GrammarRefused:
         assert lower > MAX_EXACT or upper < -MAX_EXACT
         return
     assert lower <= found["minimum"]
@@ -122,8 +122,8 @@ def test_rewritten_bounds_lie_within_the_bounds_that_were_asked_for(lower: int, 
 def test_an_exclusive_bound_near_the_opposite_bound_is_refused_by_its_place(
     schema: dict[str, Any], pointer: str
 ) -> None:
-    with pytest.raises(GuideRefused, match=f"^{re.escape(pointer)}: "):
-        COMPILER.compile(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))
+    with pytest.raises(GrammarRefused, match=f"^{re.escape(pointer)}: "):
+        COMPILER.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from tests.schema_oracle import complaint, read_decimal, write_json
 
 from moiety_engine.scripted.text_model import END_ID, scripted_text_model
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
-from moiety_wire.guides import CallForm, CallsForm, Guide, GuideKind
+from moiety_wire.grammars import GrammarKind, GrammarSpec, ToolCallGrammar, ToolCallsGrammar
 
 TEXT = scripted_text_model()  # whose tokens are bytes
 THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # draw other schemas in each run
@@ -32,8 +32,8 @@ COMPILER = GrammarCompiler(TEXT.tokenizer_json, TEXT.eos_token_ids)
 WALKER = GrammarWalker(COMPILER, GrammarTokenizer(TEXT.tokenizer_json, TEXT.eos_token_ids).tokens, TEXT.eos_token_ids)
 
 
-def guide_of(schema: Any) -> Guide:
-    return Guide(GuideKind.JSON_SCHEMA, schema if isinstance(schema, str) else write_json(schema))
+def guide_of(schema: Any) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else write_json(schema))
 
 
 def lets_through(matcher: LLMatcher, document: str) -> bool:
@@ -46,7 +46,7 @@ def allows(schema: Any, document: str) -> bool:
 
 
 def refusal(schema: Any) -> str:
-    with pytest.raises(GuideRefused) as refused:
+    with pytest.raises(GrammarRefused) as refused:
         COMPILER.compile(guide_of(schema))
     return str(refused.value)
 
@@ -256,7 +256,7 @@ def documents_near(schema: str, drawn: list[str], draw: random.Random) -> list[s
 def test_what_a_schemas_grammar_lets_through_is_valid(schema: str, seed: int) -> None:
     try:
         matcher = COMPILER.compile(guide_of(schema))
-    except GuideRefused as exc:
+    except GrammarRefused as exc:
         assert str(exc)
         return
     draw = random.Random(seed)
@@ -273,12 +273,14 @@ def test_what_a_schemas_grammar_lets_through_is_valid(schema: str, seed: int) ->
 @given(tree_schemas, leaf_schemas, st.integers(0, 2**32))
 def test_schemas_in_grammars_and_of_tools_are_kept_alike(tree: Any, leaf: Any, seed: int) -> None:
     schema = with_definitions((tree, leaf, tree))
-    form = CallsForm([CallForm("f", schema)], "", '{"name": "', '", "a":', "}", "", "", {}, True, True, False)
-    calls = Guide(GuideKind.CALLS, msgspec.json.encode(form).decode())
-    for guide, end in ((Guide(GuideKind.GRAMMAR, f'start: "" %json {schema} "!"\n'), "!"), (calls, "}")):
+    form = ToolCallsGrammar(
+        [ToolCallGrammar("f", schema)], "", '{"name": "', '", "a":', "}", "", "", {}, True, True, False
+    )
+    calls = GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
+    for guide, end in ((GrammarSpec(GrammarKind.GRAMMAR, f'start: "" %json {schema} "!"\n'), "!"), (calls, "}")):
         try:
             answer = WALKER.draw_answer(guide, random.Random(seed))
-        except GuideRefused:
+        except GrammarRefused:
             continue
         if answer is not None:
             document = bytes(answer).decode()
@@ -291,7 +293,7 @@ def test_schemas_in_grammars_and_of_tools_are_kept_alike(tree: Any, leaf: Any, s
 def test_a_constant_is_accepted_as_it_is_usually_written(value: Any) -> None:
     try:
         matcher = COMPILER.compile(guide_of({"const": value}))
-    except GuideRefused as exc:
+    except GrammarRefused as exc:
         assert "a number" in str(exc) or "more digits" in str(exc) or "beyond" in str(exc)
         return
     usual = written(json.loads(write_json(value)))
@@ -434,22 +436,22 @@ def test_what_cannot_be_kept_is_refused_with_its_place_and_what_to_do(schema: An
 
 
 def test_the_schema_of_a_tool_is_refused_with_the_tools_name() -> None:
-    tools = [CallForm("now", "{}"), CallForm("forecast", '{"properties": {"a": {"not": {}}}}')]
-    form = CallsForm(tools, "<c>", '{"name": "', '", "a":', "}", "", "", {}, False, False, True)
-    with pytest.raises(GuideRefused) as refused:
-        COMPILER.compile(Guide(GuideKind.CALLS, msgspec.json.encode(form).decode()))
+    tools = [ToolCallGrammar("now", "{}"), ToolCallGrammar("forecast", '{"properties": {"a": {"not": {}}}}')]
+    form = ToolCallsGrammar(tools, "<c>", '{"name": "', '", "a":', "}", "", "", {}, False, False, True)
+    with pytest.raises(GrammarRefused) as refused:
+        COMPILER.compile(GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode()))
     assert str(refused.value).startswith("in the parameters of the tool 'forecast', /properties/a/not: ")
 
 
 def test_schemas_in_a_grammar_are_exact_and_the_places_of_its_faults_stay() -> None:
     lark = 'start: "x" a\n\na: %json {\n  "type": "string",\n  "format": "date"\n} b\n'
-    with pytest.raises(GuideRefused, match=r"^line 6, column 3 \(} ⟶b\): no rule or terminal has the name 'b'"):
-        COMPILER.compile(Guide(GuideKind.GRAMMAR, lark))
-    matcher = COMPILER.compile(Guide(GuideKind.GRAMMAR, lark.replace("} b", "}")))
+    with pytest.raises(GrammarRefused, match=r"^line 6, column 3 \(} ⟶b\): no rule or terminal has the name 'b'"):
+        COMPILER.compile(GrammarSpec(GrammarKind.GRAMMAR, lark))
+    matcher = COMPILER.compile(GrammarSpec(GrammarKind.GRAMMAR, lark.replace("} b", "}")))
     assert lets_through(matcher, 'x"2024-02-29"') and not lets_through(matcher, 'x"2023-02-29"')
-    with pytest.raises(GuideRefused, match=r"^in the schema of line 3, /pattern: at character 1 "):
-        COMPILER.compile(Guide(GuideKind.GRAMMAR, lark.replace('"format": "date"', '"pattern": "(a"')))
-    quoted = COMPILER.compile(Guide(GuideKind.GRAMMAR, 'start: "%json {" // %json {"x-guidance": {}}\n'))
+    with pytest.raises(GrammarRefused, match=r"^in the schema of line 3, /pattern: at character 1 "):
+        COMPILER.compile(GrammarSpec(GrammarKind.GRAMMAR, lark.replace('"format": "date"', '"pattern": "(a"')))
+    quoted = COMPILER.compile(GrammarSpec(GrammarKind.GRAMMAR, 'start: "%json {" // %json {"x-guidance": {}}\n'))
     assert lets_through(quoted, "%json {")
 
 

@@ -18,9 +18,9 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.offload.file import ExpertFile
 from moiety_engine.offload.layer import LayerExperts, Traffic
-from moiety_engine.offload.movers import FileMover
-from moiety_engine.offload.residents import Residents
-from moiety_engine.opening import load_loop
+from moiety_engine.offload.loaders import FileExpertLoader
+from moiety_engine.offload.slot_table import ExpertSlotTable
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
@@ -40,39 +40,39 @@ def array(*expert_ids: int) -> Any:
 def test_a_slot_has_one_expert_and_what_is_kept_makes_no_room(
     slots: int, eviction: ExpertEviction, passes: list[set[int]]
 ) -> None:
-    residents = Residents(NUM_EXPERTS, slots, eviction)
+    slot_table = ExpertSlotTable(NUM_EXPERTS, slots, eviction)
     for wanted in passes:
-        residents.visited(array(*sorted(wanted)))
-        there = {expert for expert in wanted if residents.slot_E[expert] >= 0}
+        slot_table.visited(array(*sorted(wanted)))
+        there = {expert for expert in wanted if slot_table.slot_E[expert] >= 0}
         missing = sorted(wanted - there)
-        for expert, slot in zip(missing, residents.victims(len(missing), wanted), strict=False):
-            residents.put(expert, slot)
-        assert all(residents.slot_E[expert] >= 0 for expert in there)
-        assert sum(residents.slot_E[list(wanted)] >= 0) >= min(slots, len(wanted))
-        for slot, expert in enumerate(residents.expert_S):
-            assert expert < 0 or residents.slot_E[expert] == slot
-        assert sum(residents.slot_E >= 0) == sum(residents.expert_S >= 0)
+        for expert, slot in zip(missing, slot_table.victims(len(missing), wanted), strict=False):
+            slot_table.put(expert, slot)
+        assert all(slot_table.slot_E[expert] >= 0 for expert in there)
+        assert sum(slot_table.slot_E[list(wanted)] >= 0) >= min(slots, len(wanted))
+        for slot, expert in enumerate(slot_table.expert_S):
+            assert expert < 0 or slot_table.slot_E[expert] == slot
+        assert sum(slot_table.slot_E >= 0) == sum(slot_table.expert_S >= 0)
 
 
 @pytest.mark.parametrize(("eviction", "stays"), [(ExpertEviction.FREQUENCY, True), (ExpertEviction.LRU, False)])
 def test_by_frequency_a_hot_expert_outlasts_some_that_come_once(eviction: ExpertEviction, stays: bool) -> None:
-    residents = Residents(NUM_EXPERTS, 3, eviction)
+    slot_table = ExpertSlotTable(NUM_EXPERTS, 3, eviction)
     for expert in [0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 4]:
-        residents.visited(array(expert))
-        if residents.slot_E[expert] < 0:
-            residents.put(expert, residents.victims(1, [expert])[0])
-    assert bool(residents.slot_E[0] >= 0 and residents.slot_E[1] >= 0) is stays
+        slot_table.visited(array(expert))
+        if slot_table.slot_E[expert] < 0:
+            slot_table.put(expert, slot_table.victims(1, [expert])[0])
+    assert bool(slot_table.slot_E[0] >= 0 and slot_table.slot_E[1] >= 0) is stays
 
 
 def test_what_was_hot_long_ago_makes_room_for_what_is_hot_now() -> None:
-    residents = Residents(NUM_EXPERTS, 1, ExpertEviction.FREQUENCY)
-    residents.put(0, 0)
+    slot_table = ExpertSlotTable(NUM_EXPERTS, 1, ExpertEviction.FREQUENCY)
+    slot_table.put(0, 0)
     for _ in range(100):
-        residents.visited(array(0))
+        slot_table.visited(array(0))
     for _ in range(100):
-        residents.visited(array(1))
-    residents.put(1, 0)
-    assert residents._worth_E[1] > residents._worth_E[0]
+        slot_table.visited(array(1))
+    slot_table.put(1, 0)
+    assert slot_table._worth_E[1] > slot_table._worth_E[0]
 
 
 class Shelf:
@@ -84,9 +84,9 @@ class Shelf:
         every.copy_(torch.arange(NUM_EXPERTS).unsqueeze(1).expand(-1, 8))
         self.file.finish([{"number": every}])
         self.slots = torch.full((num_slots, 8), float("nan"))
-        self.mover = FileMover(self.file, [[self.slots]])
+        self.mover = FileExpertLoader(self.file, [[self.slots]])
         self.traffic = Traffic()
-        self.layer = LayerExperts(0, Residents(NUM_EXPERTS, num_slots, eviction), self.mover, 32, self.traffic)
+        self.layer = LayerExperts(0, ExpertSlotTable(NUM_EXPERTS, num_slots, eviction), self.mover, 32, self.traffic)
 
     def compute(self, *expert_ids: int) -> tuple[list[int], int]:
         """What a pass with these reads from slots, each once, and in how many stages."""

@@ -13,9 +13,9 @@ from moiety_engine.config import Batching, EngineConfig, Overlap
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.moe.history import ExpertPace, LoadHistory
+from moiety_engine.moe.load_watch import TAKE_S, TELL_S
 from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import NOBODY, OTHERS, TenantSlots
-from moiety_engine.moe.watch import TAKE_S, TELL_S
 from moiety_engine.offline import run_all
 from moiety_kernels.expert_count import count_picks, reference
 from moiety_wire.classes import STANDARD

@@ -6,17 +6,17 @@ import pytest
 
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.expression_errors import MAX_TOLD_CHARS, excerpt
-from moiety_wire.guides import Guide, GuideKind
+from moiety_wire.grammars import GrammarKind, GrammarSpec
 
 TEXT = scripted_text_model()
 COMPILER = GrammarCompiler(TEXT.tokenizer_json, TEXT.eos_token_ids)
 
 
-def refusal(kind: GuideKind, text: str) -> str:
-    with pytest.raises(GuideRefused) as refused:
-        COMPILER.compile(Guide(kind, text))
+def refusal(kind: GrammarKind, text: str) -> str:
+    with pytest.raises(GrammarRefused) as refused:
+        COMPILER.compile(GrammarSpec(kind, text))
     return str(refused.value)
 
 
@@ -47,7 +47,7 @@ def refusal(kind: GuideKind, text: str) -> str:
 def test_a_fault_of_an_expression_has_its_place_and_its_remedy(
     expression: str, character: int, where: str, told: str
 ) -> None:
-    found = refusal(GuideKind.REGEX, expression)
+    found = refusal(GrammarKind.REGEX, expression)
     assert found.startswith(f"at character {character} ({where}): ")
     assert told in found
 
@@ -74,7 +74,7 @@ def test_a_fault_of_an_expression_has_its_place_and_its_remedy(
     ],
 )
 def test_a_fault_of_a_grammar_has_its_line_and_column(grammar: str, line: int, column: int, told: str) -> None:
-    found = refusal(GuideKind.GRAMMAR, grammar)
+    found = refusal(GrammarKind.GRAMMAR, grammar)
     assert found.startswith(f"line {line}, column {column} (")
     assert told in found
 
@@ -88,18 +88,18 @@ def test_a_fault_of_a_grammar_has_its_line_and_column(grammar: str, line: int, c
     ],
 )
 def test_a_fault_of_an_expression_in_a_grammar_has_both_places(grammar: str, place: str, told: str) -> None:
-    found = refusal(GuideKind.GRAMMAR, grammar)
+    found = refusal(GrammarKind.GRAMMAR, grammar)
     assert found.startswith(place)
     assert told in found
 
 
 def test_a_grammar_without_a_beginning_says_so() -> None:
-    assert "no rule has the name 'start'" in refusal(GuideKind.GRAMMAR, 'a: "x"')
+    assert "no rule has the name 'start'" in refusal(GrammarKind.GRAMMAR, 'a: "x"')
 
 
 def test_an_excerpt_is_short_and_of_one_line() -> None:
     assert excerpt("a\n" + "b" * 100 + "(" + "c" * 100 + "\nd", 102) == f"…{'b' * 24}⟶({'c' * 23}…"
-    assert len(refusal(GuideKind.GRAMMAR, "%import common.FOO\nstart: FOO")) <= MAX_TOLD_CHARS
+    assert len(refusal(GrammarKind.GRAMMAR, "%import common.FOO\nstart: FOO")) <= MAX_TOLD_CHARS
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_an_excerpt_is_short_and_of_one_line() -> None:
 def test_an_answer_matches_its_expression_in_python_and_in_rust(
     expression: str, lets: list[str], stops: list[str]
 ) -> None:
-    matcher = COMPILER.compile(Guide(GuideKind.REGEX, expression))
+    matcher = COMPILER.compile(GrammarSpec(GrammarKind.REGEX, expression))
     for texts, is_let in ((lets, True), (stops, False)):
         for text in texts:
             tokens = [*text.encode(), *TEXT.eos_token_ids]
@@ -132,4 +132,4 @@ def test_an_answer_matches_its_expression_in_python_and_in_rust(
     "expression", ["[a&&b]", "[a--b]", "[a~~b]", "[[:alpha:]]", r"\Aa", "a++", "(?x)a b", "(?m)^a"]
 )
 def test_an_expression_that_dialects_read_differently_is_refused(expression: str) -> None:
-    assert refusal(GuideKind.REGEX, expression).startswith("at character ")
+    assert refusal(GrammarKind.REGEX, expression).startswith("at character ")

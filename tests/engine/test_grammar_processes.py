@@ -23,16 +23,16 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
-from moiety_engine.structured_outputs.errors import GrammarWorkerFailed, GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
 from moiety_engine.structured_outputs.service import GrammarService
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.classes import STANDARD
-from moiety_wire.guides import Guide, GuideKind
+from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import FailureCode, Sampling
 
 TEXT = read_text_model(checkpoint_path())
@@ -41,13 +41,17 @@ COMPILER = GrammarCompiler(TEXT.tokenizer_json, TEXT.eos_token_ids)
 MASK_BYTES = 4 * COMPILER.num_words
 INT64_MIN = -(2**63)
 CRASHING = [
-    Guide(GuideKind.JSON_SCHEMA, json.dumps({"type": "integer", "minimum": INT64_MIN, "maximum": INT64_MIN})),
-    Guide(GuideKind.JSON_SCHEMA, json.dumps({"type": "integer", "minimum": -(10**19), "maximum": -(10**19)})),
-    Guide(GuideKind.GRAMMAR, f'start: %json {{"type": "integer", "minimum": {INT64_MIN}, "maximum": {INT64_MIN}}}'),
+    GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "minimum": INT64_MIN, "maximum": INT64_MIN})),
+    GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "minimum": -(10**19), "maximum": -(10**19)})),
+    GrammarSpec(
+        GrammarKind.GRAMMAR, f'start: %json {{"type": "integer", "minimum": {INT64_MIN}, "maximum": {INT64_MIN}}}'
+    ),
 ]
-SLOW = [Guide(GuideKind.REGEX, letter * 30_000) for letter in ("x?", "y?")]
-CHOICE = Guide(GuideKind.CHOICE, '["yes", "no"]')
-LIST = Guide(GuideKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 40}')
+SLOW = [GrammarSpec(GrammarKind.REGEX, letter * 30_000) for letter in ("x?", "y?")]
+CHOICE = GrammarSpec(GrammarKind.CHOICE, '["yes", "no"]')
+LIST = GrammarSpec(
+    GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 40}'
+)
 LIMITS = GrammarLimits(compile_cpu_s=0.3)
 
 
@@ -66,7 +70,7 @@ def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
     return found
 
 
-def asked(key: int, guide: Guide | None, tenant_id: str = "t", **more: Any) -> CoreSubmit:
+def asked(key: int, guide: GrammarSpec | None, tenant_id: str = "t", **more: Any) -> CoreSubmit:
     prompt, eos = TOKENIZER.encode("What is it?"), list(TEXT.eos_token_ids)
     submit = CoreSubmit(key, tenant_id, STANDARD, prompt, Sampling(seed=key), 60, 0, eos, 60, b"", 0, guide=guide)
     return msgspec.structs.replace(submit, **more)
@@ -95,7 +99,7 @@ def template_pid(service: GrammarService) -> int:
     return service._template.pid
 
 
-def opened(service: GrammarService, guide: Guide) -> GrammarHandle:
+def opened(service: GrammarService, guide: GrammarSpec) -> GrammarHandle:
     service.compile(guide)
     handle = service.open(guide)
     assert handle is not None
@@ -119,7 +123,7 @@ def masks_of(handles: list[GrammarHandle]) -> list[bytes | None]:
 
 @pytest.mark.parametrize("guide", CRASHING)
 def test_a_schema_on_which_the_library_crashes_is_followed_or_refused_and_others_go_on(
-    service: GrammarService, guide: Guide
+    service: GrammarService, guide: GrammarSpec
 ) -> None:
     before = service.restarts_total
     outcomes = []
@@ -127,7 +131,7 @@ def test_a_schema_on_which_the_library_crashes_is_followed_or_refused_and_others
         try:
             service.compile(guide)
             outcomes.append("")
-        except GuideRefused as exc:
+        except GrammarRefused as exc:
             outcomes.append(str(exc))
     assert outcomes[0] == outcomes[1] == service.refusal_of(guide)
     service.compile(CHOICE)
@@ -141,10 +145,10 @@ def test_a_grammar_that_crashes_the_compiler_is_refused_and_costs_nothing_when_r
             compiling = threads.submit(service.compile, SLOW[0])
             (trial,) = until(lambda: children_of(template_pid(service)))
             kill([trial], signal.SIGSEGV)
-            with pytest.raises(GuideRefused, match=r"crashed the compiler .*SIGSEGV"):
+            with pytest.raises(GrammarRefused, match=r"crashed the compiler .*SIGSEGV"):
                 compiling.result()
         used_s = service.compile_seconds_total
-        with pytest.raises(GuideRefused, match="crashed the compiler"):
+        with pytest.raises(GrammarRefused, match="crashed the compiler"):
             service.compile(SLOW[0])
         assert service.compile_seconds_total == used_s
         service.compile(CHOICE)
@@ -153,7 +157,7 @@ def test_a_grammar_that_crashes_the_compiler_is_refused_and_costs_nothing_when_r
 
 
 def test_a_trial_that_is_killed_from_outside_is_repeated_and_proves_nothing(service: GrammarService) -> None:
-    slow = Guide(GuideKind.REGEX, "z?" * 4000)  # passes its trial
+    slow = GrammarSpec(GrammarKind.REGEX, "z?" * 4000)  # passes its trial
     steppers = set(children_of(template_pid(service)))
     with ThreadPoolExecutor(1) as threads:
         compiling = threads.submit(service.compile, slow)
@@ -164,9 +168,9 @@ def test_a_trial_that_is_killed_from_outside_is_repeated_and_proves_nothing(serv
 
 
 @pytest.mark.parametrize("guide", SLOW)
-def test_a_grammar_that_takes_too_long_is_ended_at_the_limit(service: GrammarService, guide: Guide) -> None:
+def test_a_grammar_that_takes_too_long_is_ended_at_the_limit(service: GrammarService, guide: GrammarSpec) -> None:
     used_s = service.compile_seconds_total
-    with pytest.raises(GuideRefused, match=r"more than 0\.3 s of processor time"):
+    with pytest.raises(GrammarRefused, match=r"more than 0\.3 s of processor time"):
         service.compile(guide)
     assert service.compile_seconds_total - used_s < 2 * LIMITS.compile_cpu_s
 
@@ -175,16 +179,16 @@ def test_a_grammar_that_takes_too_much_memory_is_ended_at_the_limit() -> None:
     limits = GrammarLimits(compile_cpu_s=30, compile_wall_s=30, compile_memory_bytes=64 << 20)
     service = GrammarService(checkpoint_path(), limits)
     try:
-        with pytest.raises(GuideRefused, match="more than 64 MiB"):
-            service.compile(Guide(GuideKind.REGEX, "x?" * 10_000))
+        with pytest.raises(GrammarRefused, match="more than 64 MiB"):
+            service.compile(GrammarSpec(GrammarKind.REGEX, "x?" * 10_000))
         service.compile(CHOICE)
     finally:
         service.close()
 
 
 def test_a_refusal_of_the_compiler_has_its_words(service: GrammarService) -> None:
-    with pytest.raises(GuideRefused, match="the group is not closed"):
-        service.compile(Guide(GuideKind.REGEX, "(a"))
+    with pytest.raises(GrammarRefused, match="the group is not closed"):
+        service.compile(GrammarSpec(GrammarKind.REGEX, "(a"))
 
 
 def test_the_template_has_one_thread_so_that_forking_is_safe(service: GrammarService) -> None:
@@ -192,10 +196,10 @@ def test_the_template_has_one_thread_so_that_forking_is_safe(service: GrammarSer
 
 
 def test_a_trial_leaves_no_process_behind(service: GrammarService) -> None:
-    for guide in (Guide(GuideKind.REGEX, "no+pe"), Guide(GuideKind.REGEX, "(b"), SLOW[0]):
-        with contextlib.suppress(GuideRefused):
+    for guide in (GrammarSpec(GrammarKind.REGEX, "no+pe"), GrammarSpec(GrammarKind.REGEX, "(b"), SLOW[0]):
+        with contextlib.suppress(GrammarRefused):
             service.compile(guide)
-    num_steppers = sum(worker.has(Guide(GuideKind.REGEX, "no+pe")) for worker in service._workers)
+    num_steppers = sum(worker.has(GrammarSpec(GrammarKind.REGEX, "no+pe")) for worker in service._workers)
     until(lambda: len(children_of(template_pid(service))) == num_steppers)
 
 
@@ -243,7 +247,7 @@ def test_after_a_kill_every_state_goes_on_where_it_was(service: GrammarService, 
     kill({"stepper": steppers, "template": [template], "both": [template, *steppers]}[who])
     assert [mask_of(handle) for handle in handles] == before
     assert service.restarts_total > restarts
-    service.compile(Guide(GuideKind.REGEX, f"a new grammar after a kill of {who}"))
+    service.compile(GrammarSpec(GrammarKind.REGEX, f"a new grammar after a kill of {who}"))
 
 
 def test_a_process_that_was_stopped_is_replaced(service: GrammarService, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +260,7 @@ def test_a_process_that_was_stopped_is_replaced(service: GrammarService, monkeyp
 
 
 def test_only_the_request_whose_operation_ended_the_process_fails(service: GrammarService) -> None:
-    guide = Guide(GuideKind.REGEX, "[cd]{30}")
+    guide = GrammarSpec(GrammarKind.REGEX, "[cd]{30}")
     first = opened(service, guide)
     worker = first.worker
     for is_second in (False, True):
@@ -273,7 +277,7 @@ def test_only_the_request_whose_operation_ended_the_process_fails(service: Gramm
 
 
 def test_a_request_at_whose_operation_a_process_is_killed_goes_on_once(service: GrammarService) -> None:
-    grammar = Guide(GuideKind.REGEX, "[ab]{30}")
+    grammar = GrammarSpec(GrammarKind.REGEX, "[ab]{30}")
     handle = opened(service, grammar)
     before = mask_of(handle)
     for is_last in (False, True):
@@ -343,10 +347,10 @@ def drained(queue: GrammarCompileQueue, keys: set[int]) -> tuple[list[int], list
 
 def test_a_tenant_with_expensive_grammars_does_not_delay_another(service: GrammarService) -> None:
     queue = GrammarCompileQueue(service, LIMITS)
-    slow = [Guide(GuideKind.REGEX, "x?" * (20_000 + i)) for i in range(6)]
+    slow = [GrammarSpec(GrammarKind.REGEX, "x?" * (20_000 + i)) for i in range(6)]
     for key, guide in enumerate(slow):
         queue.enter(asked(key, guide, "hostile"))
-    queue.enter(asked(100, Guide(GuideKind.CHOICE, '["red", "green"]'), "other"))
+    queue.enter(asked(100, GrammarSpec(GrammarKind.CHOICE, '["red", "green"]'), "other"))
     assert queue.num_waiting == 7
     order, _ = drained(queue, {100})
     assert len(order) <= 2  # at most one of the expensive ones ended before it
@@ -359,7 +363,7 @@ def test_the_tenant_that_has_used_the_least_goes_first(service: GrammarService) 
     queue = GrammarCompileQueue(service, LIMITS)
     tenants = [f"tenant-{i}" for i in range(3)]
     for i in range(9):
-        guide = Guide(GuideKind.REGEX, "x?" * (21_000 + i) if i < 6 else f"cheap {i}")
+        guide = GrammarSpec(GrammarKind.REGEX, "x?" * (21_000 + i) if i < 6 else f"cheap {i}")
         queue.enter(asked(i, guide, tenants[i // 3]))
     order, _ = drained(queue, set(range(9)))
     assert max(order.index(i) for i in (6, 7, 8)) <= 5  # the cheap ones of the third do not wait for the others'
@@ -367,7 +371,7 @@ def test_the_tenant_that_has_used_the_least_goes_first(service: GrammarService) 
 
 def test_requests_with_one_grammar_are_compiled_together_also_of_several_tenants(service: GrammarService) -> None:
     queue = GrammarCompileQueue(service, LIMITS)
-    guide = Guide(GuideKind.REGEX, "(together|apart)+")
+    guide = GrammarSpec(GrammarKind.REGEX, "(together|apart)+")
     for key in range(8):
         queue.enter(asked(key, guide, f"tenant-{key % 3}"))
     used_s = service.compile_seconds_total
@@ -381,8 +385,8 @@ def test_requests_with_one_grammar_are_compiled_together_also_of_several_tenants
 def test_a_full_queue_of_one_tenant_refuses_it_and_nobody_else(service: GrammarService) -> None:
     queue = GrammarCompileQueue(service, msgspec.structs.replace(LIMITS, max_waiting_per_tenant=2))
     for key in range(4):
-        queue.enter(asked(key, Guide(GuideKind.REGEX, f"full {key}"), "eager"))
-    queue.enter(asked(9, Guide(GuideKind.REGEX, "full 9"), "other"))
+        queue.enter(asked(key, GrammarSpec(GrammarKind.REGEX, f"full {key}"), "eager"))
+    queue.enter(asked(9, GrammarSpec(GrammarKind.REGEX, "full 9"), "other"))
     order, refusals = drained(queue, {0, 1, 2, 3, 9})
     assert [(one.key, one.code) for one in refusals] == [(2, FailureCode.OVERLOADED), (3, FailureCode.OVERLOADED)]
     assert all(one.retry_after_s and "2 grammars" in one.message for one in refusals)
@@ -391,7 +395,7 @@ def test_a_full_queue_of_one_tenant_refuses_it_and_nobody_else(service: GrammarS
 
 def test_who_leaves_is_gone_and_the_others_are_served(service: GrammarService) -> None:
     queue = GrammarCompileQueue(service, LIMITS)
-    guide = Guide(GuideKind.REGEX, "leave (or|stay)")
+    guide = GrammarSpec(GrammarKind.REGEX, "leave (or|stay)")
     for key in (1, 2):
         queue.enter(asked(key, guide))
     gone = queue.leave(1)
@@ -422,7 +426,7 @@ def test_streams_are_the_same_when_grammar_processes_are_killed_in_their_middle(
     with make_loop(**layout, grammar=LIMITS) as loop:
         submits = [asked(key, LIST, sampling=Sampling(temperature=0.0)) for key in range(1, 7)]
         undisturbed = {key: result.token_ids for key, result in run_all(loop, submits).items()}
-        service = loop._lobby._service
+        service = loop._compile_queue._service
         assert service is not None
         found: dict[int, list[int]] = {key: [] for key in undisturbed}
         for submit in submits:

@@ -17,14 +17,14 @@ from moiety_engine.scripted.text_model import END_ID, scripted_text_model
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
 from moiety_platform.completions.generation import Conversation
-from moiety_platform.completions.text import ModelText
+from moiety_platform.completions.model_texts import ModelText
 from moiety_text.folder import TextModel, read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call
 from moiety_text.tools.formats import ToolFormat, format_of
 from moiety_text.tools.offer import Tool, ToolOffer
-from moiety_wire.guides import Guide, GuideKind
-from moiety_wire.messages import Card
+from moiety_wire.grammars import GrammarKind, GrammarSpec
+from moiety_wire.messages import ModelCard
 
 TEMPLATES = Path(__file__).parents[1] / "gateway" / "templates"
 SCRIPTED = scripted_text_model()
@@ -80,10 +80,12 @@ class Text:
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def guide(self, name: str, offer: ToolOffer) -> Guide:
+    def guide(self, name: str, offer: ToolOffer) -> GrammarSpec:
         """What a gateway makes of tools, for a model with this tokenizer and a template of this name."""
         size = self.tokenizer.vocab_size
-        card = Card("e", "m", "qwen", self.json, templates()[name], {}, (END_ID,), 4096, size, 0, 0, "float32", "cpu")
+        card = ModelCard(
+            "e", "m", "qwen", self.json, templates()[name], {}, (END_ID,), 4096, size, 0, 0, "float32", "cpu"
+        )
         prompt = Conversation(({"role": "user", "content": "Hi"},), tools=offer)
         guide = ModelText(card, 8192).guide_of_calls(prompt)
         assert guide is not None
@@ -100,7 +102,7 @@ TEXTS = ["<|end|>", "a <think> b", "<tool_call>", "user\n", "   x", "[ARGS]é", 
 
 @pytest.mark.parametrize("wanted", TEXTS)
 def test_a_choice_that_reads_like_an_added_token_is_written_with_ordinary_tokens(text: Text, wanted: str) -> None:
-    answer = text.walker.draw_answer(Guide(GuideKind.CHOICE, json.dumps([wanted])), random.Random(1))
+    answer = text.walker.draw_answer(GrammarSpec(GrammarKind.CHOICE, json.dumps([wanted])), random.Random(1))
     assert answer is not None and bytes(answer) == wanted.encode()  # an ordinary token's id is its byte
 
 
@@ -108,11 +110,11 @@ def test_a_choice_that_reads_like_an_added_token_is_written_with_ordinary_tokens
 def test_strings_of_schemas_expressions_and_grammars_are_written_with_ordinary_tokens(text: Text, wanted: str) -> None:
     quoted = json.dumps(wanted)
     for kind, told, expected in (
-        (GuideKind.JSON_SCHEMA, json.dumps({"const": wanted}), quoted),
-        (GuideKind.REGEX, re.escape(wanted), wanted),
-        (GuideKind.GRAMMAR, f"start: {quoted}", wanted),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"const": wanted}), quoted),
+        (GrammarKind.REGEX, re.escape(wanted), wanted),
+        (GrammarKind.GRAMMAR, f"start: {quoted}", wanted),
     ):
-        answer = text.walker.draw_answer(Guide(kind, told), random.Random(1))
+        answer = text.walker.draw_answer(GrammarSpec(kind, told), random.Random(1))
         assert answer is not None and max(answer) < 256
         found = bytes(answer).decode()
         assert found == expected or json.loads(found) == json.loads(expected)
@@ -121,20 +123,20 @@ def test_strings_of_schemas_expressions_and_grammars_are_written_with_ordinary_t
 def test_an_added_token_that_a_grammar_names_outside_of_a_string_is_that_token(text: Text) -> None:
     think = text.ids["<think>"]
     for lark in ("start: <think> /[ab]/", f"start: <[{think}]> /[ab]/"):
-        answer = text.walker.draw_answer(Guide(GuideKind.GRAMMAR, lark), random.Random(1))
+        answer = text.walker.draw_answer(GrammarSpec(GrammarKind.GRAMMAR, lark), random.Random(1))
         assert answer is not None and answer[0] == think and len(answer) == 2
 
 
 def test_a_choice_on_the_demo_model_is_not_ended_by_the_token_that_it_spells() -> None:
     model = read_text_model(checkpoint_path())
     demo = Text(model.tokenizer_json, model.eos_token_ids)
-    answer = demo.walker.draw_answer(Guide(GuideKind.CHOICE, '["<|im_end|>"]'), random.Random(1))
+    answer = demo.walker.draw_answer(GrammarSpec(GrammarKind.CHOICE, '["<|im_end|>"]'), random.Random(1))
     assert answer is not None and demo.tokenizer.decode(answer) == "<|im_end|>"
 
 
 def test_a_text_that_the_normalizer_would_change_is_kept() -> None:
     text = Text(with_added_tokens(False, normalizer={"type": "NFC"}))
-    answer = text.walker.draw_answer(Guide(GuideKind.CHOICE, json.dumps(["e\u0301"])), random.Random(1))
+    answer = text.walker.draw_answer(GrammarSpec(GrammarKind.CHOICE, json.dumps(["e\u0301"])), random.Random(1))
     assert answer is not None and bytes(answer).decode() == "e\u0301"
 
 

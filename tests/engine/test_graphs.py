@@ -16,11 +16,11 @@ from moiety_engine.config import EngineConfig, Overlap
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.batch import KvCache
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
 from moiety_engine.runner.graphs import graph_contexts, graph_sizes, padded
 from moiety_engine.runner.inputs import BatchBuilder, HostBatch
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import Sequence
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
@@ -127,8 +127,8 @@ def test_only_a_step_whose_rows_all_decode_and_are_all_wanted_is_replayed(loops:
     _, builder, plan = prefilled(loops.model, [9, 4, 17])
     assert builder.arrange(plan).decodes_only
     first, *others = plan.chunks
-    ghost = Chunk(first.sequence, 0, samples=False, num_pad=1)  # of the padded strategy
-    assert not builder.arrange(Plan([ghost, *others], 3, 3, [])).decodes_only
+    padding_row = Chunk(first.sequence, 0, samples=False, num_pad=1)  # of the padded strategy
+    assert not builder.arrange(Plan([padding_row, *others], 3, 3, [])).decodes_only
     assert not builder.arrange(Plan(plan.chunks, 2, 3, [])).decodes_only  # the last one is a prompt's last token
 
 

@@ -19,10 +19,10 @@ from moiety_engine.config import EngineConfig, LoadFormat, Overlap, Speculate
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
 from moiety_engine.sampling.allowed import Allowed, ban_others, write_out
+from moiety_engine.startup import load_loop
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_platform.completions.tools.strict import guide_of_calls
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ from moiety_text.tools.deltas import Call
 from moiety_text.tools.formats import format_of
 from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_wire.classes import STANDARD
-from moiety_wire.guides import Guide, GuideKind
+from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
 from moiety_wire.notes import EventKind
 
@@ -47,7 +47,7 @@ PLACE = {
     "required": ["city", "day", "how"],
     "additionalProperties": False,
 }
-SCHEMA = Guide(GuideKind.JSON_SCHEMA, json.dumps(PLACE))
+SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(PLACE))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def make_loop(**settings: Any) -> EngineLoop:
     return load_loop(EngineConfig(model=str(checkpoint_path()), name="m", device="cpu", dtype="float32", **settings))
 
 
-def asked(key: int, guide: Guide | None = SCHEMA, **more: Any) -> CoreSubmit:
+def asked(key: int, guide: GrammarSpec | None = SCHEMA, **more: Any) -> CoreSubmit:
     prompt = TOKENIZER.encode("What is it?")
     eos, sampling = list(TEXT.eos_token_ids), Sampling(temperature=1.0, seed=key)
     submit = CoreSubmit(key, "t", STANDARD, prompt, sampling, 120, 0, eos, 120, b"", 0, guide=guide)
@@ -125,7 +125,7 @@ def test_an_answer_that_is_not_of_its_form_is_ended_and_no_other(model: EngineLo
 
 
 def test_who_has_no_guide_goes_on_while_one_is_compiled_and_who_leaves_meanwhile_is_told(model: EngineLoop) -> None:
-    slow = Guide(GuideKind.JSON_SCHEMA, json.dumps({"enum": [f"{i} {i * i}" for i in range(9000)]}))
+    slow = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"enum": [f"{i} {i * i}" for i in range(9000)]}))
     model.submit(asked(1, None, max_tokens=8))
     for key in (2, 3):
         model.submit(asked(key, slow, credit_tokens=1))
@@ -204,21 +204,21 @@ def test_schemas_of_many_kinds_are_kept_to(model: EngineLoop, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("kind", "text", "told"),
     [
-        (GuideKind.JSON_SCHEMA, '{"if": {"type": "string"}}', "/if: the keyword 'if' cannot be followed"),
-        (GuideKind.JSON_SCHEMA, '{"type": "string", "format": "color"}', "/format: the format 'color' is not known"),
-        (GuideKind.JSON_SCHEMA, "[", "no JSON schema"),
-        (GuideKind.JSON_SCHEMA, '{"$ref": "#"}', "nothing can ever fulfil it"),
-        (GuideKind.CHOICE, '["a", ""]', "none of them empty"),
-        (GuideKind.REGEX, "(a", "the group is not closed"),
-        (GuideKind.GRAMMAR, "root ::= a", "another form than Lark's"),
-        (GuideKind.GRAMMAR, "of no rule at all", "Expected"),
-        (GuideKind.GRAMMAR, "start: A\nA: B{1000}\nB: C{1000}\nC: /x/", "the terminal A has more than 50,000"),
+        (GrammarKind.JSON_SCHEMA, '{"if": {"type": "string"}}', "/if: the keyword 'if' cannot be followed"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "string", "format": "color"}', "/format: the format 'color' is not known"),
+        (GrammarKind.JSON_SCHEMA, "[", "no JSON schema"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "nothing can ever fulfil it"),
+        (GrammarKind.CHOICE, '["a", ""]', "none of them empty"),
+        (GrammarKind.REGEX, "(a", "the group is not closed"),
+        (GrammarKind.GRAMMAR, "root ::= a", "another form than Lark's"),
+        (GrammarKind.GRAMMAR, "of no rule at all", "Expected"),
+        (GrammarKind.GRAMMAR, "start: A\nA: B{1000}\nB: C{1000}\nC: /x/", "the terminal A has more than 50,000"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(kind: GuideKind, text: str, told: str) -> None:
+def test_what_cannot_be_followed_is_refused_by_name(kind: GrammarKind, text: str, told: str) -> None:
     library = GrammarCompiler(TEXT.tokenizer_json, TEXT.eos_token_ids)
-    with pytest.raises(GuideRefused) as refused:
-        library.open(Guide(kind, text))
+    with pytest.raises(GrammarRefused) as refused:
+        library.open(GrammarSpec(kind, text))
     assert told in str(refused.value)
 
 

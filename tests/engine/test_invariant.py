@@ -22,8 +22,8 @@ from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.loading import load_model
 from moiety_engine.offline import run_all
 from moiety_engine.runner.inputs import BatchBuilder
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
@@ -130,7 +130,7 @@ def test_tokens_of_answers_attend_as_decodes_do_and_those_of_prompts_as_chunks()
 
 def test_no_step_takes_more_tokens_of_answers_than_the_largest_that_was_measured() -> None:
     ledger = KvLedger(BlockPool(26), 4, prefix_caching=False, answers_apart=True)
-    scheduler = Scheduler(ledger, Limits(64, 4), STRATEGIES[Batching.CONTINUOUS])
+    scheduler = Scheduler(ledger, SchedulerLimits(64, 4), STRATEGIES[Batching.CONTINUOUS])
     for key in range(4):
         scheduler.add(make_submit(key, 4, 60), seed=0, now_ns=0)
     most = recomputed = 0

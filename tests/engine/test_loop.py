@@ -17,7 +17,7 @@ from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 from moiety_kernels.cpu.team import Program, Team
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FailureCode, FinishReason, Sampling

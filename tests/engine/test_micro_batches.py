@@ -65,7 +65,7 @@ def test_the_rows_of_micro_batches_are_those_of_the_step_and_attend_to_the_same(
 
 def test_a_step_is_cut_only_where_experts_have_ranks_of_their_own_and_it_has_enough_tokens() -> None:
     together, apart = (
-        cutting_of(EngineConfig(model="m", name="n", micro_batches=3, micro_batch_tokens=4, expert_ranks=ranks))
+        cutting_of(EngineConfig(model="m", name="n", micro_batches=3, micro_batch_tokens=4, ffn_ranks=ranks))
         for ranks in (0, 2)
     )
     few, many = [step_of([(0, 7)]), HostBatch.empty()], [step_of([(0, 1)]), step_of([(0, 9), (3, 2)])]

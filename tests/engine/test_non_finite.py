@@ -19,10 +19,10 @@ from moiety_engine.config import Batching, EngineConfig, Speculate
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
 from moiety_engine.sampling import Best, Sampler
 from moiety_engine.sampling.finite import finite_rows
 from moiety_engine.sequence import Sequence
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FailureCode, Sampling
 

@@ -16,12 +16,12 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap, PolicyName
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.opening import load_loop
-from moiety_engine.scheduling.groups import KvGroups
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.planner import Planner
-from moiety_engine.scheduling.steptime import StepTimeModel
-from moiety_engine.sequence import PENDING, Place, Sequence
+from moiety_engine.scheduling.kv_groups import KvGroups
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.step_planner import StepPlanner
+from moiety_engine.scheduling.step_time_model import StepTimeModel
+from moiety_engine.sequence import PENDING, Sequence, SequenceState
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
 
@@ -170,7 +170,7 @@ def test_what_ends_by_its_length_is_computed_no_step_too_far_and_frees_its_block
     loop.submit(make_submit(0, max_tokens=4))
     answers.steps(4)
     (sequence,) = loop.scheduler.places.by_key.values()
-    assert sequence.place is Place.FINISHING
+    assert sequence.place is SequenceState.FINISHING
     assert loop.load().kv_blocks_used == 0
     loop.extend(0, 50, last=False)  # too late to matter
     answers.to_the_end()
@@ -306,7 +306,7 @@ def test_a_block_is_not_hashed_before_all_of_its_tokens_are_known() -> None:
     sequence = Sequence(make_submit(0, length=7), order=0, seed=0)
     assert kv.start(sequence, [], 8)
     sequence.expect_token(0)
-    planner = Planner(KvGroups([kv]), 64, StepTimeModel())
+    planner = StepPlanner(KvGroups([kv]), 64, StepTimeModel())
     assert planner.add_prefill(sequence, 8)  # as when it was preempted, and is computed again
     planner.will_compute(b"what another sequence starts with")
     sequence.token_came(5, 0.0)

@@ -26,13 +26,13 @@ from tests.conftest import free_port, wait_for
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.layout import Seat, layout_of
-from moiety_engine.distribution.lifeline import LOST_RANK
-from moiety_engine.distribution.meeting import Meeting
+from moiety_engine.distribution.rank_heartbeat import LOST_RANK
+from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.residence import weight_bytes
-from moiety_engine.model.shares import own_spec
 from moiety_engine.model.spec import MoeSpec
+from moiety_engine.model.tensor_shards import own_spec
+from moiety_engine.model.weight_offload import weight_bytes
 from moiety_engine.quantize.writing import write_quantized
 from moiety_kernels.quantization import FORMATS
 from moiety_wire.classes import STANDARD
@@ -147,12 +147,12 @@ class RankProcesses:
         self._lines = [os.fdopen(write, "wb") for _, write in ins]
         self._answers = [os.fdopen(read, "rb") for read, _ in outs]
 
-    def start(self, *ranks: tuple[EngineConfig, Meeting | None], **work: Any) -> None:
+    def start(self, *ranks: tuple[EngineConfig, Rendezvous | None], **work: Any) -> None:
         for file, (config, meeting) in zip(self._lines, ranks, strict=False):
             file.write(msgspec.json.encode({"config": config, "meeting": meeting, "waves": []} | work) + b"\n")
             file.flush()
 
-    def work(self, *ranks: tuple[EngineConfig, Meeting | None], **work: Any) -> list[Any]:
+    def work(self, *ranks: tuple[EngineConfig, Rendezvous | None], **work: Any) -> list[Any]:
         """Each rank's answer, the first one being rank 0's. Where one ends, the next work has new processes."""
         self.start(*ranks, **work)
         lines = [file.readline() for file, _ in zip(self._answers, ranks, strict=False)]
@@ -201,13 +201,13 @@ def settings_of(folder: Path, **settings: Any) -> EngineConfig:
     return msgspec.structs.replace(config, **memory)
 
 
-def ranks_of(config: EngineConfig, host: str = "127.0.0.1") -> list[tuple[EngineConfig, Meeting | None]]:
+def ranks_of(config: EngineConfig, host: str = "127.0.0.1") -> list[tuple[EngineConfig, Rendezvous | None]]:
     """The configuration for each rank, with a place to meet that is free."""
     num_ranks = layout_of(config).num_ranks
     if num_ranks == 1:
         return [(config, None)]
     port = free_port(host)
-    return [(config, Meeting(rank, num_ranks, host=host, port=port)) for rank in range(num_ranks)]
+    return [(config, Rendezvous(rank, num_ranks, host=host, port=port)) for rank in range(num_ranks)]
 
 
 def requests() -> list[list[CoreSubmit]]:
@@ -328,7 +328,7 @@ def share_of(config: EngineConfig) -> float:
             one = file.get_slice(name)
             sizes["experts" if ".experts." in name else "rest"] += 4 * math.prod(one.get_shape())
     layout = layout_of(config)
-    return sizes["rest"] / layout.tp + (0 if layout.expert_ranks else sizes["experts"] / layout.stage_size)
+    return sizes["rest"] / layout.tp + (0 if layout.ffn_ranks else sizes["experts"] / layout.stage_size)
 
 
 IN_GROUPS = [
@@ -341,11 +341,11 @@ IN_GROUPS = [
     ("qwen3_moe", {"dp_attention": 2, "ep": 2, "pp": 2}),
 ]
 APART = [
-    *((family, {"dp_attention": 2, "expert_ranks": 2, "ep": 2}) for family in ("deepseek_v3", "gpt_oss")),
-    *(thorough(family, {"dp_attention": 2, "expert_ranks": 2, "ep": 2}) for family in ("qwen3_moe", "mixtral")),
-    *((family, {"tp": 2, "expert_ranks": 2, "ep": 2}) for family in ("qwen3_moe", "deepseek_v3")),
-    *(thorough(family, {"tp": 2, "expert_ranks": 2, "ep": 2}) for family in ("mixtral", "gpt_oss")),
-    ("qwen3_moe", {"pp": 2, "expert_ranks": 2}),
+    *((family, {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}) for family in ("deepseek_v3", "gpt_oss")),
+    *(thorough(family, {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}) for family in ("qwen3_moe", "mixtral")),
+    *((family, {"tp": 2, "ffn_ranks": 2, "ep": 2}) for family in ("qwen3_moe", "deepseek_v3")),
+    *(thorough(family, {"tp": 2, "ffn_ranks": 2, "ep": 2}) for family in ("mixtral", "gpt_oss")),
+    ("qwen3_moe", {"pp": 2, "ffn_ranks": 2}),
 ]
 
 
@@ -369,7 +369,7 @@ def test_parallel_groups_with_sequences_of_their_own_say_what_one_rank_says(
 def test_parallel_ranks_with_attention_send_the_next_micro_batch_while_experts_have_one(
     processes: RankProcesses, alone: Alone, tmp_path: Path, micro_batches: int
 ) -> None:
-    apart = {"dp_attention": 2, "expert_ranks": 2, "ep": 2, "micro_batches": micro_batches, "micro_batch_tokens": 2}
+    apart = {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batches": micro_batches, "micro_batch_tokens": 2}
     config = settings_of(alone.folders["mixtral"], **apart)
     ours, *others = processes.work(*ranks_of(config), waves=requests()[:1], turns=str(tmp_path))
     expected = alone.says("mixtral")
@@ -388,7 +388,7 @@ def test_each_kind_of_parallel_goes_with_the_others(
     assert_same(alone.says("qwen3_moe"), ours)
 
 
-IN_TWO = [{"tp": 2, "ep": 2}, {"dp_attention": 2, "ep": 2, "speculate": "ngram"}, {"expert_ranks": 1}]
+IN_TWO = [{"tp": 2, "ep": 2}, {"dp_attention": 2, "ep": 2, "speculate": "ngram"}, {"ffn_ranks": 1}]
 
 
 @pytest.mark.parametrize("layout", IN_TWO, ids=str)
@@ -407,7 +407,7 @@ SHUFFLED = [
     ("gpt_oss", {"tp": 4, "ep": 2, "rebalance_every_s": 1e9}),  # pieces of experts, with biases
     ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8, "overlap": "on", "quantization": "none"}),
     ("qwen3_moe", {"tp": 2, "ep": 2, "pp": 2, "redundant_experts": 2}),
-    ("mixtral", {"dp_attention": 2, "expert_ranks": 2, "ep": 2, "redundant_experts": 2, "micro_batch_tokens": 2}),
+    ("mixtral", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "redundant_experts": 2, "micro_batch_tokens": 2}),
 ]
 
 
@@ -423,7 +423,7 @@ def test_parallel_ranks_whose_experts_keep_moving_say_what_one_rank_says(
     assert ours["moves"]["bytes"] > 10 * ours["weight_bytes"]
 
 
-SHARING = [{"tp": 4, "ep": 4}, {"dp_attention": 4, "ep": 4}, {"tp": 2, "ep": 2, "pp": 2}, {"expert_ranks": 2, "ep": 2}]
+SHARING = [{"tp": 4, "ep": 4}, {"dp_attention": 4, "ep": 4}, {"tp": 2, "ep": 2, "pp": 2}, {"ffn_ranks": 2, "ep": 2}]
 
 
 @pytest.mark.parametrize("layout", SHARING, ids=str)
@@ -485,10 +485,10 @@ def test_a_parallel_rank_that_does_not_come_is_named(processes: RankProcesses, f
 
 
 MASKED: list[tuple[str, dict[str, Any], set[int], int]] = [  # who stays away, and how many are done without
-    ("qwen3_moe", {"dp_attention": 2, "expert_ranks": 2, "ep": 2, "micro_batch_tokens": 2}, {3}, 1),
-    ("gpt_oss", {"expert_ranks": 2}, {2}, 1),  # the last rank with experts
+    ("qwen3_moe", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batch_tokens": 2}, {3}, 1),
+    ("gpt_oss", {"ffn_ranks": 2}, {2}, 1),  # the last rank with experts
     ("gpt_oss", {"dp_attention": 4, "ep": 2}, {3}, 1),  # pieces of experts become whole ones
-    ("mixtral", {"tp": 2, "expert_ranks": 2, "ep": 2, "redundant_experts": 2}, {2}, 1),
+    ("mixtral", {"tp": 2, "ffn_ranks": 2, "ep": 2, "redundant_experts": 2}, {2}, 1),
     ("deepseek_v3", {"dp_attention": 4, "ep": 4}, {2}, 1),
     ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8}, {1, 3}, 2),  # experts keep moving
     ("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4}, {3}, 2),  # rank 2 has half of the heads of nobody's requests
@@ -505,7 +505,7 @@ def test_parallel_ranks_without_those_that_do_not_come_say_what_one_rank_says(
     away: set[int],
     num_masked: int,
 ) -> None:
-    config = settings_of(alone.folders[family], **layout, mask_after_s=10)
+    config = settings_of(alone.folders[family], **layout, exclude_rank_after_s=10)
     coming = [one for rank, one in enumerate(ranks_of(config)) if rank not in away]
     moves = layout.get("redundant_experts") == 8
     ours, *others = processes.work(*coming, waves=requests(), shuffles=moves)
@@ -521,7 +521,7 @@ def test_parallel_ranks_that_have_no_room_for_the_parts_of_one_that_is_gone_say_
     processes: RankProcesses, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     losses = tmp_path / "losses"
-    config = settings_of(folders["qwen3_moe"], expert_ranks=2, ep=2, mask_after_s=10, rank_losses=str(losses))
+    config = settings_of(folders["qwen3_moe"], ffn_ranks=2, ep=2, exclude_rank_after_s=10, rank_failure_log=str(losses))
     first, second, _ = ranks_of(config)
     for answer in processes.work(first, second, lacks="weights"):
         assert "there are 0.00 GiB free" in answer["error"]
@@ -533,15 +533,17 @@ def test_parallel_ranks_that_have_no_room_for_the_parts_of_one_that_is_gone_say_
     ("layout", "away", "words"),
     [
         ({"tp": 2, "dp_attention": 2}, {1}, "rank 0 needs rank 1, which has other heads"),
-        ({"pp": 2, "expert_ranks": 2}, {1}, "only rank 1 has its part of its layers"),
-        ({"tp": 2, "expert_ranks": 2}, {2, 3}, "no rank with experts is left"),
+        ({"pp": 2, "ffn_ranks": 2}, {1}, "only rank 1 has its part of its layers"),
+        ({"tp": 2, "ffn_ranks": 2}, {2, 3}, "no rank with experts is left"),
     ],
     ids=str,
 )
 def test_a_parallel_rank_that_cannot_be_done_without_is_waited_for_and_then_named(
     processes: RankProcesses, folders: dict[str, Path], layout: dict[str, int], away: set[int], words: str
 ) -> None:
-    config = msgspec.structs.replace(settings_of(folders["qwen3_moe"]), **layout, join_timeout_s=3, mask_after_s=1)
+    config = msgspec.structs.replace(
+        settings_of(folders["qwen3_moe"]), **layout, join_timeout_s=3, exclude_rank_after_s=1
+    )
     coming = [one for rank, one in enumerate(ranks_of(config)) if rank not in away]
     for answer in processes.work(*coming):
         assert f"of 4 ranks these did not come in time: {', '.join(map(str, sorted(away)))}" in answer["error"]
@@ -572,9 +574,9 @@ def has_ended(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_a_parallel_group_that_has_lost_a_rank_for_good_says_the_same_without_it(alone: Alone, tmp_path: Path) -> None:
-    layout = {"dp_attention": 2, "expert_ranks": 2, "ep": 2, "mask_after_s": 20, "micro_batch_tokens": 2}
+    layout = {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "exclude_rank_after_s": 20, "micro_batch_tokens": 2}
     losses = tmp_path / "losses"
-    config = settings_of(alone.folders["qwen3_moe"], **layout, rank_losses=str(losses), mask_after_losses=2)
+    config = settings_of(alone.folders["qwen3_moe"], **layout, rank_failure_log=str(losses), mask_after_losses=2)
     whole = RankProcesses(4, silence_s=120)
     whole.start(*ranks_of(config), waves=requests()[:1], again=True, served=str(tmp_path / "served"))
     wait_for((tmp_path / "served").exists, "steps that run")
@@ -601,7 +603,7 @@ def test_a_parallel_group_that_has_lost_a_rank_for_good_says_the_same_without_it
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "layout"), [(signal.SIGKILL, {"expert_ranks": 1}), (signal.SIGSTOP, {"tp": 2})])
+@pytest.mark.parametrize(("number", "layout"), [(signal.SIGKILL, {"ffn_ranks": 1}), (signal.SIGSTOP, {"tp": 2})])
 def test_a_lost_parallel_rank_ends_the_group(
     folders: dict[str, Path], tmp_path: Path, number: int, layout: dict[str, int]
 ) -> None:
@@ -620,7 +622,7 @@ def test_a_lost_parallel_rank_ends_the_group(
     assert ("said nothing" if number == signal.SIGSTOP else "is lost") in logged
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp_attention": 2, "ep": 2}, {"expert_ranks": 1}])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp_attention": 2, "ep": 2}, {"ffn_ranks": 1}])
 def test_a_request_that_is_not_finite_fails_alone_on_every_layout(
     processes: RankProcesses, folders: dict[str, Path], tmp_path: Path, layout: dict[str, int]
 ) -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import Batching
 from moiety_engine.messages import CoreSubmit
+from moiety_engine.runner.group_results import order_of
 from moiety_engine.runner.inputs import BatchBuilder
-from moiety_engine.runner.spreading import order_of
-from moiety_engine.scheduling.groups import Candidate, best_group
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.kv_groups import GroupCandidate, best_group
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
@@ -35,7 +35,7 @@ class Replica:
 
     def __init__(self, num_blocks: int = 64) -> None:
         first, second = (KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=True) for _ in range(2))
-        limits = Limits(BUDGET, 16)
+        limits = SchedulerLimits(BUDGET, 16)
         self.scheduler = Scheduler(first, limits, STRATEGIES[Batching.CONTINUOUS], further=[second])
         self._now_ns = 10**12
 
@@ -87,7 +87,7 @@ def test_the_next_turn_of_a_conversation_goes_to_the_group_that_has_the_first() 
 def test_a_group_with_the_beginning_is_taken_if_it_has_room_and_not_much_more_to_do(
     groups: list[tuple[int, int, int]],
 ) -> None:
-    candidates = [Candidate(group, *one) for group, one in enumerate(groups)]
+    candidates = [GroupCandidate(group, *one) for group, one in enumerate(groups)]
     chosen = candidates[best_group(candidates, 40)]
     fitting = [one for one in candidates if one.blocks_left >= 0]
     assert chosen.blocks_left >= 0 or not fitting

@@ -9,12 +9,12 @@ import pytest
 
 from moiety_engine.config import Batching, EngineConfig
 from moiety_engine.distribution.layout import Layout, Seat, layout_of, leaving, without
-from moiety_engine.distribution.meeting import meeting_from, require_hosts_apart
+from moiety_engine.distribution.rendezvous_address import meeting_from, require_hosts_apart
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.shares import own_spec
+from moiety_engine.model.tensor_shards import own_spec
 
-NOTED = {"dp_attention": 2, "mask_after_s": 5, "rank_losses": "losses"}
+NOTED = {"dp_attention": 2, "exclude_rank_after_s": 5, "rank_failure_log": "losses"}
 LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 
 
@@ -28,26 +28,29 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
             {"dp_attention": 2, "tp": 2, "ep": 3},
             "--ep 3 does not divide the 4 ranks",
         ),
-        ({"expert_ranks": 3, "ep": 2}, "--ep 2 does not divide the 3 ranks of --expert-ranks"),
-        ({"expert_ranks": -1}, "--expert-ranks must be 0"),
-        ({"expert_ranks": 1, "batch_invariant": True}, "--batch-invariant cannot be had over several ranks"),
+        ({"ffn_ranks": 3, "ep": 2}, "--ep 2 does not divide the 3 ranks of --ffn-ranks"),
+        ({"ffn_ranks": -1}, "--ffn-ranks must be 0"),
+        ({"ffn_ranks": 1, "batch_invariant": True}, "--batch-invariant cannot be had over several ranks"),
         ({"dp_attention": 2, "batching": Batching.PADDED}, "choose another --batching, or leave out --dp-attention"),
         ({"tp": 2, "ep": 2, "redundant_experts": 3}, "--redundant-experts 3 cannot be divided by --ep 2: 4 can"),
         ({"tp": 2, "rebalance_every_s": 60}, "spread the experts with --ep"),
         ({"tp": 2, "redundant_experts": 2, "rebalance_every_s": 0}, "spread the experts with --ep"),
         ({"redundant_experts": -1}, "redundant_experts must be 0"),
-        ({"mask_after_s": 5}, "--mask-after-s is for several ranks"),
-        ({"tp": 2, "mask_after_s": 61}, "no more than --join-timeout-s, which is 60"),
-        ({"dp_attention": 2, "mask_after_s": 0}, "must be more than 0, or ranks would not be waited for"),
-        ({"tp": 4, "mask_after_s": 5}, "here each is needed"),
-        ({"tp": 2, "pp": 2, "mask_after_s": 5}, "here each is needed"),
-        ({"dp_attention": 2, "pp": 2, "mask_after_s": 5}, "here each is needed"),
-        ({"tp": 3, "expert_ranks": 1, "mask_after_s": 5}, "here each is needed"),
+        ({"exclude_rank_after_s": 5}, "--exclude-rank-after-s is for several ranks"),
+        ({"tp": 2, "exclude_rank_after_s": 61}, "no more than --join-timeout-s, which is 60"),
+        ({"dp_attention": 2, "exclude_rank_after_s": 0}, "must be more than 0, or ranks would not be waited for"),
+        ({"tp": 4, "exclude_rank_after_s": 5}, "here each is needed"),
+        ({"tp": 2, "pp": 2, "exclude_rank_after_s": 5}, "here each is needed"),
+        ({"dp_attention": 2, "pp": 2, "exclude_rank_after_s": 5}, "here each is needed"),
+        ({"tp": 3, "ffn_ranks": 1, "exclude_rank_after_s": 5}, "here each is needed"),
         (NOTED | {"mask_after_losses": 0}, "--mask-after-losses must be at least 1"),
-        (NOTED | {"rank_losses_within_s": 0}, "--rank-losses-within-s must be more than 0"),
-        ({"tp": 2, "rank_losses": "losses"}, "which a group does with --mask-after-s only"),
-        ({"tp": 2, "mask_after_losses": 9}, "for the file that --rank-losses names"),
-        ({"dp_attention": 2, "mask_after_s": 5, "rank_losses_within_s": 60}, "for the file that --rank-losses names"),
+        (NOTED | {"rank_losses_within_s": 0}, "--rank-failure-log-within-s must be more than 0"),
+        ({"tp": 2, "rank_failure_log": "losses"}, "which a group does with --exclude-rank-after-s only"),
+        ({"tp": 2, "mask_after_losses": 9}, "for the file that --rank-failure-log names"),
+        (
+            {"dp_attention": 2, "exclude_rank_after_s": 5, "rank_losses_within_s": 60},
+            "for the file that --rank-failure-log names",
+        ),
     ],
 )
 def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -62,8 +65,8 @@ def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], 
         (Layout(tp=32), "too small for --tp 32"),
         (Layout(tp=16, ep=16), "4 query heads cannot be divided by --tp 16"),
         (Layout(dp=16, ep=16), "experts cannot be divided by --ep 16"),
-        (Layout(ep=3, expert_ranks=3), "8 experts cannot be divided by --ep 3"),
-        (Layout(expert_ranks=3), "32 columns of an expert cannot be divided by expert-ranks ÷ ep = 3"),
+        (Layout(ep=3, ffn_ranks=3), "8 experts cannot be divided by --ep 3"),
+        (Layout(ffn_ranks=3), "32 columns of an expert cannot be divided by ffn-ranks ÷ ep = 3"),
         (Layout(pp=3), "--pp 3 is more than the model's 2 layers"),
         (
             Layout(tp=2, ep=2, redundant_experts=10),
@@ -101,7 +104,7 @@ def test_redundant_slots_hold_experts_of_other_parts_until_they_are_rebalanced()
 
 
 GROUPS = Layout(dp=3, tp=2, ep=3)
-APART = Layout(dp=2, ep=2, expert_ranks=4, redundant_experts=2)
+APART = Layout(dp=2, ep=2, ffn_ranks=4, redundant_experts=2)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +112,9 @@ APART = Layout(dp=2, ep=2, expert_ranks=4, redundant_experts=2)
     [
         (GROUPS, {5}, Layout(dp=2, tp=2, ep=4, masked=(4, 5))),
         (GROUPS, {2, 5}, Layout(dp=1, tp=2, ep=2, masked=(2, 3, 4, 5))),
-        (APART, {3, 4}, Layout(dp=2, ep=2, expert_ranks=2, redundant_experts=2, masked=(1, 2))),
-        (APART, {1}, Layout(dp=1, ep=2, expert_ranks=4, redundant_experts=2)),
-        (Layout(tp=2, pp=2, ep=3, expert_ranks=3), {4}, Layout(tp=2, pp=2, ep=2, expert_ranks=2, masked=(0,))),
+        (APART, {3, 4}, Layout(dp=2, ep=2, ffn_ranks=2, redundant_experts=2, masked=(1, 2))),
+        (APART, {1}, Layout(dp=1, ep=2, ffn_ranks=4, redundant_experts=2)),
+        (Layout(tp=2, pp=2, ep=3, ffn_ranks=3), {4}, Layout(tp=2, pp=2, ep=2, ffn_ranks=2, masked=(0,))),
     ],
     ids=str,
 )

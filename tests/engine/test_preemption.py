@@ -17,8 +17,8 @@ import torch
 from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreEvent, CoreFinish, CoreSubmit
-from moiety_engine.scheduling.room import SwapCost
-from moiety_engine.sequence import Place, Sequence
+from moiety_engine.scheduling.preemptor import SwapCost
+from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.messages import FinishReason, Sampling
 from moiety_wire.notes import EventKind, Reason
@@ -300,7 +300,7 @@ def test_an_urgent_request_gets_a_place_in_the_very_next_step(full_batch: Engine
     engine.step()
     assert len(engine.tokens[urgent.key]) == 1
     assert engine.loop.load().num_running == 6
-    (victim,) = (submit.key for submit in LONG[:6] if engine.sequence(submit.key).place is Place.RETURNING)
+    (victim,) = (submit.key for submit in LONG[:6] if engine.sequence(submit.key).place is SequenceState.RETURNING)
     (event,) = engine.events(victim, EventKind.PREEMPTED)
     assert (event.reason, event.other) == (Reason.BATCH_FULL, urgent.key)
     assert engine.sequence(victim).tokens[-len(before[victim]) :] == before[victim]
@@ -322,7 +322,10 @@ def test_a_victim_is_of_the_worst_class_and_never_one_that_may_not_be_preempted(
     engine.submit(*URGENT_ONES[:2])
     engine.step()
     places = {key: engine.sequence(key).place for key in (31, 32, 33, 34, 21, 22)}
-    assert places == dict.fromkeys((31, 32, 33, 21), Place.RUNNING) | {34: Place.RETURNING, 22: Place.WAITING}
+    assert places == dict.fromkeys((31, 32, 33, 21), SequenceState.RUNNING) | {
+        34: SequenceState.RETURNING,
+        22: SequenceState.WAITING,
+    }
     engine.run()
     assert preempted_keys(engine) == [34]
     (delay,) = engine.events(22, EventKind.DELAYED)
@@ -337,7 +340,7 @@ def test_what_may_not_be_preempted_keeps_its_blocks_when_urgent_work_finds_none(
     engine.step_until(lambda: engine.tokens[31])
     engine.submit(URGENT_ONES[1])
     engine.step(10)
-    assert engine.sequence(22).place is Place.WAITING
+    assert engine.sequence(22).place is SequenceState.WAITING
     assert len(engine.tokens[31]) == 11, "a token a step, undisturbed"
     engine.run()
     assert preempted_keys(engine) == []
@@ -350,15 +353,15 @@ def test_what_may_not_be_preempted_keeps_its_blocks_when_urgent_work_finds_none(
 PAUSED = msgspec.structs.replace(make_submit(41, 18, temperature=1.0, seed=41), credit_tokens=2)
 CROWD = [PAUSED, *LONG[:7], *URGENT_ONES[:2]]
 HELD_IN: dict[str, Callable[[Sequence], object]] = {
-    "waiting": lambda s: s.place is Place.WAITING,
-    "half prefilled": lambda s: s.place is Place.RUNNING and 0 < s.num_computed < s.num_prompt,
-    "decoding": lambda s: s.place is Place.RUNNING and s.num_output > 3,
-    "decoding after a preemption": lambda s: s.place is Place.RUNNING and s.decoding and s.num_preemptions,
-    "parked with its blocks": lambda s: s.place is Place.PARKED and s.blocks,
-    "parked without": lambda s: s.place is Place.PARKED and not s.blocks,
-    "returning with its blocks": lambda s: s.place is Place.RETURNING and s.blocks,
-    "returning without": lambda s: s.place is Place.RETURNING and not s.blocks and not s.host_blocks,
-    "swapped out": lambda s: s.place is Place.RETURNING and s.host_blocks,
+    "waiting": lambda s: s.place is SequenceState.WAITING,
+    "half prefilled": lambda s: s.place is SequenceState.RUNNING and 0 < s.num_computed < s.num_prompt,
+    "decoding": lambda s: s.place is SequenceState.RUNNING and s.num_output > 3,
+    "decoding after a preemption": lambda s: s.place is SequenceState.RUNNING and s.decoding and s.num_preemptions,
+    "parked with its blocks": lambda s: s.place is SequenceState.PARKED and s.blocks,
+    "parked without": lambda s: s.place is SequenceState.PARKED and not s.blocks,
+    "returning with its blocks": lambda s: s.place is SequenceState.RETURNING and s.blocks,
+    "returning without": lambda s: s.place is SequenceState.RETURNING and not s.blocks and not s.host_blocks,
+    "swapped out": lambda s: s.place is SequenceState.RETURNING and s.host_blocks,
 }
 
 

@@ -13,18 +13,18 @@ import psutil
 import pytest
 from tests.engine.test_parallel import settings_of, write_checkpoint
 
-from moiety_engine.distribution.joining import open_store
-from moiety_engine.distribution.meeting import Meeting, meeting_from, require_private_ranks
+from moiety_engine.distribution.rendezvous import open_store
+from moiety_engine.distribution.rendezvous_address import Rendezvous, meeting_from, require_private_ranks
 from moiety_engine.errors import InvalidConfig, RanksError
 from moiety_engine.loopback import is_loopback
 
-LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"dp_attention": 2, "ep": 2}, {"expert_ranks": 1}]
+LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"dp_attention": 2, "ep": 2}, {"ffn_ranks": 1}]
 LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "29500"}
 PROGRAM = """
 import sys
 import msgspec
 from moiety_engine.config import EngineConfig
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 
 with load_loop(msgspec.json.decode(sys.stdin.readline(), type=EngineConfig)):
     print("ready", flush=True)
@@ -89,19 +89,19 @@ def test_ranks_that_a_launcher_started_on_one_host_meet_on_its_loopback_address(
 
 
 def test_ranks_of_several_hosts_need_a_network_of_their_own() -> None:
-    beyond = Meeting(0, 2, host="10.0.0.1", port=29500)
+    beyond = Rendezvous(0, 2, host="10.0.0.1", port=29500)
     with pytest.raises(InvalidConfig, match="--allow-unauthenticated-ranks"):
         require_private_ranks(beyond, allowed=False)
     require_private_ranks(beyond, allowed=True)
-    require_private_ranks(Meeting(0, 2), allowed=False)
-    require_private_ranks(Meeting(0, 2, host="10.0.0.1", local_num_ranks=2), allowed=False)
+    require_private_ranks(Rendezvous(0, 2), allowed=False)
+    require_private_ranks(Rendezvous(0, 2, host="10.0.0.1", local_num_ranks=2), allowed=False)
 
 
 def test_a_port_that_is_taken_is_said_so() -> None:
-    store = open_store(Meeting(0, 2), 5)
+    store = open_store(Rendezvous(0, 2), 5)
     assert listening(psutil.Process().pid) >= {"127.0.0.1"}
     with pytest.raises(RanksError, match=f"{store.port} could not be opened by rank 0"):
-        open_store(Meeting(0, 2, port=store.port), 5)
+        open_store(Rendezvous(0, 2, port=store.port), 5)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moiety_engine.moe.balancing import LEAST_PICKS, Balancer
-from moiety_engine.moe.slots import ExpertSlots
+from moiety_engine.moe.balancer import LEAST_PICKS, Balancer
+from moiety_engine.moe.expert_slots import ExpertSlots
 from moiety_placement.placement import Ints, Placement, balancedness
 
 EXPERTS, RANKS, LAYERS, EVERY_S, CAREFUL = 16, 4, 6, 60.0, 0.01

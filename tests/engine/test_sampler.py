@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moiety_engine.front.validation import MAX_BIAS, MAX_PENALTY, MIN_REPETITION_PENALTY, ModelLimits, find_refusal
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.sampling import Sampler
 from moiety_engine.sampling.randomness import uniforms
 from moiety_engine.sampling.sampler import draws, penalties_of
 from moiety_engine.sequence import Sequence
+from moiety_engine.server.validation import MAX_BIAS, MAX_PENALTY, MIN_REPETITION_PENALTY, ModelLimits, find_refusal
 from moiety_kernels.sample import penalised
 from moiety_kernels.sample import sample as draw_on_device
 from moiety_kernels.sample.reference import LEAST_TEMPERATURE

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import Batching
 from moiety_engine.messages import CoreFinish, CoreSubmit
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD
@@ -30,7 +30,7 @@ def make_scheduler(
     policy: str = "fcfs",
 ) -> Scheduler:
     ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=True)
-    limits = Limits(budget, max_running, batch_size=size, batch_timeout_ms=5.0)
+    limits = SchedulerLimits(budget, max_running, batch_size=size, batch_timeout_ms=5.0)
     return Scheduler(ledger, limits, STRATEGIES[batching], policy)
 
 
@@ -84,7 +84,7 @@ class Driver:
         assert plan.num_rows == sum(c.num_tokens + c.num_pad for c in plan.chunks)
         assert len({c.sequence.key for c in plan.chunks}) == len(plan.chunks)
         if self.live and not plan.chunks:
-            assert not [s for s in self.scheduler.places.by_key.values() if s.has_credit and not s.ghost]
+            assert not [s for s in self.scheduler.places.by_key.values() if s.has_credit and not s.padding_row]
         tokens = []
         for chunk in plan.chunks:
             sequence = chunk.sequence

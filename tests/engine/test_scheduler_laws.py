@@ -31,18 +31,18 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.config import Batching
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Chunk, Plan
-from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policies.moiety import Moiety
-from moiety_engine.scheduling.room import SwapCost
+from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT
+from moiety_engine.scheduling.preemptor import SwapCost
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.speculation.by_model import ModelGuesser
-from moiety_engine.scheduling.speculation.drafted_kv import DraftedKv
-from moiety_engine.scheduling.steptime import StepTimeModel
+from moiety_engine.scheduling.speculative_decoding.draft_model_proposer import DraftModelProposer
+from moiety_engine.scheduling.speculative_decoding.drafted_kv import DraftedKv
+from moiety_engine.scheduling.step_time_model import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
-from moiety_engine.sequence import PENDING, Place, Sequence
+from moiety_engine.sequence import PENDING, Sequence, SequenceState
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction, ServiceClass
 from moiety_wire.messages import FinishReason, Sampling
 from moiety_wire.notes import Reason
@@ -111,13 +111,13 @@ def make_scheduler(
 
     return Scheduler(
         ledger(),
-        Limits(budget, max_running, batch_size=4, max_waiting=max_waiting),
+        SchedulerLimits(budget, max_running, batch_size=4, max_waiting=max_waiting),
         STRATEGIES[batching],
         policy,
         step_time=StepTimeModel((0.01, 0.05, 0.0, 0.0, 0.001, 0.001, 0.0)),
         swap=SwapCost(1e-5),
         draft_tokens=draft_tokens,
-        guesser=None if held is None else ModelGuesser(held, MAX_DRAFTED),
+        proposer=None if held is None else DraftModelProposer(held, MAX_DRAFTED),
         further=[ledger() for _ in range(num_groups - 1)],
     )
 
@@ -257,7 +257,7 @@ class Replica:
             self._device[slot] = text
         for i in range(end, end + chunk.num_pad):
             self._device[self._block(sequence, i), i % BLOCK_SIZE] = "padding"
-        if sequence.ghost:
+        if sequence.padding_row:
             return []
         assert (chunk.embeds if sequence.submit.embed else chunk.samples) == (end == len(tokens))
         assert not (chunk.samples and chunk.embeds)
@@ -314,19 +314,21 @@ class Replica:
 
     def check(self) -> None:
         sequences = list(self.scheduler.places.by_key.values())
-        ended = {s.key for s in sequences if s.ghost and not s.pending}
+        ended = {s.key for s in sequences if s.padding_row and not s.pending}
         assert {s.key for s in sequences} - ended == {key for key, client in self.clients.items() if not client.over}
         self._check_blocks(sequences)
         queued = [s for s in sequences if s.entry & 1]
         assert self.scheduler.policy.num_queued == len(queued)
         for s in sequences:
-            decoding = s.place is Place.RUNNING and (s.decoding or s.ghost)
-            assert bool(s.entry & 1) == (s.has_credit and not decoding and s.place is not Place.FINISHING), s.place
-            assert s.place is not Place.FINISHING or self.overlap
+            decoding = s.place is SequenceState.RUNNING and (s.decoding or s.padding_row)
+            assert bool(s.entry & 1) == (s.has_credit and not decoding and s.place is not SequenceState.FINISHING), (
+                s.place
+            )
+            assert s.place is not SequenceState.FINISHING or self.overlap
             assert not s.pending or self.overlap
         places = self.scheduler.places
-        running = [s for s in sequences if s.place is Place.RUNNING]
-        assert set(places.decoding) == {s for s in running if s.decoding or s.ghost} - set(places.verifying)
+        running = [s for s in sequences if s.place is SequenceState.RUNNING]
+        assert set(places.decoding) == {s for s in running if s.decoding or s.padding_row} - set(places.verifying)
         assert set(places.prefilling) == set(running) - set(places.decoding) - set(places.verifying)
         assert set(places.verifying) <= {s for s in running if s.pending}
         assert places.worst_rank_running == max((s.service.rank for s in running), default=-1)
@@ -340,7 +342,7 @@ class Replica:
         context = sum(s.num_computed for s in places.decoding)
         assert places.sums_of(list(places.decoding.values())) == (due_s, context)
         assert places.predicted_output() == pytest.approx(sum(s.predicted_output for s in running))
-        full = {s for s in places.decoding if not s.ghost and s.num_computed == len(s.blocks) * BLOCK_SIZE}
+        full = {s for s in places.decoding if not s.padding_row and s.num_computed == len(s.blocks) * BLOCK_SIZE}
         assert full <= set(places.filled)
 
     def _check_blocks(self, sequences: list[Sequence]) -> None:
@@ -360,14 +362,14 @@ class Replica:
         waiting: Counter[str] = Counter()
         running: Counter[str] = Counter()
         for s in sequences:
-            running[s.service.name] += s.place is Place.RUNNING
-            waiting[s.service.name] += s.place in {Place.WAITING, Place.RETURNING}
+            running[s.service.name] += s.place is SequenceState.RUNNING
+            waiting[s.service.name] += s.place in {SequenceState.WAITING, SequenceState.RETURNING}
         for load in self.scheduler.class_loads():
             assert (load.num_waiting, load.num_running) == (waiting[load.name], running[load.name])
             queued = [
                 s.queued_unix_ns / 1e9
                 for s in sequences
-                if s.service.name == load.name and s.place in {Place.WAITING, Place.RETURNING}
+                if s.service.name == load.name and s.place in {SequenceState.WAITING, SequenceState.RETURNING}
             ]
             assert load.oldest_waiting_unix_s == min(queued, default=0.0)
         held = Counter[str]()

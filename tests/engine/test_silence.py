@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from moiety_engine.distribution.lifeline import BEAT_INTERVAL_S, SILENCE_S
-from moiety_engine.distribution.silence import Silence
+from moiety_engine.distribution.heartbeat_timeout import HeartbeatTimeout
+from moiety_engine.distribution.rank_heartbeat import BEAT_INTERVAL_S, SILENCE_S
 
 TURN_S = BEAT_INTERVAL_S / 2
 
 
 def noticed_after_s(wakes_after_s: float, *, most_s: float = 60.0) -> float:
     """When a rank that says nothing any more is, where each turn takes so long."""
-    silence, now_s = Silence([1, 2], limit_s=SILENCE_S, turn_s=TURN_S, now_s=100.0), 100.0
+    silence, now_s = HeartbeatTimeout([1, 2], limit_s=SILENCE_S, turn_s=TURN_S, now_s=100.0), 100.0
     while now_s < 100.0 + most_s:
         now_s += wakes_after_s
         silence.turn(now_s)
@@ -29,7 +29,7 @@ def test_a_rank_that_hangs_is_noticed_within_five_seconds_however_often_others_a
 
 
 def test_while_this_process_is_kept_from_running_nobody_is_taken_for_lost() -> None:
-    silence = Silence([1], limit_s=SILENCE_S, turn_s=TURN_S, now_s=0.0)
+    silence = HeartbeatTimeout([1], limit_s=SILENCE_S, turn_s=TURN_S, now_s=0.0)
     for now_s in (3.0, 33.0, 63.0):  # it stood still between, and so may the other have
         silence.turn(now_s)
         assert silence.too_long() == []
@@ -43,7 +43,7 @@ def test_a_rank_that_hangs_on_an_overloaded_machine_is_noticed_by_the_time_that_
 
 
 def test_those_that_were_last_heard_a_little_later_than_one_that_is_lost_are_told_from_those_that_live() -> None:
-    silence, now_s = Silence([1, 2, 3], limit_s=SILENCE_S, turn_s=TURN_S, now_s=0.0), 0.0
+    silence, now_s = HeartbeatTimeout([1, 2, 3], limit_s=SILENCE_S, turn_s=TURN_S, now_s=0.0), 0.0
     while not silence.too_long():
         now_s += TURN_S
         silence.turn(now_s)

@@ -13,19 +13,19 @@ import torch
 
 from moiety_engine.config import EngineConfig, LoadFormat, Overlap, TransferConfig
 from moiety_engine.errors import OutOfMemory
-from moiety_engine.front.rest import RestKeeper
 from moiety_engine.loop import EngineLoop
 from moiety_engine.memory import Memory
-from moiety_engine.messages import CoreRest, CoreRested, CoreSubmit
+from moiety_engine.messages import CoreSleep, CoreSlept, CoreSubmit
 from moiety_engine.model import residence
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.residence import named_tensors, require_fit, weight_bytes
+from moiety_engine.model.weight_offload import named_tensors, require_fit, weight_bytes
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
+from moiety_engine.runner.control_messages import ControlSender
 from moiety_engine.runner.memory import kv_budget_bytes
-from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.profiling import largest_step
+from moiety_engine.server.sleep_mode import SleepMode
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.figures import SleepState
 from moiety_wire.messages import Sampling
@@ -113,30 +113,30 @@ def test_where_waking_fails_late_nobody_keeps_the_cache(checkpoint: Path, monkey
 
 
 def test_sleep_waits_for_what_is_open_and_the_newest_wish_counts() -> None:
-    keeper = RestKeeper()
+    keeper = SleepMode()
     assert keeper.next_command(0) is None
     keeper.ask(asleep=True)
     assert (keeper.state, keeper.next_command(2)) == (SleepState.FALLING_ASLEEP, None)
     keeper.ask(asleep=False)
     assert (keeper.state, keeper.next_command(2)) == (SleepState.AWAKE, None)
     keeper.ask(asleep=True)
-    assert keeper.next_command(0) == CoreRest(asleep=True)
+    assert keeper.next_command(0) == CoreSleep(asleep=True)
     keeper.ask(asleep=False)  # while the core is at it
     assert (keeper.state, keeper.next_command(0)) == (SleepState.FALLING_ASLEEP, None)
-    keeper.done(CoreRested(asleep=True))
-    assert (keeper.state, keeper.next_command(0)) == (SleepState.WAKING, CoreRest(asleep=False))
-    keeper.done(CoreRested(asleep=False))
+    keeper.done(CoreSlept(asleep=True))
+    assert (keeper.state, keeper.next_command(0)) == (SleepState.WAKING, CoreSleep(asleep=False))
+    keeper.done(CoreSlept(asleep=False))
     assert (keeper.state, keeper.next_command(0)) == (SleepState.AWAKE, None)
 
 
 def test_a_core_that_cannot_is_not_asked_for_ever_and_says_why() -> None:
-    keeper = RestKeeper()
+    keeper = SleepMode()
     keeper.ask(asleep=True)
     keeper.next_command(0)
-    keeper.done(CoreRested(asleep=False, problem="no room"))
+    keeper.done(CoreSlept(asleep=False, problem="no room"))
     assert (keeper.state, keeper.problem, keeper.next_command(0)) == (SleepState.AWAKE, "no room", None)
     keeper.ask(asleep=True)
-    assert (keeper.problem, keeper.next_command(0)) == ("", CoreRest(asleep=True))
+    assert (keeper.problem, keeper.next_command(0)) == ("", CoreSleep(asleep=True))
 
 
 def test_a_models_weights_are_counted_before_they_are_allocated(loops: Any, checkpoint: Path) -> None:
@@ -188,6 +188,8 @@ def test_the_step_that_memory_is_measured_with_is_the_largest_that_may_come(
         return hidden(batch, kv, *more)
 
     monkeypatch.setattr(loops.model, "hidden", note)
-    kv_bytes = largest_step(loops.model, Orders(), block_size=8, max_batch_tokens=700, max_running=5, max_context=512)
+    kv_bytes = largest_step(
+        loops.model, ControlSender(), block_size=8, max_batch_tokens=700, max_running=5, max_context=512
+    )
     assert seen == [(700, 2), (5, 5)]
     assert kv_bytes >= 702 // 8 * loops.model.kv_bytes_per_block(8)

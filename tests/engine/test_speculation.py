@@ -16,10 +16,10 @@ from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName, Sp
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
-from moiety_engine.scheduling.speculation.costs import RowCosts
-from moiety_engine.scheduling.speculation.history import History
-from moiety_engine.scheduling.speculation.ngrams import NgramIndex, continuation
-from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
+from moiety_engine.scheduling.speculative_decoding.costs import RowCosts
+from moiety_engine.scheduling.speculative_decoding.history import AcceptanceHistory
+from moiety_engine.scheduling.speculative_decoding.ngrams import NgramIndex, continuation
+from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import FinishReason, Sampling
@@ -246,7 +246,7 @@ def test_a_very_long_prompt_is_indexed_piece_by_piece() -> None:
 
 
 def test_chances_are_learned_from_what_came_also_without_a_draft() -> None:
-    history = History()
+    history = AcceptanceHistory()
     sequence = Sequence(make_submit(0, prompt_ids=[1, 2, 3] * 4), order=0, seed=0)
     for token in [1, 2, 3] * 6:
         assert history.guess(sequence, 4)[0] == token

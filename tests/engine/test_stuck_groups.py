@@ -7,8 +7,8 @@ import pytest
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import Batching, PolicyName
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD
@@ -28,7 +28,7 @@ def test_a_group_that_has_run_full_goes_on_while_others_are_kept_busy(
 ) -> None:
     """A prompt that is computed in pieces and an answer beside it have taken all blocks between them, and need more."""
     first, *further = [KvLedger(BlockPool(NUM_BLOCKS), BLOCK_SIZE, prefix_caching=True) for _ in range(2)]
-    scheduler = Scheduler(first, Limits(budget, 16), STRATEGIES[Batching.CONTINUOUS], policy, further=further)
+    scheduler = Scheduler(first, SchedulerLimits(budget, 16), STRATEGIES[Batching.CONTINUOUS], policy, further=further)
     now_ns, waited = 10**12, {}
 
     def add(key: int, num_prompt: int, num_output: int) -> None:

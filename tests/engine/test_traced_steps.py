@@ -18,7 +18,7 @@ from moiety_engine.steps.sampler import StepSampler
 from moiety_wire.classes import STANDARD
 from moiety_wire.codec import decode_notes, encode_step
 from moiety_wire.messages import Sampling
-from moiety_wire.notes import Step
+from moiety_wire.notes import StepNote
 
 ALL_PER_S = 1000.0
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32
@@ -100,7 +100,7 @@ def test_a_clock_that_is_put_back_does_not_end_the_looking() -> None:
 @given(num_steps=st.integers(0, 400))
 def test_a_long_request_keeps_some_of_its_steps_spread_over_its_time(num_steps: int) -> None:
     collection = StepCollection()
-    step = Step(bytes(16), 0, 1, 2, None, 1, 0, 0, 0, 1, 0, 1, 2, {"standard": 1})
+    step = StepNote(bytes(16), 0, 1, 2, None, 1, 0, 0, 0, 1, 0, 1, 2, {"standard": 1})
     for number in range(num_steps):
         collection.add(encode_step(msgspec.structs.replace(step, number=number)))
     if not num_steps:

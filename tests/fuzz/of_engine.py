@@ -71,16 +71,16 @@ def open_guides() -> Take:
     from fuzz.words import tokenizer_json
 
     from moiety_engine.structured_outputs.compiler import GrammarCompiler
-    from moiety_engine.structured_outputs.errors import GuideRefused
-    from moiety_wire.guides import Guide, GuideKind
+    from moiety_engine.structured_outputs.errors import GrammarRefused
+    from moiety_wire.grammars import GrammarKind, GrammarSpec
 
-    library, kinds = GrammarCompiler(tokenizer_json(), (2,)), list(GuideKind)
+    library, kinds = GrammarCompiler(tokenizer_json(), (2,)), list(GrammarKind)
 
     def take(data: bytes) -> None:
         way, data = split(data, len(kinds))
         try:
-            follower = library.open(Guide(kinds[way], data.decode(errors="replace")))
-        except GuideRefused as refused:
+            follower = library.open(GrammarSpec(kinds[way], data.decode(errors="replace")))
+        except GrammarRefused as refused:
             assert str(refused)
             return
         follower.take([len(data) % 250 + 8, 40, 41])

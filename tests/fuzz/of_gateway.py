@@ -20,9 +20,9 @@ MAX_DEPTH = 64
 def bodies_of(*names: str) -> Take:
     """The bodies of these APIs, by the first byte, and what they ask an engine for."""
     from moiety_platform.anthropic_api.schemas import MessagesBody
-    from moiety_platform.completions.body import decode_body
-    from moiety_platform.completions.limits import DEFAULT_SHAPE
+    from moiety_platform.completions.request_body import decode_body
     from moiety_platform.completions.schemas import ChatBody, CompletionBody
+    from moiety_platform.completions.shape_limits import DEFAULT_SHAPE
     from moiety_platform.embeddings.schemas import EmbeddingBody
     from moiety_platform.errors import PlatformError
     from moiety_platform.responses_api.schemas import ResponsesBody
@@ -52,7 +52,7 @@ def bodies_of(*names: str) -> Take:
 def open_batch_lines() -> Take:
     from moiety_platform.batches.endpoints import ENDPOINTS
     from moiety_platform.batches.lines import Checker, Limits, Splitter
-    from moiety_platform.completions.limits import DEFAULT_SHAPE
+    from moiety_platform.completions.shape_limits import DEFAULT_SHAPE
 
     limits = Limits(max_lines=50, max_line_bytes=1024, max_json_depth=MAX_DEPTH, shape=DEFAULT_SHAPE)
     endpoints = list(ENDPOINTS.values())
@@ -82,19 +82,19 @@ def open_foreign_streams() -> Take:
     from fuzz.words import SUBMIT, tokenizer
 
     from moiety_platform.clock import SystemClock
-    from moiety_platform.engine_addresses import ForeignAddress
-    from moiety_platform.engine_client.foreign.answer import Answer
-    from moiety_platform.engine_client.foreign.completions import Completions
-    from moiety_platform.engine_client.foreign.exchange import Exchange
-    from moiety_platform.engine_client.foreign.llama_cpp import LlamaCpp
+    from moiety_platform.engine_addresses import ExternalAddress
     from moiety_platform.engine_client.stream import EngineStream
+    from moiety_platform.external_engines.answer import ExternalAnswer
+    from moiety_platform.external_engines.completions import Completions
+    from moiety_platform.external_engines.exchange import ExternalRequest
+    from moiety_platform.external_engines.llama_cpp import LlamaCpp
     from moiety_wire.codec import decode_to_gateway, encode
     from moiety_wire.messages import Finished
 
     words, clock = tokenizer(), SystemClock()
     kinds = ("generic", "vllm", "sglang", "llama.cpp")
     address = "openai+http://127.0.0.1:1/v1?model=m&kind={}&tokenizer=t"
-    addresses = [ForeignAddress.parse(address.format(kind)) for kind in kinds]
+    addresses = [ExternalAddress.parse(address.format(kind)) for kind in kinds]
     dialects = [*(Completions(one) for one in addresses[:3]), LlamaCpp(addresses[3])]
     submits = [
         SUBMIT,
@@ -117,10 +117,12 @@ def open_foreign_streams() -> Take:
         way, data = split(data, len(dialects) * len(submits) * 2)
         submit, dialect = submits[way // len(dialects) % 2], dialects[way % len(dialects)]
         stream = EngineStream(submit, None, lambda message: None)
-        answer = Answer(submit, words, [2], clock)
+        answer = ExternalAnswer(submit, words, [2], clock)
         http = Http(data, 5 if way >= 2 * len(dialects) else len(data) + 1)
         asyncio.run(
-            Exchange(http, "http://u", dialect, submit, answer, stream, clock, lambda: None, lambda why: None).run()
+            ExternalRequest(
+                http, "http://u", dialect, submit, answer, stream, clock, lambda: None, lambda why: None
+            ).run()
         )
         assert stream.ended
         message = None
@@ -155,7 +157,7 @@ def open_adapter_heads() -> Take:
 def open_spans() -> Take:
     from prometheus_client import CollectorRegistry
 
-    from moiety_platform.trace_receiver.app import PROTOBUF, Tokens, TraceApp
+    from moiety_platform.trace_receiver.app import PROTOBUF, TraceApp, TraceTokens
 
     class Writer:
         max_spans = 100
@@ -167,7 +169,7 @@ def open_spans() -> Take:
                 msgspec.json.encode(trace)
             return True
 
-    app = TraceApp(Tokens("o" * 16, "g" * 16), Writer(), None, CollectorRegistry(), 64 * 1024)
+    app = TraceApp(TraceTokens("o" * 16, "g" * 16), Writer(), None, CollectorRegistry(), 64 * 1024)
     ours, guests = b"Bearer " + b"o" * 16, b"Bearer " + b"g" * 16
 
     def take(data: bytes) -> None:
@@ -230,7 +232,7 @@ def open_connections() -> Take:
     """Bytes of a client's connection, before there is a request and while one is read."""
     from uvicorn.server import ServerState
 
-    from moiety_platform.connections import Connection, ConnectionLimits, ServerConfig
+    from moiety_platform.connections import ClientConnection, ConnectionLimits, ServerConfig
 
     limits = ConnectionLimits(
         max_header_bytes=512, max_headers=12, header_timeout_s=60, body_timeout_s=60, send_timeout_s=60, keep_alive_s=60
@@ -251,7 +253,7 @@ def open_connections() -> Take:
     async def feed(pieces: list[bytes]) -> _Socket:
         socket, loop = _Socket(), asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: failures.append(context))
-        connection = Connection(config, ServerState(), {}, loop)
+        connection = ClientConnection(config, ServerState(), {}, loop)
         connection.connection_made(socket)
         for piece in pieces:
             if socket.closed:
@@ -279,7 +281,7 @@ def open_templates() -> Take:
     """A template that comes with a checkpoint; and what clients write, rendered by templates that are in use."""
     from fuzz.words import tokenizer_json
 
-    from moiety_platform.completions.body import decode_body
+    from moiety_platform.completions.request_body import decode_body
     from moiety_platform.completions.schemas import ChatBody
     from moiety_platform.errors import PlatformError
     from moiety_text.chat import ChatTemplate
@@ -333,7 +335,7 @@ TARGETS = (
     Target("responses", "bodies of /v1/responses", lambda: bodies_of("responses"), GATEWAY, of_json),
     Target("http", "a client's connection", open_connections, ("moiety_platform", "uvicorn")),
     Target("batches", "files of requests, line by line", open_batch_lines, GATEWAY, of_json_lines),
-    Target("foreign", "streams of servers of others", open_foreign_streams, (*GATEWAY, "moiety_text"), of_json_lines),
+    Target("external", "streams of servers of others", open_foreign_streams, (*GATEWAY, "moiety_text"), of_json_lines),
     Target("adapters", "heads of uploaded adapters", open_adapter_heads, GATEWAY),
     Target("spans", "OTLP, packed and not", open_spans, GATEWAY),
     Target("templates", "chat templates, and what clients write in them", open_templates, ("moiety_text", "jinja2")),

@@ -28,23 +28,21 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class, load_classes
 from moiety_platform.clock import SystemClock
-from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.completions.request_recorder import RequestRecorder
 from moiety_platform.connections import ConnectionLimits
 from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.experts.controller import expert_routes
 from moiety_platform.experts.service import ExpertService
-from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.gateway import GatewayServer
-from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging
-from moiety_platform.metrics import ForesightMetrics, Metrics, UpkeepMetrics
+from moiety_platform.metrics import Metrics, RetentionMetrics, SpeculativePrefillMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -52,19 +50,21 @@ from moiety_platform.reloading.controller import settings_routes
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.store import ResponseStore
+from moiety_platform.retention.jobs import chores_of
+from moiety_platform.retention.service import RetentionService
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import SECTION, GatewaySettings
+from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
+from moiety_platform.tenant_deletion.controller import erasure_routes
 from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.sampling import SamplingTerms
 from moiety_platform.traces.tracing import Tracing
-from moiety_platform.upkeep.chores import chores_of
-from moiety_platform.upkeep.service import Upkeep
 from moiety_platform.usage.recorder import UsageRecorder
-from moiety_platform.webhooks.addresses import Reach
+from moiety_platform.webhooks.addresses import AddressPolicy
 from moiety_platform.webhooks.controller import webhook_routes
 from moiety_wire.classes import SHIPPED
-from moiety_wire.messages import Card
+from moiety_wire.messages import ModelCard
 
 parse_handlers_once()
 
@@ -92,8 +92,8 @@ def _tokenizer_json() -> str:
 
 def make_card(
     engine_id: str = "engine-1", model: str = MODEL, max_context_tokens: int = 512, embedding_width=0
-) -> Card:
-    return Card(
+) -> ModelCard:
+    return ModelCard(
         engine_id=engine_id,
         model=model,
         family="scripted",
@@ -291,8 +291,10 @@ async def run_gateway(
         await quotas.start()
         stack.push_async_callback(quotas.stop)
         chosen = GatewaySettings(**{"drain_s": 2, "failover_wait_s": 0.1, **settings})
-        foreseer = await stack.enter_async_context(Foreseer(rows, quotas, ForesightMetrics(metrics.registry), clock))
-        idempotency = IdempotencyKeeper(database, KeyStore(now=now or now_ms), KeepingLimits.of(chosen))
+        next_turn_prefill = await stack.enter_async_context(
+            NextTurnPrefill(rows, quotas, SpeculativePrefillMetrics(metrics.registry), clock)
+        )
+        idempotency = IdempotencyKeys(database, KeyStore(now=now or now_ms), KeepingLimits.of(chosen))
         await idempotency.start()
         stack.push_async_callback(idempotency.stop)
         responses = ResponseKeeper(database, ConversationLimits.of(chosen), ResponseStore(now or now_ms))
@@ -325,7 +327,7 @@ async def run_gateway(
                     more=[
                         *engine_routes(replicas),
                         *expert_routes(ExpertService(replicas, clock)),
-                        *webhook_routes(Reach(), PEPPER),
+                        *webhook_routes(AddressPolicy(), PEPPER),
                         *erasure_routes(),
                         *settings_routes(source, live, None),
                     ],
@@ -333,7 +335,7 @@ async def run_gateway(
             ],
             batches=batches,
             live=live,
-            foreseer=foreseer,
+            next_turn_prefill=next_turn_prefill,
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()
@@ -350,8 +352,8 @@ async def run_gateway(
         running.database, running.responses, running.replicas = database, responses, replicas
         running.store_clock, running.live, running.server = store_clock, live, server
         chores = chores_of(chosen, database, store_clock)
-        running.upkeep = Upkeep(
-            worker_id, database, chores, UpkeepMetrics(metrics.registry), interval_s=60, now=store_clock
+        running.retention = RetentionService(
+            worker_id, database, chores, RetentionMetrics(metrics.registry), interval_s=60, now=store_clock
         )
         running.num_connections = lambda: len(server.server_state.connections)
         try:
@@ -394,12 +396,12 @@ def until():
 
 
 @pytest.fixture
-def card() -> Card:
+def card() -> ModelCard:
     return make_card()
 
 
 @pytest.fixture(scope="session")
-def any_card() -> Card:
+def any_card() -> ModelCard:
     return make_card()
 
 
@@ -413,7 +415,7 @@ def tool_card():
     """A card whose model is named for the family that its chat template is of; what marks its calls may be special
     tokens or other added ones."""
 
-    def make(family: str, *, template: str = "", special=(), added=(), engine_id: str = "") -> Card:
+    def make(family: str, *, template: str = "", special=(), added=(), engine_id: str = "") -> ModelCard:
         card = make_card(engine_id or family, family, max_context_tokens=20_000)
         tokenizer = tokenizers.Tokenizer.from_str(card.tokenizer_json)
         tokenizer.add_special_tokens(list(special))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from moiety_platform.admission.decide import refuse_hopeless
 from moiety_platform.admission.gate import AdmissionGate
 from moiety_platform.clock import ManualClock
-from moiety_platform.completions.promise import Progress, is_broken, is_kept
-from moiety_platform.engine_client.fake import FakeEngineClient, Verdict, count_aloud
+from moiety_platform.completions.slo import SloProgress, is_broken, is_kept
+from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
 from moiety_platform.errors import Overloaded
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD
 from moiety_wire.figures import ClassLoad
@@ -113,7 +113,7 @@ async def test_an_edit_of_a_class_holds_for_the_next_request_without_a_restart(g
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_downgraded_request_is_stated_as_it_was_served(start_gateway, card, stream):
-    engine = FakeEngineClient(card, verdict=lambda submit: Verdict("flex", Reason.PREDICTED_LATE))
+    engine = FakeEngineClient(card, verdict=lambda submit: FakeVerdict("flex", Reason.PREDICTED_LATE))
     async with start_gateway([engine]) as gateway:
         await admin(gateway, "PATCH", "/classes/standard", {"on_overload": "downgrade", "downgrade_to": "flex"})
         status, headers, answer = await gateway.post(CHAT, BODY | {"stream": stream})
@@ -132,7 +132,7 @@ async def test_a_downgraded_request_is_stated_as_it_was_served(start_gateway, ca
 
 async def test_a_request_of_several_sequences_is_served_as_the_lowest_of_them(start_gateway, card):
     def verdict(submit):
-        return Verdict("flex", Reason.KV_PEAK) if submit.request_id.endswith("-1") else Verdict("standard")
+        return FakeVerdict("flex", Reason.KV_PEAK) if submit.request_id.endswith("-1") else FakeVerdict("standard")
 
     async with start_gateway([FakeEngineClient(card, verdict=verdict)]) as gateway:
         await admin(gateway, "PATCH", "/classes/standard", {"on_overload": "downgrade", "downgrade_to": "flex"})
@@ -350,7 +350,7 @@ async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics
         Event(2, EventKind.RESUMED, Reason.RECOMPUTE),
         Event(3, EventKind.PREEMPTED, Reason.OVER_SHARE),
     )
-    engine = FakeEngineClient(card, verdict=lambda submit: Verdict("standard", Reason.ACCEPTED_LATE, events=events))
+    engine = FakeEngineClient(card, verdict=lambda submit: FakeVerdict("standard", Reason.ACCEPTED_LATE, events=events))
     engine.class_loads = [
         class_load(
             "flex",
@@ -360,7 +360,7 @@ async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics
             admitted_total=9,
             rejected_total={"shed": 2},
             preempted_total={"over_share": 5},
-            relegated_total=6,
+            demoted_total=6,
             boosted_total=7,
             recomputed_tokens_total=8,
         )
@@ -391,7 +391,7 @@ async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics
 
 
 def progress(first_s=None, last_s=None, tokens=11, prompt=1000, cached=0):
-    return Progress(prompt, cached, tokens, first_s, last_s)
+    return SloProgress(prompt, cached, tokens, first_s, last_s)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import anthropic
 import msgspec
 import pytest
 
-from moiety_platform.engine_client.fake import FakeEngineClient, Verdict
+from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import Failed, FailureCode
 from moiety_wire.notes import Reason
@@ -101,7 +101,7 @@ async def test_a_stream_has_the_vendors_events_in_their_order(gateway):
 
 
 async def test_a_streamed_message_comes_to_the_same_as_a_whole_one(start_gateway, card, open_client):
-    engine = FakeEngineClient(card, verdict=lambda submit: Verdict("standard", num_cached_tokens=16))
+    engine = FakeEngineClient(card, verdict=lambda submit: FakeVerdict("standard", num_cached_tokens=16))
     async with start_gateway([engine]) as gateway, open_client(gateway) as client:
         whole = await client.messages.create(**BODY)
         async with client.messages.stream(**BODY) as stream:
@@ -224,7 +224,7 @@ async def test_a_tier_chooses_below_the_tenants_class_and_usage_states_what_serv
 
 
 async def test_counted_tokens_are_the_input_tokens_of_the_message_and_cost_nothing(start_gateway, card, open_client):
-    engine = FakeEngineClient(card, verdict=lambda submit: Verdict("standard", num_cached_tokens=7))
+    engine = FakeEngineClient(card, verdict=lambda submit: FakeVerdict("standard", num_cached_tokens=7))
     plain = {"model": MODEL, "messages": HELLO}
     asked = {**plain, "system": "be brief", "messages": [*HELLO, {"role": "assistant", "content": "é"}, *HELLO]}
     async with start_gateway([engine]) as gateway, open_client(gateway) as client:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moiety_platform.batches.claims import OpenBatch
 from moiety_platform.batches.lines import Splitter
-from moiety_platform.batches.pace import GROWTH, Pace
+from moiety_platform.batches.pacing import GROWTH, BatchPacing
 from moiety_platform.batches.sharing import next_batch, share
 
 MOST = 32
@@ -47,7 +47,7 @@ def test_free_places_go_evenly_to_the_tenants_that_can_use_them(asked):
 @given(st.integers(1, MOST), st.integers(0, 400))
 def test_a_batch_comes_to_use_what_its_limit_leaves(limit, num_rounds):
     """A limit that lets so many lines run at a time, and a worker that keeps to its pace."""
-    pace, running, now_s, tried_in_vain = Pace.full(MOST), 0, 0.0, 0
+    pace, running, now_s, tried_in_vain = BatchPacing.full(MOST), 0, 0.0, 0
     for _ in range(num_rounds):
         now_s += 1.0
         begun = pace.may_begin(running, now_s)
@@ -66,7 +66,7 @@ def test_a_batch_comes_to_use_what_its_limit_leaves(limit, num_rounds):
 
 
 def test_a_pause_lasts_and_grows_only_with_refusals_after_it():
-    pace = Pace.full(8)
+    pace = BatchPacing.full(8)
     pace.refused(by_limit=False, num_running=0, wait_s=2.0, now_s=10.0)
     pace.refused(by_limit=False, num_running=0, wait_s=9.0, now_s=10.1)
     assert (pace.num_refusals, pace.may_begin(0, 11.9), pace.may_begin(0, 12.0)) == (1, 0, 8)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from moiety_engine.front.front import Front
-from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_engine.server.engine_server import EngineServer
+from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.engine_client.transport import ZmqEngineClient
@@ -129,8 +129,8 @@ async def test_a_name_that_cannot_be_resolved_changes_nothing_and_is_told_while_
 
 async def test_a_real_name_leads_to_a_real_engine(until):
     context = zmq.Context()
-    front = Front(
-        FrontSettings(model="scripted", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05),
+    front = EngineServer(
+        ServerSettings(model="scripted", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05),
         "engine-1",
         scripted_text_model(),
         ScriptedCore(Script()),

@@ -13,7 +13,7 @@ import msgspec
 import openai
 import pytest
 
-from moiety_platform.engine_client.fake import FakeEngineClient, Verdict
+from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict
 from moiety_wire.messages import Failed, FailureCode
 from moiety_wire.notes import Reason
 
@@ -164,7 +164,7 @@ async def test_an_unknown_model_and_a_bad_key_are_what_they_are_elsewhere(gatewa
 
 
 async def test_a_request_leaves_one_row_with_its_prompt_tokens_only(start_gateway, card):
-    served = Verdict("standard", num_cached_tokens=1)
+    served = FakeVerdict("standard", num_cached_tokens=1)
     async with start_gateway([engine_of(card, verdict=lambda _: served)]) as gateway:
         _, headers, body = await gateway.post(PATH, {"model": MODEL, "input": ["abc", "de"], "service_tier": "flex"})
         assert json.loads(body)["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}

@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 
 from moiety_platform.cli.doctor.engines import Settings, look_at_engines
 from moiety_platform.clock import SystemClock
-from moiety_platform.engine_addresses import ForeignAddress
-from moiety_platform.engine_client.foreign.client import ForeignEngineClient, Heartbeat
+from moiety_platform.engine_addresses import ExternalAddress
+from moiety_platform.external_engines.client import ExternalEngineClient, Heartbeat
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -117,7 +117,7 @@ def engine(upstream, tmp_path, card):
     (folder / "tokenizer.json").write_text(card.tokenizer_json)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     (folder / "chat_template.jinja").write_text(card.chat_template)
-    return ForeignEngineClient(ForeignAddress.parse(upstream.address(folder)), SystemClock(), KEY, SELDOM)
+    return ExternalEngineClient(ExternalAddress.parse(upstream.address(folder)), SystemClock(), KEY, SELDOM)
 
 
 @pytest.fixture

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_platform.engine_addresses import ForeignAddress
-from moiety_platform.engine_client.foreign.completions import Completions
-from moiety_platform.engine_client.foreign.content_encoding import MAX_PIECE_BYTES, ContentDecoder
-from moiety_platform.engine_client.foreign.events import DONE, MAX_EVENT_BYTES, EventParser
-from moiety_platform.engine_client.foreign.failures import (
+from moiety_platform.engine_addresses import ExternalAddress
+from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, UpstreamError
+from moiety_platform.external_engines.completions import Completions
+from moiety_platform.external_engines.content_encoding import MAX_PIECE_BYTES, ContentDecoder
+from moiety_platform.external_engines.events import DONE, MAX_EVENT_BYTES, EventParser
+from moiety_platform.external_engines.failures import (
     MAX_RETRY_S,
     cleaned,
     error_of_answer,
     error_of_event,
     retry_seconds,
 )
-from moiety_platform.engine_client.foreign.piece import BadAnswer, count_of
-from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, UpstreamError
+from moiety_platform.external_engines.piece import MalformedAnswer, count_of
 from moiety_wire.messages import FinishReason
 
 NOW = datetime(2026, 1, 31, 12, 0, 0, tzinfo=UTC)
@@ -38,7 +38,7 @@ def parsed(chunks) -> list:
 
 
 def generic() -> Completions:
-    return Completions(ForeignAddress.parse("openai+http://127.0.0.1:1/v1?model=m&kind=generic&tokenizer=t"))
+    return Completions(ExternalAddress.parse("openai+http://127.0.0.1:1/v1?model=m&kind=generic&tokenizer=t"))
 
 
 @given(
@@ -67,21 +67,21 @@ def test_the_data_of_one_line_is_an_event_before_anything_follows() -> None:
 def test_an_event_that_is_cut_off_is_none_and_one_that_is_no_json_is_refused() -> None:
     assert parsed([b'data: {"a": 1}\n\ndata: {"b']) == [{"a": 1}]
     for data in (b"data: {what\n\n", b"data: [1]\n\n", b'data: {"a": "\xff"}\n\n'):
-        with pytest.raises(BadAnswer):
+        with pytest.raises(MalformedAnswer):
             list(EventParser().feed(data))
 
 
 def test_what_cannot_be_read_takes_nothing_from_what_came_before_it() -> None:
     events = EventParser().feed(b'data: {"a": 1}\n\ndata: {what\n\n')
     assert next(events) == {"a": 1}
-    with pytest.raises(BadAnswer):
+    with pytest.raises(MalformedAnswer):
         next(events)
 
 
 @pytest.mark.parametrize("chunk", [b"x" * 65536, b"data: {x\n" * 8192])
 def test_neither_a_line_nor_an_event_grows_without_bound(chunk) -> None:
     parser = EventParser()
-    with pytest.raises(BadAnswer, match="more than"):
+    with pytest.raises(MalformedAnswer, match="more than"):
         for _ in range(2 + 4 * MAX_EVENT_BYTES // len(chunk)):
             list(parser.feed(chunk))
 
@@ -127,9 +127,9 @@ def test_content_that_expands_without_end_comes_in_small_pieces() -> None:
 
 
 def test_content_of_another_encoding_is_refused() -> None:
-    with pytest.raises(BadAnswer):
+    with pytest.raises(MalformedAnswer):
         ContentDecoder("br")
-    with pytest.raises(BadAnswer):
+    with pytest.raises(MalformedAnswer):
         list(ContentDecoder("gzip").feed(b"no gzip"))
 
 

@@ -8,13 +8,13 @@ import openai
 import pytest
 import zmq
 
-from moiety_engine.front.front import Front
-from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_engine.server.engine_server import EngineServer
+from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
-from moiety_platform.engine_client.fake import FakeEngineClient, Verdict, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_wire.messages import Failed, FailureCode
 from moiety_wire.notes import Reason
@@ -61,7 +61,7 @@ async def text_of(stream) -> str:
 async def test_a_stream_goes_on_at_another_engine_without_a_token_missing_or_twice(
     start_gateway, new_card, credit_window_tokens
 ):
-    engines = engines_of(new_card, 3, verdict=lambda submit: Verdict("standard", num_cached_tokens=7))
+    engines = engines_of(new_card, 3, verdict=lambda submit: FakeVerdict("standard", num_cached_tokens=7))
     dies_at(engines, 10, 30)
     async with start_gateway(engines, credit_window_tokens=credit_window_tokens) as gateway:
         stream = await gateway.client.chat.completions.create(**ASK, stream=True)
@@ -202,7 +202,7 @@ async def test_a_second_engine_that_refuses_leaves_the_first_one_s_failure_as_th
 
 
 async def test_a_downgraded_request_goes_on_in_the_class_that_it_was_served_in(start_gateway, new_card):
-    engines = engines_of(new_card, 2, verdict=lambda submit: Verdict("flex", Reason.PREDICTED_LATE))
+    engines = engines_of(new_card, 2, verdict=lambda submit: FakeVerdict("flex", Reason.PREDICTED_LATE))
     dies_at(engines, 5)
     async with start_gateway(engines) as gateway:
         change = json.dumps({"on_overload": "downgrade", "downgrade_to": "flex"}).encode()
@@ -250,9 +250,9 @@ async def fronts():
     context = zmq.Context()
     running = []
     for number in range(2):
-        settings = FrontSettings(model="tiny", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05)
+        settings = ServerSettings(model="tiny", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05)
         core = ScriptedCore(Script(step_delay_s=0.002))
-        running.append(Front(settings, f"engine-{number}", scripted_text_model(), core, context))
+        running.append(EngineServer(settings, f"engine-{number}", scripted_text_model(), core, context))
         await running[-1].start()
     yield running, context
     for front in running:

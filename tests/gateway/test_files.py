@@ -106,7 +106,7 @@ async def test_a_file_that_expires_is_gone_and_its_content_erased(start_gateway,
         assert kept.expires_at == kept.created_at + 30 * 86_400
         gateway.store_clock.ahead_ms = 3_600_001
         assert [one.id async for one in gateway.client.files.list()] == [kept.id]
-        assert (await gateway.upkeep.round())["files"] == 2  # itself, and its only chunk
+        assert (await gateway.retention.round())["files"] == 2  # itself, and its only chunk
         assert await num_rows(gateway) == [1, 1]
         async with start_gateway([FakeEngineClient(card)], beside=gateway, keep_files_days=0) as other:
             assert (await upload(other)).expires_at is None

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 
 import zmq
 
-from moiety_engine.front.front import Front
-from moiety_engine.front.settings import FrontSettings
 from moiety_engine.messages import CoreForget
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_engine.server.engine_server import EngineServer
+from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.transport import ZmqEngineClient
 
@@ -32,8 +32,8 @@ class Core(ScriptedCore):
 @asynccontextmanager
 async def engine(context, listen, engine_id):
     core = Core()
-    settings = FrontSettings(model="scripted", listen=listen, heartbeat_interval_s=0.05)
-    front = Front(settings, engine_id, scripted_text_model(), core, context)
+    settings = ServerSettings(model="scripted", listen=listen, heartbeat_interval_s=0.05)
+    front = EngineServer(settings, engine_id, scripted_text_model(), core, context)
     await front.start()
     try:
         assert await front.wait_ready()

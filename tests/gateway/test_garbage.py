@@ -15,7 +15,7 @@ from types import FrameType
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from moiety_platform.connections import Connection
+from moiety_platform.connections import ClientConnection
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_wire.messages import Failed, FailureCode
 from moiety_wire.notes import Reason
@@ -54,7 +54,7 @@ def found_by_collection() -> Iterator[Counter[str]]:
         for thing in gc.garbage:
             if isinstance(thing, FrameType):
                 found[thing.f_code.co_qualname] += 1
-            elif isinstance(thing, BaseException | Connection | RequestResponseCycle):
+            elif isinstance(thing, BaseException | ClientConnection | RequestResponseCycle):
                 found[type(thing).__name__] += 1
     finally:
         gc.set_debug(0)

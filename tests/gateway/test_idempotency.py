@@ -12,8 +12,8 @@ from sqlalchemy import event, select
 from tests.database_clock import DatabaseClock
 
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.idempotency.keeper import CLAIM_S, IdempotencyKeeper, KeepingLimits
-from moiety_platform.idempotency.keys import Asked
+from moiety_platform.idempotency.key_store_client import CLAIM_S, IdempotencyKeys, KeepingLimits
+from moiety_platform.idempotency.keys import KeyBinding
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.idempotency.store import KeyStore
 
@@ -221,8 +221,8 @@ async def test_a_key_whose_gateway_was_killed_is_free_again_when_its_claim_expir
     clock = DatabaseClock()
     async with start_gateway([FakeEngineClient(card)], now=clock.now) as gateway:
         tenant = await _tenant_of(gateway)
-        killed = IdempotencyKeeper(gateway.database, KeyStore(now=clock.now), LIMITS)  # nothing renews its claims
-        await killed.claim(b"order-1", Asked(tenant["tenant_id"], tenant["project_id"], None, CHAT, b"any"))
+        killed = IdempotencyKeys(gateway.database, KeyStore(now=clock.now), LIMITS)  # nothing renews its claims
+        await killed.claim(b"order-1", KeyBinding(tenant["tenant_id"], tenant["project_id"], None, CHAT, b"any"))
         status, _, answer = await gateway.post(CHAT, b"any", headers=keyed())
         assert (status, code_of(answer)) == (409, "idempotency_key_in_use")
         clock.ms += CLAIM_S * 1000

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from moiety_platform.completions import body as body_module
 from moiety_platform.completions import text as text_module
-from moiety_platform.completions.body import INLINE_BYTES
+from moiety_platform.completions.model_texts import ModelText, texts_of
+from moiety_platform.completions.request_body import INLINE_BYTES
 from moiety_platform.completions.schemas import ChatBody, CompletionBody
-from moiety_platform.completions.text import ModelText, texts_of
 from moiety_platform.models_api import DetokenizeBody, TokenizeBody
 from moiety_text.tokenizer import Tokenizer
 

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import zmq
 
-from moiety_engine.front.front import Front
-from moiety_engine.front.settings import FrontSettings
 from moiety_engine.messages import CoreAdapter
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_engine.server.engine_server import EngineServer
+from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.transport import ZmqEngineClient
@@ -66,8 +66,8 @@ class Store:
 @asynccontextmanager
 async def engine_and_client(until, **settings):
     context, core, store = zmq.Context(), Core(), Store()
-    listen = FrontSettings(model="scripted", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05, **settings)
-    front = Front(listen, "engine-1", scripted_text_model(), core, context)
+    listen = ServerSettings(model="scripted", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05, **settings)
+    front = EngineServer(listen, "engine-1", scripted_text_model(), core, context)
     await front.start()
     client = ZmqEngineClient(front.address, context, SystemClock(), adapters=store.parts)
     try:

@@ -192,9 +192,9 @@ async def test_the_key_of_servers_of_others_is_read_again_from_its_file_too(whol
     key_file = tmp_path / "key"
     key_file.write_text("first\n")
     theirs = f"openai+{receiver.url}/v1?model=m&kind=generic&tokenizer={checkpoint_path()}"
-    async with whole(foreign_api_key="one", engines=[theirs]) as gateway:
+    async with whole(external_engine_api_key="one", engines=[theirs]) as gateway:
         assert await receiver.wait("bearer one")
-        await gateway.change(foreign_api_key="two")
+        await gateway.change(external_engine_api_key="two")
         assert await receiver.wait("bearer two")
         await gateway.change(engines=[f"{theirs}&key_file={key_file}"])
         assert await receiver.wait("bearer first")
@@ -246,7 +246,7 @@ def old_batch(created_ms: int) -> Batch:
 
 
 async def test_what_is_kept_and_for_how_long_is_what_the_file_says(whole) -> None:
-    async with whole(upkeep_interval_s=3600) as gateway:
+    async with whole(retention_interval_s=3600) as gateway:
         old = NOW - timedelta(days=100)
         async with gateway.database.write() as session:
             await insert_rows(session, [old_row(old)])
@@ -255,7 +255,7 @@ async def test_what_is_kept_and_for_how_long_is_what_the_file_says(whole) -> Non
         kept = {UsageRecord: 1, QuotaWindow: 1, Batch: 1}
         assert {table: await gateway.count(table) for table in kept} == kept
         await gateway.change(
-            keep_requests_days=62, keep_limit_windows_days=62, keep_batches_days=2, upkeep_interval_s=0.2
+            keep_requests_days=62, keep_limit_windows_days=62, keep_batches_days=2, retention_interval_s=0.2
         )
         async with asyncio.timeout(DEADLINE_S):
             while any([await gateway.count(table) for table in kept]):
@@ -291,7 +291,7 @@ async def test_a_trace_store_goes_by_its_file_as_well(tmp_path) -> None:
         await live.change(
             TraceSettings(
                 **given | {"traces_token": "another token of them"}, traces_guest_token="of guests, such as",
-                traces_max_body_bytes=2048, traces_queue_spans=1000, keep_traces_days=1, upkeep_interval_s=5,
+                traces_max_body_bytes=2048, traces_queue_spans=1000, keep_traces_days=1, retention_interval_s=5,
             )
         )  # fmt: skip
         assert app.tokens.is_ours("Bearer another token of them")
@@ -302,8 +302,9 @@ async def test_a_trace_store_goes_by_its_file_as_well(tmp_path) -> None:
 LOOKED_AT_HERE = {
     "traces_endpoint", "traces_token", "otlp_endpoint", "otlp_protocol", "otlp_metrics_endpoint",
     "otlp_metrics_interval_ms", "trace_sample_rate", "trace_sample_rates", "trace_first_per_s", "trace_max_per_s",
-    "foreign_api_key", "webhook_networks", "max_adapter_bytes", "max_adapter_bytes_per_tenant", "keep_requests_days",
-    "keep_limit_windows_days", "keep_batches_days", "upkeep_interval_s", "log_level", "metrics_tenants",
+    "external_engine_api_key", "webhook_networks", "max_adapter_bytes", "max_adapter_bytes_per_tenant",
+    "keep_requests_days",
+    "keep_limit_windows_days", "keep_batches_days", "retention_interval_s", "log_level", "metrics_tenants",
 }  # fmt: skip
 LOOKED_AT_ELSEWHERE = {
     "engines",  # test_reload.py

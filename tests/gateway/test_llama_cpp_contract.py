@@ -1,4 +1,4 @@
-"""llama.cpp's server as `benchmarks/foreign_engines.py --record` found a real one: what it streamed is to come to what
+"""llama.cpp's server as `benchmarks/external_engines.py --record` found a real one: what it streamed is to come to what
 it gave whole, and a request that is worded otherwise than when it was recorded has no answer here."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 
 import moiety_demo
 from moiety_platform.clock import SystemClock
-from moiety_platform.engine_addresses import ForeignAddress
-from moiety_platform.engine_client.foreign.client import ForeignEngineClient
+from moiety_platform.engine_addresses import ExternalAddress
 from moiety_platform.errors import ContextTooLong
+from moiety_platform.external_engines.client import ExternalEngineClient
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling, Stopping, Submit, Tokens
@@ -50,7 +50,7 @@ async def engine(until):
     port = server.sockets[0].getsockname()[1]
     tokenizer = moiety_demo.checkpoint_path()
     address = f"openai+http://127.0.0.1:{port}/v1?model=qwen3-moe&kind=llama.cpp&tokenizer={tokenizer}"
-    client = ForeignEngineClient(ForeignAddress.parse(address), SystemClock())
+    client = ExternalEngineClient(ExternalAddress.parse(address), SystemClock())
     async with server, Replicas([client]):
         await until(lambda: client.state.healthy)
         yield client

@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from moiety_platform.clock import Clock, ManualClock, SystemClock
-from moiety_platform.engine_addresses import ForeignAddress
+from moiety_platform.engine_addresses import ExternalAddress
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
-from moiety_platform.engine_client.foreign.client import ForeignEngineClient, Heartbeat
-from moiety_platform.engine_client.foreign.liveness import Liveness
+from moiety_platform.external_engines.client import ExternalEngineClient, Heartbeat
+from moiety_platform.external_engines.liveness import Liveness
 from moiety_platform.routing.circuit_breaker import BreakerState
 from moiety_wire.messages import Failed, FailureCode
 from moiety_wire.roles import EngineRole
@@ -121,9 +121,9 @@ def client_of(tmp_path, card):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     (tmp_path / "chat_template.jinja").write_text(card.chat_template)
 
-    def make(upstream: Upstream, heartbeat: Heartbeat = BEATS, clock: Clock | None = None) -> ForeignEngineClient:
+    def make(upstream: Upstream, heartbeat: Heartbeat = BEATS, clock: Clock | None = None) -> ExternalEngineClient:
         at = f"openai+http://127.0.0.1:{upstream.port}/v1?model={MODEL}&kind=generic&tokenizer={tmp_path}&context=512"
-        return ForeignEngineClient(ForeignAddress.parse(at), clock or SystemClock(), None, heartbeat)
+        return ExternalEngineClient(ExternalAddress.parse(at), clock or SystemClock(), None, heartbeat)
 
     return make
 

@@ -13,7 +13,7 @@ from sqlalchemy import event, select
 from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
-from moiety_platform.erasure.data import delete_some
+from moiety_platform.tenant_deletion.data import delete_some
 from moiety_platform.trace_store.models import SpanRecord
 from moiety_platform.trace_store.queries import read_trace
 from moiety_platform.trace_store.store import purge_of

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from sqlalchemy import select
 
-from moiety_engine.front.meter import GRACE_S
+from moiety_engine.server.usage_meter import GRACE_S
 from moiety_platform.db.session import Database
 from moiety_platform.usage.models import UsageRecord
 from moiety_wire.codec import decode_to_gateway, encode
@@ -88,8 +88,8 @@ class Deployment:
                 self.address,
                 "--max-context-tokens",
                 "4096",
-                "--unsettled-usage",
-                str(self.data_dir.parent / "unsettled"),
+                "--unacknowledged-usage",
+                str(self.data_dir.parent / "unacknowledged"),
             )
         )
         await self.engine.line("stdout", "engine_ready")
@@ -217,9 +217,9 @@ async def test_threads_of_the_store_do_not_cut_in_on_the_loop_and_those_of_messa
     threads = threads_of(pid)
     policies = {thread: os.sched_getscheduler(thread) for thread in threads}
     assert policies.pop(pid) == os.SCHED_OTHER, "the loop has its turn like every process"
-    standing_back = [threads[thread] for thread, policy in policies.items() if policy == os.SCHED_BATCH]
-    assert standing_back, f"none of the store, among {threads}"
-    assert not any("ZMQ" in name for name in standing_back), "clients wait for messages"
+    thread_priority = [threads[thread] for thread, policy in policies.items() if policy == os.SCHED_BATCH]
+    assert thread_priority, f"none of the store, among {threads}"
+    assert not any("ZMQ" in name for name in thread_priority), "clients wait for messages"
     assert await deployment.stop_gateway() == 0
 
 
@@ -311,7 +311,7 @@ async def test_killed_together_gateway_and_engine_leave_a_bill_for_all_that_was_
     assert (row.outcome, row.error_code, row.prompt_tokens) == ("failed", "gateway_killed", 3)
     assert row.output_tokens == emitted
     async with asyncio.timeout(CALL_S):
-        while (await deployment.load())["unsettled_replicas"]:  # noqa: ASYNC110 - as above
+        while (await deployment.load())["unacknowledged_replicas"]:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.05)
     assert await deployment.stop_gateway() == 0
 

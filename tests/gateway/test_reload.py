@@ -19,11 +19,11 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from moiety_engine.front.front import Front
-from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_engine.server.engine_server import EngineServer
+from moiety_engine.server.settings import ServerSettings
 from moiety_platform.live_settings import CannotFollow, LiveSettings, Ready, changes_between
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
@@ -49,8 +49,8 @@ def write(path: Path, **settings: object) -> None:
 async def engine(folder: Path, name: str) -> AsyncIterator[str]:
     """The address of an engine in this process."""
     context: zmq.Context = zmq.Context()
-    listen = FrontSettings(model="scripted", listen=f"ipc://{folder}/{name}.sock", heartbeat_interval_s=0.05)
-    front = Front(listen, name, scripted_text_model(), ScriptedCore(Script(tokens=tuple(b"abc"))), context)
+    listen = ServerSettings(model="scripted", listen=f"ipc://{folder}/{name}.sock", heartbeat_interval_s=0.05)
+    front = EngineServer(listen, name, scripted_text_model(), ScriptedCore(Script(tokens=tuple(b"abc"))), context)
     await front.start()
     try:
         assert await front.wait_ready()

@@ -10,7 +10,7 @@ import openai
 import pytest
 import tokenizers
 
-from moiety_platform.engine_client.fake import FakeEngineClient, Verdict, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
 from moiety_wire.messages import Failed, FailureCode
 from moiety_wire.notes import Reason
 
@@ -48,7 +48,7 @@ async def events_of(gateway, **fields):
 
 
 async def test_a_response_has_text_usage_and_identity(start_gateway, card):
-    engine = FakeEngineClient(card, says("4", "2"), verdict=lambda submit: Verdict("standard", num_cached_tokens=7))
+    engine = FakeEngineClient(card, says("4", "2"), verdict=lambda submit: FakeVerdict("standard", num_cached_tokens=7))
     async with start_gateway([engine]) as gateway:
         raw = await gateway.client.responses.with_raw_response.create(
             **BODY, metadata={"order": "7"}, instructions="be brief", user="u", prompt_cache_key="k"

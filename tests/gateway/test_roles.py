@@ -12,9 +12,9 @@ import zmq
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, TransferConfig
-from moiety_engine.front.core_link import ProcessCore
-from moiety_engine.front.front import Front
-from moiety_engine.front.settings import FrontSettings
+from moiety_engine.server.core_link import ProcessCore
+from moiety_engine.server.engine_server import EngineServer
+from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
@@ -213,9 +213,9 @@ async def fronts_of(tmp_path, roles):
                 kv_memory_bytes=1 << 25,
                 transfer=transfer,
             )
-            settings = FrontSettings(model="tiny", listen="tcp://127.0.0.1:0", role=role)
+            settings = ServerSettings(model="tiny", listen="tcp://127.0.0.1:0", role=role)
             core = ProcessCore(context, "moiety_engine.core", config, listen=settings.listen)
-            front = Front(settings, f"{role}-{number}", read_text_model(folder), core, context)
+            front = EngineServer(settings, f"{role}-{number}", read_text_model(folder), core, context)
             running.append(front)
             await front.start()
         for front in running:

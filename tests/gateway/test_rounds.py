@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from moiety_platform.errors import Unavailable
-from moiety_platform.rounds import Rounds
+from moiety_platform.periodic_task import PeriodicTask
 
 LONG_S = 3600.0
 DEADLINE_S = 60.0
@@ -41,7 +41,7 @@ async def in_time():
 
 
 async def test_rounds_are_made_by_the_clock_and_when_woken(work):
-    by_clock, woken = Rounds("by-clock", work, 0.001), Rounds("woken", work, LONG_S)
+    by_clock, woken = PeriodicTask("by-clock", work, 0.001), PeriodicTask("woken", work, LONG_S)
     for rounds in (by_clock, woken):
         rounds.start()
     await work.begun.acquire()  # by the clock, and it waits for its permit from now on
@@ -53,7 +53,7 @@ async def test_rounds_are_made_by_the_clock_and_when_woken(work):
 
 
 async def test_failures_are_told_an_outage_once_and_the_work_goes_on(work, capsys):
-    rounds = Rounds("counting", work, 0.001)
+    rounds = PeriodicTask("counting", work, 0.001)
     rounds.start()
     away = Unavailable("the database is away")
     for error in (away, away, None, away, ValueError("odd"), None):
@@ -68,7 +68,7 @@ async def test_failures_are_told_an_outage_once_and_the_work_goes_on(work, capsy
 
 
 async def test_nobody_wakes_it_in_the_pause_after_a_failure_but_a_stop_ends_it(work):
-    rounds = Rounds("pausing", work, 0.001, pause_s=LONG_S)
+    rounds = PeriodicTask("pausing", work, 0.001, pause_s=LONG_S)
     work.permits.put_nowait(Unavailable("the database is away"))
     rounds.start()
     await work.begun.acquire()
@@ -78,7 +78,7 @@ async def test_nobody_wakes_it_in_the_pause_after_a_failure_but_a_stop_ends_it(w
 
 
 async def test_a_stop_waits_for_the_round_that_is_being_made(work):
-    rounds = Rounds("stopping", work, 0.001)
+    rounds = PeriodicTask("stopping", work, 0.001)
     rounds.start()
     await work.begun.acquire()
     stopping = asyncio.create_task(rounds.stop())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_platform.completions.body import decode_body
+from moiety_platform.completions.request_body import decode_body
 from moiety_platform.completions.schemas import ChatBody
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.stream import EngineStream
@@ -204,9 +204,9 @@ def test_an_engine_proves_that_it_holds_nothing_only_if_it_ran_all_the_while(new
     """Also to a gateway that was started later, as the only one is after its predecessor was killed."""
 
     def told(**loads) -> EngineState:
-        fields = {"unsettled_replicas": [], **loads}
+        fields = {"unacknowledged_replicas": [], **loads}
         return EngineState("a", True, "", new_card(), load(**fields), 0, 0.1, connected_for_s=3.0)
 
     assert told(running_for_s=60.0).has_settled_for("dead", 30.0)
     assert not told(running_for_s=20.0).has_settled_for("dead", 30.0)
-    assert not told(running_for_s=60.0, unsettled_replicas=["dead"]).has_settled_for("dead", 30.0)
+    assert not told(running_for_s=60.0, unacknowledged_replicas=["dead"]).has_settled_for("dead", 30.0)

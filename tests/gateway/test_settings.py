@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from moiety_platform.completions.limits import DEFAULT_SHAPE, ShapeLimits
+from moiety_platform.completions.shape_limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.config_file import ConfigFileError
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.trace_receiver.settings import TraceSettings
@@ -97,7 +97,7 @@ def test_a_password_in_an_address_is_refused_without_being_repeated():
 
 
 def test_the_key_of_a_server_of_others_does_not_show_in_a_representation():
-    assert "secret words" not in repr(GatewaySettings(foreign_api_key="secret words"))
+    assert "secret words" not in repr(GatewaySettings(external_engine_api_key="secret words"))
 
 
 def test_the_pepper_does_not_show_in_a_representation():

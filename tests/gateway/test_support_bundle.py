@@ -15,7 +15,7 @@ from moiety_platform.redaction import redact_text
 from moiety_platform.settings import GatewaySettings
 
 PLANTED = {
-    "MOIETY_FOREIGN_API_KEY": "foreign-planted-1",
+    "MOIETY_EXTERNAL_ENGINE_API_KEY": "external-planted-1",
     "MOIETY_TRACES_TOKEN": "traces-planted-22",
     "MOIETY_TRACES_ENDPOINT": "http://user:endpoint-planted-3@127.0.0.1:1/otlp",
 }

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
-from moiety_platform.engine_client.fake import Verdict as EngineVerdict
+from moiety_platform.engine_client.fake import FakeVerdict as EngineVerdict
 from moiety_platform.traces.context import parse_traceparent
 from moiety_platform.traces.exporters import EXPORT_TIMEOUT_S, store_exporter
-from moiety_platform.traces.sampling import Ending, Sampler, SamplingTerms, Verdict
+from moiety_platform.traces.sampling import Ending, FakeVerdict, Sampler, SamplingTerms
 from moiety_platform.traces.sender import QUEUE_FULL, SpanSender
 from moiety_wire.codec import encode_notes, encode_step
 from moiety_wire.messages import Failed, FailureCode
-from moiety_wire.notes import Event, EventKind, Reason, Step
+from moiety_wire.notes import Event, EventKind, Reason, StepNote
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -189,7 +189,7 @@ async def test_a_request_links_to_the_steps_that_it_ran_in_and_each_of_them_is_s
         more = {"num_output_tokens": 4, "num_waiting": 7, "kv_blocks_used": 5, "kv_blocks_total": 50}
         classes = {"flex": 1, "batch": 3}
         more |= {"classes": classes, "active_experts": 5.5, "balancedness": 0.25}
-        return encode_step(Step(number.to_bytes(16), number, begin_ns, end_ns, 0.5, **counts, **more))
+        return encode_step(StepNote(number.to_bytes(16), number, begin_ns, end_ns, 0.5, **counts, **more))
 
     far = time.time_ns() + 10**12  # after the first token
     steps = encode_notes(9, [step(7, 1, 2), step(8, far, far + 10**7)])
@@ -268,12 +268,12 @@ def kept_of(ids, salt=b"s" * 32) -> set[str]:
 @pytest.mark.parametrize(
     ("what", "verdict"),
     [
-        ({"has_failed": True, "sla_attained": False}, Verdict.FAILED),
-        ({"sla_attained": False}, Verdict.SLA_MISSED),
-        ({"num_preemptions": 1}, Verdict.PREEMPTED),
-        ({"num_failovers": 1}, Verdict.FAILED_OVER),
-        ({"sla_attained": None}, Verdict.UNSAMPLED),
-        ({"service_class": "priority"}, Verdict.RATE),
+        ({"has_failed": True, "sla_attained": False}, FakeVerdict.FAILED),
+        ({"sla_attained": False}, FakeVerdict.SLA_MISSED),
+        ({"num_preemptions": 1}, FakeVerdict.PREEMPTED),
+        ({"num_failovers": 1}, FakeVerdict.FAILED_OVER),
+        ({"sla_attained": None}, FakeVerdict.UNSAMPLED),
+        ({"service_class": "priority"}, FakeVerdict.RATE),
     ],
 )
 def test_failures_and_broken_promises_are_kept_and_classes_have_rates_of_their_own(what, verdict):
@@ -292,10 +292,10 @@ def test_the_rate_is_kept_to_by_trace_and_nobody_outside_can_aim_at_it():
 def test_the_first_of_every_second_is_kept_and_no_more_than_the_budget():
     sampler = Sampler(SamplingTerms(rate=0.0, first_per_s=1, max_per_s=3))
     assert [sampler.decide(ending(), second) for second in (0.0, 0.9, 1.0)] == [
-        Verdict.FIRST, Verdict.UNSAMPLED, Verdict.FIRST,
+        FakeVerdict.FIRST, FakeVerdict.UNSAMPLED, FakeVerdict.FIRST,
     ]  # fmt: skip
     verdicts = Counter(sampler.decide(ending(has_failed=True), 5.0) for _ in range(10))
-    assert verdicts == {Verdict.FAILED: 3, Verdict.OVER_BUDGET: 7}
+    assert verdicts == {FakeVerdict.FAILED: 3, FakeVerdict.OVER_BUDGET: 7}
 
 
 @pytest.mark.parametrize(

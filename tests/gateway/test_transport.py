@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import zmq
 
-from moiety_engine.front.front import Front
-from moiety_engine.front.router import MAX_MESSAGE_BYTES
-from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
-from moiety_engine.scripted.script import Verdict as ScriptedVerdict
+from moiety_engine.scripted.script import ScriptedDecision as ScriptedVerdict
 from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_engine.server.engine_server import EngineServer
+from moiety_engine.server.router import MAX_MESSAGE_BYTES
+from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import ManualClock, SystemClock
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.transport import ZmqEngineClient
@@ -51,8 +51,8 @@ def context():
 
 @asynccontextmanager
 async def running_front(context, listen="tcp://127.0.0.1:0", engine_id="engine-1", script=SCRIPT, **settings):
-    front = Front(
-        FrontSettings(model="scripted", listen=listen, heartbeat_interval_s=0.05, **settings),
+    front = EngineServer(
+        ServerSettings(model="scripted", listen=listen, heartbeat_interval_s=0.05, **settings),
         engine_id,
         scripted_text_model(),
         ScriptedCore(script),
@@ -337,7 +337,7 @@ async def test_a_process_that_stood_still_begins_anew_though_the_engine_went_on_
                     "engine_id": card.engine_id,
                     "draining": False,
                     "classes": [],
-                    "unsettled_replicas": [],
+                    "unacknowledged_replicas": [],
                     "step_costs": None,
                 }
             )

@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (pool(model={"name": "a"}, autoscaling={"enabled": True, "minReplicas": 9}), "the latter"),
     (pool(role="prefill"), "add a pool with role=decode and the same model.name"),
     (pool(role="decode", nodes=2, options={"tp": 2}), "set role=both, or kind=moiety and nodes=1"),
-    (pool(nodes=2, gpus=8, options={"tp": 8, "expert-ranks": 4}), "pool a has 16 ranks"),
+    (pool(nodes=2, gpus=8, options={"tp": 8, "ffn-ranks": 4}), "pool a has 16 ranks"),
     (pool(nodes=2, options={"tp": 2}, stateSize="1Gi"), "or set nodes=1"),
     (pool(options={"listen": "x"}), "pool a sets the option listen, which the chart sets itself"),
 ]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moiety_engine.model.errors import UnsupportedModelError, WeightsError
 from moiety_engine.model.families import read_spec, spec_from_config
-from moiety_engine.model.fewer_bits import bytes_in
 from moiety_engine.model.loading import load_model
-from moiety_engine.model.residence import weight_bytes
+from moiety_engine.model.weight_offload import weight_bytes
+from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_kernels.quantization import QuantizedWeight
 
 PROMPT = list(range(3, 90))

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from moiety_engine.config import EngineConfig, LoadFormat
-from moiety_engine.distribution.group import ALONE
+from moiety_engine.distribution.collectives import ALONE
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.head import narrow_head_bytes
 from moiety_engine.model.loading import load_model, load_share
 from moiety_engine.offline import run_all
-from moiety_engine.opening import load_loop
 from moiety_engine.quantize.writing import write_quantized
+from moiety_engine.startup import load_loop
 from moiety_kernels.cpu import dots, tiles
 from moiety_kernels.cpu.team import Program, Team
 from moiety_kernels.quantization import FORMATS, INT8, QuantizedWeight, dequantize, quantize

@@ -17,9 +17,9 @@ from transformers import CONFIG_MAPPING
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import FAMILIES, ignored_keys, read_spec, spec_from_config
-from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in
-from moiety_engine.model.residence import weight_bytes
 from moiety_engine.model.spec import LinearScaling, YarnScaling
+from moiety_engine.model.weight_offload import weight_bytes
+from moiety_engine.model.weight_quantizer import as_packed_for_a_gpu, bytes_in
 from moiety_kernels.cpu import dots
 from moiety_kernels.quantization import MXFP4, QuantizedWeight, dequantize
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from moiety_engine.config import LoadFormat
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError, WeightsError
 from moiety_engine.model.families import read_spec, spec_from_config
-from moiety_engine.model.fewer_bits import bytes_in
 from moiety_engine.model.loading import load_model
-from moiety_engine.model.residence import named_tensors
 from moiety_engine.model.spec import DenseSpec, Llama3Scaling, MoeSpec
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.weight_offload import named_tensors
+from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_engine.model.weights import products_of
 from moiety_kernels.quantization import QuantizedWeight
 

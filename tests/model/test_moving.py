@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moiety_engine.distribution.layout import Seat
-from moiety_engine.model.moving import SlotWeights
-from moiety_engine.model.residence import named_tensors
+from moiety_engine.model.expert_migration import SlotWeights
+from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weights import MoeWeights
 from moiety_kernels.quantization import FORMATS, quantize
 from moiety_kernels.quantization.weight import MXFP4, WeightFormat

@@ -20,7 +20,7 @@ from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import spec_from_config
 from moiety_engine.model.loading import load_model
-from moiety_engine.model.narrow import from_packed, to_packed
+from moiety_engine.model.quantized_checkpoints import from_packed, to_packed
 from moiety_engine.model.weights import products_of
 from moiety_engine.quantize.report import quantize_and_measure
 from moiety_engine.quantize.writing import write_quantized

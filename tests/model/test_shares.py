@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_engine.distribution.group import ALONE
+from moiety_engine.distribution.collectives import ALONE
 from moiety_engine.distribution.layout import Layout, Seat, without
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.loading import load_share
-from moiety_engine.model.residence import named_tensors
-from moiety_engine.model.shares import check_cuts, own_places, own_spec, whole_places
+from moiety_engine.model.tensor_shards import check_cuts, own_places, own_spec, whole_places
+from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weights import allocate, products_of
 from moiety_engine.quantize.writing import write_quantized
 from moiety_kernels.quantization import INT4, MXFP4, WeightFormat, dequantize
@@ -25,7 +25,7 @@ from moiety_kernels.quantization.weight import GPU_PACK
 
 CPU = torch.device("cpu")
 LAYOUTS = [Layout(tp=2), Layout(tp=2, ep=2), Layout(tp=4, ep=2), Layout(dp=2, tp=2, ep=2), Layout(dp=2, ep=2)]
-LAYOUTS += [Layout(dp=2, ep=2, expert_ranks=2), Layout(tp=2, expert_ranks=2)]
+LAYOUTS += [Layout(dp=2, ep=2, ffn_ranks=2), Layout(tp=2, ffn_ranks=2)]
 
 
 def weights_of(folder: Path, seat: Seat | None = None) -> list[tuple[str, Tensor]]:
@@ -45,7 +45,7 @@ def test_the_parts_of_all_ranks_are_the_whole(checkpoint: Any, layout: Layout) -
     try:
         ranks = [weights_of(checkpoint.folder, Seat(layout, rank)) for rank in range(layout.num_ranks)]
     except InvalidConfig as exc:
-        assert any(option in str(exc) for option in ("--tp", "--ep", "dp-attention", "expert-ranks"))
+        assert any(option in str(exc) for option in ("--tp", "--ep", "dp-attention", "ffn-ranks"))
         pytest.skip(f"this model cannot be divided so: {exc}")
     num_checked = 0
     for index, (name, whole) in enumerate(weights_of(checkpoint.folder)):
@@ -155,6 +155,6 @@ def test_a_rank_has_either_its_share_of_the_experts_and_nothing_else_or_none_of_
         experts = sum(tensor.nbytes for name, tensor in named if name.endswith(OF_EXPERTS))
         return experts, sum(tensor.nbytes for _, tensor in named) - experts
 
-    layout = Layout(dp=2, ep=2, expert_ranks=2)
+    layout = Layout(dp=2, ep=2, ffn_ranks=2)
     experts, rest = sizes_of()
     assert [sizes_of(Seat(layout, rank)) for rank in range(4)] == [(0, rest)] * 2 + [(experts // 2, 0)] * 2

@@ -8,15 +8,21 @@ from dataclasses import replace
 import pytest
 
 from moiety_engine.distribution.layout import Layout
-from moiety_engine.planning.layouts import Demand, evaluate, list_layouts, usd_per_million, with_replicated_experts
-from moiety_engine.planning.machines import GPUS, LINKS, Network, find_network
+from moiety_engine.planning.layouts import (
+    TrafficDemand,
+    evaluate,
+    list_layouts,
+    usd_per_million,
+    with_replicated_experts,
+)
+from moiety_engine.planning.machines import GPUS, LINKS, GpuNetwork, find_network
 from moiety_engine.planning.models import PRESETS, find_model
-from moiety_engine.planning.steps import Batch, Shape, dispatch_s, product_s, step_times, sum_s
+from moiety_engine.planning.steps import PlannedBatch, Shape, dispatch_s, product_s, step_times, sum_s
 from moiety_platform.cli.main import main
 
 H200 = GPUS["h200"]
 NETWORK = find_network("nvlink,ib400", H200, 8)
-DEMAND = Demand(input_tokens=4000, output_tokens=1000, ttft_s=2.0, tpot_s=0.05, gpu_hour_usd=2.0)
+DEMAND = TrafficDemand(input_tokens=4000, output_tokens=1000, ttft_s=2.0, tpot_s=0.05, gpu_hour_usd=2.0)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +88,7 @@ def test_a_sum_over_eight_ranks_moves_twice_seven_eighths() -> None:
 @pytest.mark.parametrize(("ranks", "dispatch_us", "combine_us"), [(32, 155, 273), (64, 173, 314), (128, 192, 369)])
 def test_an_exchange_takes_what_deepep_measured(ranks: int, dispatch_us: float, combine_us: float) -> None:
     """Its low-latency kernels: 128 tokens of 7168, top 8, fp8 there and bf16 back, all by one port of 400 Gb/s."""
-    by_port_alone = Network(LINKS["nvlink4"], LINKS["ib400"], 1)
+    by_port_alone = GpuNetwork(LINKS["nvlink4"], LINKS["ib400"], 1)
     assert dispatch_s(128, 7168, 8, ranks, by_port_alone) == pytest.approx(dispatch_us * 1e-6, rel=0.25)
     assert dispatch_s(128, 2 * 7168, 8, ranks, by_port_alone) == pytest.approx(combine_us * 1e-6, rel=0.25)
 
@@ -96,7 +102,7 @@ def test_a_product_takes_the_larger_of_its_bytes_and_its_operations() -> None:
 
 def test_a_decode_step_reads_the_cache_of_every_request() -> None:
     served = find_model("qwen3-30b-a3b")
-    batch = Batch(decoding=64, context=1000)
+    batch = PlannedBatch(decoding=64, context=1000)
     more = replace(batch, context=5000)
     times = [step_times(served, served.spec, Shape(), H200, NETWORK, one) for one in (batch, more)]
     assert times[1].attention_s - times[0].attention_s == pytest.approx(64 * 4000 * 98_304 / (0.85 * 4.3e12))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 
 
 @pytest.fixture(scope="session")
-def small() -> Device:
-    return Device(
+def small() -> SimulatedDevice:
+    return SimulatedDevice(
         name="small",
         overhead_s=0.004,
         dense_s=0.01,

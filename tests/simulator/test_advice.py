@@ -15,7 +15,7 @@ from moiety_engine.simulator.advice import KV_FULL, KV_ROOM, SAFE_SHARE, Advice,
 from moiety_engine.simulator.advise import explain
 from moiety_engine.simulator.bounds import KEPT, attainment
 from moiety_engine.simulator.capacity import at_load, measure_capacity
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.simulate import simulate
 from moiety_engine.simulator.usage_rows import read_usage
 from moiety_platform.cli.main import main
@@ -34,22 +34,24 @@ def workload() -> Workload:
 
 
 @pytest.fixture(scope="module")
-def advice(workload: Workload, small: Device) -> Advice:
+def advice(workload: Workload, small: SimulatedDevice) -> Advice:
     return Advisor(workload, small, SHIPPED, window_s=WINDOW_S).advise()
 
 
 @pytest.fixture(scope="module")
-def heavy(small: Device) -> Advice:
+def heavy(small: SimulatedDevice) -> Advice:
     return Advisor(generate(HEAVY_SPEC, WINDOW_S, 0), small, [BATCH], window_s=WINDOW_S).advise()
 
 
-def run_at(load: float, workload: Workload, device: Device, classes: tuple[ServiceClass, ...] = SHIPPED) -> Any:
+def run_at(
+    load: float, workload: Workload, device: SimulatedDevice, classes: tuple[ServiceClass, ...] = SHIPPED
+) -> Any:
     capacity = measure_capacity(workload, device)
     return simulate(at_load(workload, capacity, load, 0), device, "moiety", classes=classes, capacity=capacity)
 
 
 def test_promises_hold_at_the_saturation_point_and_fail_well_beyond_it(
-    advice: Advice, workload: Workload, small: Device
+    advice: Advice, workload: Workload, small: SimulatedDevice
 ) -> None:
     assert 0.5 < advice.saturation < 1.2
     tuned = msgspec.structs.replace(small, max_batch_tokens=advice.limits.max_batch_tokens)
@@ -57,7 +59,9 @@ def test_promises_hold_at_the_saturation_point_and_fail_well_beyond_it(
     assert min(attainment(run_at(2.0 * advice.saturation, workload, tuned).run).values()) < KEPT
 
 
-def test_the_advised_bounds_are_kept_with_the_advised_limits(advice: Advice, workload: Workload, small: Device) -> None:
+def test_the_advised_bounds_are_kept_with_the_advised_limits(
+    advice: Advice, workload: Workload, small: SimulatedDevice
+) -> None:
     (bounds,) = advice.classes
     assert advice.kept_at_safe_load and bounds.attainment >= KEPT
     assert bounds.ttft_s is not None and bounds.ttft_s <= STANDARD.ttft_s  # type: ignore[operator]
@@ -76,14 +80,14 @@ def test_replicas_are_enough_for_the_busiest_part_and_not_one_too_many(advice: A
     assert (heavy.num_replicas - 1) * heavy.safe_load < heavy.offered_peak <= heavy.num_replicas * heavy.safe_load
 
 
-def test_a_promise_of_hours_does_not_hide_a_growing_backlog(heavy: Advice, small: Device) -> None:
+def test_a_promise_of_hours_does_not_hide_a_growing_backlog(heavy: Advice, small: SimulatedDevice) -> None:
     patient = generate(HEAVY_SPEC, WINDOW_S, 0)
     assert attainment(run_at(1.2, patient, small).run) == {"batch": 1.0}
     assert heavy.saturation < 1.15
 
 
 def test_a_promise_that_an_idle_replica_breaks_is_named_with_one_that_it_keeps(
-    workload: Workload, small: Device
+    workload: Workload, small: SimulatedDevice
 ) -> None:
     hasty = msgspec.structs.replace(
         STANDARD, ttft_s=0.1, ttft_per_1k_s=0.0, tpot_s=0.005
@@ -96,7 +100,7 @@ def test_a_promise_that_an_idle_replica_breaks_is_named_with_one_that_it_keeps(
     assert any("fails even on a nearly idle replica" in sentence for sentence in explain(advice, small))
 
 
-def test_sentences_have_the_figures_and_say_what_memory_means(advice: Advice, small: Device) -> None:
+def test_sentences_have_the_figures_and_say_what_memory_means(advice: Advice, small: SimulatedDevice) -> None:
     def text(used: float) -> str:
         changed = {name: getattr(advice, name) for name in Advice.__slots__} | {"kv_used_fraction": used}
         return " ".join(explain(Advice(**changed), small))
@@ -107,7 +111,9 @@ def test_sentences_have_the_figures_and_say_what_memory_means(advice: Advice, sm
     assert "memory limits the replica" in text(KV_FULL + 0.01)
 
 
-def test_long_prompts_bound_by_prefill_and_those_beyond_the_memory_are_left_out(advice: Advice, small: Device) -> None:
+def test_long_prompts_bound_by_prefill_and_those_beyond_the_memory_are_left_out(
+    advice: Advice, small: SimulatedDevice
+) -> None:
     assert advice.decode_share > 0.5
     assert any("bound by decoding" in sentence for sentence in explain(advice, small))
     reading = generate("poisson:rate=4,input=800..1200,output=2..3;constant:rate=1,input=3000,output=4", WINDOW_S, 0)
@@ -117,12 +123,12 @@ def test_long_prompts_bound_by_prefill_and_those_beyond_the_memory_are_left_out(
     assert found.num_too_long == WINDOW_S and sentences[0].startswith(f"{WINDOW_S:.0f} requests are longer")
 
 
-def test_a_trace_of_which_nothing_fits_is_refused(small: Device) -> None:
+def test_a_trace_of_which_nothing_fits_is_refused(small: SimulatedDevice) -> None:
     with pytest.raises(InvalidConfig, match="name a larger device"):
         Advisor(generate("constant:rate=1,input=3000,output=4", WINDOW_S, 0), small, SHIPPED)
 
 
-def test_a_tenant_whose_bursts_break_promises_is_named(small: Device) -> None:
+def test_a_tenant_whose_bursts_break_promises_is_named(small: SimulatedDevice) -> None:
     steady = generate("constant:rate=4,input=40,output=10,tenant=calm", WINDOW_S, 0)
     burst = tuple(TraceRequest(3.0, "bursty", 200, 10) for _ in range(200))
     mixed = replace(steady, requests=(*steady.requests[:12], *burst, *steady.requests[12:]))
@@ -165,7 +171,7 @@ def command(*arguments: object) -> int:
 
 
 def test_the_command_advises_from_usage_in_sentences_and_json(
-    tmp_path: Path, small: Device, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, small: SimulatedDevice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     device, usage = tmp_path / "device.json", tmp_path / "usage.json"
     device.write_bytes(msgspec.json.encode(small))

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.pool import Pool, PoolTerms
 from moiety_wire.classes import STANDARD
 from moiety_workload.request import TraceRequest, Workload
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-DEVICE = Device(
+DEVICE = SimulatedDevice(
     name="slow", overhead_s=0.4, token_s=1e-4, kv_token_s=0.0, pair_s=0.0, kv_tokens=4096, max_running=4,
     max_batch_tokens=256, kv_token_bytes=1,
 )  # fmt: skip

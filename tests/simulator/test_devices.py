@@ -8,20 +8,20 @@ import msgspec
 import pytest
 
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
 from moiety_engine.simulator.devices import (
     A10G_LLAMA2_7B,
     A100_LLAMA3_8B,
     A100_LLAMA3_8B_QOSERVE,
     H200_QWEN3_30B_A3B,
     PRESETS,
-    Device,
+    SimulatedDevice,
     find_device,
 )
 
 
 @pytest.mark.parametrize("device", PRESETS.values(), ids=lambda device: device.name)
-def test_a_step_takes_longer_the_more_there_is_to_do(device: Device) -> None:
+def test_a_step_takes_longer_the_more_there_is_to_do(device: SimulatedDevice) -> None:
     base = device.step_s(64, 64, 10_000, 0)
     assert device.step_s(65, 65, 10_000, 0) > base
     assert device.step_s(64, 64, 11_000, 0) > base
@@ -59,7 +59,7 @@ def test_the_moe_preset_repeats_the_measured_floors_of_a_layer(tokens: int, laye
     assert experts_only.step_s(tokens, 0, 0, 0) / 48 * 1e6 == pytest.approx(layer_us, rel=0.05)
 
 
-def test_a_device_is_read_back_from_the_file_it_was_written_to(tmp_path: Path, small: Device) -> None:
+def test_a_device_is_read_back_from_the_file_it_was_written_to(tmp_path: Path, small: SimulatedDevice) -> None:
     path = tmp_path / "device.json"
     path.write_bytes(msgspec.json.encode(small))
     assert find_device(str(path)) == small
@@ -74,7 +74,7 @@ def test_what_an_engine_tells_of_its_steps_is_what_it_predicts() -> None:
         model.observe(shape, 0.25)
     costs = model.costs()
     assert costs is not None
-    device = Device(
+    device = SimulatedDevice(
         name="learned", overhead_s=costs.step_s, token_s=costs.row_s, bends=costs.bends, exponent=1.0,
         kv_token_s=costs.context_token_s, pair_s=costs.pair_s, kv_tokens=100, kv_token_bytes=0,
         prefill_step_s=costs.prefill_step_s,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from moiety_engine.scheduling.policies import POLICIES
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.driver import START_NS, Driver
 from moiety_engine.simulator.records import Run
 from moiety_wire.classes import BATCH, SHIPPED, STANDARD
@@ -27,12 +27,12 @@ def one(input_tokens: int, output_tokens: int, **more: object) -> Workload:
     return Workload("one", (TraceRequest(1.0, "a", input_tokens, output_tokens, **more),), 5.0)  # type: ignore[arg-type]
 
 
-def run(workload: Workload, device: Device, policy: str = "fcfs", **more: object) -> Run:
+def run(workload: Workload, device: SimulatedDevice, policy: str = "fcfs", **more: object) -> Run:
     return Driver(workload, device, policy, CLASSES, **more).run()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_arrival_ends_completed_or_turned_away_whatever_the_policy(policy: str, small: Device) -> None:
+def test_every_arrival_ends_completed_or_turned_away_whatever_the_policy(policy: str, small: SimulatedDevice) -> None:
     workload = generate(MIXED, 30.0, 0)
     done = run(workload, small, policy)
     assert len(done.records) == len(workload.requests)
@@ -50,12 +50,12 @@ def test_every_arrival_ends_completed_or_turned_away_whatever_the_policy(policy:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_the_same_arrivals_give_the_same_run(policy: str, small: Device) -> None:
+def test_the_same_arrivals_give_the_same_run(policy: str, small: SimulatedDevice) -> None:
     ends = [[record.end_ns for record in run(generate(MIXED, 15.0, seed), small, policy).records] for seed in (4, 4, 5)]
     assert ends[0] == ends[1] != ends[2]
 
 
-def test_a_lone_request_takes_the_time_of_its_steps(small: Device) -> None:
+def test_a_lone_request_takes_the_time_of_its_steps(small: SimulatedDevice) -> None:
     record = run(one(200, 3), small).records[0]  # chunks of 128 and 72 prompt tokens, then two decodes
     first_s = small.step_s(128, 1, 0, 128 * 129 // 2) + small.step_s(72, 1, 0, 72 * 128 + 72 * 73 // 2)
     last_s = first_s + small.step_s(1, 1, 201, 0) + small.step_s(1, 1, 202, 0)
@@ -63,29 +63,29 @@ def test_a_lone_request_takes_the_time_of_its_steps(small: Device) -> None:
     assert (record.last_ns - START_NS) / 1e9 == pytest.approx(1.0 + last_s, abs=1e-6)
 
 
-def test_an_answer_is_cut_at_the_bound_that_all_requests_carry(small: Device) -> None:
+def test_an_answer_is_cut_at_the_bound_that_all_requests_carry(small: SimulatedDevice) -> None:
     assert run(one(20, 30), small, max_tokens=12).records[0].num_output == 12
 
 
-def test_a_prompt_that_fits_no_pool_is_turned_away(small: Device) -> None:
+def test_a_prompt_that_fits_no_pool_is_turned_away(small: SimulatedDevice) -> None:
     record = run(one(2048, 3), small).records[0]
     assert record.failure == "context_length_exceeded" and not record.attained
 
 
-def test_without_a_drain_the_run_ends_with_the_arrivals(small: Device) -> None:
+def test_without_a_drain_the_run_ends_with_the_arrivals(small: SimulatedDevice) -> None:
     done = run(generate("poisson:rate=40", 10.0, 0), small, drain=False)
     assert done.end_s == pytest.approx(10.0)
     assert any(record.end_ns == 0 for record in done.records)
 
 
-def test_work_is_observed_as_far_as_it_was_done_in_the_window(small: Device) -> None:
+def test_work_is_observed_as_far_as_it_was_done_in_the_window(small: SimulatedDevice) -> None:
     late = Workload("late", (TraceRequest(0.0, "a", 100, 50), TraceRequest(0.99, "a", 100, 50)), 1.0)
     early, cut_off = run(late, small).records
     assert early.window_progress == (100, 50)
     assert cut_off.completed and cut_off.window_progress[1] < 5
 
 
-def test_requests_that_share_blocks_hit_them_and_other_tenants_do_not(small: Device) -> None:
+def test_requests_that_share_blocks_hit_them_and_other_tenants_do_not(small: SimulatedDevice) -> None:
     device = msgspec.structs.replace(small, kv_tokens=8192)
     ids = (1, 2, 3)
     requests = tuple(
@@ -95,7 +95,7 @@ def test_requests_that_share_blocks_hit_them_and_other_tenants_do_not(small: Dev
     assert (first.cached_tokens, second.cached_tokens, other.cached_tokens) == (0, 1024, 0)
 
 
-def test_memory_that_runs_out_leads_to_preemptions_that_are_counted(small: Device) -> None:
+def test_memory_that_runs_out_leads_to_preemptions_that_are_counted(small: SimulatedDevice) -> None:
     tight = msgspec.structs.replace(small, kv_tokens=512, host_tokens=0)
     done = run(generate("constant:rate=8,input=100,output=100", 5.0, 0), tight)
     assert sum(record.num_preemptions for record in done.records) > 0
@@ -104,7 +104,7 @@ def test_memory_that_runs_out_leads_to_preemptions_that_are_counted(small: Devic
     assert sum(record.forbidden_preemptions for record in done.records) == 0
 
 
-def test_a_tenants_longest_wait_for_service_is_measured(small: Device) -> None:
+def test_a_tenants_longest_wait_for_service_is_measured(small: SimulatedDevice) -> None:
     requests = (TraceRequest(0.0, "a", 1500, 100), TraceRequest(0.1, "b", 1500, 2))
     done = run(Workload("two", requests, 10.0), msgspec.structs.replace(small, kv_tokens=1664))
     gaps = {tenant.name: tenant.longest_gap_ns for tenant in done.tenants}
@@ -113,7 +113,7 @@ def test_a_tenants_longest_wait_for_service_is_measured(small: Device) -> None:
     assert gaps["a"] == 0
 
 
-def test_a_request_attains_only_if_every_token_came_in_time(small: Device) -> None:
+def test_a_request_attains_only_if_every_token_came_in_time(small: SimulatedDevice) -> None:
     record = run(one(100, 10), small).records[0]
     assert record.attained
     ttft_s = (record.first_ns - record.arrival_ns) / 1e9
@@ -129,7 +129,7 @@ def test_a_request_attains_only_if_every_token_came_in_time(small: Device) -> No
         assert replace_class(record, ttft_s=ttft_s * 1.0001, tpot_s=pace).attained is attained
 
 
-def test_work_with_an_end_attains_by_its_last_token(small: Device) -> None:
+def test_work_with_an_end_attains_by_its_last_token(small: SimulatedDevice) -> None:
     record = run(one(100, 10, service_class="batch"), small).records[0]
     assert record.attained
     record.promised = msgspec.structs.replace(BATCH, completion_s=(record.last_ns - record.arrival_ns) / 1e9 - 0.001)
@@ -141,6 +141,6 @@ def replace_class(record: object, **targets: float) -> object:
     return record
 
 
-def test_weights_reach_the_accounts(small: Device) -> None:
+def test_weights_reach_the_accounts(small: SimulatedDevice) -> None:
     done = run(replace(one(10, 2), weights={"a": 3.0}), small)
     assert done.tenants[0].weight == 3.0

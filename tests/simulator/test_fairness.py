@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.driver import Driver
 from moiety_engine.simulator.fairness import (
     accumulated_gap,
@@ -81,7 +81,7 @@ def test_the_accumulated_gap_is_between_the_most_and_the_least_served_since_the_
     assert accumulated_gap([*steady, *late], 600.0) == pytest.approx(583 * 100 - 283 * 50, rel=0.01)  # type: ignore[list-item]
 
 
-def test_weighted_service_of_unequal_tenants_is_compared_by_weight(small: Device) -> None:
+def test_weighted_service_of_unequal_tenants_is_compared_by_weight(small: SimulatedDevice) -> None:
     stream = "constant:rate=60,input=64,output=8,tenant="
     workload = generate(f"{stream}a;{stream}b", 60, 0)
     run = Driver(workload, small, "fcfs", {"standard": STANDARD}, drain=False).run()

@@ -11,7 +11,7 @@ import pytest
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.simulator.capacity import at_load, measure_capacity
 from moiety_engine.simulator.comparison import Scenario, compare, read_classes
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.simulate import simulate
 from moiety_engine.simulator.work import WorkModel
 from moiety_platform.cli.main import main
@@ -28,12 +28,12 @@ CLASS_FIELDS = {"attainment", "demand_share", "ttft_s", "tpot_s", "queue_s", "nu
 FAIRNESS_FIELDS = {"max_gap", "bound", "window_max", "window_mean", "jain"}
 
 
-def test_a_saturated_device_does_about_a_second_of_work_a_second(small: Device) -> None:
+def test_a_saturated_device_does_about_a_second_of_work_a_second(small: SimulatedDevice) -> None:
     capacity = measure_capacity(generate(SPEC, 60.0, 0), small, run_s=60.0)
     assert 0.8 < capacity.work_per_s < 1.2
 
 
-def test_cheap_prompts_earn_little_beside_decoding(small: Device) -> None:
+def test_cheap_prompts_earn_little_beside_decoding(small: SimulatedDevice) -> None:
     model = WorkModel.of(small, generate(SPEC, 60.0, 0).requests)
     assert model.prompt_s == pytest.approx(small.token_s, rel=0.5)
     assert model.output_s > 3 * model.prompt_s
@@ -41,7 +41,7 @@ def test_cheap_prompts_earn_little_beside_decoding(small: Device) -> None:
 
 
 @pytest.mark.parametrize("load", [0.5, 2.0])
-def test_fcfs_completes_what_is_offered_up_to_the_capacity(load: float, small: Device) -> None:
+def test_fcfs_completes_what_is_offered_up_to_the_capacity(load: float, small: SimulatedDevice) -> None:
     base = generate(SPEC, 60.0, 0)
     capacity = measure_capacity(base, small, run_s=60.0)
     figures = simulate(at_load(base, capacity, load, 0), small, capacity=capacity).figures
@@ -50,7 +50,7 @@ def test_fcfs_completes_what_is_offered_up_to_the_capacity(load: float, small: D
     assert figures["goodput_fraction_of_capacity"] <= figures["completed_fraction_of_capacity"] + 1e-9
 
 
-def test_the_report_has_the_fields_that_checks_read(small: Device) -> None:
+def test_the_report_has_the_fields_that_checks_read(small: SimulatedDevice) -> None:
     scenario = Scenario(spec=SPEC, duration_s=20.0, load=0.8, shares={"priority": 0.3, "standard": 0.7})
     done = compare(scenario, small, ["fcfs"])
     figures = done.policies["fcfs"]
@@ -67,7 +67,7 @@ def test_the_report_has_the_fields_that_checks_read(small: Device) -> None:
     assert len(service) == 60 and service == sorted(service) and service[-1] > 0
 
 
-def test_rejected_requests_stay_in_the_denominator_and_are_counted_by_reason(small: Device) -> None:
+def test_rejected_requests_stay_in_the_denominator_and_are_counted_by_reason(small: SimulatedDevice) -> None:
     workload = generate("constant:rate=1,input=64,output=4;constant:rate=1,input=3000,output=4", 20.0, 0)
     outcome = simulate(workload, small, capacity=measure_capacity(generate(SPEC, 60.0, 0), small, run_s=20.0))
     row = outcome.figures["classes"]["standard"]
@@ -75,7 +75,7 @@ def test_rejected_requests_stay_in_the_denominator_and_are_counted_by_reason(sma
     assert row["attainment"] == 0.5 and row["attainment_of_served"] == 1.0
 
 
-def test_several_seeds_give_means_and_each_seeds_own_figures(small: Device) -> None:
+def test_several_seeds_give_means_and_each_seeds_own_figures(small: SimulatedDevice) -> None:
     done = compare(Scenario(spec=SPEC, duration_s=10.0), small, ["fcfs"], seeds=[0, 1])
     figures = done.policies["fcfs"]
     own = figures["per_seed"]
@@ -86,7 +86,7 @@ def test_several_seeds_give_means_and_each_seeds_own_figures(small: Device) -> N
     assert figures["longest_wait_s"] == max(own["0"]["longest_wait_s"], own["1"]["longest_wait_s"])
 
 
-def test_a_class_that_nobody_described_is_refused(small: Device) -> None:
+def test_a_class_that_nobody_described_is_refused(small: SimulatedDevice) -> None:
     with pytest.raises(InvalidConfig, match="requests of class gold, which is not among priority"):
         simulate(generate("constant:rate=1,class=gold", 5.0, 0), small)
 
@@ -123,7 +123,7 @@ def command(*arguments: object) -> int:
 
 
 def test_the_command_reports_one_json_object_and_draws(
-    tmp_path: Path, small: Device, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, small: SimulatedDevice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     device, plot = tmp_path / "device.json", tmp_path / "plot.png"
     device.write_bytes(msgspec.json.encode(small))
@@ -141,7 +141,7 @@ def test_the_command_reports_one_json_object_and_draws(
     assert "goodput" in capsys.readouterr().out
 
 
-def test_a_replica_gets_its_share_of_so_many_times_what_arrives(small: Device) -> None:
+def test_a_replica_gets_its_share_of_so_many_times_what_arrives(small: SimulatedDevice) -> None:
     def offered(times: float, replicas: int) -> float:
         scenario = Scenario(spec=SPEC, duration_s=60.0, times=times, num_replicas=replicas)
         figures = compare(scenario, small, ["fcfs"]).policies["fcfs"]

@@ -11,7 +11,7 @@ import pytest
 
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.simulator.comparison import Scenario
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.roles import CO_LOCATED, recommend
 from moiety_engine.simulator.roles_report import simulate_roles
 from moiety_platform.cli.main import main
@@ -21,7 +21,7 @@ LONG_PROMPTS = "poisson:rate=5,tenants=6,input=200..900,output=8..24"
 
 
 @pytest.fixture(scope="module")
-def found(small: Device) -> dict[str, Any]:
+def found(small: SimulatedDevice) -> dict[str, Any]:
     device = msgspec.structs.replace(small, kv_tokens=20_000, max_batch_tokens=1024)
     scenario = Scenario(spec=LONG_PROMPTS, duration_s=10.0, load=0.5)
     return simulate_roles(scenario, device, ["moiety"], SHIPPED, 0, num_prefill=3, num_decode=1)
@@ -64,14 +64,14 @@ def test_the_split_that_keeps_most_promises_is_recommended_then_the_quickest_bet
         ({"policies": ["fcfs", "vtc"]}, "name one with --policy"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(small: Device, changes: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_compared_is_refused(small: SimulatedDevice, changes: dict[str, Any], words: str) -> None:
     asked = {"policies": ["fcfs"], "classes": SHIPPED, "seed": 0, "num_prefill": 1, "num_decode": 1, **changes}
     with pytest.raises(InvalidConfig, match=words):
         simulate_roles(Scenario(spec=LONG_PROMPTS, duration_s=2.0), small, **asked)
 
 
 def test_the_command_tells_the_splits_as_json_and_as_a_table(
-    small: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: SimulatedDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     device = tmp_path / "device.json"
     device.write_bytes(msgspec.json.encode(small))

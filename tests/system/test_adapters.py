@@ -70,10 +70,10 @@ def test_a_tenants_adapter_answers_it_by_name_and_nobody_else(
     listed = httpx.get(f"{server.url}/v1/models", headers=account.headers).json()["data"]
     assert [one["id"] for one in listed] == [server.model, served_as]
     assert [one["id"] for one in other("GET", "/v1/models").json()["data"]] == [server.model]
-    foreign = other("POST", "/v1/completions", json={"model": served_as, **PROMPT})
+    external = other("POST", "/v1/completions", json={"model": served_as, **PROMPT})
     missing = other("POST", "/v1/completions", json={"model": f"{server.model}:none", **PROMPT})
-    assert (foreign.status_code, foreign.json()["error"]["code"]) == (404, "model_not_found")
-    assert foreign.text.replace(served_as, "") == missing.text.replace(f"{server.model}:none", "")
+    assert (external.status_code, external.json()["error"]["code"]) == (404, "model_not_found")
+    assert external.text.replace(served_as, "") == missing.text.replace(f"{server.model}:none", "")
     assert other("GET", f"/v1/models/{served_as}").status_code == 404
 
 

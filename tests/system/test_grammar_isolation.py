@@ -65,7 +65,7 @@ def test_a_grammar_that_crashes_its_compiler_costs_nobody_else_anything(
             )
             assert json.loads(answer.choices[0].text) in (INT64_MIN, PAST_INT64)
         except openai.BadRequestError as refused:
-            assert refused.code == "form_not_supported"
+            assert refused.code == "unsupported_response_format"
     texts += [chunk.choices[0].text for chunk in stream]
     assert "".join(texts) == expected
     assert server.core_process().pid == core
@@ -87,7 +87,7 @@ def test_in_a_batch_such_lines_fail_alone(client: openai.OpenAI, server: Any, un
     assert ended.request_counts.failed >= 1
     errors = [json.loads(line) for line in client.files.content(ended.error_file_id).text.splitlines()]
     assert {error["custom_id"] for error in errors} <= {"3", "4"}
-    assert {error["response"]["body"]["error"]["code"] for error in errors} == {"form_not_supported"}
+    assert {error["response"]["body"]["error"]["code"] for error in errors} == {"unsupported_response_format"}
 
 
 def test_expensive_grammars_of_one_tenant_do_not_keep_another_waiting(

@@ -134,7 +134,7 @@ def test_a_hostile_form_is_refused_within_a_second_of_the_engines_time_with_a_se
     begin_s = server.core_process().cpu_times().user
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=server.model, prompt="one", max_tokens=5, extra_body=HOSTILE[kind])
-    assert refused.value.code == "form_not_supported"
+    assert refused.value.code == "unsupported_response_format"
     assert len(refused.value.body["message"].split()) > 4
     assert server.core_process().cpu_times().user - begin_s < 1
 
@@ -180,4 +180,4 @@ def test_what_is_asked_and_cannot_go_together_is_refused(account: Any) -> None:
         {"structured_outputs": {}},
     ):
         answer = account.post("/v1/completions", {"model": account.server.model, "prompt": "one", **more})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "form_not_supported"), more
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_response_format"), more

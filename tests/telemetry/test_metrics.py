@@ -21,8 +21,8 @@ ROW = re.compile(r"\| `(\w+)` \| (\w+) \| ([^|]+) \| ([^|]+) \| (.+) \|")
 PROCESSES = {"gateway": "## The gateway", "engine": "## The engine", "trace store": "## The trace store"}
 # what no request of a well-behaved test brings about, nor an engine without a model: the list alone knows their labels
 RARE = {
-    "moiety_failovers_total", "moiety_foreseen_total", "moiety_spans_dropped_total", "moiety_upkeep_rows_total",
-    "moiety_upkeep_failures_total",
+    "moiety_failovers_total", "moiety_speculative_prefill_total", "moiety_spans_dropped_total",
+    "moiety_retention_rows_total", "moiety_retention_failures_total",
     "moiety_engine_class_rejected_total", "moiety_engine_class_preempted_total",
     "moiety_core_class_rejected_total", "moiety_core_class_preempted_total",
     "moiety_expert_picks_total", "moiety_expert_balancedness", "moiety_expert_layer_balancedness",

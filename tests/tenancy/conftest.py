@@ -23,7 +23,7 @@ from tests.parsed_once import parse_handlers_once
 
 from moiety_migrations import upgrade
 from moiety_platform.access.roles import Role
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.schemas import NewKey
@@ -207,7 +207,7 @@ async def demo(database: Database, clock: ManualClock) -> Demo:
     return await make_demo(database, clock)
 
 
-@get("/extra", opt=needs(Action.READ_ENGINES))
+@get("/extra", opt=needs(AdminAction.READ_ENGINES))
 async def extra() -> dict[str, str]:
     return {"from": "elsewhere"}
 

@@ -323,8 +323,8 @@ async def test_usage_sums_by_any_grouping(admin: Admin, demo: Demo) -> None:
         "preemptions": 12,
         "cost_nanodollars": 0,
         "attainment": pytest.approx(8 / 11),
-        "foreseen_tokens": 0,
-        "foreseen_used_tokens": 0,
+        "speculative_tokens": 0,
+        "speculative_used_tokens": 0,
     }
     by_tenant = (await admin.call("GET", "usage", 200, params={"group_by": "tenant"}))["data"]
     assert [part["group"] for part in by_tenant] == [{"tenant_id": demo.tenant_id, "tenant_name": "acme"}]

@@ -29,22 +29,22 @@ from moiety_platform.errors import BadRequest, PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.kinds import Level, Scope, Unit
+from moiety_platform.quota.kinds import LimitLevel, Scope, Unit
 from moiety_platform.quota.models import QuotaAlert
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.usage.store import insert_rows
-from moiety_platform.webhooks.addresses import CannotReach, Reach
+from moiety_platform.webhooks.addresses import AddressPolicy, CannotReach
 from moiety_platform.webhooks.controller import webhook_routes
 from moiety_platform.webhooks.deliveries import MAX_PENDING, MAX_TRIES, enqueue
 from moiety_platform.webhooks.models import DeliveryState, WebhookDelivery
-from moiety_platform.webhooks.poster import Poster
+from moiety_platform.webhooks.poster import WebhookClient
 from moiety_platform.webhooks.sender import AlertSender
 from moiety_platform.webhooks.special_addresses import is_special
 
 from .conftest import PEPPER, Admin, Demo
 from .test_recorder import make_row
 
-LOOPBACK = Reach((ip_network("127.0.0.0/8"),))
+LOOPBACK = AddressPolicy((ip_network("127.0.0.0/8"),))
 AT_ONCE = Backoff(first_s=0.0, max_s=0.0)
 
 
@@ -116,7 +116,7 @@ async def admin(database: Database, clock: ManualClock, demo: Demo, keeper: Quot
 async def new_sender(database: Database, clock: ManualClock) -> AsyncIterator[Callable[..., AlertSender]]:
     """Makes the senders of as many gateways as a test wants."""
     async with AsyncExitStack() as stack:
-        posters = [await stack.enter_async_context(Poster(LOOPBACK, timeout_s=5.0)) for _ in range(3)]
+        posters = [await stack.enter_async_context(WebhookClient(LOOPBACK, timeout_s=5.0)) for _ in range(3)]
 
         def make(**options: Any) -> AlertSender:
             return AlertSender(database, posters.pop(), PEPPER, clock, **{"backoff": AT_ONCE, **options})
@@ -130,7 +130,7 @@ def use(database: Database, clock: ManualClock, demo: Demo, keeper: QuotaKeeper)
     numbers = iter(range(1_000))
 
     async def spend(tokens: int) -> None:
-        hold = await keeper.hold([Scope(Level.TENANT, demo.tenant_id)], {Unit.TOKENS: tokens})
+        hold = await keeper.hold([Scope(LimitLevel.TENANT, demo.tenant_id)], {Unit.TOKENS: tokens})
         charges = hold.settle({Unit.TOKENS: tokens})
         row = make_row(f"r-{next(numbers)}", tenant_id=demo.tenant_id, started_at=clock.now(), charges=charges)
         async with database.write() as session:
@@ -320,7 +320,7 @@ async def test_webhooks_go_to_no_address_that_is_not_the_publics(url: str) -> No
     with pytest.raises(BadRequest) as refused:
         LOOPBACK.check(url)
     assert refused.value.code == "address_not_allowed"
-    async with Poster(LOOPBACK) as poster:
+    async with WebhookClient(LOOPBACK) as poster:
         with pytest.raises(CannotReach, match="address_not_allowed"):
             await poster.post(url, b"{}", {})
 
@@ -340,17 +340,17 @@ async def test_an_address_that_is_refused_makes_no_webhook(admin: Admin) -> None
 
 async def test_a_name_is_judged_by_what_it_resolves_to_when_it_is_used(receiver: Receiver) -> None:
     port = httpx.URL(receiver.url).port
-    async with Poster(Reach()) as poster:
+    async with WebhookClient(AddressPolicy()) as poster:
         for host in ("localhost", "127.1", "0x7f000001", "2130706433"):
             with pytest.raises(CannotReach, match="address_not_allowed"):
                 await poster.post(f"https://{host}:{port}/", b"{}", {})
         with pytest.raises(CannotReach, match="name_not_resolved"):
             await poster.post("https://nowhere.invalid/", b"{}", {})
     assert receiver.num_asked == 0
-    async with Poster(Reach((ip_network("127.0.0.0/8"), ip_network("::1/128")))) as poster:
+    async with WebhookClient(AddressPolicy((ip_network("127.0.0.0/8"), ip_network("::1/128")))) as poster:
         await poster.post(f"http://localhost:{port}/hook?a=b", b"{}", {})
     ((headers, _),) = receiver.got
     assert headers["host"] == f"localhost:{port}"
-    assert Reach().check("https://example.com:8443/x?y=z") == "https://example.com:8443/x?y=z"
+    assert AddressPolicy().check("https://example.com:8443/x?y=z") == "https://example.com:8443/x?y=z"
     assert not is_special(ip_address("93.184.216.34"))
     assert not is_special(ip_address("2606:2800:220:1::1"))

@@ -19,17 +19,17 @@ from moiety_platform.batches.claims import ClaimedLine, OpenBatch, claim_lines, 
 from moiety_platform.batches.closing import begin_closing, close_batch, fail_unanswered
 from moiety_platform.batches.lines import Limits
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
-from moiety_platform.batches.outcomes import Answered, PutBack, store_outcomes
+from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine, store_outcomes
 from moiety_platform.batches.results import PIECE_BYTES, BatchFiles
 from moiety_platform.batches.schemas import NewBatch
 from moiety_platform.batches.service import create_batch
 from moiety_platform.batches.validation import Validation
-from moiety_platform.completions.limits import ShapeLimits
+from moiety_platform.completions.shape_limits import ShapeLimits
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.store import append_chunk, begin_file, publish_file
-from moiety_platform.quota.kinds import Kind, Level
+from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 from moiety_platform.usage.models import UsageRecord
@@ -80,9 +80,9 @@ class Store:
             kept = await renew_lines(session, [line.key for line in lines], owner, LEASE_MS, self.now)
         return {number for _, number in kept}
 
-    async def store(self, owner: str, *outcomes: Answered | PutBack) -> None:
-        answered = [outcome for outcome in outcomes if isinstance(outcome, Answered)]
-        put_back = [outcome for outcome in outcomes if isinstance(outcome, PutBack)]
+    async def store(self, owner: str, *outcomes: AnsweredLine | RequeuedLine) -> None:
+        answered = [outcome for outcome in outcomes if isinstance(outcome, AnsweredLine)]
+        put_back = [outcome for outcome in outcomes if isinstance(outcome, RequeuedLine)]
         async with self.database.write() as session:
             await store_outcomes(session, owner, answered, put_back, self.now)
 
@@ -129,13 +129,13 @@ async def store(database: Database) -> AsyncIterator[Store]:
     yield made
 
 
-def answer(line: ClaimedLine, tokens: int = 5, charges: tuple[Charge, ...] = ()) -> Answered:
+def answer(line: ClaimedLine, tokens: int = 5, charges: tuple[Charge, ...] = ()) -> AnsweredLine:
     row = UsageRow(
         f"request-{line.number}", "tenant", "project", "key", URL, "m", "batch", TODAY, "stop", 200, 1,
         tokens, 0, tokens, None, None, 1.0, cost_nanodollars=7, charges=charges,
     )  # fmt: skip
     content = msgspec.json.encode({"custom_id": line.custom_id, "tokens": tokens})
-    return Answered(line, LineState.COMPLETED, content, row)
+    return AnsweredLine(line, LineState.COMPLETED, content, row)
 
 
 async def test_lines_come_out_of_the_file_as_they_went_in(store: Store) -> None:
@@ -164,7 +164,9 @@ async def test_a_lease_that_is_not_renewed_ends_and_its_lines_are_others(store: 
 
 
 async def test_the_first_answer_counts_and_the_other_is_charged_but_not_billed(store: Store) -> None:
-    quota = Quota(id="q", level=Level.TENANT, scope_id="tenant", kind=Kind.TOKENS_PER_DAY, cap=1000, created_at=TODAY)
+    quota = Quota(
+        id="q", level=LimitLevel.TENANT, scope_id="tenant", kind=LimitKind.TOKENS_PER_DAY, cap=1000, created_at=TODAY
+    )
     async with store.database.write() as session:
         session.add_all([quota, QuotaWindow(quota_id="q", start=TODAY, granted=200, settled=0)])
         for replica in ("a", "b"):
@@ -194,7 +196,7 @@ async def test_the_first_answer_counts_and_the_other_is_charged_but_not_billed(s
 
 async def test_a_line_that_comes_twice_in_one_round_counts_once(store: Store) -> None:
     first, second = await store.claim("a", 2)
-    waits = PutBack(first, 0.0, 1, 0)
+    waits = RequeuedLine(first, 0.0, 1, 0)
     await store.store("a", answer(first, 5), answer(second, 6), answer(first, 7), waits)
     batch = await store.batch()
     assert (batch.completed, batch.output_tokens) == (2, 11)
@@ -204,8 +206,8 @@ async def test_a_line_that_comes_twice_in_one_round_counts_once(store: Store) ->
 
 async def test_a_line_that_is_put_back_waits_its_time_unless_another_has_it(store: Store) -> None:
     first, second = await store.claim("a", 2)
-    await store.store("a", PutBack(first, 5.0, 1, 0))
-    await store.store("b", PutBack(second, 0.0, 0, 0))  # not its own
+    await store.store("a", RequeuedLine(first, 5.0, 1, 0))
+    await store.store("b", RequeuedLine(second, 0.0, 0, 0))  # not its own
     assert [line.number for line in await store.claim("c", 1)] == [3]
     store.now.ahead_ms += 6000
     (line,) = await store.claim("c", 1)

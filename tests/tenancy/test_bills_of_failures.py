@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.clock import SystemClock
-from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.completions.request_recorder import RequestRecorder
 from moiety_platform.completions.tariffs import Tariff
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
@@ -18,13 +18,13 @@ from moiety_platform.errors import EngineFailed, EngineRefused, PlatformError, U
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.terms import Price
 from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.kinds import Kind, Level
+from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.models import Quota, QuotaWindow
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.traces.tracing import Tracing
 from moiety_platform.usage.models import UsageRecord
 from moiety_platform.usage.recorder import UsageRecorder
-from moiety_wire.messages import Card
+from moiety_wire.messages import ModelCard
 
 PRINCIPAL = Principal("key", "key", "tenant", "acme", "project", "standard", 1.0, b"salt", frozenset({"inference"}))
 REFUSED = EngineRefused("no", upstream_status=401)
@@ -40,7 +40,7 @@ async def test_what_no_engine_took_on_costs_nothing_and_leaves_nothing_reserved(
     database: Database, tmp_path: Path, error: PlatformError, was_taken_on: bool, billed: tuple[int, int]
 ) -> None:
     async with database.write() as session:
-        quota = Quota(id="q", level=Level.TENANT, scope_id="tenant", kind=Kind.TOKENS_PER_DAY, cap=1000)
+        quota = Quota(id="q", level=LimitLevel.TENANT, scope_id="tenant", kind=LimitKind.TOKENS_PER_DAY, cap=1000)
         quota.created_at = datetime.now(UTC)
         session.add(quota)
     clock, usage = SystemClock(), UsageRecorder(database, tmp_path / "journal")
@@ -56,7 +56,7 @@ async def test_what_no_engine_took_on_costs_nothing_and_leaves_nothing_reserved(
         async with opened as record:
             await record.spending.begin(40, 1, 30, Tariff({"standard": Price(3, 0, 15)}))
             record.reserved(40)
-            record.submitted(FakeEngineClient(Card("e", "m", "f", "{}", "", {}, (), 9, 9, 0, 0, "", "")), "r-0")
+            record.submitted(FakeEngineClient(ModelCard("e", "m", "f", "{}", "", {}, (), 9, 9, 0, 0, "", "")), "r-0")
             record.output_tokens, record.was_taken_on = 7 * was_taken_on, was_taken_on
             raise error
     await quotas.stop()

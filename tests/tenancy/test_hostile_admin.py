@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from moiety_platform.auth.admin import ADMIN_PATH
-from moiety_platform.openapi.documents import Documents, Part
+from moiety_platform.openapi.documents import DocumentPart, Documents
 from moiety_platform.settings import GatewaySettings
 
 from .test_isolation import ASKS, World, fill, world
@@ -83,7 +83,7 @@ async def caller(world: World) -> AsyncIterator[Caller]:
 
 def operations(world: World) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Each operation of the document: method, path below the admin API's, and what the document says of it."""
-    document = Documents(GatewaySettings).get(world.app, Part.ADMIN)
+    document = Documents(GatewaySettings).get(world.app, DocumentPart.ADMIN)
     for path, methods in document["paths"].items():
         for method, told in methods.items():
             if method in ("get", "post", "put", "patch", "delete"):
@@ -149,7 +149,7 @@ async def test_no_value_in_any_parameter_of_any_route_makes_a_5xx(world: World, 
 
 
 async def test_no_value_in_any_field_of_any_body_makes_a_5xx(world: World, caller: Caller) -> None:
-    schemas = Documents(GatewaySettings).get(world.app, Part.ADMIN)["components"]["schemas"]
+    schemas = Documents(GatewaySettings).get(world.app, DocumentPart.ADMIN)["components"]["schemas"]
     known = {**world.a.__dict__}
     for method, path, told in operations(world):
         if "requestBody" not in told:

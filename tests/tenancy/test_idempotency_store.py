@@ -12,22 +12,22 @@ from tests.database_clock import DatabaseClock
 
 from moiety_platform.db.session import Database
 from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused, TooManyKeys
-from moiety_platform.idempotency.keeper import CLAIM_S, Claim, IdempotencyKeeper, KeepingLimits
-from moiety_platform.idempotency.keys import Asked
+from moiety_platform.idempotency.key_store_client import CLAIM_S, IdempotencyKeys, KeepingLimits, KeyClaim
+from moiety_platform.idempotency.keys import KeyBinding
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest
 from moiety_platform.idempotency.store import KeptAnswer, KeyStore
 
 LIMITS = KeepingLimits(ttl_s=60, max_answer_bytes=100, max_keys_per_tenant=1000, max_bytes_per_tenant=1000)
 
-NewKeeper = Callable[..., IdempotencyKeeper]
+NewKeeper = Callable[..., IdempotencyKeys]
 
 
 @pytest.fixture
 def new_keeper(time: DatabaseClock) -> NewKeeper:
     """Makes a gateway's keeper of keys. Nothing renews its claims by itself."""
 
-    def make(database: Database, limits: KeepingLimits = LIMITS) -> IdempotencyKeeper:
-        return IdempotencyKeeper(database, KeyStore(now=time.now), limits)
+    def make(database: Database, limits: KeepingLimits = LIMITS) -> IdempotencyKeys:
+        return IdempotencyKeys(database, KeyStore(now=time.now), limits)
 
     return make
 
@@ -40,17 +40,17 @@ async def second(database_url: str) -> AsyncIterator[Database]:
     await opened.close()
 
 
-def asked(body: bytes = b"body", tenant_id: str = "ten_a") -> Asked:
-    return Asked(tenant_id, "prj", None, "/v1/x", body)
+def asked(body: bytes = b"body", tenant_id: str = "ten_a") -> KeyBinding:
+    return KeyBinding(tenant_id, "prj", None, "/v1/x", body)
 
 
-async def hold(keeper: IdempotencyKeeper, key: bytes, what: Asked | None = None) -> Claim:
+async def hold(keeper: IdempotencyKeys, key: bytes, what: KeyBinding | None = None) -> KeyClaim:
     claim = await keeper.claim(key, what or asked())
-    assert isinstance(claim, Claim)
+    assert isinstance(claim, KeyClaim)
     return claim
 
 
-async def answer(keeper: IdempotencyKeeper, key: bytes, data: bytes, what: Asked | None = None) -> None:
+async def answer(keeper: IdempotencyKeys, key: bytes, data: bytes, what: KeyBinding | None = None) -> None:
     claim = await hold(keeper, key, what)
     claim.note(data)
     await claim.keep(200, {"content-type": "text/plain"})
@@ -75,7 +75,7 @@ async def test_of_many_at_once_at_two_gateways_one_holds_the_key(
 ) -> None:
     keepers = [new_keeper(one) for one in (database, second)] * 10
     found = await asyncio.gather(*(keeper.claim(b"k", asked()) for keeper in keepers), return_exceptions=True)
-    assert sum(isinstance(one, Claim) for one in found) == 1
+    assert sum(isinstance(one, KeyClaim) for one in found) == 1
     assert sum(isinstance(one, KeyInUse) for one in found) == len(keepers) - 1
     await assert_sums_are_exact(database)
 
@@ -119,7 +119,7 @@ async def test_a_claim_is_held_while_it_is_renewed_and_taken_over_when_it_is_not
 
 
 async def test_a_keeper_that_was_started_renews_its_claims_by_itself(database: Database, second: Database) -> None:
-    here, there = (IdempotencyKeeper(one, KeyStore(), LIMITS, claim_s=3) for one in (database, second))
+    here, there = (IdempotencyKeys(one, KeyStore(), LIMITS, claim_s=3) for one in (database, second))
     await hold(here, b"k")
 
     async def expires_ms() -> int:  # by the database's own clock, which nobody moves
@@ -197,7 +197,7 @@ async def test_sums_stay_exact_whatever_happens_at_once(
             found = await keeper.claim(key, asked(tenant_id=tenant))
         except (KeyInUse, AnswerNotKept):
             return
-        if isinstance(found, Claim):
+        if isinstance(found, KeyClaim):
             time.advance(rng.choice([0, 0, 1]))
             found.note(b"x" * rng.randrange(120))
             if rng.random() < 0.7:

@@ -32,20 +32,19 @@ from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
-from moiety_platform.completions.limits import DEFAULT_SHAPE
-from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.completions.request_recorder import RequestRecorder
+from moiety_platform.completions.shape_limits import DEFAULT_SHAPE
 from moiety_platform.db.session import Database
-from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.experts.controller import expert_routes
 from moiety_platform.experts.service import ExpertService
-from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
-from moiety_platform.openapi.documents import Part, make_document
+from moiety_platform.openapi.documents import DocumentPart, make_document
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.kinds import Kind, Level
+from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota
 from moiety_platform.quota.store import LeaseStore
@@ -57,13 +56,14 @@ from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.simulations.controller import simulation_routes
 from moiety_platform.simulations.runner import Simulations
+from moiety_platform.tenant_deletion.controller import erasure_routes
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.traces.tracing import Tracing
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.store import insert_rows
-from moiety_platform.webhooks.addresses import Reach
+from moiety_platform.webhooks.addresses import AddressPolicy
 from moiety_platform.webhooks.controller import webhook_routes
 
 from .conftest import PEPPER, Admin
@@ -228,7 +228,7 @@ class Side:
 NOBODY = Side(
     *(
         "ten_nobodynobodynobodyno",
-        "ghost",
+        "padding_row",
         "prj_nobodynobodynobodyno",
         "nothing",
         "r-none",
@@ -260,11 +260,11 @@ class World:
             key, text = await create_key(session, NewKey(name=new, project_id=side.project_id), PEPPER, now)
             viewer = NewKey(name=new, role=Role.VIEWER, tenant_id=side.tenant_id)
             admin_key, admin_text = await create_key(session, viewer, PEPPER, now)
-            scopes = {Level.TENANT: side.tenant_id, Level.PROJECT: side.project_id, Level.KEY: key.id}
+            scopes = {LimitLevel.TENANT: side.tenant_id, LimitLevel.PROJECT: side.project_id, LimitLevel.KEY: key.id}
             spare = await create_tenant(session, NewTenant(name=new), now)
             adapter = await create_adapter(session, NewAdapter(side.tenant_id, "m", new, LORA.format()))
             quotas = [
-                (await set_quota(session, NewQuota(level, scope_id, Kind.REQUESTS_PER_MINUTE, 5), now)).id
+                (await set_quota(session, NewQuota(level, scope_id, LimitKind.REQUESTS_PER_MINUTE, 5), now)).id
                 for level, scope_id in scopes.items()
             ]
         owner = Admin(self.app, self.keys["owner"])
@@ -299,7 +299,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing()
     replicas, settings = Replicas([]), GatewaySettings()
     experts = expert_routes(ExpertService(replicas, clock))
-    handlers = [*engine_routes(replicas), *experts, *webhook_routes(Reach(), PEPPER), *erasure_routes(), *more]
+    handlers = [*engine_routes(replicas), *experts, *webhook_routes(AddressPolicy(), PEPPER), *erasure_routes(), *more]
     handlers += adapter_routes(AdapterCache(database, clock), AdapterRoom(10_000, 15_000))
     handlers += settings_routes(SettingsSource.open(None, SECTION, lambda: settings), LiveSettings(settings), None)
     handlers += simulation_routes(Simulations(database, limit_s=60.0, niceness=0), replicas.states)
@@ -314,7 +314,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
         tracing=tracing,
         clock=clock,
         recorder=RequestRecorder(usage, quotas, metrics, tracing, clock),
-        idempotency=IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings)),
+        idempotency=IdempotencyKeys(database, KeyStore(), KeepingLimits.of(settings)),
         responses=ResponseKeeper(database, ConversationLimits.of(settings)),
         admin_routes=[router],
     )
@@ -506,7 +506,7 @@ async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: 
 
 def filters_of(app: Litestar) -> Iterator[tuple[str, dict[str, bool]]]:
     """The lists of the admin API, and what each of them can be asked by, or must be."""
-    for path, item in make_document(app, Part.ADMIN, DEFAULT_SHAPE)["paths"].items():
+    for path, item in make_document(app, DocumentPart.ADMIN, DEFAULT_SHAPE)["paths"].items():
         if "{" not in path and "get" in item:
             parameters = item["get"].get("parameters", [])
             yield path.removeprefix(ADMIN_PATH), {one["name"]: one["required"] for one in parameters}

@@ -15,17 +15,17 @@ from sqlalchemy import select
 from moiety_platform.auth.reach import criteria_of
 from moiety_platform.db.session import Database
 from moiety_platform.prices.terms import Price
-from moiety_platform.quota.kinds import Kind, Level, Unit
+from moiety_platform.quota.kinds import LimitKind, LimitLevel, Unit
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.store import LeaseStore, Remains
-from moiety_platform.usage.bill import Bill, encode_bill
+from moiety_platform.usage.billing_context import BillingContext, encode_bill
 from moiety_platform.usage.metering import MeterReader, charge
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour, UsageRecord
 from moiety_platform.usage.queries import UsageFilter, sum_usage
 from moiety_platform.usage.row import GATEWAY_KILLED, KILLED, UsageRow
 from moiety_platform.usage.store import insert_rows
-from moiety_wire.messages import Metered
+from moiety_wire.messages import MeteredUsage
 
 NOON = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
 DAY = NOON.replace(hour=0, minute=0)
@@ -42,23 +42,28 @@ def make_row(**changes: Any) -> UsageRow:
     return msgspec.structs.replace(row, **changes)
 
 
-def make_bill(*, num_choices: int = 1) -> Bill:
+def make_bill(*, num_choices: int = 1) -> BillingContext:
     cost = PRICES["standard"].cost(PROMPT, 0, 0)
     charges = (Charge(TOKENS, "dead", PROMPT), Charge(MONEY, "dead", cost))
     row = make_row(num_choices=num_choices, cost_nanodollars=cost, charges=charges, **KILLED)
-    return Bill(row, PRICES, [(TOKENS, Unit.TOKENS), (MONEY, Unit.MONEY)], "dead", num_choices)
+    return BillingContext(row, PRICES, [(TOKENS, Unit.TOKENS), (MONEY, Unit.MONEY)], "dead", num_choices)
 
 
-def metered(bill: Bill, *, sequence: int = 0, output: int = 40, cached: int = 0, served: str = "standard") -> Metered:
-    return Metered("dead", f"{bill.row.request_id}-{sequence}", encode_bill(bill), served, cached, output)
+def metered(
+    bill: BillingContext, *, sequence: int = 0, output: int = 40, cached: int = 0, served: str = "standard"
+) -> MeteredUsage:
+    return MeteredUsage("dead", f"{bill.row.request_id}-{sequence}", encode_bill(bill), served, cached, output)
 
 
 @pytest.fixture
 async def leased(database: Database) -> Database:
     """A store in which the gateway that died held 1,000 tokens and a good sum of money."""
     async with database.write() as session:
-        for window, kind, granted in ((TOKENS, Kind.TOKENS_PER_DAY, 1000), (MONEY, Kind.MONEY_PER_DAY, 10**9)):
-            quota = Quota(id=window.quota_id, level=Level.TENANT, scope_id="ten", kind=kind, cap=granted)
+        for window, kind, granted in (
+            (TOKENS, LimitKind.TOKENS_PER_DAY, 1000),
+            (MONEY, LimitKind.MONEY_PER_DAY, 10**9),
+        ):
+            quota = Quota(id=window.quota_id, level=LimitLevel.TENANT, scope_id="ten", kind=kind, cap=granted)
             quota.created_at = NOON
             session.add(quota)
             session.add(QuotaWindow(quota_id=window.quota_id, start=window.start, granted=granted, settled=0))
@@ -68,7 +73,7 @@ async def leased(database: Database) -> Database:
     return database
 
 
-async def charge_all(database: Database, *records: Metered) -> list[bool]:
+async def charge_all(database: Database, *records: MeteredUsage) -> list[bool]:
     done = []
     for record in records:
         async with database.write() as session:
@@ -172,7 +177,7 @@ async def test_a_downgraded_request_costs_what_the_class_that_served_it_costs(le
 
 async def test_a_bill_that_is_none_is_refused_and_nothing_changes(leased: Database) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        await charge_all(leased, Metered("dead", "chat-1-0", b"\x01", "standard", 0, 5))
+        await charge_all(leased, MeteredUsage("dead", "chat-1-0", b"\x01", "standard", 0, 5))
     async with leased.read() as session:
         assert (await session.scalars(select(UsageRecord))).all() == []
 

@@ -12,8 +12,8 @@ from moiety_migrations import downgrade, upgrade
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import to_sync_url
-from moiety_platform.erasure.names import blank_names
 from moiety_platform.errors import BadRequest
+from moiety_platform.tenant_deletion.names import blank_names
 from moiety_platform.tenants.checks import check_name
 from moiety_platform.tenants.models import Project, Tenant
 

@@ -22,11 +22,11 @@ from moiety_platform.access.roles import Role
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.oidc import MAX_AGE_S, REFETCH_S, OidcTerms, OidcVerifier
+from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
-from moiety_platform.gateway_parts.tokens import TokenDoor
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.prices.cache import PriceCache
@@ -242,7 +242,7 @@ async def test_whom_a_running_gateway_believes_is_what_its_settings_say(
     issuer: Issuer, database: Database, clock: ManualClock
 ) -> None:
     live = LiveSettings(GatewaySettings())
-    async with TokenDoor(live.now, database, clock) as door:
+    async with OidcAuthentication(live.now, database, clock) as door:
         door.followed_by(live)
         assert door.find() is None
         given: dict[str, Any] = {"oidc_issuer": issuer.url, "oidc_audience": AUDIENCE}

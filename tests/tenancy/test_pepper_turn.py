@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from moiety_platform.auth.authenticator import OUTAGE_PAUSE_S, TTL_S, Authenticator
 from moiety_platform.auth.keys import generate_key, mark_of
-from moiety_platform.auth.pepper import BadPepper, Turn, pepper_of, turn_of
+from moiety_platform.auth.pepper import BadPepper, PepperRotation, pepper_of, turn_of
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.clock import ManualClock
@@ -33,8 +33,8 @@ class Gateways:
 
     def __init__(self, database: Database, clock: ManualClock) -> None:
         self.before = Authenticator(database, PEPPER, clock)
-        self.knowing = Authenticator(database, PEPPER, clock, turn=Turn(coming=NEW))
-        self.turned = Authenticator(database, NEW, clock, turn=Turn(previous=PEPPER))
+        self.knowing = Authenticator(database, PEPPER, clock, turn=PepperRotation(coming=NEW))
+        self.turned = Authenticator(database, NEW, clock, turn=PepperRotation(previous=PEPPER))
         self.after = Authenticator(database, NEW, clock)
 
 
@@ -108,7 +108,7 @@ async def test_a_key_whose_new_hash_cannot_be_written_is_served_and_hashed_at_a_
     cuttable: CuttableStore, clock: ManualClock
 ) -> None:
     demo = await make_demo(cuttable.database, clock)
-    turned = Authenticator(cuttable.database, NEW, clock, turn=Turn(previous=PEPPER))
+    turned = Authenticator(cuttable.database, NEW, clock, turn=PepperRotation(previous=PEPPER))
     assert not await takes(turned, demo.key[:-4] + "0000")  # so what is stored is known here
     await cuttable.wire.cut()
     with structlog.testing.capture_logs() as logged:
@@ -125,7 +125,7 @@ async def test_a_gateway_that_ends_writes_the_hash_first_and_leaves_no_transacti
     database: Database, clock: ManualClock
 ) -> None:
     demo = await make_demo(database, clock)
-    turned = Authenticator(database, NEW, clock, turn=Turn(previous=PEPPER))
+    turned = Authenticator(database, NEW, clock, turn=PepperRotation(previous=PEPPER))
     await turned.authenticate(f"Bearer {demo.key}")
     await turned.close()
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("key-")]
@@ -147,13 +147,13 @@ def test_peppers_come_from_settings_or_from_files_of_the_data_directory(tmp_path
         key_pepper_next=SecretStr("c" * 32),
         key_pepper_previous=SecretStr("p" * 32),
     )
-    assert (pepper_of(given), turn_of(given)) == (b"n" * 32, Turn(b"c" * 32, b"p" * 32))
+    assert (pepper_of(given), turn_of(given)) == (b"n" * 32, PepperRotation(b"c" * 32, b"p" * 32))
     local = GatewaySettings(data_dir=tmp_path)
     old = pepper_of(local)
-    assert turn_of(local) == Turn()
+    assert turn_of(local) == PepperRotation()
     (tmp_path / "pepper").rename(tmp_path / "pepper.previous")
     assert pepper_of(local) != old
-    assert turn_of(local) == Turn(previous=old)
+    assert turn_of(local) == PepperRotation(previous=old)
     assert "p" * 32 not in repr(turn_of(given))
 
 

@@ -33,14 +33,14 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import RequestExceedsQuota, Unavailable
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.kinds import Kind, Level, Scope, Unit
+from moiety_platform.quota.kinds import LimitKind, LimitLevel, Scope, Unit
 from moiety_platform.quota.lease import Charge, Hold
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.store import LeaseStore, book
 
 START = datetime(2026, 1, 1, 23, 0, tzinfo=UTC)
 TTL_S = 20.0
-SCOPES = (Scope(Level.TENANT, "tenant"), Scope(Level.PROJECT, "project"), Scope(Level.KEY, "key"))
+SCOPES = (Scope(LimitLevel.TENANT, "tenant"), Scope(LimitLevel.PROJECT, "project"), Scope(LimitLevel.KEY, "key"))
 CAPS = {SCOPES[0]: 400, SCOPES[1]: 300, SCOPES[2]: 150}
 
 
@@ -76,7 +76,7 @@ def new_store() -> bytes:
             await connection.run_sync(Base.metadata.create_all)
         async with store.write() as session:
             for scope, cap in CAPS.items():
-                quota = Quota(id=scope.id, level=scope.level, scope_id=scope.id, kind=Kind.TOKENS_PER_DAY, cap=cap)
+                quota = Quota(id=scope.id, level=scope.level, scope_id=scope.id, kind=LimitKind.TOKENS_PER_DAY, cap=cap)
                 quota.created_at = START
                 session.add(quota)
         await store.close()

@@ -22,7 +22,7 @@ from moiety_platform.quota.account import Account
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.holdings import list_leases
 from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.kinds import Kind, Level, Meter, Period, Scope, Unit, window_end, window_start
+from moiety_platform.quota.kinds import LimitKind, LimitLevel, Meter, Period, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Charge, Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
@@ -35,8 +35,8 @@ from moiety_platform.usage.row import UsageRow
 
 from .conftest import CuttableStore, hold_without_rounds
 
-TENANTS = [Scope(Level.TENANT, f"tenant-{number}") for number in range(6)]
-WHOLE = Scope(Level.PROJECT, "whole")
+TENANTS = [Scope(LimitLevel.TENANT, f"tenant-{number}") for number in range(6)]
+WHOLE = Scope(LimitLevel.PROJECT, "whole")
 SMALL_CAP, WHOLE_CAP = 1_000, 4_000
 
 
@@ -50,7 +50,7 @@ def row(number: int, charges: tuple[Charge, ...]) -> UsageRow:
 async def set_caps(database: Database, caps: dict[Scope, int]) -> None:
     async with database.write() as session:
         for scope, cap in caps.items():
-            quota = Quota(id=scope.id, level=scope.level, scope_id=scope.id, kind=Kind.TOKENS_PER_DAY, cap=cap)
+            quota = Quota(id=scope.id, level=scope.level, scope_id=scope.id, kind=LimitKind.TOKENS_PER_DAY, cap=cap)
             quota.created_at = datetime.now(UTC)
             session.add(quota)
 
@@ -268,7 +268,7 @@ async def test_a_limit_that_only_a_later_release_knows_breaks_no_other(database:
 async def test_a_limit_set_by_several_at_once_is_one_limit(database: Database, demo: Any) -> None:
     async def set_to(cap: int) -> str:
         async with database.write() as session:
-            new = NewQuota(Level.TENANT, demo.tenant_id, Kind.TOKENS_PER_DAY, cap)
+            new = NewQuota(LimitLevel.TENANT, demo.tenant_id, LimitKind.TOKENS_PER_DAY, cap)
             return (await set_quota(session, new, datetime.now(UTC))).id
 
     assert len(set(await asyncio.gather(*map(set_to, range(8))))) == 1
@@ -340,7 +340,7 @@ def test_a_hold_is_left_once_and_spends_no_more_than_it_reserved() -> None:
 
 def test_what_is_used_steadily_is_asked_for_before_anybody_lacks_it_while_there_is_plenty() -> None:
     window = WindowId("q", datetime(2026, 1, 1, tzinfo=UTC))
-    limit = Limit("q", WHOLE, Kind.TOKENS_PER_DAY, 10_000)
+    limit = Limit("q", WHOLE, LimitKind.TOKENS_PER_DAY, 10_000)
 
     def running_low(
         free: int, *, remaining: int | None = 9_000, now_s: float = 100.0, meter: Meter = Meter.STOCK

@@ -16,18 +16,18 @@ from moiety_platform.db.session import Database
 from moiety_platform.quota.bucket import Bucket
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.kinds import Kind, Level, Scope, Unit
+from moiety_platform.quota.kinds import LimitKind, LimitLevel, Scope, Unit
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaWindow
-from moiety_platform.quota.standing import Standing, duration, headers
+from moiety_platform.quota.standing import LimitStatus, duration, headers
 from moiety_platform.quota.store import LeaseStore
 
 from .conftest import hold_without_rounds
 
-TENANT = Scope(Level.TENANT, "tenant")
+TENANT = Scope(LimitLevel.TENANT, "tenant")
 ONE = {Unit.REQUESTS: 1, Unit.SLOTS: 1}
 
 
-async def set_limit(database: Database, kind: Kind, cap: int) -> None:
+async def set_limit(database: Database, kind: LimitKind, cap: int) -> None:
     async with database.write() as session:
         quota = Quota(id=kind.value, level=TENANT.level, scope_id=TENANT.id, kind=kind, cap=cap)
         quota.created_at = datetime.now(UTC)
@@ -72,7 +72,7 @@ def test_a_lowered_cap_lets_something_through_within_a_minute() -> None:
 
 
 async def test_replicas_draw_from_one_bucket(database: Database) -> None:
-    await set_limit(database, Kind.REQUESTS_PER_MINUTE, 120)
+    await set_limit(database, LimitKind.REQUESTS_PER_MINUTE, 120)
     keepers = [
         QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1, answer_s=30.0) for n in range(3)
     ]
@@ -99,7 +99,7 @@ async def test_replicas_draw_from_one_bucket(database: Database) -> None:
 
 
 async def test_slots_are_bounded_over_replicas_and_come_back(database: Database) -> None:
-    await set_limit(database, Kind.CONCURRENT_REQUESTS, 10)
+    await set_limit(database, LimitKind.CONCURRENT_REQUESTS, 10)
     keepers = [
         QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1, answer_s=30.0) for n in range(3)
     ]
@@ -139,7 +139,7 @@ async def test_slots_are_bounded_over_replicas_and_come_back(database: Database)
 
 
 async def test_the_slots_of_a_replica_that_is_gone_are_free_again(database: Database, time: DatabaseClock) -> None:
-    await set_limit(database, Kind.CONCURRENT_REQUESTS, 2)
+    await set_limit(database, LimitKind.CONCURRENT_REQUESTS, 2)
     leases = [LeaseStore(name, 20.0, now=time.now) for name in ("gone", "other")]
     gone, other = (QuotaKeeper(database, store, SystemClock()) for store in leases)
     for _ in range(2):
@@ -159,7 +159,7 @@ async def test_the_slots_of_a_replica_that_is_gone_are_free_again(database: Data
 
 
 async def test_slots_that_were_swept_are_not_given_back_again(database: Database, time: DatabaseClock) -> None:
-    await set_limit(database, Kind.CONCURRENT_REQUESTS, 10)
+    await set_limit(database, LimitKind.CONCURRENT_REQUESTS, 10)
     leases = [LeaseStore("cut off", 20.0, now=time.now), LeaseStore("other", 60.0, now=time.now)]
     cut_off, other = (QuotaKeeper(database, store, SystemClock(), tick_s=60.0) for store in leases)
     streams = [await hold_without_rounds(cut_off, TENANT, ONE) for _ in range(6)]
@@ -180,7 +180,7 @@ async def test_slots_that_were_swept_are_not_given_back_again(database: Database
 
 
 async def test_a_lease_of_which_a_running_request_holds_nothing_is_not_forgotten(database: Database) -> None:
-    await set_limit(database, Kind.MONEY_PER_DAY, 1_000)
+    await set_limit(database, LimitKind.MONEY_PER_DAY, 1_000)
     clock = ManualClock(datetime(2026, 1, 1, tzinfo=UTC))
     keeper = QuotaKeeper(database, LeaseStore("r", 20.0), clock)
     free = {Unit.MONEY: 0}
@@ -201,8 +201,11 @@ async def test_a_lease_of_which_a_running_request_holds_nothing_is_not_forgotten
 
 
 def test_headers_name_the_tightest_of_each_kind() -> None:
-    wide, narrow = Standing(Kind.REQUESTS_PER_MINUTE, 60, 50, 10.0), Standing(Kind.REQUESTS_PER_MINUTE, 20, 5, 45.0)
-    fields = headers([wide, narrow, Standing(Kind.CONCURRENT_REQUESTS, 4, 3, None)])
+    wide, narrow = (
+        LimitStatus(LimitKind.REQUESTS_PER_MINUTE, 60, 50, 10.0),
+        LimitStatus(LimitKind.REQUESTS_PER_MINUTE, 20, 5, 45.0),
+    )
+    fields = headers([wide, narrow, LimitStatus(LimitKind.CONCURRENT_REQUESTS, 4, 3, None)])
     assert fields["x-ratelimit-remaining-requests"] == "5"
     assert fields["x-ratelimit-reset-requests"] == "45s"
     assert fields["ratelimit-policy"] == '"requests_per_minute";q=20;w=60, "concurrent_requests";q=4'

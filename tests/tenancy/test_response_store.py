@@ -18,17 +18,17 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.reach import tenant_of
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
-from moiety_platform.erasure.service import Eraser
 from moiety_platform.errors import NotFound, RateLimited, Unavailable
 from moiety_platform.responses_api.items import Continued, message_item, text_part
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.models import StoredResponse
-from moiety_platform.responses_api.store import ResponseStore, Room
+from moiety_platform.responses_api.store import ResponseStore, StorageRoom
+from moiety_platform.tenant_deletion.service import TenantDeleter
 
 from .conftest import PEPPER, CuttableStore, Demo, make_demo
 
 BODY = b'{"output":[%b]}'
-LIMITS = ConversationLimits(ttl_s=60, room=Room(10, 10_000), max_items=1000, max_bytes=10_000)
+LIMITS = ConversationLimits(ttl_s=60, room=StorageRoom(10, 10_000), max_items=1000, max_bytes=10_000)
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ async def sums(database: Database) -> tuple[int, int]:
         return num_responses, int(num_bytes or 0)
 
 
-@pytest.mark.parametrize("room", [Room(5, 10_000), Room(100, 1100)])
+@pytest.mark.parametrize("room", [StorageRoom(5, 10_000), StorageRoom(100, 1100)])
 async def test_of_many_at_once_at_two_gateways_as_many_are_kept_as_there_is_room_for(
-    database: Database, second: Database, whose: Principal, room: Room
+    database: Database, second: Database, whose: Principal, room: StorageRoom
 ) -> None:
     keepers = [ResponseKeeper(one, replace(LIMITS, room=room)) for one in (database, second)]
     kept = await asyncio.gather(*(keep(keepers[number % 2], whose, number, size=50) for number in range(20)))
@@ -81,7 +81,7 @@ async def test_of_many_at_once_at_two_gateways_as_many_are_kept_as_there_is_room
 async def test_a_conversation_is_read_in_order_however_long_it_is_and_only_whole(
     database: Database, whose: Principal, time: DatabaseClock
 ) -> None:
-    limits = replace(LIMITS, room=Room(1000, 10**9), max_bytes=10**9)
+    limits = replace(LIMITS, room=StorageRoom(1000, 10**9), max_bytes=10**9)
     keeper = ResponseKeeper(database, limits, ResponseStore(time.now))
     for number in range(60):
         assert await keep(keeper, whose, number, number - 1 if number else None)
@@ -98,7 +98,7 @@ async def test_a_conversation_is_read_in_order_however_long_it_is_and_only_whole
 async def test_what_has_expired_is_found_no_more_and_purged_in_batches(
     database: Database, whose: Principal, time: DatabaseClock
 ) -> None:
-    limits = replace(LIMITS, room=Room(1000, 10**9))
+    limits = replace(LIMITS, room=StorageRoom(1000, 10**9))
     store = ResponseStore(time.now)
     keeper = ResponseKeeper(database, limits, store)
     for number in range(7):
@@ -120,7 +120,7 @@ async def test_nothing_is_kept_of_a_tenant_once_its_erasure_has_begun(
 ) -> None:
     keeper = ResponseKeeper(database, LIMITS)
     assert await keep(keeper, whose, 1)
-    eraser = Eraser(AuditedStore(database, "root", Role.OWNER, tenant_of, clock), whose.tenant_id)
+    eraser = TenantDeleter(AuditedStore(database, "root", Role.OWNER, tenant_of, clock), whose.tenant_id)
     await eraser.begin()
     assert not await keep(keeper, whose, 2)
     done = await eraser.work(60.0)

@@ -21,13 +21,13 @@ from moiety_engine.simulator.devices import PRESETS
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.pepper import Turn
+from moiety_platform.auth.pepper import PepperRotation
+from moiety_platform.bootstrap.administration import Administration
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import PlatformError
-from moiety_platform.gateway_parts.administration import Administration
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.prices.cache import PriceCache
@@ -139,7 +139,7 @@ async def test_an_engine_is_simulated_as_it_has_learned_to_be(
     state: Any = SimpleNamespace(load=load)
     engines.append(state)
     refusal = await api.call("POST", "simulations", 409, json={"engine_id": "e-1"})
-    assert refusal["error"]["code"] == "nothing_learned"
+    assert refusal["error"]["code"] == "no_step_time_model"
     await api.call("POST", "simulations", 404, json={"engine_id": "e-2"})
     state.load = Load(**fields, max_batch_tokens=256, max_running=8, step_costs=COSTS)
     made = await api.call("POST", "simulations", 202, json={"engine_id": "e-1"})
@@ -230,7 +230,7 @@ def test_what_may_be_asked_for_by_name_is_what_the_simulator_has() -> None:
 
 async def test_the_patience_with_simulations_is_what_the_settings_say(database: Database, clock: Any) -> None:
     live = LiveSettings(GatewaySettings())
-    parts = database, database, (PEPPER, Turn()), clock, AdapterCache(database, clock), Replicas([])
+    parts = database, database, (PEPPER, PepperRotation()), clock, AdapterCache(database, clock), Replicas([])
     async with Administration(live.now, *parts) as made:
         made.followed_by(live)
         assert (made.simulations.limit_s, made.simulations.niceness) == (300, 10)

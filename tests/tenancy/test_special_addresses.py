@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moiety_platform.errors import BadRequest
-from moiety_platform.webhooks.addresses import CannotReach, Reach
-from moiety_platform.webhooks.poster import Poster
+from moiety_platform.webhooks.addresses import AddressPolicy, CannotReach
+from moiety_platform.webhooks.poster import WebhookClient
 from moiety_platform.webhooks.special_addresses import SPECIAL_IPV4, SPECIAL_IPV6, is_special
 
 SPECIAL = [
@@ -38,7 +38,7 @@ SPELLINGS = [
 @pytest.mark.parametrize("address", SPECIAL)
 def test_an_address_of_special_purpose_is_known_as_such(address: str) -> None:
     assert is_special(ip_address(address))
-    assert not Reach().allows(ip_address(address), "https")
+    assert not AddressPolicy().allows(ip_address(address), "https")
 
 
 @pytest.mark.parametrize("address", PUBLIC)
@@ -64,9 +64,9 @@ def test_no_ipv4_address_is_public_by_being_written_as_ipv6(address: int) -> Non
 async def test_a_special_address_is_refused_in_every_spelling_when_made_and_when_used(host: str) -> None:
     url = f"https://{host}/hook"
     with pytest.raises(BadRequest) as refused:
-        Reach().check(url)
+        AddressPolicy().check(url)
     assert refused.value.code in ("address_not_allowed", "invalid_request")
-    async with Poster(Reach()) as poster:
+    async with WebhookClient(AddressPolicy()) as poster:
         with pytest.raises(CannotReach) as unreached:
             await poster.post(url, b"{}", {})
     assert unreached.value.code in ("address_not_allowed", "name_not_resolved")

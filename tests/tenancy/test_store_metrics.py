@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from moiety_platform.clock import SystemClock
-from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.completions.request_recorder import RequestRecorder
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
 from moiety_platform.metrics import Metrics

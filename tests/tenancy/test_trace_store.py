@@ -11,14 +11,14 @@ from sqlalchemy import ColumnElement, func, literal, select
 
 from moiety_platform.db.paging import PageRequest, decode_cursor
 from moiety_platform.db.session import Database
-from moiety_platform.metrics import UpkeepMetrics, new_registry
+from moiety_platform.metrics import RetentionMetrics, new_registry
+from moiety_platform.retention.service import RetentionService
 from moiety_platform.trace_receiver.process import DAY_MS, chores_of
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.trace_store.queries import TraceFilter, find_traces, read_trace
 from moiety_platform.trace_store.rows import MAX_ATTRIBUTES, MAX_TEXT_LENGTH, Rows, rows_of
 from moiety_platform.trace_store.store import insert_rows
-from moiety_platform.upkeep.service import Upkeep
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 START_NS = int(START.timestamp()) * 10**9
@@ -108,10 +108,16 @@ async def test_upkeep_deletes_what_was_stored_longer_ago_than_it_is_kept(databas
     await store(database, sent(range(1, 1300), stored_ms=now_ms - 8 * DAY_MS))
     await store(database, sent(range(1300, 1303), stored_ms=now_ms - 6 * DAY_MS))
     settings = TraceSettings(traces_token="a token of gateways")
-    upkeep = Upkeep(
-        "one", database, chores_of(settings, clock), UpkeepMetrics(new_registry()), interval_s=60, pause_s=0, now=clock
+    retention = RetentionService(
+        "one",
+        database,
+        chores_of(settings, clock),
+        RetentionMetrics(new_registry()),
+        interval_s=60,
+        pause_s=0,
+        now=clock,
     )
-    assert await upkeep.round() == {"spans": 2598, "traces": 1299}
+    assert await retention.round() == {"spans": 2598, "traces": 1299}
     assert await num_rows(database) == [3, 6]
 
 

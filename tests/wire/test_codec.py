@@ -12,7 +12,6 @@ from moiety_wire.figures import ClassLoad, Load
 from moiety_wire.messages import (
     Abort,
     Accepted,
-    Card,
     Extend,
     Failed,
     FailureCode,
@@ -20,6 +19,7 @@ from moiety_wire.messages import (
     FinishReason,
     Heartbeat,
     Hello,
+    ModelCard,
     Sampling,
     Stopping,
     Submit,
@@ -49,7 +49,7 @@ TO_ENGINE = [Hello("g"), Heartbeat(3), SUBMIT, Extend("r", 1, 32, last=True), Ab
 LOGPROBS = [TokenLogprob("\N{REPLACEMENT CHARACTER}", b"\xe6", -0.25, [TopLogprob("a", b"a", -1.0)])]
 EVENT = Event(5, EventKind.PREEMPTED, Reason.URGENT_NEEDS_BLOCKS, "other")
 CLASS_LOAD = ClassLoad("flex", 1, 2, 0.5, 3, {"shed": 1}, 0, {"over_share": 2}, 0, 1, 9)
-CARD = Card("e", "m", "qwen3_moe", "{}", "", {"eos_token": "</s>"}, (2,), 4096, 32000, 20, 1, "bfloat16", "cpu")
+CARD = ModelCard("e", "m", "qwen3_moe", "{}", "", {"eos_token": "</s>"}, (2,), 4096, 32000, 20, 1, "bfloat16", "cpu")
 TO_GATEWAY = [
     CARD,
     Accepted("r", 0, "standard", Reason.IN_TIME, 0.25),

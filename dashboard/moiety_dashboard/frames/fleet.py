@@ -53,7 +53,7 @@ def class_loads(engines: Rows) -> dict[str, dict[str, float]]:
 
 OLDEST = "oldest_waiting_unix_s"
 _NONE_WAITS = {"predicted_ttft_s": float("inf"), OLDEST: 0.0}
-_COUNTS = ("num_waiting", "num_running", "admitted", "rejected", "downgraded", "preempted", "relegated", "boosted")
+_COUNTS = ("num_waiting", "num_running", "admitted", "rejected", "downgraded", "preempted", "demoted", "boosted")
 
 
 def promise(terms: Mapping[str, Any]) -> str:

@@ -172,7 +172,7 @@ def draw_classes(client: AdminClient, answer: Answer) -> None:
     ]
     frame = pd.DataFrame(rows)
     counts = {"admitted": "Admitted", "rejected": "Refused", "downgraded": "Downgraded", "preempted": "Preempted",
-              "relegated": "Relegated", "boosted": "Boosted"}  # fmt: skip
+              "demoted": "Demoted", "boosted": "Boosted"}  # fmt: skip
     shown = {"engine": "Engine", "class": "Class", "num_waiting": "Waiting now", "num_running": "Running now", **counts}
     with panels.panel(
         "Decisions by class", "since each engine started", [answer, classes], key="decisions", frame=frame

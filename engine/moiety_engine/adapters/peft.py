@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moiety_engine.errors import AdapterError
-from moiety_engine.model.adapted import AdapterWeights, Product, form_of
+from moiety_engine.model.adapter_stacks import AdapterWeights, Product, form_of
 from moiety_engine.model.names import placements
 from moiety_engine.model.weights import AttentionWeights, DenseWeights, ModelWeights, MoeWeights, allocate
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.model.adapted import Key
-    from moiety_engine.model.names.place import Place, Shares
+    from moiety_engine.model.adapter_stacks import Key
+    from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping
     from moiety_engine.model.spec import ModelSpec
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -215,7 +215,7 @@ def _fused(
 
 
 def _check_shapes(
-    module: _Module, place: Place | Shares | None, down: Tensor, up: Tensor, width: int, rank: int
+    module: _Module, place: TensorMapping | Shares | None, down: Tensor, up: Tensor, width: int, rank: int
 ) -> None:
     if place is None:
         raise AdapterError(f"the model has no {_told(module)}: was the adapter trained on another model?")

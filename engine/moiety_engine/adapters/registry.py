@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from moiety_engine.adapters.peft import read_adapter
-from moiety_engine.adapters.room import Need, find_room, padded_rank
+from moiety_engine.adapters.slot_layout import SlotRequirement, find_room, padded_rank
 from moiety_engine.errors import AdapterError
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_wire.messages import FailureCode
@@ -24,7 +24,7 @@ from moiety_wire.messages import FailureCode
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from moiety_engine.model.adapted import AdapterWeights
+    from moiety_engine.model.adapter_stacks import AdapterWeights
     from moiety_engine.model.transformer import Transformer
 
 log = structlog.get_logger()
@@ -37,7 +37,7 @@ class _Adapter:
     folder: Path
     slot: int = -1  # -1: in none
     num_users: int = 0  # requests that are open and may run
-    need: Need | None = None  # of what is in the slot
+    need: SlotRequirement | None = None  # of what is in the slot
     reading: Future[AdapterWeights] | None = None
     problem: str = ""  # why it cannot be served
 
@@ -51,7 +51,7 @@ class AdapterRegistry:
         self._max_bytes, self._max_slots, self._max_rank = max_bytes, max_slots, max_rank
         self._known: OrderedDict[str, _Adapter] = OrderedDict()  # the least recently used first
         self._slot_of: dict[str, int] = {}
-        self._guests: dict[int, tuple[CoreSubmit, float]] = {}  # who, and since when; in the order in which they came
+        self._pending: dict[int, tuple[CoreSubmit, float]] = {}  # who, and since when; in the order in which they came
         self._users: dict[int, str] = {}  # request's key → adapter
         self._refused: deque[CoreFailure] = deque()
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="adapters") if max_bytes else None
@@ -79,15 +79,15 @@ class AdapterRegistry:
         elif known is None:
             self._refuse(submit.key, FailureCode.ADAPTER_MISSING, "this engine does not have the request's adapter")
         else:
-            self._guests[submit.key] = submit, time.monotonic()
+            self._pending[submit.key] = submit, time.monotonic()
 
     def leave(self, key: int) -> CoreSubmit | None:
-        """A guest goes; None if there is no such guest."""
-        submit, _ = self._guests.pop(key, (None, 0.0))
+        """A pending goes; None if there is no such pending."""
+        submit, _ = self._pending.pop(key, (None, 0.0))
         if submit is None:
             return None
         known = self._known[submit.adapter]
-        if known.reading is not None and all(other.adapter != submit.adapter for other, _ in self._guests.values()):
+        if known.reading is not None and all(other.adapter != submit.adapter for other, _ in self._pending.values()):
             known.reading.cancel()
             known.reading = None  # nobody waits: neither its weights nor its failure are kept
         return submit
@@ -96,7 +96,7 @@ class AdapterRegistry:
         """Who need not wait any more. Where the slots are full, who has waited for one for long holds up all that came
         later, so that some become free."""
         is_full = False  # who comes later does not take the room that somebody waits for
-        for key, (submit, since_s) in list(self._guests.items()):
+        for key, (submit, since_s) in list(self._pending.items()):
             name = submit.adapter
             known = self._known[name]
             if known.slot < 0 and not known.problem and not is_full:
@@ -104,10 +104,10 @@ class AdapterRegistry:
                 if is_full and time.monotonic() - since_s > PATIENCE_S:
                     return
             if known.problem:
-                del self._guests[key]
+                del self._pending[key]
                 self._refuse(key, FailureCode.ADAPTER_REFUSED, f"the adapter cannot be served: {known.problem}")
             elif known.slot >= 0:
-                del self._guests[key]
+                del self._pending[key]
                 self._known.move_to_end(name)
                 known.num_users += 1
                 self._users[key] = name
@@ -175,7 +175,7 @@ class AdapterRegistry:
 
     def _place(self, name: str, known: _Adapter, weights: AdapterWeights) -> bool:
         """Whether it is in a slot now; if not, its problem says why it never will be, or it must wait."""
-        need = Need(frozenset(weights.factors), weights.rank)
+        need = SlotRequirement(frozenset(weights.factors), weights.rank)
         least = self._stacks.num_bytes(need.keys, 1, padded_rank(need.rank))
         if least > self._max_bytes:
             known.problem = f"it takes {least} bytes, and this engine's --adapter-memory-bytes is {self._max_bytes}"

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from moiety_engine.bench.engine import make_request
-from moiety_engine.bench.lengths import Lengths
+from moiety_engine.bench.lengths import BenchLengths
 from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName
 from moiety_engine.errors import EngineError
 from moiety_engine.loop import EngineLoop
 from moiety_engine.model.spec import MoeSpec
-from moiety_engine.opening import load_loop
-from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
-from moiety_engine.simulator.devices import Device
+from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.simulator.devices import SimulatedDevice
+from moiety_engine.startup import load_loop
 
 _DECODE_STEPS = 6
 _REPEATS = 3
@@ -66,7 +66,7 @@ def calibrate(
     seed: int,
     on_load: Callable[[int, int], None],
     on_trial: Callable[[int, int], None],
-) -> Device:
+) -> SimulatedDevice:
     """Load the model, run trials of growing size for about `limit_s`, and fit. Raises EngineError where too few ran to
     tell the coefficients apart."""
     plain = msgspec.structs.replace(
@@ -142,7 +142,7 @@ class _Bench:
 
     def _submit(self, input_tokens: int, output_tokens: int, *, credit_tokens: int) -> int:
         key = self._num_submitted = self._num_submitted + 1
-        request = make_request(self._loop, key, Lengths(input_tokens, output_tokens), self._rng)
+        request = make_request(self._loop, key, BenchLengths(input_tokens, output_tokens), self._rng)
         self._loop.submit(msgspec.structs.replace(request, credit_tokens=credit_tokens))
         return key
 
@@ -152,7 +152,7 @@ def _middle(group: list[tuple[StepShape, float]]) -> tuple[StepShape, float]:
     return sorted(group, key=lambda item: item[0].decode_context)[len(group) // 2][0], median(s for _, s in group)
 
 
-def _fit(loop: EngineLoop, name: str, observed: list[tuple[StepShape, float]]) -> Device:
+def _fit(loop: EngineLoop, name: str, observed: list[tuple[StepShape, float]]) -> SimulatedDevice:
     fraction = _expert_fraction(loop)
     rows = np.array([shape.decode_rows + shape.prefill_rows for shape, _ in observed], dtype=float)
     terms = np.stack(
@@ -174,7 +174,7 @@ def _fit(loop: EngineLoop, name: str, observed: list[tuple[StepShape, float]]) -
     overhead_s, experts_s, token_s, row_s, kv_token_s, pair_s, prefill_step_s = coefficients
     fitted = terms @ np.array(coefficients)
     limits = loop.scheduler.limits
-    return Device(
+    return SimulatedDevice(
         name=name,
         overhead_s=overhead_s,
         experts_s=experts_s,

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from moiety_engine.bench.lengths import Lengths, fixed_lengths, trace_lengths
-from moiety_engine.bench.scheduler import Load, measure_scheduler
+from moiety_engine.bench.lengths import BenchLengths, fixed_lengths, trace_lengths
+from moiety_engine.bench.scheduler import BenchLoad, measure_scheduler
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.complaints import print_error
+from moiety_engine.command_errors import print_error
 from moiety_engine.config import (
     Batching,
     EngineConfig,
@@ -71,8 +71,8 @@ def bench_engine(
     dp_attention: Annotated[int, typer.Option(min=1, help="groups of such ranks, with sequences of their own")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="parts of the experts, over those ranks")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="stages of layers")] = 1,
-    expert_ranks: Annotated[int, typer.Option(min=0, help="further ranks, with the experts alone")] = 0,
-    micro_batches: Annotated[int, typer.Option(min=1, help="of a step, with --expert-ranks, at most")] = 2,
+    ffn_ranks: Annotated[int, typer.Option(min=0, help="further ranks, with the experts alone")] = 0,
+    micro_batches: Annotated[int, typer.Option(min=1, help="of a step, with --ffn-ranks, at most")] = 2,
     micro_batch_tokens: Annotated[int, typer.Option(min=1, help="the fewest of a micro-batch")] = 32,
     redundant_experts: Annotated[int, typer.Option(min=0, help="slots for second replicas of experts")] = 0,
     rebalance_every_s: Annotated[float | None, typer.Option(min=0, help="0: experts stay where they are")] = None,
@@ -91,7 +91,7 @@ def bench_engine(
     configure_logs()
     console = Console(stderr=True)
     try:
-        lengths: list[Lengths] = (
+        lengths: list[BenchLengths] = (
             fixed_lengths(num_prompts, input_tokens or 128, output_tokens)
             if trace is None
             else trace_lengths(trace, num_prompts, scale, input_tokens=input_tokens)
@@ -128,7 +128,7 @@ def bench_engine(
             dp_attention=dp_attention,
             ep=ep,
             pp=pp,
-            expert_ranks=expert_ranks,
+            ffn_ranks=ffn_ranks,
             micro_batches=micro_batches,
             micro_batch_tokens=micro_batch_tokens,
             redundant_experts=redundant_experts,
@@ -182,7 +182,7 @@ def bench_scheduler(
 ) -> None:
     """What the scheduler's decision costs when many requests run and very many wait. No model runs."""
     console = Console(stderr=True)
-    load = Load(policy, running, waiting, tenants)
+    load = BenchLoad(policy, running, waiting, tenants)
     try:
         with Progress(console=console, disable=not console.is_terminal) as progress:
             stepping = progress.add_task("steps", total=None)

@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 import psutil
 
-from moiety_engine.bench.lengths import Lengths
+from moiety_engine.bench.lengths import BenchLengths
 from moiety_engine.config import EngineConfig
 from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_engine.offload.cache import ExpertCache
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
@@ -31,7 +31,7 @@ _WARM_UP = 1 << 40  # keys of requests that are not measured
 
 def measure(
     config: EngineConfig,
-    lengths: list[Lengths],
+    lengths: list[BenchLengths],
     *,
     seed: int,
     on_load: Callable[[int, int], None],
@@ -44,14 +44,14 @@ def measure(
 
 
 def _measure(
-    loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], seed: int, on_done: Callable[[int], None]
+    loop: EngineLoop, config: EngineConfig, lengths: list[BenchLengths], seed: int, on_done: Callable[[int], None]
 ) -> dict[str, Any]:
     loop.warm_up()
     gc.freeze()  # as the core does
     ready_s = time.time() - psutil.Process().create_time()
     rng = random.Random(seed)
     submits = [make_request(loop, key, one, rng) for key, one in enumerate(lengths)]
-    run_all(loop, [make_request(loop, _WARM_UP, Lengths(min(32, lengths[0].input_tokens), 4), rng)])
+    run_all(loop, [make_request(loop, _WARM_UP, BenchLengths(min(32, lengths[0].input_tokens), 4), rng)])
     waste = _KvWaste(loop)
 
     def on_step(num_done: int) -> None:
@@ -99,7 +99,9 @@ def expert_traffic(cache: ExpertCache, before: dict[str, int], wall_s: float) ->
     }
 
 
-def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], output_tokens: int) -> dict[str, Any]:
+def _settings(
+    loop: EngineLoop, config: EngineConfig, lengths: list[BenchLengths], output_tokens: int
+) -> dict[str, Any]:
     return {
         "model": config.name,
         "batching": str(config.batching),
@@ -120,7 +122,7 @@ def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], ou
         "cuda_graphs": loop.replays,
         "ranks": {
             name: getattr(config, name)
-            for name in ("tp", "dp_attention", "ep", "pp", "expert_ranks", "micro_batches", "micro_batch_tokens")
+            for name in ("tp", "dp_attention", "ep", "pp", "ffn_ranks", "micro_batches", "micro_batch_tokens")
         },
         "offload": msgspec.to_builtins(config.offload),
     }
@@ -155,7 +157,7 @@ class _KvWaste:
         return 1 - sum(f for _, f in saturated) / sum(a for a, _ in saturated)
 
 
-def make_request(loop: EngineLoop, key: int, lengths: Lengths, rng: random.Random) -> CoreSubmit:
+def make_request(loop: EngineLoop, key: int, lengths: BenchLengths, rng: random.Random) -> CoreSubmit:
     vocabulary = loop.model.spec.vocab_size
     first = min(_FIRST_TOKEN_ID, vocabulary - 1)
     return CoreSubmit(

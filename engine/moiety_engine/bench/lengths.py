@@ -11,16 +11,16 @@ from moiety_workload.readers import read_trace
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class BenchLengths:
     input_tokens: int
     output_tokens: int
 
 
-def fixed_lengths(count: int, input_tokens: int, output_tokens: int) -> list[Lengths]:
-    return [Lengths(input_tokens, output_tokens)] * count
+def fixed_lengths(count: int, input_tokens: int, output_tokens: int) -> list[BenchLengths]:
+    return [BenchLengths(input_tokens, output_tokens)] * count
 
 
-def trace_lengths(path: Path, count: int, scale: float, *, input_tokens: int | None) -> list[Lengths]:
+def trace_lengths(path: Path, count: int, scale: float, *, input_tokens: int | None) -> list[BenchLengths]:
     """The first `count` requests of a trace, lengths multiplied by `scale` (at least 1); `input_tokens` replaces the
     trace's prompt lengths. Raises InvalidConfig."""
     try:
@@ -30,6 +30,6 @@ def trace_lengths(path: Path, count: int, scale: float, *, input_tokens: int | N
     if len(requests) < count:
         raise InvalidConfig(f"{path} has {len(requests)} requests, and {count} were asked for")
     return [
-        Lengths(input_tokens or max(1, round(r.input_tokens * scale)), max(1, round(r.output_tokens * scale)))
+        BenchLengths(input_tokens or max(1, round(r.input_tokens * scale)), max(1, round(r.output_tokens * scale)))
         for r in requests[:count]
     ]

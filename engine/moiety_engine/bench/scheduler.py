@@ -23,12 +23,12 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import Batching
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.policies import POLICIES
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.steptime import StepTimeModel
+from moiety_engine.scheduling.step_time_model import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import SHIPPED, OverloadAction, ServiceClass
@@ -50,7 +50,7 @@ _GROWTH_AT = (100, 1_000, 10_000, 100_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BenchLoad:
     """The state in which deciding is measured."""
 
     policy: str = "moiety"
@@ -60,7 +60,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Times:
+class SchedulerTimes:
     """What was measured: one entry a step, or a request."""
 
     decision_us: list[float] = field(default_factory=list)
@@ -75,9 +75,9 @@ class Times:
 class SteadyState:
     """A scheduler with a load that stays as it is. Owns the virtual clock."""
 
-    def __init__(self, load: Load, *, seed: int) -> None:
+    def __init__(self, load: BenchLoad, *, seed: int) -> None:
         self.load = load
-        self.times = Times()
+        self.times = SchedulerTimes()
         self._rng = random.Random(seed)
         self._device = StepTimeModel(_DEVICE)
         self._now_ns = 1_000_000_000_000
@@ -87,7 +87,7 @@ class SteadyState:
         pool = BlockPool(load.running * _BLOCKS_A_ROW)
         self.scheduler = Scheduler(
             KvLedger(pool, _BLOCK_SIZE, prefix_caching=True),
-            Limits(load.running + _PREFILL_ROWS, load.running, max_waiting=1 << 30),
+            SchedulerLimits(load.running + _PREFILL_ROWS, load.running, max_waiting=1 << 30),
             STRATEGIES[Batching.CONTINUOUS],
             load.policy,
         )
@@ -102,7 +102,7 @@ class SteadyState:
         """Step until the batch has been full and its requests are of mixed ages."""
         for _ in range(steps):
             self.step()
-        self.times = Times()
+        self.times = SchedulerTimes()
 
     def step(self) -> None:
         """Decide, pass time, take in the result, and replace those who have ended."""
@@ -160,7 +160,7 @@ class SteadyState:
         )
 
 
-def measure_scheduler(load: Load, *, steps: int, seed: int, on_step: Callable[[], None]) -> dict[str, Any]:
+def measure_scheduler(load: BenchLoad, *, steps: int, seed: int, on_step: Callable[[], None]) -> dict[str, Any]:
     """Measure the load, and its growth with the number waiting. Raises InvalidConfig."""
     if load.policy not in POLICIES:
         raise InvalidConfig(f"policy must be one of {', '.join(sorted(POLICIES))}, not {load.policy!r}")
@@ -195,9 +195,9 @@ def measure_scheduler(load: Load, *, steps: int, seed: int, on_step: Callable[[]
     }
 
 
-def measure_memory(load: Load, *, seed: int) -> float:
+def measure_memory(load: BenchLoad, *, seed: int) -> float:
     """Bytes that a waiting request takes besides the lists of its tokens."""
-    state = SteadyState(Load(load.policy, load.running, 0, load.tenants), seed=seed)
+    state = SteadyState(BenchLoad(load.policy, load.running, 0, load.tenants), seed=seed)
     tracemalloc.start()
     try:
         state.add_some(load.waiting)
@@ -219,7 +219,7 @@ def percentiles(values: list[float]) -> dict[str, float] | None:
     return {f"p{p}": round(ordered[round(last * p / 100)], 1) for p in (50, 90, 99)}
 
 
-def _measure(load: Load, *, steps: int, seed: int, on_step: Callable[[], None]) -> Times:
+def _measure(load: BenchLoad, *, steps: int, seed: int, on_step: Callable[[], None]) -> SchedulerTimes:
     with _collected_as_in_the_core():
         state = SteadyState(load, seed=seed)
         state.warm_up()
@@ -244,8 +244,8 @@ def _collected_as_in_the_core() -> Iterator[None]:
         (gc.enable if was_enabled else gc.disable)()
 
 
-def _with_waiting(load: Load, waiting: int) -> Load:
-    return Load(load.policy, load.running, waiting, min(load.tenants, max(1, waiting)))
+def _with_waiting(load: BenchLoad, waiting: int) -> BenchLoad:
+    return BenchLoad(load.policy, load.running, waiting, min(load.tenants, max(1, waiting)))
 
 
 def _median(values: list[float] | list[int]) -> float:

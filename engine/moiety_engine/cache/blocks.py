@@ -114,12 +114,12 @@ class BlockPool:
         self._blank.append(block)
         return True
 
-    def strike(self, marks: Container[bytes]) -> list[bytes]:
+    def invalidate_marked(self, marks: Container[bytes]) -> list[bytes]:
         """Forget all contents whose hashes begin with one of these marks; blocks that are used stay with who uses them,
         and are blank after that. Their hashes."""
-        struck = [block_hash for block_hash in self._block_of if block_hash[:MARK_BYTES] in marks]
-        self.invalidate(struck)
-        return struck
+        invalidated = [block_hash for block_hash in self._block_of if block_hash[:MARK_BYTES] in marks]
+        self.invalidate(invalidated)
+        return invalidated
 
     def invalidate(self, hashes: Iterable[bytes]) -> None:
         """Forget the contents with these hashes, where they are there; blocks that are used stay with who uses them,

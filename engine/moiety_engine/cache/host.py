@@ -114,9 +114,9 @@ class HostTier:
         """It is kept no more."""
         self._pool.let_go(block_hash)
 
-    def strike(self, marks: Container[bytes]) -> list[bytes]:
+    def invalidate_marked(self, marks: Container[bytes]) -> list[bytes]:
         """As the pool above it does."""
-        return self._pool.strike(marks)
+        return self._pool.invalidate_marked(marks)
 
     def invalidate(self, hashes: Iterable[bytes]) -> None:
         """As the pool above it does."""

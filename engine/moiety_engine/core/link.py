@@ -16,7 +16,7 @@ IDLE_WAIT_MS = 250  # a core that has nothing to do waits no longer than this, a
 BEAT_INTERVAL_S = 0.2
 
 
-class FrontLink:
+class ServerLink:
     """Sends to and receives from the front. One thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
@@ -27,7 +27,7 @@ class FrontLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[list[ToCore]] = msgspec.msgpack.Decoder(list[ToCore])
 
-    def __enter__(self) -> FrontLink:
+    def __enter__(self) -> ServerLink:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:

@@ -16,9 +16,9 @@ import structlog
 import zmq
 
 from moiety_engine.config import EngineConfig
-from moiety_engine.core.link import FrontLink
+from moiety_engine.core.link import ServerLink
 from moiety_engine.core.service import serve
-from moiety_engine.distribution.meeting import meeting_from
+from moiety_engine.distribution.rendezvous_address import meeting_from
 from moiety_engine.errors import EngineError
 from moiety_engine.first_steps import FirstSteps
 from moiety_engine.logs import configure_logs
@@ -47,7 +47,7 @@ def main() -> int:
         return LOST_FRONT
     config = msgspec.json.decode(line, type=EngineConfig)
     threading.Thread(target=end_with_front, name="life-line", daemon=True).start()
-    with zmq.Context() as context, FrontLink(context, arguments.address) as link:
+    with zmq.Context() as context, ServerLink(context, arguments.address) as link:
         try:
             serve(link, config, meeting_from(os.environ), first_steps)
         except EngineError as exc:

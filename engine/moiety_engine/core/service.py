@@ -9,8 +9,8 @@ from pathlib import Path
 import structlog
 
 from moiety_engine.config import Batching, EngineConfig
-from moiety_engine.core.link import IDLE_WAIT_MS, FrontLink
-from moiety_engine.distribution.meeting import Meeting
+from moiety_engine.core.link import IDLE_WAIT_MS, ServerLink
+from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.first_steps import FirstSteps
 from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop
@@ -20,16 +20,16 @@ from moiety_engine.messages import (
     CoreExtend,
     CoreForget,
     CoreHello,
-    CoreRest,
-    CoreRested,
     CoreShutdown,
+    CoreSleep,
+    CoreSlept,
     CoreState,
     CoreStep,
     CoreSubmit,
     ToCore,
 )
 from moiety_engine.model.families import ignored_keys
-from moiety_engine.opening import load_loop
+from moiety_engine.startup import load_loop
 from moiety_wire.experts import AskExperts
 
 COMPANY_WAIT_MS = 2  # a request waits for company (the dynamic strategy) or its guide, and time alone ends that
@@ -37,7 +37,7 @@ PROGRESS_INTERVAL_S = 0.2
 
 
 def serve(
-    link: FrontLink, config: EngineConfig, meeting: Meeting | None = None, first_steps: FirstSteps | None = None
+    link: ServerLink, config: EngineConfig, meeting: Rendezvous | None = None, first_steps: FirstSteps | None = None
 ) -> None:
     """Runs until the front says shutdown. `meeting`: what a launcher said of other ranks. `first_steps`: where to write
     whose first token is being computed. Raises EngineError where the model cannot be loaded."""
@@ -49,7 +49,7 @@ def serve(
         _serve(link, loop, config)
 
 
-def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
+def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
     log = structlog.get_logger()
     loop.warm_up()
     link.send(hello_of(loop))
@@ -62,7 +62,7 @@ def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
         for command in link.receive(wait_ms=wait_ms):
             if isinstance(command, CoreShutdown):
                 return
-            if isinstance(command, CoreRest):
+            if isinstance(command, CoreSleep):
                 link.send(_rest(loop, link, asleep=command.asleep))
                 continue
             if isinstance(command, AskExperts):
@@ -95,12 +95,12 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         device=str(loop.model.device),
         embedding_width=loop.model.spec.hidden_size,
         follows_guides=loop.follows_guides,
-        hands_over=loop.exchange.departures is not None,
+        hands_over=loop.exchange.kv_sender is not None,
         kv_address=loop.exchange.address,
         kv_host=loop.exchange.host,
         kv_secret=loop.exchange.secret,
         takes_adapters=loop.adapters.is_open,
-        foresees=loop.scheduler.foresight.is_possible,
+        speculative_prefill=loop.scheduler.speculative_prefill.is_possible,
     )
 
 
@@ -119,7 +119,7 @@ def obey(loop: EngineLoop, command: ToCore) -> None:
             loop.forget_tenants(command.tenant_ids)
 
 
-def _rest(loop: EngineLoop, link: FrontLink, *, asleep: bool) -> CoreRested:
+def _rest(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSlept:
     """Fall asleep or wake, and say of both how long it took."""
     log = structlog.get_logger()
     begin_s = time.monotonic()
@@ -132,14 +132,14 @@ def _rest(loop: EngineLoop, link: FrontLink, *, asleep: bool) -> CoreRested:
             log.info("core_awake", took_s=round(time.monotonic() - begin_s, 3))
     except OutOfMemory as exc:
         log.warning("core_cannot_rest", asleep=asleep, reason=str(exc))
-        return CoreRested(loop.asleep, str(exc))
-    return CoreRested(loop.asleep)
+        return CoreSlept(loop.asleep, str(exc))
+    return CoreSlept(loop.asleep)
 
 
 class _Progress:
     """Tells the front how far loading is, a few times a second."""
 
-    def __init__(self, link: FrontLink) -> None:
+    def __init__(self, link: ServerLink) -> None:
         self._link = link
         self._said_at_s = 0.0
 

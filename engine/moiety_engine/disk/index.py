@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from moiety_engine.cache.pins import Pins
+from moiety_engine.cache.retention import PrefixRetention
 from moiety_engine.disk.records import Kept
 
 
@@ -33,7 +33,7 @@ class DiskIndex:
         self.num_bytes = 0
         self._files: OrderedDict[str, Stored] = OrderedDict()  # the least recently used first
         self._file_of: dict[bytes, Stored] = {}
-        self._pins: Pins[str] = Pins(max_bytes)
+        self._pins: PrefixRetention[str] = PrefixRetention(max_bytes)
         self._forgotten: set[bytes] = set()  # owners
 
     @property

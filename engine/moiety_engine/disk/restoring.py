@@ -1,4 +1,4 @@
-"""From the disk to the device, while the request that begins so waits: a room like the anteroom's others.
+"""From the disk to the device, while the request that begins so waits: a room like the pending requests's others.
 
 A request waits only where reading is predicted to take less than computing, by what both took lately, and not much
 longer than computing would have taken. What is restored becomes part of the prefix cache, as if it had never left the
@@ -47,7 +47,7 @@ class ReadingRate:
 
 
 @dataclass(slots=True)
-class _Guest:
+class _PendingRestore:
     submit: CoreSubmit
     guide: GrammarHandle | None
     wanted: deque[bytes]  # that nobody reads yet, the first first
@@ -76,7 +76,7 @@ class Restorer:
         self, folder: DiskFolder, index: DiskIndex, num_readers: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._folder, self._index, self._clock = folder, index, clock
-        self._guests: dict[int, _Guest] = {}
+        self._pending: dict[int, _PendingRestore] = {}
         self._portions: dict[Future[bool], _Portion] = {}
         self._read_by: dict[bytes, Future[bool]] = {}
         self._readers = ThreadPoolExecutor(num_readers, thread_name_prefix="disk-reader")
@@ -86,11 +86,11 @@ class Restorer:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._guests)
+        return len(self._pending)
 
     @property
     def is_quiet(self) -> bool:
-        return not self._guests and not self._portions
+        return not self._pending and not self._portions
 
     def enter(
         self,
@@ -104,14 +104,14 @@ class Restorer:
     ) -> bool:
         """Whether the request waits for the blocks that it wants: not where computing them is predicted to take less,
         `compute_s`. `is_known`: whether that is more than a guess."""
-        num_ahead = sum(len(guest.wanted) for guest in self._guests.values()) + len(self._read_by)
+        num_ahead = sum(len(pending.wanted) for pending in self._pending.values()) + len(self._read_by)
         if self.rate.predict_s((len(wanted) + num_ahead) * block_bytes) >= compute_s:
             self.passed_over_total += 1
             self.rate.hope()
             return False
         now_s = self._clock()
         until_s = now_s + compute_s + (PATIENCE_S if is_known else FIRST_PATIENCE_S)
-        self._guests[submit.key] = _Guest(
+        self._pending[submit.key] = _PendingRestore(
             submit,
             guide,
             deque(wanted),
@@ -125,16 +125,16 @@ class Restorer:
         return True
 
     def leave(self, key: int) -> CoreSubmit | None:
-        """A guest goes; None if there is no such guest. What is being read for it is restored all the same."""
-        guest = self._guests.pop(key, None)
-        return None if guest is None else guest.submit
+        """A pending goes; None if there is no such pending. What is being read for it is restored all the same."""
+        pending = self._pending.pop(key, None)
+        return None if pending is None else pending.submit
 
     def read(self, rows: Rows) -> None:
         """Have more read for those who wait, a portion each in turn, as far as there are rows."""
         most = max(1, min(PORTION_BYTES // rows.host.block_bytes, rows.count // 2))
-        hungry = [guest for guest in self._guests.values() if guest.wanted]
+        hungry = [pending for pending in self._pending.values() if pending.wanted]
         while hungry and rows.num_free:
-            hungry = [guest for guest in hungry if rows.num_free and self._read_for(guest, rows, most)]
+            hungry = [pending for pending in hungry if rows.num_free and self._read_for(pending, rows, most)]
 
     def take_read(self) -> Iterator[_Portion]:
         """Of what has been read since the last call, that which is what was written: the caller brings it to the device
@@ -144,11 +144,11 @@ class Restorer:
             for block_hash in portion.hashes:
                 self._read_by.pop(block_hash, None)
             is_good = future.result()
-            for guest in self._guests.values():
-                if future in guest.reading:
-                    guest.reading.discard(future)
+            for pending in self._pending.values():
+                if future in pending.reading:
+                    pending.reading.discard(future)
                     if not is_good:
-                        guest.wanted.clear()  # what follows is worth nothing without it
+                        pending.wanted.clear()  # what follows is worth nothing without it
             if is_good:
                 self._index.use(portion.stored, time.time())
                 yield portion
@@ -164,47 +164,47 @@ class Restorer:
     def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None]]:
         """Who need not wait any more, or has waited as long as computing would have taken."""
         now_s = self._clock()
-        for key, guest in list(self._guests.items()):
-            half_is_there = 2 * len(guest.wanted) < guest.num_wanted
-            if (guest.wanted or guest.reading) and now_s < (guest.last_s if half_is_there else guest.until_s):
+        for key, pending in list(self._pending.items()):
+            half_is_there = 2 * len(pending.wanted) < pending.num_wanted
+            if (pending.wanted or pending.reading) and now_s < (pending.last_s if half_is_there else pending.until_s):
                 continue
-            del self._guests[key]
-            self.rate.observe(self.restored_bytes_total - guest.bytes_before, now_s - guest.since_s)
-            yield guest.submit, guest.guide
+            del self._pending[key]
+            self.rate.observe(self.restored_bytes_total - pending.bytes_before, now_s - pending.since_s)
+            yield pending.submit, pending.guide
 
     def forget(self) -> None:
         """The device's cache is gone, and what is being read has nowhere to go."""
-        assert not self._guests, "a replica sleeps while requests wait"
+        assert not self._pending, "a replica sleeps while requests wait"
         self._portions.clear()
         self._read_by.clear()
 
     def close(self) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def _read_for(self, guest: _Guest, rows: Rows, most: int) -> bool:
-        """Have the next portion read of what a guest wants. Whether there is more after it."""
+    def _read_for(self, pending: _PendingRestore, rows: Rows, most: int) -> bool:
+        """Have the next portion read of what a pending wants. Whether there is more after it."""
         hashes: list[bytes] = []
         stored = None
-        while guest.wanted and len(hashes) < min(most, rows.num_free):
-            block_hash = guest.wanted[0]
+        while pending.wanted and len(hashes) < min(most, rows.num_free):
+            block_hash = pending.wanted[0]
             other = self._read_by.get(block_hash)
             found = self._index.find(block_hash)
             if other is not None:
-                guest.reading.add(other)
+                pending.reading.add(other)
             elif found is None:
-                guest.wanted.clear()
+                pending.wanted.clear()
                 break
             elif stored in (None, found):
                 stored = found
                 hashes.append(block_hash)
             else:
                 break
-            guest.wanted.popleft()
+            pending.wanted.popleft()
         if stored is not None:
-            self._start(guest, stored, hashes, rows)
-        return bool(guest.wanted)
+            self._start(pending, stored, hashes, rows)
+        return bool(pending.wanted)
 
-    def _start(self, guest: _Guest, stored: Stored, hashes: list[bytes], rows: Rows) -> None:
+    def _start(self, pending: _PendingRestore, stored: Stored, hashes: list[bytes], rows: Rows) -> None:
         taken = rows.take(len(hashes))
         wanted = [(one, rows.view(row)) for one, row in zip(hashes, taken, strict=True)]
 
@@ -217,4 +217,4 @@ class Restorer:
         future = self._readers.submit(read)
         self._portions[future] = _Portion(stored, hashes, rows, taken)
         self._read_by.update(dict.fromkeys(hashes, future))
-        guest.reading.add(future)
+        pending.reading.add(future)

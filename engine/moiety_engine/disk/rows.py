@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from moiety_engine.runner.swap import HostKv
+from moiety_engine.runner.kv_swap import HostKv
 
 if TYPE_CHECKING:
     from moiety_engine.disk.records import Buffer
     from moiety_engine.model.batch import KvCache
-    from moiety_engine.runner.swap import Mark
+    from moiety_engine.runner.kv_swap import CopyMark
 
 _STAGING_BYTES = 8 << 20
 _FEWEST = 8
@@ -24,7 +24,7 @@ class Rows:
         self.count = max(_FEWEST, num_bytes // block_bytes)
         self.host = HostKv(kv, self.count, staging_bytes=_STAGING_BYTES)
         self._free = list(range(self.count))
-        self._settling: deque[tuple[Mark, list[int]]] = deque()
+        self._settling: deque[tuple[CopyMark, list[int]]] = deque()
 
     @property
     def num_free(self) -> int:
@@ -43,7 +43,7 @@ class Rows:
     def view(self, row: int) -> Buffer:
         return self.host.view(row)
 
-    def copy_out(self, pairs: list[tuple[int, int]]) -> Mark:
+    def copy_out(self, pairs: list[tuple[int, int]]) -> CopyMark:
         """(device block, row). What is in the rows counts once the mark is over."""
         self.host.run(pairs, [])
         return self.host.mark()

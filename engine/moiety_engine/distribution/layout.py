@@ -30,20 +30,20 @@ class Layout:
     ep: int = 1
     pp: int = 1
     redundant_experts: int = 0  # slots of a layer beyond its experts
-    expert_ranks: int = 0
+    ffn_ranks: int = 0
     masked: tuple[int, ...] = ()  # by their numbers among all that had experts: the others have theirs
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.ep, self.pp) < 1:
             raise InvalidConfig("--tp, --dp-attention, --ep and --pp must each be at least 1")
-        if self.expert_ranks < 0:
-            raise InvalidConfig("--expert-ranks must be 0, where all ranks have experts, or more")
-        if self.expert_ranks % self.ep:
+        if self.ffn_ranks < 0:
+            raise InvalidConfig("--ffn-ranks must be 0, where all ranks have experts, or more")
+        if self.ffn_ranks % self.ep:
             raise InvalidConfig(
-                f"--ep {self.ep} does not divide the {self.expert_ranks} ranks of --expert-ranks, on which the experts "
+                f"--ep {self.ep} does not divide the {self.ffn_ranks} ranks of --ffn-ranks, on which the experts "
                 "lie: choose an --ep that divides their number"
             )
-        if not self.expert_ranks and self.stage_size % self.ep:
+        if not self.ffn_ranks and self.stage_size % self.ep:
             raise InvalidConfig(
                 f"--ep {self.ep} does not divide the {self.stage_size} ranks that --dp-attention {self.dp} × --tp "
                 f"{self.tp} make: the experts lie on those same ranks, so choose an --ep that divides their number"
@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        return self.attention_ranks + self.expert_ranks
+        return self.attention_ranks + self.ffn_ranks
 
     def slots(self, num_experts: int) -> tuple[int, ...]:
         """Which expert each slot of a layer holds at the start, one part's slots after the other's: its share of all,
@@ -88,7 +88,7 @@ class Layout:
 
     def slots_each(self, num_experts: int) -> int:
         """Whole experts for which a rank has room in each layer, as it is shared among those that have any."""
-        num_before = len(self.masked) + (self.expert_ranks or self.stage_size)
+        num_before = len(self.masked) + (self.ffn_ranks or self.stage_size)
         before = -(-(num_experts + self.redundant_experts) // num_before)
         return max(before, -(-num_experts // (num_before - len(self.masked))))
 
@@ -144,7 +144,7 @@ class Seat:
     @property
     def expert_cuts(self) -> int:
         """Among how many ranks each expert is cut."""
-        return (self.layout.expert_ranks or self.layout.stage_size) // self.layout.ep
+        return (self.layout.ffn_ranks or self.layout.stage_size) // self.layout.ep
 
     @property
     def cut_rank(self) -> int:
@@ -173,7 +173,7 @@ ONLY_SEAT = Seat()
 
 def layout_of(config: EngineConfig) -> Layout:
     """What the settings ask for. Raises InvalidConfig."""
-    layout = Layout(config.tp, config.dp_attention, config.ep, config.pp, config.redundant_experts, config.expert_ranks)
+    layout = Layout(config.tp, config.dp_attention, config.ep, config.pp, config.redundant_experts, config.ffn_ranks)
     if config.batch_invariant and layout.num_ranks > 1:
         raise InvalidConfig(
             "--batch-invariant cannot be had over several ranks, whose sums depend on how much is summed: leave it out"
@@ -188,10 +188,11 @@ def layout_of(config: EngineConfig) -> Layout:
             "--redundant-experts and --rebalance-every-s are for experts that are spread over ranks: leave them out, "
             "or spread the experts with --ep"
         )
-    if config.mask_after_s is not None and layout.expert_ranks < 2 and (layout.dp == 1 or layout.pp > 1):
+    if config.exclude_rank_after_s is not None and layout.ffn_ranks < 2 and (layout.dp == 1 or layout.pp > 1):
         raise InvalidConfig(
-            "--mask-after-s is for ranks that others can have the parts of, and here each is needed: leave it out, or "
-            "choose --dp-attention without --pp, or two --expert-ranks or more"
+            "--exclude-rank-after-s is for ranks that others can have the parts of, and here each is needed: "
+            "leave it out, or "
+            "choose --dp-attention without --pp, or two --ffn-ranks or more"
         )
     return layout
 
@@ -207,7 +208,7 @@ def leaving(layout: Layout, away: Collection[int]) -> tuple[int, ...]:
     groups = {rank // layout.tp for rank in with_attention}
     further = {rank for rank in range(layout.attention_ranks) if rank // layout.tp in groups}
     left = tuple(sorted(further | set(away)))
-    if layout.expert_ranks and left[-layout.expert_ranks :] == tuple(range(layout.attention_ranks, layout.num_ranks)):
+    if layout.ffn_ranks and left[-layout.ffn_ranks :] == tuple(range(layout.attention_ranks, layout.num_ranks)):
         raise InvalidConfig("no rank with experts is left")
     return left
 
@@ -217,10 +218,10 @@ def without(layout: Layout, ranks: Collection[int]) -> Layout:
     experts, all are on the others, each of them whole."""
     with_attention = [rank for rank in sorted(ranks) if rank < layout.attention_ranks]
     with_experts = [rank - layout.attention_ranks for rank in sorted(ranks) if rank >= layout.attention_ranks]
-    dp, expert_ranks = layout.dp - len(with_attention) // layout.tp, layout.expert_ranks - len(with_experts)
-    masked = tuple(with_experts if layout.expert_ranks else with_attention)
-    ep = (expert_ranks or dp * layout.tp) if masked else layout.ep
-    return replace(layout, dp=dp, ep=ep, expert_ranks=expert_ranks, masked=masked)
+    dp, ffn_ranks = layout.dp - len(with_attention) // layout.tp, layout.ffn_ranks - len(with_experts)
+    masked = tuple(with_experts if layout.ffn_ranks else with_attention)
+    ep = (ffn_ranks or dp * layout.tp) if masked else layout.ep
+    return replace(layout, dp=dp, ep=ep, ffn_ranks=ffn_ranks, masked=masked)
 
 
 def divide(number: int, parts: int, what: str, option: str) -> int:

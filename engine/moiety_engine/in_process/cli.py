@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
-from moiety_engine.complaints import print_error
+from moiety_engine.command_errors import print_error
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap
 from moiety_engine.errors import EngineError
-from moiety_engine.front import options, rank_options
 from moiety_engine.logs import configure_logs
+from moiety_engine.server import options, rank_options
 from moiety_wire.replica import Replica
 
 OFFLINE_GROUP = "moiety.offline"  # its entry point `run_file` answers a file by a replica that it is given
@@ -31,7 +31,7 @@ def batch_run(
         Path | None,
         typer.Option(dir_okay=False, help="Answers, one a line; FILE with .answers.jsonl at its end if not given."),
     ] = None,
-    device: options.DeviceOption = options.Device.auto,
+    device: options.DeviceOption = options.DeviceChoice.auto,
     dtype: options.DtypeOption = options.Dtype.auto,
     quantization: options.QuantizationOption = options.Quantization.auto,
     kv_dtype: options.KvDtypeOption = options.KvDtype.auto,
@@ -41,7 +41,7 @@ def batch_run(
     pp: rank_options.PpOption = 1,
     dp_attention: rank_options.DpAttentionOption = 1,
     ep: rank_options.EpOption = 1,
-    expert_ranks: rank_options.ExpertRanksOption = 0,
+    ffn_ranks: rank_options.ExpertRanksOption = 0,
     micro_batches: rank_options.MicroBatchesOption = 2,
     micro_batch_tokens: rank_options.MicroBatchTokensOption = 32,
     threads: options.ThreadsOption = None,
@@ -76,7 +76,7 @@ def batch_run(
             pp=pp,
             dp_attention=dp_attention,
             ep=ep,
-            expert_ranks=expert_ranks,
+            ffn_ranks=ffn_ranks,
             micro_batches=micro_batches,
             micro_batch_tokens=micro_batch_tokens,
             batching=batching,

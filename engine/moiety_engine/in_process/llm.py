@@ -17,7 +17,7 @@ import msgspec
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import EngineError, InvalidConfig, InvalidRequest
-from moiety_engine.in_process.outputs import Completion, Output, Piece, ScoredToken, scored
+from moiety_engine.in_process.outputs import Completion, Output, OutputDelta, ScoredToken, scored
 from moiety_engine.in_process.replica import SLICE_S, InProcessReplica
 from moiety_engine.in_process.sampling_params import SamplingParams
 from moiety_text.chat import ChatTemplate
@@ -141,7 +141,7 @@ class LLM:
         encoded = [self._encode_chat(conversation, tools) for conversation in several]
         return self._run([None] * len(encoded), encoded, params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Complete one prompt, giving out each answer's text as it comes. Whoever stops reading ends it."""
         answers = self._answers(self._encode(prompt), params or SamplingParams(), gathers=False)
         waiting = list(answers)
@@ -263,10 +263,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast("list[Prompt]", list(prompts))
 
 
-def _piece(answer: _Answer, message: Tokens | Finished) -> Piece:
+def _piece(answer: _Answer, message: Tokens | Finished) -> OutputDelta:
     if isinstance(message, Tokens):
-        return Piece(answer.index, message.text, message.token_ids)
-    return Piece(answer.index, message.text, [], message.reason.value)
+        return OutputDelta(answer.index, message.text, message.token_ids)
+    return OutputDelta(answer.index, message.text, [], message.reason.value)
 
 
 def _predicted_tokens(answer: _Answer) -> int:

@@ -46,7 +46,7 @@ class Output(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputDelta:
     """What a step brought for one answer."""
 
     index: int

@@ -11,14 +11,14 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.core.service import hello_of, obey
 from moiety_engine.environment import environment
 from moiety_engine.errors import CheckpointError, EngineError
-from moiety_engine.front.announcements import make_card
-from moiety_engine.front.desk import RequestDesk
-from moiety_engine.front.meter import Meter
-from moiety_engine.front.sessions import GatewaySession
-from moiety_engine.front.validation import ModelLimits
 from moiety_engine.loop import EngineLoop
-from moiety_engine.opening import load_loop
-from moiety_engine.runner.resident import free_cached_memory
+from moiety_engine.runner.device_state import free_cached_memory
+from moiety_engine.server.announcements import make_card
+from moiety_engine.server.request_manager import RequestManager
+from moiety_engine.server.sessions import GatewaySession
+from moiety_engine.server.usage_meter import UsageMeter
+from moiety_engine.server.validation import ModelLimits
+from moiety_engine.startup import load_loop
 from moiety_text.errors import TextError
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class InProcessReplica:
         self.tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._told: list[ToGateway] = []
         self._session = GatewaySession(b"", 0.0)
-        self._desk = RequestDesk(self.tokenizer, self._tell, Meter(time.monotonic), adapters=config.adapters)
+        self._desk = RequestManager(self.tokenizer, self._tell, UsageMeter(time.monotonic), adapters=config.adapters)
         self._desk.limits = ModelLimits.of(self.card)
 
     @property

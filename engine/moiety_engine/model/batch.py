@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_engine.model.adapted import AdaptedRows
+    from moiety_engine.model.adapter_stacks import AdaptedRows
 
 
 @dataclass(frozen=True, slots=True)

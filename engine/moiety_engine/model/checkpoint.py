@@ -13,21 +13,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moiety_engine.distribution.layout import ONLY_SEAT, Seat
-from moiety_engine.model.as_stored import AsStored
+from moiety_engine.model.direct_read import DirectRead
 from moiety_engine.model.errors import WeightsError
 from moiety_engine.model.families import kv_cache_scheme
-from moiety_engine.model.fewer_bits import FewerBits, products_among
 from moiety_engine.model.names import ignorable, placements
-from moiety_engine.model.names.place import Place
-from moiety_engine.model.narrow import sources
+from moiety_engine.model.names.tensor_mapping import TensorMapping
 from moiety_engine.model.offloading import expert_names
 from moiety_engine.model.quantization_formats import (
     KV_SCALES,
     refuse_by_tensors,
     refuse_scales_without_settings,
 )
-from moiety_engine.model.shares import own_places, own_spec, whole_places
-from moiety_engine.model.straight import Straight
+from moiety_engine.model.quantized_checkpoints import sources
+from moiety_engine.model.stored_precision import StoredPrecision
+from moiety_engine.model.tensor_shards import own_places, own_spec, whole_places
+from moiety_engine.model.weight_quantizer import WeightQuantizer, products_among
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.model.names.place import Chosen, Shares
-    from moiety_engine.model.narrow import Source
+    from moiety_engine.model.names.tensor_mapping import Chosen, Shares
     from moiety_engine.model.offloading import Offloading
+    from moiety_engine.model.quantized_checkpoints import TensorSource
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
@@ -95,7 +95,7 @@ def load(
     if form is not None:
         fewer_bits = _fewer_bits((spec, own, seat, form), weights, wanted, found, device, offloading)
     starting_at = {found[name].names[0]: name for name in wanted}
-    done, straight = 0, Straight()
+    done, straight = 0, DirectRead()
     for path in shards:
         with safe_open(path, framework="pt") as file:
             for start in file.keys():  # noqa: SIM118 - not a mapping
@@ -138,38 +138,38 @@ def product_names(folder: Path, spec: ModelSpec) -> set[str]:
 def _fewer_bits(
     model: tuple[ModelSpec, ModelSpec, Seat, WeightFormat],
     weights: ModelWeights,
-    wanted: dict[str, Place | Shares],
-    found: dict[str, Source],
+    wanted: dict[str, TensorMapping | Shares],
+    found: dict[str, TensorSource],
     device: torch.device,
     offloading: Offloading | None,
-) -> FewerBits:
+) -> WeightQuantizer:
     """What puts products in few bits: all, or, where they are so on disk, those that are wholly so there. `model`: the
     whole one, what the rank has of it, which rank, and how it keeps that."""
     spec, own, seat, form = model
     if not form.is_stored_as(spec.weight_format):
-        return FewerBits(weights, wanted, form, device, set(), offloading=offloading)
+        return WeightQuantizer(weights, wanted, form, device, set(), offloading=offloading)
     wide = {name for name in wanted if not found[name].is_narrow}
     if form.of_experts_only:  # rounding keeps mxfp4 exactly
-        return FewerBits(weights, wanted, form, device, wide, offloading=offloading)
-    kept = AsStored(spec, own, seat, weights, form, set(found))
+        return WeightQuantizer(weights, wanted, form, device, wide, offloading=offloading)
+    kept = StoredPrecision(spec, own, seat, weights, form, set(found))
     others = {name for name in wanted if found[name].is_narrow and not kept.takes(name)}
     if names := sorted(others & products_among(weights, wanted)):
         log.info(
             "checkpoint_widened", kept=form.name, reason="rows and blocks lie across", first=names[0], of=len(names)
         )
     wide |= others
-    return FewerBits(weights, wanted, form, device, wide, kept, offloading)
+    return WeightQuantizer(weights, wanted, form, device, wide, kept, offloading)
 
 
 def _fill_one(
     name: str,
-    place: Place | Shares,
-    source: Source,
+    place: TensorMapping | Shares,
+    source: TensorSource,
     parts: list[Tensor],
     what: str,
-    fewer_bits: FewerBits | None,
+    fewer_bits: WeightQuantizer | None,
 ) -> None:
-    if isinstance(place, Place) and place.chosen is not None:
+    if isinstance(place, TensorMapping) and place.chosen is not None:
         parts = [part if part.numel() == 1 else _chosen(place.chosen, part, what) for part in parts]
     both = None if fewer_bits is None else fewer_bits.places(name, place)
     if both is None or source.keep is None:
@@ -199,7 +199,7 @@ def _chosen(chosen: Chosen, stack: Tensor, what: str) -> Tensor:
     return stack[chosen.which]
 
 
-def _fill(place: Place | Shares, source: Tensor, what: str) -> None:
+def _fill(place: TensorMapping | Shares, source: Tensor, what: str) -> None:
     if source.shape != place.shape:
         raise WeightsError(
             f"{what} has shape {tuple(source.shape)}, but config.json asks for {place.shape}; the weights and "

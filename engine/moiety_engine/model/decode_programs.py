@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moiety_engine.model.adapted import AdaptedRows
+from moiety_engine.model.adapter_stacks import AdaptedRows
 from moiety_kernels.cpu.team import Program, team
 
 if TYPE_CHECKING:

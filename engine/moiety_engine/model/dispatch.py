@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.distribution.group import Exchange
+    from moiety_engine.distribution.collectives import RowExchange
     from moiety_engine.distribution.layout import Seat
-    from moiety_engine.moe.slots import ExpertSlots
+    from moiety_engine.moe.expert_slots import ExpertSlots
 
 
 class Dispatch:
     """One mixture layer's. All ranks of the stage call it in the same order, also those that have no token."""
 
-    def __init__(self, seat: Seat, exchange: Exchange, slots: ExpertSlots) -> None:
+    def __init__(self, seat: Seat, exchange: RowExchange, slots: ExpertSlots) -> None:
         self._seat, self._exchange, self._slots = seat, exchange, slots
 
     def __call__(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moiety_engine.model.residence import named_tensors
+from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weights import ModelWeights, allocate, products_of
 from moiety_kernels.quantization import QuantizedWeight, quantize
 

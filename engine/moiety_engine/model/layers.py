@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from moiety_engine.model.adapted import Product
+from moiety_engine.model.adapter_stacks import Product
 from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.cached_experts import CachedExperts
 from moiety_engine.model.latent_attention import LatentAttention
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.model.adapted import AdaptedRows, LayerFactors
+    from moiety_engine.model.adapter_stacks import AdaptedRows, LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, LatentCache
     from moiety_engine.model.dispatch import Dispatch
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
     from moiety_engine.model.weights import SharedWeights
-    from moiety_engine.moe.slots import ExpertSlots
+    from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
 
 

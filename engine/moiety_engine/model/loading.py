@@ -10,22 +10,22 @@ import structlog
 import torch
 
 from moiety_engine.config import LoadFormat, OffloadConfig
-from moiety_engine.distribution.group import ALONE, Ranks
+from moiety_engine.distribution.collectives import ALONE, Ranks
 from moiety_engine.memory import device_memory
-from moiety_engine.model.apart import ExpertRank
 from moiety_engine.model.arithmetic import Arithmetic, cannot_be_invariant
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.dummy import draw_weights
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_products
-from moiety_engine.model.foretelling import foretelling_spec, require_foretelling
 from moiety_engine.model.head import narrow_head_bytes, with_narrow_head
+from moiety_engine.model.mtp import mtp_spec, require_mtp
 from moiety_engine.model.offloading import budget, most_chosen, open_store
-from moiety_engine.model.residence import require_fit, weight_bytes
-from moiety_engine.model.shares import check_cuts, own_spec
+from moiety_engine.model.remote_experts import ExpertServer
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
+from moiety_engine.model.tensor_shards import check_cuts, own_spec
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.weight_offload import require_fit, weight_bytes
+from moiety_engine.model.weight_quantizer import as_packed_for_a_gpu, bytes_in, takes_products
 from moiety_engine.model.weights import ModelWeights
 from moiety_kernels.cpu.beginning import begin
 from moiety_kernels.mla_attention import reads_whole_numbers
@@ -51,7 +51,7 @@ _IN_PLACE = OffloadConfig()
 _WHOLE_NUMBERS = {INT8.name, INT4.name}
 
 
-class Loading(TypedDict, total=False):
+class LoadOptions(TypedDict, total=False):
     """What `load_share` takes beside the folder, by name."""
 
     device: Required[str]
@@ -70,7 +70,7 @@ class Loading(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WeightShard:
     """What a rank has of a model, read; of a model on one rank all of it. `expert_bytes`: of one expert of a layer,
     where only other ranks may have any. `expert_cache`: whose slots are the weights' experts. `keeps_hidden`: see
     Transformer."""
@@ -98,19 +98,19 @@ class Share:
             vocabulary=vocabulary,
         )
 
-    def experts(self) -> ExpertRank:
+    def experts(self) -> ExpertServer:
         """Of a rank with experts alone."""
-        return ExpertRank(self.spec, self.weights, arithmetic=self.arithmetic, ranks=self.ranks)
+        return ExpertServer(self.spec, self.weights, arithmetic=self.arithmetic, ranks=self.ranks)
 
 
-def load_model(folder: Path, **how: Unpack[Loading]) -> Transformer:
+def load_model(folder: Path, **how: Unpack[LoadOptions]) -> Transformer:
     """The model on a rank with layers, as `load_share` reads it."""
     return load_share(folder, **how).transformer()
 
 
-def load_foretelling(folder: Path, model: Transformer, **how: Unpack[Loading]) -> Transformer:
+def load_mtp(folder: Path, model: Transformer, **how: Unpack[LoadOptions]) -> Transformer:
     """The layer of the same checkpoint that foretells what the model will say, as `load_share` reads it."""
-    return load_share(folder, foretelling=True, **how).transformer(model.vocabulary)
+    return load_share(folder, mtp=True, **how).transformer(model.vocabulary)
 
 
 def load_share(
@@ -128,9 +128,9 @@ def load_share(
     offload: OffloadConfig = _IN_PLACE,
     progress: Callable[[int, int], None] | None = None,
     keeps_hidden: bool = False,
-    foretelling: bool = False,
+    mtp: bool = False,
     max_context_tokens: int | None = None,
-) -> Share:
+) -> WeightShard:
     """Read the checkpoint in `folder` for `device` ("cpu", "cuda", "cuda:1"). With dummy weights only its config.json
     is read.
 
@@ -142,7 +142,7 @@ def load_share(
     `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
     process. Of several `ranks` this one reads its share only. `offload`: which experts need not be on the device.
     `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that foretells from
-    what the model makes of tokens; `foretelling`: it is what is read, and nothing else. `max_context_tokens`: the
+    what the model makes of tokens; `mtp`: it is what is read, and nothing else. `max_context_tokens`: the
     longest context that is served, on which LongRoPE depends; None: the longest that the model takes. Raises
     ModelError, InvalidConfig, and OutOfMemory with the figures.
     """
@@ -151,7 +151,7 @@ def load_share(
     where = torch.device(device)
     compiler = begin() if where.type == "cpu" else None
     spec = _spec(folder, load_format, max_context_tokens, keeps_hidden=keeps_hidden)
-    spec = foretelling_spec(spec) if foretelling else spec
+    spec = mtp_spec(spec) if mtp else spec
     stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
     wanted = _form(quantization, stored, exact=dtype == "float32")
     if dtype == "auto":
@@ -187,21 +187,21 @@ def load_share(
         arithmetic, cache = Arithmetic(moe_kernel, batch_invariant), None
         if offloading is not None:
             weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(spec), offload)
-        far = ranks.seat.layout.expert_ranks and ranks.seat.expert_rank is None
+        far = ranks.seat.layout.ffn_ranks and ranks.seat.expert_rank is None
         staged = ranks.seat.layout.pp > 1 and spec.moe_layers
         one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far or staged else None
         undo.pop_all()
     if compiler is not None:
         compiler.join()
     weights = with_narrow_head(weights) if head_too else weights
-    return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden)
+    return WeightShard(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden)
 
 
 def _spec(folder: Path, load_format: LoadFormat, max_context_tokens: int | None, *, keeps_hidden: bool) -> ModelSpec:
     """Of the model; a layer that is to foretell is missed before anything is read."""
     spec = read_spec(folder).within(max_context_tokens)
     if keeps_hidden:
-        require_foretelling(folder, spec, load_format)
+        require_mtp(folder, spec, load_format)
     return spec
 
 

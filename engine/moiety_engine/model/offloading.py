@@ -14,7 +14,7 @@ import torch
 from moiety_engine.checkpoint import fingerprint
 from moiety_engine.config import LoadFormat, Offload
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.model.names.place import addresses
+from moiety_engine.model.names.tensor_mapping import addresses
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weights import LayerWeights, ModelWeights, MoeWeights, allocate
 from moiety_engine.offload.cache import ExpertCache, slots_a_layer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from moiety_engine.config import OffloadConfig
     from moiety_engine.memory import Memory
-    from moiety_engine.model.names.place import Place, Shares
+    from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.offload.cache import Store
     from moiety_kernels.quantization import Weight, WeightFormat
@@ -156,7 +156,7 @@ def _expert_bytes(spec: ModelSpec, dtype: torch.dtype, form: WeightFormat | None
     ]
 
 
-def expert_names(weights: ModelWeights, places: Mapping[str, Place | Shares]) -> set[str]:
+def expert_names(weights: ModelWeights, places: Mapping[str, TensorMapping | Shares]) -> set[str]:
     """The tensors on disk that experts are made of, biases included."""
     mixtures = (layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights))
     own = {part.untyped_storage().data_ptr() for one in mixtures for _, part in _parts(one)}

@@ -229,8 +229,8 @@ class ModelSpec:
     """A whole decoder. The multipliers are of the embeddings, of what a layer's halves add to the residual stream, and
     of the logits. `logit_softcap`: logits are bent to stay within it. `weight_format`: of a checkpoint whose weights,
     or of mxfp4 its experts, are in few bits. `ignored_prefixes`: of tensors in the checkpoint that are for something
-    else than decoding. `foretelling`: the layer after the last, if it has one, which says from what the model made of a
-    token, and from the next one, what follows that (multi-token prediction). `foretells_after`: it is itself such a
+    else than decoding. `mtp`: the layer after the last, if it has one, which says from what the model made of a
+    token, and from the next one, what follows that (multi-token prediction). `mtp_after`: it is itself such a
     layer, of a model with so many others, whose vocabulary serves it."""
 
     family: str
@@ -248,8 +248,8 @@ class ModelSpec:
     logit_softcap: float | None = None
     weight_format: WeightFormat | None = None
     ignored_prefixes: tuple[str, ...] = ()
-    foretelling: LayerSpec | None = None
-    foretells_after: int | None = None
+    mtp: LayerSpec | None = None
+    mtp_after: int | None = None
 
     def within(self, max_context_tokens: int | None) -> ModelSpec:
         """Return the spec of the model as it computes contexts of at most so many tokens; None: of all that it takes.
@@ -257,8 +257,8 @@ class ModelSpec:
         if max_context_tokens is None or max_context_tokens >= self.max_context_tokens:
             return self
         layers = tuple(_layer_within(layer, max_context_tokens) for layer in self.layers)
-        foretelling = None if self.foretelling is None else _layer_within(self.foretelling, max_context_tokens)
-        return replace(self, layers=layers, foretelling=foretelling)
+        mtp = None if self.mtp is None else _layer_within(self.mtp, max_context_tokens)
+        return replace(self, layers=layers, mtp=mtp)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -13,33 +13,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moiety_engine.distribution.group import ALONE, Ranks
-from moiety_engine.model.adapted import AdapterStacks
-from moiety_engine.model.apart import FarMixture, take_turns
+from moiety_engine.distribution.collectives import ALONE, Ranks
+from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.dispatch import Dispatch
-from moiety_engine.model.joining import Joining
+from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
-from moiety_engine.model.moving import SlotWeights
+from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.norms import make_norm
-from moiety_engine.model.residence import Residence, named_tensors
+from moiety_engine.model.remote_experts import RemoteExperts, take_turns
 from moiety_engine.model.rotary import RotaryTable, rotation_of
-from moiety_engine.model.shares import own_spec
 from moiety_engine.model.spec import KV_SCALE_BYTES, AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
+from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.vocabulary import Vocabulary
+from moiety_engine.model.weight_offload import WeightOffload, named_tensors
 from moiety_engine.model.weights import ModelWeights, MoeWeights
+from moiety_engine.moe.expert_slots import ExpertSlots
 from moiety_engine.moe.load import ExpertCounter
 from moiety_engine.moe.shape import ExpertShape
-from moiety_engine.moe.slots import ExpertSlots
 from moiety_engine.moe.tenants import NUM_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-    from moiety_engine.distribution.group import Group
+    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.distribution.layout import Seat
-    from moiety_engine.model.adapted import Key
+    from moiety_engine.model.adapter_stacks import Key
     from moiety_engine.model.decode_programs import DecodePrograms, Decodes, Replayed
     from moiety_engine.model.spec import DenseSpec
     from moiety_engine.model.weights import NormWeights
@@ -87,8 +87,8 @@ class Transformer:
         self._weights = weights
         self.keeps_hidden = keeps_hidden
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
-        self._joining = None if weights.joining is None else Joining(spec.norm, weights.joining, arithmetic)
-        self._residence = Residence(weights)
+        self._joining = None if weights.joining is None else MtpInput(spec.norm, weights.joining, arithmetic)
+        self._residence = WeightOffload(weights)
         kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
         on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
         recordable = on_cpu_alone and ranks.everyone.size == 1 and expert_cache is None
@@ -110,7 +110,7 @@ class Transformer:
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self._slots = [_slots(one.ffn, ranks, self.device) for one in own.layers]
         feeds = [
-            FarMixture(one.ffn, w.ffn, self._chosen, arithmetic, ranks, slots)
+            RemoteExperts(one.ffn, w.ffn, self._chosen, arithmetic, ranks, slots)
             if ranks.crossings and isinstance(one.ffn, MoeSpec) and isinstance(w.ffn, MoeWeights)
             else feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, _dispatch(slots, ranks), cached)
             for one, w, factors, slots in zip(
@@ -121,9 +121,9 @@ class Transformer:
         if expert_cache is not None and expert_cache.prefetches:
             for mixture, following in pairwise(self._mixtures):
                 mixture.foresee(following)
-        self._far = [feed if isinstance(feed, FarMixture) else None for feed in feeds]
+        self._far = [feed if isinstance(feed, RemoteExperts) else None for feed in feeds]
         self._ffns = [  # of a far one, how what it has begun ends
-            self._whole(_end if isinstance(feed, FarMixture) else feed, ranks.tensor, w.ffn_post_norm)
+            self._whole(_end if isinstance(feed, RemoteExperts) else feed, ranks.tensor, w.ffn_post_norm)
             for feed, w in zip(feeds, weights.layers, strict=True)
         ]
 
@@ -285,7 +285,9 @@ class Transformer:
         logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
 
-    def _whole(self, half: Callable[..., Tensor], group: Group, weights: NormWeights | None) -> Callable[..., Tensor]:
+    def _whole(
+        self, half: Callable[..., Tensor], group: RankCollectives, weights: NormWeights | None
+    ) -> Callable[..., Tensor]:
         """Half a layer, summed over the ranks that compute it, with the norm that may follow it."""
 
         def summed(*args: Any) -> Tensor:
@@ -325,7 +327,7 @@ class Transformer:
         experts."""
         if not len(x_TD):  # of this group: others' tokens may have experts here
             for mixture in self._mixtures:
-                if isinstance(mixture, FarMixture):
+                if isinstance(mixture, RemoteExperts):
                     end = mixture.begin(x_TD)
                     yield
                     end()

@@ -17,7 +17,7 @@ from moiety_kernels.linear import linear
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_engine.distribution.group import Group
+    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.weights import ModelWeights
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Vocabulary:
     """Each rank has as many rows; where they do not come out even the last ones stand for no token."""
 
-    def __init__(self, size: int, weights: ModelWeights, group: Group, arithmetic: Arithmetic) -> None:
+    def __init__(self, size: int, weights: ModelWeights, group: RankCollectives, arithmetic: Arithmetic) -> None:
         self._size, self._weights, self._group = size, weights, group
         self._invariant = arithmetic.invariant
 

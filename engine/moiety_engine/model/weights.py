@@ -98,7 +98,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class JoiningWeights:
+class MtpInputWeights:
     """Of a token's row of the embedding with what the model made of the token before it."""
 
     token_norm: NormWeights
@@ -113,7 +113,7 @@ class ModelWeights:
     final_norm: NormWeights
     head_VD: Weight  # the embedding itself where they are tied and it is as wide
     head_bias_V: Tensor | None
-    joining: JoiningWeights | None = None
+    joining: MtpInputWeights | None = None
 
 
 def allocate(
@@ -130,7 +130,7 @@ def allocate(
     new = _Allocator(spec, device, dtype, product_dtype or dtype, groups, experts_in)
     if any(one.only_experts for one in spec.layers):
         new = replace(new, rows=0)
-    foretells = spec.foretells_after is not None
+    foretells = spec.mtp_after is not None
     rows = 0 if foretells else spec.vocab_size
     embedding = new.matrix(rows, spec.hidden_size)
     return ModelWeights(
@@ -198,9 +198,9 @@ class _Allocator:
         size = self.spec.hidden_size
         return NormWeights(self.vector(size), self.vector(size) if self.spec.norm.kind == "layer" else None)
 
-    def joining(self) -> JoiningWeights:
+    def joining(self) -> MtpInputWeights:
         size = self.spec.hidden_size
-        return JoiningWeights(self.norm(), self.norm(), self.matrix(size, 2 * size))
+        return MtpInputWeights(self.norm(), self.norm(), self.matrix(size, 2 * size))
 
     def layer(self, one: LayerSpec) -> LayerWeights:
         ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)

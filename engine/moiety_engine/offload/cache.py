@@ -9,9 +9,9 @@ import torch
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.offload.file import ExpertFile
 from moiety_engine.offload.layer import LayerExperts, Traffic
-from moiety_engine.offload.movers import FileMover, Mover, StreamMover
+from moiety_engine.offload.loaders import ExpertLoader, FileExpertLoader, StreamExpertLoader
 from moiety_engine.offload.pinned import PinnedExperts
-from moiety_engine.offload.residents import Residents
+from moiety_engine.offload.slot_table import ExpertSlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ class ExpertCache:
         ]
         self._store, self._mover = store, _mover(store, [list(layer.values()) for layer in self.slots])
         self.layers = [
-            LayerExperts(number, Residents(num, num_slots, config.eviction), self._mover, num_bytes, self.traffic)
+            LayerExperts(number, ExpertSlotTable(num, num_slots, config.eviction), self._mover, num_bytes, self.traffic)
             for number, (num, num_bytes) in enumerate(zip(self.num_experts, expert_bytes, strict=True))
         ]
         for layer in self.layers:
@@ -95,7 +95,7 @@ def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape[1:]).numel() * dtype.itemsize
 
 
-def _mover(store: Store, slots: list[list[Tensor]]) -> Mover:
+def _mover(store: Store, slots: list[list[Tensor]]) -> ExpertLoader:
     if isinstance(store, ExpertFile):
-        return FileMover(store, slots)
-    return StreamMover([list(layer.values()) for layer in store.tensors], slots)
+        return FileExpertLoader(store, slots)
+    return StreamExpertLoader([list(layer.values()) for layer in store.tensors], slots)

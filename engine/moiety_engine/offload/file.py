@@ -32,7 +32,7 @@ _READ_BYTES = 8 << 20  # at once, after which the pages that the system kept of 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExpertTensor:
     """A tensor of the file, with an expert in each row of its first dimension."""
 
     name: str
@@ -53,7 +53,7 @@ class ExpertFile:
         """Raises InvalidConfig where the folder cannot be written to."""
         self._path, self._index = folder / f"experts-{key}.bin", folder / f"experts-{key}.json"
         self._partial = folder / f"experts-{key}.{secrets.token_hex(8)}.partial"
-        self.layers: list[list[Part]] = []
+        self.layers: list[list[ExpertTensor]] = []
         self._mapped: dict[int, tuple[int, mmap.mmap]] = {}  # where in the file, by the address
         self._end = 0
         try:
@@ -76,13 +76,16 @@ class ExpertFile:
     def is_whole(self) -> bool:
         return bool(self.layers)
 
-    def _read_index(self) -> list[list[Part]] | None:
+    def _read_index(self) -> list[list[ExpertTensor]] | None:
         """What an earlier start has left, if it was finished."""
         try:
             known = json.loads(self._index.read_text(encoding="utf-8"))
             if known["version"] != _VERSION or self._path.stat().st_size != known["bytes"]:
                 return None
-            return [[Part(**(part | {"shape": tuple(part["shape"])})) for part in layer] for layer in known["layers"]]
+            return [
+                [ExpertTensor(**(part | {"shape": tuple(part["shape"])})) for part in layer]
+                for layer in known["layers"]
+            ]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
@@ -115,7 +118,9 @@ class ExpertFile:
         """The tensors, which came from `empty`, have been filled: the file is whole, and found from now on."""
         self.layers = [
             [
-                Part(name, self._mapped[one.data_ptr()][0], tuple(one.shape), str(one.dtype).removeprefix("torch."))
+                ExpertTensor(
+                    name, self._mapped[one.data_ptr()][0], tuple(one.shape), str(one.dtype).removeprefix("torch.")
+                )
                 for name, one in layer.items()
             ]
             for layer in layers

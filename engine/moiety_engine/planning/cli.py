@@ -12,10 +12,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from moiety_engine.complaints import print_error
+from moiety_engine.command_errors import print_error
 from moiety_engine.errors import EngineError, InvalidConfig
-from moiety_engine.planning.apart import Apart, Comparison, Sides, compare
-from moiety_engine.planning.layouts import Candidate, Demand, evaluate, list_layouts
+from moiety_engine.planning.attention_ffn import AttentionFfnComparison, AttentionFfnLayout, Sides, compare
+from moiety_engine.planning.layouts import LayoutCandidate, TrafficDemand, evaluate, list_layouts
 from moiety_engine.planning.machines import GPUS, LINK_REACHED, LINKS, find_gpu, find_network
 from moiety_engine.planning.models import PRESETS, find_model
 from moiety_kernels.environment import describe_environment
@@ -63,7 +63,7 @@ def plan_command(
                 f"--context and --output are {context + output} tokens, and {served.name} takes "
                 f"{served.spec.max_context_tokens}: ask for less"
             )
-        demand = Demand(context, output, ttft_s, tpot_ms / 1000, gpu_hour_usd, max_batch_tokens, balancedness)
+        demand = TrafficDemand(context, output, ttft_s, tpot_ms / 1000, gpu_hour_usd, max_batch_tokens, balancedness)
         demand = replace(demand, prompts_elsewhere=prompts_elsewhere)
         layouts = list_layouts(gpus, served.spec)
         found = [evaluate(served, layout, gpus, machine, network, demand) for layout in layouts]
@@ -90,9 +90,9 @@ def plan_command(
 
 def as_report(
     settings: dict[str, Any],
-    ranked: list[Candidate],
-    advised: dict[str, Candidate | None],
-    apart: dict[str, Comparison],
+    ranked: list[LayoutCandidate],
+    advised: dict[str, LayoutCandidate | None],
+    apart: dict[str, AttentionFfnComparison],
 ) -> dict[str, Any]:
     report: dict[str, Any] = {"environment": describe_environment("numpy"), "settings": settings}
     report |= {name: None if one is None else as_dict(one) for name, one in advised.items()}
@@ -100,7 +100,7 @@ def as_report(
     return report | {"layouts": [as_dict(one) for one in ranked]}
 
 
-def advise(ranked: list[Candidate]) -> dict[str, Candidate | None]:
+def advise(ranked: list[LayoutCandidate]) -> dict[str, LayoutCandidate | None]:
     """The best layout that the engine can do, and the best of all; None where none keeps the promise."""
     good = [one for one in ranked if one.problem is None]
     return {
@@ -109,11 +109,11 @@ def advise(ranked: list[Candidate]) -> dict[str, Candidate | None]:
     }
 
 
-def as_dict(one: Candidate) -> dict[str, Any]:
+def as_dict(one: LayoutCandidate) -> dict[str, Any]:
     return asdict(one) | {"decode_s": one.decode.total_s, "prefill_s": one.prefill.total_s}
 
 
-def make_table(ranked: list[Candidate]) -> Table:
+def make_table(ranked: list[LayoutCandidate]) -> Table:
     table = Table(title="layouts that keep the promise, the fastest first", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("tp", "dp", "ep", "pp", "×"):
         table.add_column(name, justify="right")
@@ -135,7 +135,7 @@ def make_table(ranked: list[Candidate]) -> Table:
     return table
 
 
-def explain(ranked: list[Candidate], advised: dict[str, Candidate | None]) -> list[str]:
+def explain(ranked: list[LayoutCandidate], advised: dict[str, LayoutCandidate | None]) -> list[str]:
     """What to do, and why the others will not."""
     sentences = []
     ours, best = advised["advised"], advised["best_of_all"]
@@ -156,7 +156,7 @@ def explain(ranked: list[Candidate], advised: dict[str, Candidate | None]) -> li
     return sentences
 
 
-def explain_apart(found: dict[str, Comparison]) -> list[str]:
+def explain_apart(found: dict[str, AttentionFfnComparison]) -> list[str]:
     """Whether attention and experts pay on GPUs of their own."""
     if not found:
         return []
@@ -178,14 +178,14 @@ def explain_apart(found: dict[str, Comparison]) -> list[str]:
     return sentences
 
 
-def options_apart(one: Apart) -> str:
+def options_apart(one: AttentionFfnLayout) -> str:
     """As `moiety engine` takes them."""
-    named = (("--dp-attention", one.attention_gpus), ("--expert-ranks", one.expert_gpus), ("--ep", one.expert_gpus))
-    given = " ".join(f"{name} {value}" for name, value in named if value > 1 or name == "--expert-ranks")
+    named = (("--dp-attention", one.attention_gpus), ("--ffn-ranks", one.expert_gpus), ("--ep", one.expert_gpus))
+    given = " ".join(f"{name} {value}" for name, value in named if value > 1 or name == "--ffn-ranks")
     return f"{given} --micro-batches {one.micro_batches}"
 
 
-def _figures_apart(found: Comparison) -> str:
+def _figures_apart(found: AttentionFfnComparison) -> str:
     one = found.apart
     return (
         f"{one.replicas} × {one.attention_gpus} for attention and {one.expert_gpus} for experts do "
@@ -208,14 +208,14 @@ def _kind_of(problem: str) -> str:
     return "the first token comes too late" if problem.startswith("a first token") else problem
 
 
-def options(one: Candidate) -> str:
+def options(one: LayoutCandidate) -> str:
     """As `moiety engine` takes them."""
     layout = one.layout
     named = (("--tp", layout.tp), ("--dp-attention", layout.dp), ("--ep", layout.ep), ("--pp", layout.pp))
     return " ".join(f"{name} {value}" for name, value in named if value > 1) or "on one GPU each"
 
 
-def _figures(one: Candidate) -> str:
+def _figures(one: LayoutCandidate) -> str:
     return (
         f"{one.tokens_per_s_per_gpu:,.0f} output tokens/s a GPU with {one.running:,} requests at once, "
         f"{1000 * one.tpot_s:.0f} ms a token, the first after {one.ttft_s:.2f} s, "

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.memory import Memory
-from moiety_engine.model.shares import check_cuts, own_spec
 from moiety_engine.model.spec import MoeSpec
-from moiety_engine.planning.steps import NO_TIME, Batch, Shape, Times, has_kernel, step_times
+from moiety_engine.model.tensor_shards import check_cuts, own_spec
+from moiety_engine.planning.steps import NO_TIME, PlannedBatch, Shape, StepTimes, has_kernel, step_times
 from moiety_engine.runner.memory import kv_budget_bytes
 from moiety_kernels.quantization.weight import GPU_PACK
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from moiety_engine.model.spec import ModelSpec
-    from moiety_engine.planning.machines import Machine, Network
+    from moiety_engine.planning.machines import GpuNetwork, Machine
     from moiety_engine.planning.models import Served
     from moiety_kernels.quantization.weight import WeightFormat
 
@@ -27,7 +27,7 @@ MOST_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class TrafficDemand:
     """What requests are like, and what they are promised, on average and without queueing."""
 
     input_tokens: int
@@ -46,7 +46,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class LayoutCandidate:
     """A layout and what comes of it. `problem`: why it will not do; then what could not be computed is zero."""
 
     layout: Layout
@@ -60,8 +60,8 @@ class Candidate:
     running: int = 0  # requests that decode at once within the promise, of all replicas
     ttft_s: float = 0.0
     tpot_s: float = 0.0
-    decode: Times = NO_TIME  # of the step at `running`
-    prefill: Times = NO_TIME  # of a prompt alone, or of its largest chunk
+    decode: StepTimes = NO_TIME  # of the step at `running`
+    prefill: StepTimes = NO_TIME  # of a prompt alone, or of its largest chunk
     tokens_per_s: float = 0.0  # output tokens of all GPUs
     tokens_per_s_per_gpu: float = 0.0
     usd_per_million_tokens: float = 0.0  # output tokens
@@ -95,11 +95,11 @@ def with_replicated_experts(spec: ModelSpec, ep: int) -> ModelSpec:
 
 
 def evaluate(
-    served: Served, layout: Layout, num_gpus: int, machine: Machine, network: Network, demand: Demand
-) -> Candidate:
+    served: Served, layout: Layout, num_gpus: int, machine: Machine, network: GpuNetwork, demand: TrafficDemand
+) -> LayoutCandidate:
     """The most requests at once that keep the promised time a token, and what that gives."""
     replicas = num_gpus // layout.num_ranks
-    found = Candidate(layout, replicas, in_engine=experts_come_out_even(served.spec, layout.ep))
+    found = LayoutCandidate(layout, replicas, in_engine=experts_come_out_even(served.spec, layout.ep))
     try:
         own, of_all_layers = _own(served.spec, layout)
         if served.form is not None:
@@ -114,7 +114,9 @@ def evaluate(
     return _fill_times(found, served, of_all_layers, machine, network, demand)
 
 
-def _fill_memory(found: Candidate, served: Served, own: ModelSpec, machine: Machine, demand: Demand) -> Candidate:
+def _fill_memory(
+    found: LayoutCandidate, served: Served, own: ModelSpec, machine: Machine, demand: TrafficDemand
+) -> LayoutCandidate:
     weights = served.weight_bytes(own)
     found = replace(found, weight_bytes=weights, kv_bytes_per_token=served.kv_bytes_per_token(own))
     free = Memory(int(machine.memory_bytes) - weights, int(machine.memory_bytes))
@@ -130,16 +132,16 @@ def _fill_memory(found: Candidate, served: Served, own: ModelSpec, machine: Mach
 
 
 def _fill_times(
-    found: Candidate, served: Served, own: ModelSpec, machine: Machine, network: Network, demand: Demand
-) -> Candidate:
+    found: LayoutCandidate, served: Served, own: ModelSpec, machine: Machine, network: GpuNetwork, demand: TrafficDemand
+) -> LayoutCandidate:
     """`own`: what a rank of each stage has together."""
     layout = found.layout
     shape = Shape(layout.tp, layout.dp, layout.ep, layout.pp, demand.balancedness)
 
-    def step(batch: Batch) -> Times:
+    def step(batch: PlannedBatch) -> StepTimes:
         return step_times(served, own, shape, machine, network, batch)
 
-    def decode(running: int) -> Times:
+    def decode(running: int) -> StepTimes:
         return step(mixed_batch(demand, running, layout.dp))
 
     most = min(found.most_running // (layout.dp * found.replicas), MOST_SEQUENCES)
@@ -148,7 +150,7 @@ def _fill_times(
     running = most_within(lambda count: decode(count).total_s <= demand.tpot_s, most)
     times = decode(max(1, running))
     chunk = min(demand.input_tokens, demand.max_batch_tokens)
-    prefill = step(Batch(prompt_rows=chunk, prompt_seen=demand.input_tokens / 2, finished_prompts=1))
+    prefill = step(PlannedBatch(prompt_rows=chunk, prompt_seen=demand.input_tokens / 2, finished_prompts=1))
     ttft_s = times.total_s + demand.input_tokens / chunk * prefill.total_s
     found = replace(found, decode=times, prefill=prefill, tpot_s=times.total_s, ttft_s=ttft_s)
     if running < 1:
@@ -170,10 +172,10 @@ def usd_per_million(tokens_per_s_per_gpu: float, gpu_hour_usd: float) -> float:
     return gpu_hour_usd / (3600 * tokens_per_s_per_gpu) * 1e6
 
 
-def mixed_batch(demand: Demand, running: int, groups: int) -> Batch:
+def mixed_batch(demand: TrafficDemand, running: int, groups: int) -> PlannedBatch:
     """An average step where requests come as fast as they end: each that decodes brings its share of prompt tokens."""
     each = 0.0 if demand.prompts_elsewhere else demand.input_tokens / demand.output_tokens
-    return Batch(
+    return PlannedBatch(
         decoding=running,
         context=demand.mean_context,
         prompt_rows=running * each,
@@ -207,7 +209,7 @@ def _has_kernels(served: Served, own: ModelSpec, machine: Machine) -> bool:
     return all(has_kernel(served, ffn, own.hidden_size, machine) for ffn in mixtures)
 
 
-def activation_bytes(own: ModelSpec, demand: Demand) -> int:
+def activation_bytes(own: ModelSpec, demand: TrafficDemand) -> int:
     """At the largest step: the stream and what a layer makes of it, and each pair's hidden and output row."""
     mixtures = [layer.ffn for layer in own.layers if isinstance(layer.ffn, MoeSpec)]
     pairs = max((one.routing.top_k * (one.width + own.hidden_size) for one in mixtures), default=0)

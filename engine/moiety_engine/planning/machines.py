@@ -82,7 +82,7 @@ LINKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class GpuNetwork:
     """`inside` joins the GPUs of a host, `node_gpus` of them; `across` joins hosts, a port for each GPU."""
 
     inside: Link
@@ -99,13 +99,13 @@ def find_gpu(name: str) -> Machine:
     return GPUS[name]
 
 
-def find_network(names: str, machine: Machine, node_gpus: int) -> Network:
+def find_network(names: str, machine: Machine, node_gpus: int) -> GpuNetwork:
     """From "INSIDE,ACROSS", where "nvlink" is the GPU's own. Raises InvalidConfig."""
     parts = [machine.link if name == "nvlink" else name for name in names.split(",")]
     if len(parts) != 2 or any(name not in LINKS for name in parts):
         known = ", ".join(("nvlink", *LINKS))
         raise InvalidConfig(f"--link {names!r} must be two of {known}: inside a host, and across, as in nvlink,ib400")
-    return Network(LINKS[parts[0]], LINKS[parts[1]], node_gpus)
+    return GpuNetwork(LINKS[parts[0]], LINKS[parts[1]], node_gpus)
 
 
 def measure_processor() -> Machine:

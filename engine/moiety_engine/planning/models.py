@@ -15,9 +15,9 @@ from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import KV_DTYPES
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec, spec_from_config
-from moiety_engine.model.fewer_bits import bytes_in
-from moiety_engine.model.residence import weight_bytes
 from moiety_engine.model.spec import KV_SCALE_BYTES
+from moiety_engine.model.weight_offload import weight_bytes
+from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_kernels.quantization.weight import FORMATS
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.spec import ModelSpec
-    from moiety_engine.planning.machines import Link, Machine, Network
+    from moiety_engine.planning.machines import GpuNetwork, Link, Machine
     from moiety_engine.planning.models import Served
     from moiety_kernels.grouped_gemm.tiles import Scales, Weights
 
@@ -33,7 +33,7 @@ _KERNELS_A_LAYER = 8  # beside the experts'; a few microseconds each
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PlannedBatch:
     """What one group of a replica computes in a step. `prompt_seen`: tokens that a prompt's token attends to, on
     average. Of the groups, `groups` have as much to do, and the others nothing."""
 
@@ -50,7 +50,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class StepTimes:
     """Seconds of a step. The parts follow each other: nothing is overlapped."""
 
     products_s: float = 0.0  # of attention, dense and shared feed-forwards, and the head
@@ -65,7 +65,7 @@ class Times:
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
-NO_TIME = Times()
+NO_TIME = StepTimes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,11 @@ class Shape:
         return self.tp * self.groups
 
 
-def step_times(served: Served, own: ModelSpec, shape: Shape, machine: Machine, network: Network, batch: Batch) -> Times:
+def step_times(
+    served: Served, own: ModelSpec, shape: Shape, machine: Machine, network: GpuNetwork, batch: PlannedBatch
+) -> StepTimes:
     """Of the busiest rank; `own` is what it has of all layers."""
-    total = Times(overhead_s=machine.overhead_s)
+    total = StepTimes(overhead_s=machine.overhead_s)
     for layer, count in Counter(own.layers).items():
         products = products_s(served, own, layer, machine, batch.rows)
         attention = attention_s(layer.attention, machine, batch, served.kv_bytes(layer.attention))
@@ -98,16 +100,16 @@ def step_times(served: Served, own: ModelSpec, shape: Shape, machine: Machine, n
                 exchanges = exchange_s(served, layer.ffn, batch.rows / shape.tp, own.hidden_size, shape.ranks, network)
         num_sums = 2 if shape.groups == 1 or not isinstance(layer.ffn, MoeSpec) else 1
         sums = num_sums * sum_s(batch.rows * row_bytes, shape.tp, network)
-        total = _plus(total, Times(products, attention, experts, sums, exchanges), count)
+        total = _plus(total, StepTimes(products, attention, experts, sums, exchanges), count)
     head = head_s(own, machine, batch.decoding + batch.finished_prompts)
     embedded = sum_s(batch.rows * own.hidden_size * _ITEM_BYTES, shape.tp, network)
     handed_on = (shape.pp - 1) * send_s(batch.rows * own.hidden_size * _ITEM_BYTES, shape.ranks, network)
-    return _plus(total, Times(products_s=head, sums_s=embedded, exchanges_s=handed_on), 1)
+    return _plus(total, StepTimes(products_s=head, sums_s=embedded, exchanges_s=handed_on), 1)
 
 
-def _plus(total: Times, more: Times, count: int) -> Times:
-    both = ((getattr(total, one.name), getattr(more, one.name)) for one in fields(Times))
-    return Times(*(left + count * right for left, right in both))
+def _plus(total: StepTimes, more: StepTimes, count: int) -> StepTimes:
+    both = ((getattr(total, one.name), getattr(more, one.name)) for one in fields(StepTimes))
+    return StepTimes(*(left + count * right for left, right in both))
 
 
 # ── one rank's products ──
@@ -145,7 +147,9 @@ def product_s(shape: tuple[int, ...], itemsize: float, machine: Machine, rows: f
     return floor_s(Work(2.0 * rows * numel, moved), _speeds(machine))
 
 
-def attention_s(attention: AttentionSpec | LatentAttentionSpec, machine: Machine, batch: Batch, kv_bytes: int) -> float:
+def attention_s(
+    attention: AttentionSpec | LatentAttentionSpec, machine: Machine, batch: PlannedBatch, kv_bytes: int
+) -> float:
     """Of a layer: the cache that decoding reads, `kv_bytes` a token, and the pairs that prompts' tokens attend to."""
     if isinstance(attention, LatentAttentionSpec):  # absorbed: scores and sums are of latent rows
         pair_flops = 2.0 * attention.num_heads * (2 * attention.latent_width + attention.rope.rotary_width)
@@ -213,7 +217,7 @@ def _speeds(machine: Machine) -> Speeds:
 # ── between ranks ──
 
 
-def sum_s(num_bytes: float, ranks: int, network: Network) -> float:
+def sum_s(num_bytes: float, ranks: int, network: GpuNetwork) -> float:
     """All-reduce of so many bytes over neighbours: scattered and gathered inside a host, between hosts by parts."""
     if ranks == 1:
         return 0.0
@@ -229,7 +233,7 @@ def _ring_s(num_bytes: float, ranks: int, link: Link) -> float:
     return 2 * (num_bytes * (ranks - 1) / ranks / link.bytes_per_s + link.latency_s)
 
 
-def exchange_s(served: Served, ffn: MoeSpec, rows: float, hidden_size: int, ranks: int, network: Network) -> float:
+def exchange_s(served: Served, ffn: MoeSpec, rows: float, hidden_size: int, ranks: int, network: GpuNetwork) -> float:
     """Dispatch and combine of a rank's rows: one copy to each rank that has a chosen expert, in the weights' eight bits
     if they have them, and bf16 back."""
     itemsize = 1.0 if served.form is not None and served.form.is_float8 else float(_ITEM_BYTES)
@@ -237,7 +241,7 @@ def exchange_s(served: Served, ffn: MoeSpec, rows: float, hidden_size: int, rank
     return sum(dispatch_s(rows, hidden_size * size, ffn.routing.top_k, ranks, network) for size in both_ways)
 
 
-def dispatch_s(rows: float, row_bytes: float, top_k: int, ranks: int, network: Network) -> float:
+def dispatch_s(rows: float, row_bytes: float, top_k: int, ranks: int, network: GpuNetwork) -> float:
     """One way of it. What stays on the rank costs nothing; both kinds of links work at once."""
     if ranks == 1:
         return 0.0
@@ -250,7 +254,7 @@ def dispatch_s(rows: float, row_bytes: float, top_k: int, ranks: int, network: N
     return max(inside_s, across_s) + network.across.latency_s
 
 
-def send_s(num_bytes: float, stage_ranks: int, network: Network) -> float:
+def send_s(num_bytes: float, stage_ranks: int, network: GpuNetwork) -> float:
     """From one stage to the next, which is on another host where stages fill hosts."""
     link = network.across if stage_ranks >= network.node_gpus else network.inside
     return num_bytes / link.bytes_per_s + link.latency_s

@@ -12,9 +12,9 @@ import msgspec
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.opening import load_loop
 from moiety_engine.quantize.quality import Exam, Grades, demo_exam, examine, text_exam
 from moiety_engine.quantize.writing import write_quantized
+from moiety_engine.startup import load_loop
 from moiety_kernels.quantization import FORMATS
 
 TOKENIZER = "tokenizer.json"
@@ -23,7 +23,7 @@ Note = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class QuantizationReport:
     """Grades are None where there was nothing to examine the models by."""
 
     source: str
@@ -37,7 +37,7 @@ class Report:
 
 def quantize_and_measure(
     config: EngineConfig, target: Path, to: str, text: str | None, per_domain: int, context: int, note: Note
-) -> Report:
+) -> QuantizationReport:
     """Write the checkpoint of `config` to `target`. `note` gets the stage, what is done and how much there is. Raises
     EngineError."""
     if to not in FORMATS:
@@ -53,7 +53,7 @@ def quantize_and_measure(
         grades = [
             examine(load_loop(one), exam, partial(note, stage)) for one, stage in ((plain, "before"), (narrow, "after"))
         ]
-    return Report(str(source), str(target), to, *sizes, *grades)
+    return QuantizationReport(str(source), str(target), to, *sizes, *grades)
 
 
 def _exam(source: Path, text: str | None, per_domain: int, context: int) -> Exam | None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from moiety_engine.errors import CheckpointError
 from moiety_engine.model.checkpoint import product_names, shard_paths, tensor_files
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.narrow import COMPRESSED, FLOAT_FORMAT, PACKED_FORMAT, SCALES, to_packed
+from moiety_engine.model.quantized_checkpoints import COMPRESSED, FLOAT_FORMAT, PACKED_FORMAT, SCALES, to_packed
 from moiety_kernels.quantization.reference import round_to
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moiety_engine.model.adapted import AdaptedRows
+from moiety_engine.model.adapter_stacks import AdaptedRows
 from moiety_engine.model.batch import Batch, Spread
 from moiety_engine.moe.tenants import NOBODY, TenantSlots
-from moiety_engine.runner.tables import BlockTables
+from moiety_engine.runner.block_tables import BlockTables
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import PENDING, Sequence
 from moiety_engine.staging import Staging
@@ -247,7 +247,7 @@ class BatchBuilder:
         slot_of = self._adapters
         if not slot_of:
             return None
-        names = ["" if sequence.ghost else sequence.submit.adapter for sequence in sequences]
+        names = ["" if sequence.padding_row else sequence.submit.adapter for sequence in sequences]
         if not any(names):
             return None
         return np.repeat(np.array([slot_of[name] if name else -1 for name in names], dtype=np.int64), lengths)

@@ -18,19 +18,19 @@ from moiety_engine.sampling import Best, Drawn
 from moiety_engine.sampling.allowed import Allowed, write_out
 from moiety_engine.sampling.rows import Row
 from moiety_engine.sequence import Sequence
-from moiety_engine.staging import Mark
+from moiety_engine.staging import DeviceMark
 from moiety_engine.structured_outputs.state import ASTRAY
 from moiety_engine.structured_outputs.stepping import MAX_WORKERS, GrammarHandle, SteppingWorker
 from moiety_wire.messages import FailureCode
 
 
-class Launched(Protocol):
+class LaunchedStep(Protocol):
     """The step before, whose tokens may be on their way."""
 
     @property
     def drawn(self) -> Drawn | Best: ...
     @property
-    def done(self) -> Mark: ...
+    def done(self) -> DeviceMark: ...
 
 
 class GrammarProblem(NamedTuple):
@@ -53,7 +53,7 @@ class _Task:
     stops: list[int]  # tokens that may not end the answer yet
 
 
-class Masks:
+class StepMasks:
     """What is being found for one step."""
 
     def __init__(self, allowed: Allowed, parts: list[Future[list[GrammarProblem]]]) -> None:
@@ -76,7 +76,7 @@ class MaskMaker:
         self._writes_out = device.type == "cpu"
         self._threads = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="masks") if num_words else None
 
-    def begin(self, rows: Rows[Row], before: Launched | None) -> Masks | None:
+    def begin(self, rows: Rows[Row], before: LaunchedStep | None) -> StepMasks | None:
         """For rows that a step samples; None if none of them has a grammar. `before`: the step that runs."""
         guided = [i for i, row in enumerate(rows) if row.guide is not None]
         if not guided or self._threads is None:
@@ -91,7 +91,7 @@ class MaskMaker:
             self._threads.submit(_fill, worker, tasks, words_JW, banned_JV, before)
             for worker, tasks in by_worker.items()
         ]
-        return Masks(Allowed(guided, words_JW, banned_JV), parts)
+        return StepMasks(Allowed(guided, words_JW, banned_JV), parts)
 
 
 def _task(place: int, row: Row) -> _Task:
@@ -108,7 +108,7 @@ def _fill(
     tasks: list[_Task],
     words_JW: np.ndarray,
     banned_JV: np.ndarray | None,
-    before: Launched | None,
+    before: LaunchedStep | None,
 ) -> list[GrammarProblem]:
     """The rows of one process, in one round trip. Returns the problems."""
     if any(task.pending_row >= 0 for task in tasks):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
+class MicroBatchSplit:
     """Into how many micro-batches a step is cut: each is read the experts' weights for once more, so none is to have
     fewer tokens of the group with the most than `least_tokens`."""
 
@@ -31,12 +31,12 @@ class Cutting:
         return max(1, min(self.most, tokens // self.least_tokens))
 
 
-WHOLE = Cutting()
+WHOLE = MicroBatchSplit()
 
 
-def cutting_of(config: EngineConfig) -> Cutting:
+def cutting_of(config: EngineConfig) -> MicroBatchSplit:
     """Where attention and experts have the same ranks, nothing waits for others, and nothing is cut."""
-    return Cutting(config.micro_batches, config.micro_batch_tokens) if config.expert_ranks else WHOLE
+    return MicroBatchSplit(config.micro_batches, config.micro_batch_tokens) if config.ffn_ranks else WHOLE
 
 
 def cut(host: HostBatch, count: int) -> list[HostBatch]:

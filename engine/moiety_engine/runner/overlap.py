@@ -8,10 +8,10 @@ from moiety_engine.config import Overlap
 
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
-    from moiety_engine.model.apart import ExpertRank
+    from moiety_engine.model.remote_experts import ExpertServer
     from moiety_engine.model.transformer import Transformer
 
 
-def steps_overlap(model: Transformer | ExpertRank, config: EngineConfig) -> bool:
+def steps_overlap(model: Transformer | ExpertServer, config: EngineConfig) -> bool:
     """What the configuration says, or else whether there is a device that would wait."""
     return model.device.type == "cuda" if config.overlap is Overlap.AUTO else config.overlap is Overlap.ON

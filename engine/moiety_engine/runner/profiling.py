@@ -7,7 +7,7 @@ import torch
 from moiety_engine.memory import Memory, device_memory
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.runner.orders import Allocate, Orders, Release
+from moiety_engine.runner.control_messages import Allocate, ControlSender, Release
 from moiety_engine.runner.runner import Runner
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import Sequence
@@ -19,7 +19,7 @@ _GREEDIEST = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, presen
 
 def measure(
     model: Transformer,
-    orders: Orders,
+    orders: ControlSender,
     *,
     block_size: int,
     max_batch_tokens: int,
@@ -45,7 +45,7 @@ def measure(
 
 def largest_step(
     model: Transformer,
-    orders: Orders,
+    orders: ControlSender,
     *,
     block_size: int,
     max_batch_tokens: int,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from moiety_engine.moe.balancing import Balancer
-from moiety_engine.runner.orders import MoveExperts
+from moiety_engine.moe.balancer import Balancer
+from moiety_engine.runner.control_messages import MoveExperts
 from moiety_placement.placement import Placement
 from moiety_wire.experts import pack_counts
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
     from moiety_engine.model.transformer import Transformer
     from moiety_engine.moe.shape import ExpertShape
-    from moiety_engine.runner.orders import Orders
+    from moiety_engine.runner.control_messages import ControlSender
     from moiety_placement.transition import Write
     from moiety_wire.experts import ExpertLoad
 
@@ -35,7 +35,9 @@ _NEWEST = 0.2  # the share of the last measurement in the mean
 class Rebalancing:
     """Rank 0's. Used by the step loop's thread only."""
 
-    def __init__(self, model: Transformer, orders: Orders, shape: ExpertShape, every_s: float, now_s: float) -> None:
+    def __init__(
+        self, model: Transformer, orders: ControlSender, shape: ExpertShape, every_s: float, now_s: float
+    ) -> None:
         self._model, self._orders, self._shape = model, orders, shape
         layout = model.ranks.seat.layout
         at_start = layout.slots(shape.num_experts)  # as they are in other stages
@@ -108,7 +110,7 @@ class Rebalancing:
         log.info("experts_rebalanced", **told)
 
 
-def rebalancing_of(model: Transformer, config: EngineConfig, orders: Orders, now_s: float) -> Rebalancing | None:
+def rebalancing_of(model: Transformer, config: EngineConfig, orders: ControlSender, now_s: float) -> Rebalancing | None:
     """None where experts stay where they are."""
     every_s, shape = config.rebalanced_every_s, model.experts
     if not every_s or shape is None or model.ranks.seat.layout.ep == 1:  # one rank may be all that is left

@@ -17,23 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moiety_engine.kv_transfer.kv_sender import KvSender
 from moiety_engine.messages import CoreLogprob, CoreScores
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
+from moiety_engine.runner.control_messages import ControlSender
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
+from moiety_engine.runner.group_results import order_of, spread_of
 from moiety_engine.runner.inputs import BatchBuilder, HostBatch, scored
 from moiety_engine.runner.masks import GrammarProblem, MaskMaker
-from moiety_engine.runner.micro_batches import WHOLE, Cutting, cut
-from moiety_engine.runner.orders import Orders
+from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit, cut
 from moiety_engine.runner.scoring import Scores, are_finite, score
-from moiety_engine.runner.spreading import order_of, spread_of
 from moiety_engine.sampling import Best, Drawn, Sampler, is_plain, rows_of
 from moiety_engine.sampling.rows import Row
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.staging import Mark, Staging
-from moiety_engine.transfer.departures import Departures
+from moiety_engine.staging import DeviceMark, Staging
 
 if TYPE_CHECKING:
     from moiety_engine.model.decode_programs import Replayed  # which imports numba
@@ -42,19 +42,19 @@ _IN_ORDER = np.zeros(0, dtype=np.int64)  # of one group of ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightStep:
     """A step that was launched. Its results are in host memory once the mark has been passed."""
 
     plan: Plan
     drawn: Drawn | Best
     unit_ED: Tensor | None
     scores: Scores | None
-    done: Mark
+    done: DeviceMark
     astray: list[GrammarProblem]  # rows whose grammars cannot be followed: their tokens mean nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class StepResults:
     """What a step brought: tokens for the chunks that sample, one each and one for each token of its draft, vectors for
     those that embed, in the plan's order; what was asked of prompts, by the requests' keys. `non_finite`: the sampled
     rows, counted as the tokens are, whose logits are not finite, so that their tokens mean nothing. A vector that is
@@ -75,18 +75,18 @@ class Runner:
         self,
         model: Transformer,
         kv: KvCache,
-        orders: Orders,
+        orders: ControlSender,
         tenants: TenantSlots | None = None,
         *,
         num_mask_words: int = 0,
-        departures: Departures | None = None,
+        kv_sender: KvSender | None = None,
         adapters: Mapping[str, int] | None = None,
-        cutting: Cutting = WHOLE,
+        cutting: MicroBatchSplit = WHOLE,
     ) -> None:
         """`tenants` tells apart whose tokens experts are counted for; None where none are. `num_mask_words`: of the
-        guides' tokenizer; 0 where no row has a guide. `departures`: what leaves for other engines. `adapters`: the
+        guides' tokenizer; 0 where no row has a guide. `kv_sender`: what leaves for other engines. `adapters`: the
         slots of those that are loaded. `cutting`: of steps into micro-batches."""
-        self._departures, self._cutting = departures, cutting
+        self._kv_sender, self._cutting = kv_sender, cutting
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
@@ -96,7 +96,7 @@ class Runner:
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
         self._num_groups = model.ranks.across.size
-        self._newest: Flight | None = None
+        self._newest: InFlightStep | None = None
         self._sampled: Drawn | Best | None = None  # by the newest step
         self.graphs: DecodeGraphs | None = None
 
@@ -105,7 +105,7 @@ class Runner:
         """By the newest step, on the device."""
         return None if self._sampled is None else self._sampled.token_L
 
-    def launch(self, plan: Plan) -> Flight:
+    def launch(self, plan: Plan) -> InFlightStep:
         """Queue the step. A token that is pending in its sequences is one that the step launched before it samples."""
         self.staging.turn()
         hosts, rows = self._arrange(plan), rows_of(plan)
@@ -114,14 +114,14 @@ class Runner:
             self._newest = self._launch(plan, hosts, rows)
         else:
             self._sampled = best
-            self._newest = Flight(plan, best, None, None, Mark(None), [])
+            self._newest = InFlightStep(plan, best, None, None, DeviceMark(None), [])
         return self._newest
 
     def _best(self, hosts: list[HostBatch], rows: list[Row]) -> Best | None:
         """What most steps on a CPU are: decodes that the model replays whole, and of each the likeliest token. Done
         without torch, of which each call takes 50 µs and more where a step's weights have just gone through the caches.
         None for other steps, and nothing was computed."""
-        if self._departures is not None or not all(map(is_plain, rows)):
+        if self._kv_sender is not None or not all(map(is_plain, rows)):
             return None
         made = self._decode(hosts, with_logits=True)
         return None if made is None or made.logits is None else Best.of(made.logits)
@@ -133,17 +133,17 @@ class Runner:
         return self._model.decode(hosts[0], self._kv, with_logits=with_logits)
 
     @torch.inference_mode()
-    def _launch(self, plan: Plan, hosts: list[HostBatch], rows: list[Row]) -> Flight:
+    def _launch(self, plan: Plan, hosts: list[HostBatch], rows: list[Row]) -> InFlightStep:
         with one_torch_thread() if self._model.only_kernels else contextlib.nullcontext():
             return self._compute(plan, hosts, rows)
 
-    def _compute(self, plan: Plan, hosts: list[HostBatch], rows: list[Row]) -> Flight:
+    def _compute(self, plan: Plan, hosts: list[HostBatch], rows: list[Row]) -> InFlightStep:
         before_L = self.sampled_L
         masks = self._masks.begin(rows, self._newest)
         order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
         num_micro_batches = self._cutting.count(hosts)
         self._orders.step(hosts, order_L, len(rows), num_micro_batches)
-        leaving = None if self._departures is None else self._departures.of(plan, self._kv)
+        leaving = None if self._kv_sender is None else self._kv_sender.of(plan, self._kv)
         made = None if leaving is not None else self._decode(hosts, with_logits=False)
         logits_LV: Tensor | None = None
         if made is not None:
@@ -166,21 +166,21 @@ class Runner:
         if num_scored:
             scores = score(self._model, hidden_LD[end:], scored(plan), self.staging)
         astray = [] if masks is None else masks.problems
-        return Flight(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), astray)
+        return InFlightStep(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), astray)
 
     def _arrange(self, plan: Plan) -> list[HostBatch]:
         """What each group of ranks has of the step."""
         groups = self._num_groups
         return [self._builder.arrange(plan)] if groups == 1 else self._builder.arrange_groups(plan, groups)
 
-    def collect(self, flight: Flight) -> Results:
+    def collect(self, flight: InFlightStep) -> StepResults:
         """Wait for the step's results."""
         flight.done.wait()
         token_ids, logprobs = flight.drawn.unpack()
         vectors = [] if flight.unit_ED is None else as_bytes(flight.unit_ED)
         scores = [] if flight.scores is None else flight.scores.unpack()
         bad_scores = frozenset(key for key, one in scores if not are_finite(one))
-        return Results(token_ids, logprobs, vectors, scores, flight.drawn.non_finite_rows(), bad_scores)
+        return StepResults(token_ids, logprobs, vectors, scores, flight.drawn.non_finite_rows(), bad_scores)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.memory import available_bytes, device_memory
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.control_messages import ControlSender
 from moiety_engine.runner.memory import (
     ADAPTER_BYTES,
     ADAPTER_FRACTION,
@@ -16,7 +17,6 @@ from moiety_engine.runner.memory import (
     num_host_blocks,
     num_kv_blocks,
 )
-from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.profiling import measure
 from moiety_wire.roles import EngineRole
 
@@ -36,7 +36,7 @@ class Sizes:
 def sizes_for(
     model: Transformer,
     config: EngineConfig,
-    orders: Orders,
+    orders: ControlSender,
     local_ranks: int = 1,
     *,
     draft_model: Transformer | None = None,
@@ -96,7 +96,7 @@ def adapter_budget_bytes(model: Transformer, config: EngineConfig) -> int:
     """Memory of the device for adapters. Raises InvalidConfig where they were asked for and cannot be served."""
     asked = config.adapter_memory_bytes or config.adapters
     if model.ranks.everyone.size > 1:
-        reason = "over several ranks: leave out --tp, --dp-attention, --ep, --pp and --expert-ranks"
+        reason = "over several ranks: leave out --tp, --dp-attention, --ep, --pp and --ffn-ranks"
     elif model.arithmetic.invariant and model.device.type == "cuda":
         reason = "with --batch-invariant on a GPU: leave that out"
     elif model.offloads:

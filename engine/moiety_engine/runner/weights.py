@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from moiety_engine.errors import OutOfMemory, RanksError
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.runner.orders import ComeBack, Leave, Orders
+from moiety_engine.runner.control_messages import ControlSender, OffloadWeights, ReloadWeights
 
 Progress = Callable[[], None]
 
@@ -14,7 +14,7 @@ Progress = Callable[[], None]
 class Weights:
     """Used by the step loop's thread only."""
 
-    def __init__(self, models: list[Transformer], orders: Orders) -> None:
+    def __init__(self, models: list[Transformer], orders: ControlSender) -> None:
         self._models, self._orders = models, orders
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -29,7 +29,7 @@ class Weights:
     def leave(self, on_progress: Progress) -> int:
         """Those that are there go to host memory, on all ranks; returns the bytes that are free thereby. Raises
         OutOfMemory."""
-        with self._orders.together(Leave()):
+        with self._orders.together(OffloadWeights()):
             return sum(model.leave(on_progress) for model in self._models if not model.away)
 
     def leave_or_stay(self, on_progress: Progress) -> int:
@@ -45,7 +45,7 @@ class Weights:
 
     def come_back(self, on_progress: Progress) -> None:
         """Those that are away. Raises OutOfMemory."""
-        with self._orders.together(ComeBack()):
+        with self._orders.together(ReloadWeights()):
             for model in self._models:
                 if model.away:
                     model.come_back(on_progress)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
 
 _MEAN_S = 10.0  # time constant of the running means
 _LEAST_SERVED = 0.001  # of the best rate, that is reckoned with when nothing is served at all
 
 
 @dataclass(slots=True)
-class Inflow:
+class PromptInflow:
     """Prompt tokens that come, and those of them that still wait."""
 
     seen_s: float
@@ -41,12 +41,12 @@ class PromptFlow:
     def __init__(self, step_time: StepTimeModel, max_batch_tokens: int) -> None:
         self._step_time = step_time
         self._max_batch_tokens = max_batch_tokens
-        self._ranks: dict[int, Inflow] = {}
+        self._ranks: dict[int, PromptInflow] = {}
         self._served_per_s: float | None = None
 
     def came(self, rank: int, num_tokens: int, now_s: float) -> None:
         """A request was let in with so many tokens to compute."""
-        self._ranks.setdefault(rank, Inflow(now_s)).came(num_tokens, now_s)
+        self._ranks.setdefault(rank, PromptInflow(now_s)).came(num_tokens, now_s)
 
     def left(self, rank: int, num_tokens: int) -> None:
         """They wait no longer: the request has started, or is gone."""

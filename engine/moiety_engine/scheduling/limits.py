@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """Bounds of a step, of the batch and of the queue."""
 
     max_batch_tokens: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moiety_engine.scheduling.steptime import StepShape
+from moiety_engine.scheduling.step_time_model import StepShape
 from moiety_engine.sequence import PENDING, Sequence
 
 
@@ -24,14 +24,14 @@ class Chunk(NamedTuple):
     draft: tuple[int, ...] = ()
 
 
-class TakenIn(NamedTuple):
+class DraftCatchUp(NamedTuple):
     """Tokens of a sequence that a draft model takes in, the next so many that it has not."""
 
     sequence: Sequence
     num_tokens: int
 
 
-class Landing(NamedTuple):
+class KvLoad(NamedTuple):
     """KV from another engine that goes into a sequence's blocks, which are those from its start: that of tokens `first`
     and later."""
 
@@ -55,9 +55,9 @@ class Plan:
     shape: StepShape = field(default_factory=StepShape)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    landings: list[Landing] = field(default_factory=list)
+    landings: list[KvLoad] = field(default_factory=list)
     planned_ns: int = 0
-    taken_in: list[TakenIn] = field(default_factory=list)
+    taken_in: list[DraftCatchUp] = field(default_factory=list)
 
     @property
     def wants_drafts(self) -> bool:
@@ -65,6 +65,6 @@ class Plan:
         return bool(self.taken_in) or any(PENDING in chunk.draft for chunk in self.chunks[: self.num_decode])
 
     @property
-    def is_foresight(self) -> bool:
+    def is_speculative_prefill(self) -> bool:
         """Whether it does what nobody has asked for yet, which nothing else runs beside."""
-        return bool(self.chunks) and self.chunks[0].sequence.submit.foresees is not None
+        return bool(self.chunks) and self.chunks[0].sequence.submit.speculative_prefill is not None

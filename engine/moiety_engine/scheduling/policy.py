@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moiety_engine.scheduling.entries import EntryHeap
-from moiety_engine.scheduling.lengths import OutputPredictor
+from moiety_engine.scheduling.class_counters import ClassCounters
+from moiety_engine.scheduling.entry_heap import EntryHeap
+from moiety_engine.scheduling.output_predictor import OutputPredictor
 from moiety_engine.scheduling.plan import Chunk
-from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
-from moiety_engine.scheduling.tally import Tally
+from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import ServiceClass
 from moiety_wire.notes import Reason
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AdmissionDecision:
     """Whether a request is let in: the class it will be served in, or None and when to come back."""
 
     service: ServiceClass | None
@@ -103,7 +103,7 @@ class PolicyContext:
 
     step_time: StepTimeModel
     lengths: OutputPredictor
-    tally: Tally
+    tally: ClassCounters
     max_batch_tokens: int
     max_running: int
     max_waiting: int
@@ -171,13 +171,13 @@ class Policy:
 
     # ── what to do ──
 
-    def admit(self, sequence: Sequence, now_s: float) -> Verdict:
+    def admit(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
         """Whether to let a new request in."""
-        return Verdict(sequence.service, Reason.IN_TIME)
+        return AdmissionDecision(sequence.service, Reason.IN_TIME)
 
-    def overflow(self, sequence: Sequence) -> Verdict:
+    def overflow(self, sequence: Sequence) -> AdmissionDecision:
         """What a request is told for which the queue has no place."""
-        return Verdict(None, Reason.QUEUE_FULL, retry_after_s=1.0)
+        return AdmissionDecision(None, Reason.QUEUE_FULL, retry_after_s=1.0)
 
     def predicted_ttft_s(self) -> dict[str, float]:
         """By class, the time to first token of an empty prompt that arrives now."""

@@ -17,35 +17,35 @@ from collections.abc import Iterable
 from itertools import islice
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.endings import NonFiniteEnd, finish_of, why_it_ends
-from moiety_engine.scheduling.entrance import Entrance
-from moiety_engine.scheduling.filling import Filling
-from moiety_engine.scheduling.foresight.foresight import Foresight
-from moiety_engine.scheduling.groups import KvGroups
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.lengths import OutputPredictor
-from moiety_engine.scheduling.limits import Limits
-from moiety_engine.scheduling.padded import PaddedFilling
-from moiety_engine.scheduling.places import Places
+from moiety_engine.scheduling.admission_queue import AdmissionQueue
+from moiety_engine.scheduling.class_counters import ClassCounters
+from moiety_engine.scheduling.finish import NonFiniteEnd, finish_of, why_it_ends
+from moiety_engine.scheduling.kv_groups import KvGroups
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
+from moiety_engine.scheduling.output_predictor import OutputPredictor
+from moiety_engine.scheduling.padded_prefill_planner import PaddedPrefillPlanner
 from moiety_engine.scheduling.plan import Chunk, Plan
-from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policies import make_policy
 from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext
-from moiety_engine.scheduling.room import Room, SwapCost
-from moiety_engine.scheduling.speculation.guesser import Guesser
-from moiety_engine.scheduling.speculation.lookup import LookupGuesser
-from moiety_engine.scheduling.speculation.speculator import Speculator
-from moiety_engine.scheduling.steptime import StepTimeModel
+from moiety_engine.scheduling.preemptor import Preemptor, SwapCost
+from moiety_engine.scheduling.prefill_planner import PrefillPlanner
+from moiety_engine.scheduling.request_queues import RequestQueues
+from moiety_engine.scheduling.speculative_decoding.ngram_proposer import NgramProposer
+from moiety_engine.scheduling.speculative_decoding.proposer import Proposer
+from moiety_engine.scheduling.speculative_decoding.speculator import Speculator
+from moiety_engine.scheduling.speculative_prefill.speculative_prefill import SpeculativePrefill
+from moiety_engine.scheduling.step_planner import StepPlanner
+from moiety_engine.scheduling.step_time_model import StepTimeModel
+from moiety_engine.scheduling.step_timing import StepTiming
 from moiety_engine.scheduling.strategies import Strategy, queue_view
-from moiety_engine.scheduling.tally import Tally
-from moiety_engine.scheduling.watch import StepWatch
-from moiety_engine.sequence import Place, Sequence
+from moiety_engine.sequence import Sequence, SequenceState
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.figures import ClassLoad
 from moiety_wire.messages import FinishReason
 
 _Sampled = tuple[int, CoreLogprob | None]
-_QUEUED = (Place.WAITING, Place.RETURNING)
+_QUEUED = (SequenceState.WAITING, SequenceState.RETURNING)
 
 
 class Scheduler:
@@ -55,7 +55,7 @@ class Scheduler:
     def __init__(
         self,
         kv: KvLedger,
-        limits: Limits,
+        limits: SchedulerLimits,
         strategy: Strategy,
         policy_name: str = "fcfs",
         *,
@@ -63,7 +63,7 @@ class Scheduler:
         lengths: OutputPredictor | None = None,
         swap: SwapCost | None = None,
         draft_tokens: int = 0,  # the longest draft; only where nothing is padded
-        guesser: Guesser | None = None,  # what drafts come from; by look-up if not given
+        proposer: Proposer | None = None,  # what drafts come from; by look-up if not given
         further: Iterable[KvLedger] = (),  # of more groups of ranks, `kv` being the first one's; the same holds
     ) -> None:
         self.kv = kv
@@ -72,8 +72,8 @@ class Scheduler:
         self._strategy = strategy
         self.step_time = step_time or StepTimeModel()
         self.lengths = lengths or OutputPredictor()
-        self.tally = Tally()
-        self.places = Places()
+        self.tally = ClassCounters()
+        self.places = RequestQueues()
         self.policy: Policy = make_policy(
             policy_name,
             PolicyContext(
@@ -88,15 +88,17 @@ class Scheduler:
                 cached_tokens=groups.num_cached,
             ),
         )
-        self._room = Room(groups, self.places, self.policy, self.step_time, self.tally, swap or SwapCost())
-        self.foresight = Foresight(groups, self.step_time, is_possible=not strategy.padded)
-        self._filling = Filling(groups, self.places, self.policy, self._room, self.tally, self.foresight)
-        self._padded = PaddedFilling(kv, self.policy, self._room, self._filling)
-        self._entrance = Entrance(groups, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
+        self._room = Preemptor(groups, self.places, self.policy, self.step_time, self.tally, swap or SwapCost())
+        self.speculative_prefill = SpeculativePrefill(groups, self.step_time, is_possible=not strategy.padded)
+        self._filling = PrefillPlanner(
+            groups, self.places, self.policy, self._room, self.tally, self.speculative_prefill
+        )
+        self._padded = PaddedPrefillPlanner(kv, self.policy, self._room, self._filling)
+        self._entrance = AdmissionQueue(groups, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
         self._running: Plan | None = None  # launched, and not committed
-        self._watch = StepWatch(self.step_time)
-        guesser = guesser or LookupGuesser()
-        self.speculator = Speculator(draft_tokens, self.step_time, guesser) if draft_tokens else None
+        self._watch = StepTiming(self.step_time)
+        proposer = proposer or NgramProposer()
+        self.speculator = Speculator(draft_tokens, self.step_time, proposer) if draft_tokens else None
         self.output_tokens_total = self.recomputed_tokens_total = 0
         self.prefill_seconds_total = self.decode_seconds_total = 0.0  # of steps with prompt tokens in them, and without
         self.drafted_tokens_total = self.accepted_tokens_total = 0
@@ -110,22 +112,22 @@ class Scheduler:
     ) -> None:
         """Queue a request, or turn it away (see `take_verdicts`). The caller has seen to it that prompt and output fit
         the pool. `num_landing`: of so many tokens KV has come from another engine. What is foreseen is no request: its
-        end is `foresight.take_ended`."""
-        if submit.foresees is not None:
-            self.foresight.add(submit, now_ns)
+        end is `speculative_prefill.take_ended`."""
+        if submit.speculative_prefill is not None:
+            self.speculative_prefill.add(submit, now_ns)
             return
         self._entrance.add(submit, seed=seed, now_ns=now_ns, guide=guide, num_landing=num_landing)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; ends it if this was the last and is used up."""
         sequence = self.places.by_key.get(key)
-        if sequence is None or sequence.ghost or sequence.place is Place.FINISHING:
+        if sequence is None or sequence.padding_row or sequence.place is SequenceState.FINISHING:
             return None
         had_credit = sequence.has_credit
         sequence.credit_tokens = max(sequence.credit_tokens, credit_tokens)
         sequence.credit_last = sequence.credit_last or last
         if sequence.has_credit:
-            if sequence.place is Place.PARKED:
+            if sequence.place is SequenceState.PARKED:
                 self.places.send_back(sequence)
                 self.tally.of(sequence.service.name).num_waiting += 1
                 self.policy.push(sequence, now_ns / 1e9)
@@ -139,12 +141,12 @@ class Scheduler:
         """End a request now; its blocks are free when this returns."""
         sequence = self.places.by_key.get(key)
         if sequence is None:
-            self.foresight.abort(key, now_ns)
+            self.speculative_prefill.abort(key, now_ns)
             return None
-        if sequence.ghost and not sequence.pending:
+        if sequence.padding_row and not sequence.pending:
             self._drop(sequence)
             return None
-        sequence.num_reserved = 0  # an aborted row is not kept as a ghost
+        sequence.num_reserved = 0  # an aborted row is not kept as a padding_row
         return CoreOutput(key, [], None, self._end(sequence, reason, "", now_ns))
 
     def swap_costs(self, cost: SwapCost) -> None:
@@ -157,22 +159,22 @@ class Scheduler:
 
     # ── a step ──
 
-    def plan(self, now_ns: int, *, may_foresee: bool = True) -> Plan:
+    def plan(self, now_ns: int, *, may_prefill_ahead: bool = True) -> Plan:
         """Decide the next step. Empty only if nothing has credit, a request waits for company, or all that can go on
         waits for the step that runs; and nothing is foreseen then, or may be."""
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
         answers = self.limits.max_running if self.kv.answers_apart else None
-        planner = Planner(self.groups, fixed or self.limits.max_batch_tokens, self.step_time, answers)
+        planner = StepPlanner(self.groups, fixed or self.limits.max_batch_tokens, self.step_time, answers)
         self._room.preempted = []
         self._plan_into(planner, now_ns)
         while planner.empty and self._running is None and self._room.break_deadlock(now_ns):
             self._plan_into(planner, now_ns)
         self._free_stuck_groups(planner, now_ns)
-        if may_foresee and self.idle and planner.empty:
-            self.foresight.plan_into(planner, now_ns)
+        if may_prefill_ahead and self.idle and planner.empty:
+            self.speculative_prefill.plan_into(planner, now_ns)
         return planner.finish(self._room.preempted, now_ns)
 
-    def _free_stuck_groups(self, planner: Planner, now_ns: int) -> None:
+    def _free_stuck_groups(self, planner: StepPlanner, now_ns: int) -> None:
         """A group whose sequences hold all of its blocks and wait for more goes on in the next step, whatever others
         do meanwhile."""
         if self.groups.count == 1 or planner.rows_left <= 0:
@@ -197,7 +199,7 @@ class Scheduler:
                 num_output = output.finish.num_output_tokens
                 ended.append(NonFiniteEnd(key, sequence.submit.adapter, num_output, hashes))
         self._non_finite.clear()
-        self._retire_ghosts()
+        self._retire_padding_rows()
         return ended
 
     def launched(self, plan: Plan) -> None:
@@ -210,7 +212,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             first, row = row + 1, row + chunk.samples + (num_drafted := len(chunk.draft))
-            if sequence.place is Place.ENDED or (sequence.ghost and chunk.num_tokens):
+            if sequence.place is SequenceState.ENDED or (sequence.padding_row and chunk.num_tokens):
                 continue  # it ended after this step was planned
             self._computed(sequence, chunk.num_tokens - num_drafted)
             if num_drafted:
@@ -227,9 +229,9 @@ class Scheduler:
         for chunk in plan.chunks[plan.num_decode :]:
             if self.places.computed(chunk.sequence):
                 self.policy.discard(chunk.sequence)  # it wants no more prefill
-        if plan.is_foresight:
-            self.foresight.launched(plan, plan.planned_ns)
-        self._retire_ghosts()
+        if plan.is_speculative_prefill:
+            self.speculative_prefill.launched(plan, plan.planned_ns)
+        self._retire_padding_rows()
         self.places.moved_on()
 
     def commit(
@@ -272,12 +274,12 @@ class Scheduler:
                 outputs += self._take_vector(sequence, next(embedded), now_ns)
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
-        self._retire_ghosts()
+        self._retire_padding_rows()
         self.places.stepped()
         seconds = self._watch.committed(plan, now_ns)
         if plan.chunks and seconds > 0:
             self.step_time.observe(plan.shape, seconds)
-        if plan.chunks and seconds > 0 and not plan.is_foresight:
+        if plan.chunks and seconds > 0 and not plan.is_speculative_prefill:
             self.policy.stepped(seconds, plan.shape, now_ns / 1e9)
             if plan.shape.prefill_rows:
                 self.prefill_seconds_total += seconds
@@ -326,7 +328,7 @@ class Scheduler:
 
     # ── within ──
 
-    def _plan_into(self, planner: Planner, now_ns: int) -> None:
+    def _plan_into(self, planner: StepPlanner, now_ns: int) -> None:
         """Decodes, then as much prefill as may join them."""
         decoding = self._room.secure_decodes(now_ns)
         if not self._strategy.padded:  # whose rows belong together
@@ -348,7 +350,7 @@ class Scheduler:
             slack_s = due_s - self._watch.free_s(now_ns)
             self.speculator.extend(planner, slack_s, now_ns, overlaps=self._running is not None)
 
-    def _fill(self, planner: Planner, view: BatchView, now_ns: int) -> None:
+    def _fill(self, planner: StepPlanner, view: BatchView, now_ns: int) -> None:
         joinable = self._strategy.joinable(queue_view(self.places, self.limits, now_ns))
         if self._strategy.padded:
             self._padded.fill(planner, joinable, now_ns)
@@ -372,7 +374,7 @@ class Scheduler:
 
     def _take_vector(self, sequence: Sequence, vector: bytes, now_ns: int) -> list[CoreOutput]:
         """Take in the vector of a prompt that is embedded, which is empty if it means nothing."""
-        if sequence.place is Place.ENDED:
+        if sequence.place is SequenceState.ENDED:
             return []
         if not vector:
             self._non_finite.append(sequence.key)
@@ -416,7 +418,7 @@ class Scheduler:
         self.accepted_tokens_total += (num_right := len(token_ids) - 1)
         if self.speculator is not None:
             self.speculator.verified(sequence, num_right, one_wrong=finish is None and num_right < len(drafted))
-        if sequence.place is Place.RUNNING:
+        if sequence.place is SequenceState.RUNNING:
             self.places.verified(sequence)
             if not sequence.has_credit:
                 self._park(sequence)
@@ -449,18 +451,20 @@ class Scheduler:
     ) -> CoreFinish:
         sequence.finished_unix_ns = now_ns
         sequence.forgo_token()
-        if reason not in (FinishReason.ABORT, FinishReason.HANDED_OVER) and detail != "credit_refused":
+        if reason not in (FinishReason.ABORT, FinishReason.PREFILL_DONE) and detail != "credit_refused":
             self.lengths.learn(sequence.tenant, sequence.num_output)
-        if sequence.num_reserved and sequence.num_output and sequence.place is Place.RUNNING:  # its batch goes on
-            if not sequence.ghost:
-                self.places.haunt(sequence)
+        if (
+            sequence.num_reserved and sequence.num_output and sequence.place is SequenceState.RUNNING
+        ):  # its batch goes on
+            if not sequence.padding_row:
+                self.places.keep_as_padding(sequence)
         else:
             self._drop(sequence)
         return finish_of(sequence, reason, detail, embedding)
 
     def _drop(self, sequence: Sequence) -> None:
         tally = self.tally.of(sequence.service.name)
-        if sequence.place is Place.RUNNING:
+        if sequence.place is SequenceState.RUNNING:
             tally.num_running -= 1
         elif sequence.place in _QUEUED:
             tally.num_waiting -= 1
@@ -469,17 +473,17 @@ class Scheduler:
         self.places.end(sequence)
         self.groups.of(sequence).release(sequence)
 
-    def _retire_ghosts(self) -> None:
+    def _retire_padding_rows(self) -> None:
         """A padded batch is over when all of its rows are: then the blocks go back together."""
         running = self.places.running
-        if running and running[0].ghost and all(sequence.ghost for sequence in running):
+        if running and running[0].padding_row and all(sequence.padding_row for sequence in running):
             for sequence in list(running):
                 (self._leave_batch if sequence.pending else self._drop)(sequence)
 
     def _finishing(self, sequence: Sequence) -> None:
         """The running step is its last."""
         if sequence.num_reserved and not sequence.submit.embed:
-            self.places.haunt(sequence)
+            self.places.keep_as_padding(sequence)
         else:
             self._leave_batch(sequence)
 

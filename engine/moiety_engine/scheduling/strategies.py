@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moiety_engine.config import Batching
-from moiety_engine.scheduling.limits import Limits
-from moiety_engine.scheduling.places import Places
+from moiety_engine.scheduling.limits import SchedulerLimits
+from moiety_engine.scheduling.request_queues import RequestQueues
 
 
 class QueueView(NamedTuple):
@@ -56,7 +56,7 @@ def _join_continuous(view: QueueView) -> int:
     return view.max_running - view.num_running
 
 
-def queue_view(places: Places, limits: Limits, now_ns: int) -> QueueView:
+def queue_view(places: RequestQueues, limits: SchedulerLimits, now_ns: int) -> QueueView:
     """What there is to look at now."""
     return QueueView(
         num_running=len(places.running),

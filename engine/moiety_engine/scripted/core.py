@@ -14,7 +14,7 @@ import time
 import msgspec
 import zmq
 
-from moiety_engine.core.link import IDLE_WAIT_MS, FrontLink
+from moiety_engine.core.link import IDLE_WAIT_MS, ServerLink
 from moiety_engine.first_steps import FirstSteps
 from moiety_engine.messages import CoreHello, CoreShutdown, CoreState
 from moiety_engine.scripted.engine import ScriptedEngine
@@ -40,7 +40,7 @@ def main() -> int:
     first_steps = None if arguments.first_steps_fd is None else FirstSteps(arguments.first_steps_fd)
     script = msgspec.json.decode(sys.stdin.buffer.readline(), type=Script)
     threading.Thread(target=_end_with_front, name="life-line", daemon=True).start()
-    with zmq.Context() as context, FrontLink(context, arguments.address) as link:
+    with zmq.Context() as context, ServerLink(context, arguments.address) as link:
         if script.refuses:
             link.send_refusal(script.refuses)
             return REFUSED
@@ -50,7 +50,7 @@ def main() -> int:
         return _serve(link, ScriptedEngine(script), first_steps)
 
 
-def _serve(link: FrontLink, engine: ScriptedEngine, first_steps: FirstSteps | None) -> int:
+def _serve(link: ServerLink, engine: ScriptedEngine, first_steps: FirstSteps | None) -> int:
     link.send(engine.hello())
     num_steps = 0
     while True:

@@ -25,9 +25,9 @@ from moiety_engine.messages import (
     CoreHello,
     CoreLoad,
     CoreOutput,
-    CoreRest,
-    CoreRested,
     CoreShutdown,
+    CoreSleep,
+    CoreSlept,
     CoreState,
     CoreStep,
     CoreSubmit,
@@ -36,12 +36,12 @@ from moiety_engine.messages import (
     TracedStep,
 )
 from moiety_engine.scripted.request import ClassCounters, ScriptedRequest
-from moiety_engine.scripted.script import Script, Verdict
+from moiety_engine.scripted.script import Script, ScriptedDecision
 from moiety_engine.steps.sampler import StepSampler
 from moiety_wire.experts import AskExperts, ExpertLoad
 from moiety_wire.figures import ClassLoad
 from moiety_wire.messages import FailureCode, FinishReason
-from moiety_wire.notes import EventKind, Reason, Step
+from moiety_wire.notes import EventKind, Reason, StepNote
 
 
 class ScriptedEngine:
@@ -89,8 +89,8 @@ class ScriptedEngine:
                     request = self._find(command.key)
                     if request is not None:
                         self._ended.append(CoreOutput(command.key, [], None, self._end(request, command.reason, "")))
-                case CoreRest():
-                    self._answers.append(CoreRested(command.asleep))
+                case CoreSleep():
+                    self._answers.append(CoreSlept(command.asleep))
                 case AskExperts():
                     now_s = self._clock_ns() // 10**9
                     self._answers.append(ExpertLoad(command.ask_id, now_s, now_s))
@@ -137,7 +137,7 @@ class ScriptedEngine:
         """What a step is made of that is about to end."""
         now_ns = self._clock_ns()
         begun = [request for request in batch if not request.num_output]
-        step = Step(
+        step = StepNote(
             trace_id=secrets.token_bytes(16),
             number=self._counters["steps"],
             begin_unix_ns=now_ns - round(self.script.step_delay_s * 1e9),
@@ -200,7 +200,7 @@ class ScriptedEngine:
         self._counters["requests"] += 1
         if request.num_blocks > self.script.num_blocks:
             message = f"the request needs {request.num_blocks} KV blocks, the engine has {self.script.num_blocks}"
-            self._reject(submit, Verdict(reason=Reason.KV_PEAK), message)
+            self._reject(submit, ScriptedDecision(reason=Reason.KV_PEAK), message)
             return
         asked = submit.service.name
         verdict = None
@@ -222,7 +222,7 @@ class ScriptedEngine:
         request.events.append(CoreEvent(self._clock_ns(), kind, reason))
         self._waiting.append(request)
 
-    def _reject(self, submit: CoreSubmit, verdict: Verdict, message: str) -> None:
+    def _reject(self, submit: CoreSubmit, verdict: ScriptedDecision, message: str) -> None:
         self._classes[submit.service.name].rejected[verdict.reason.value] += 1
         failure = CoreFailure(
             submit.key, FailureCode.OVERLOADED, message, reason=verdict.reason, retry_after_s=verdict.retry_after_s

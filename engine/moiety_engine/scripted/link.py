@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from moiety_engine.front.core_link import CoreEvents
 from moiety_engine.messages import CoreShutdown, CoreStep, ToCore, ToFront
 from moiety_engine.scripted.engine import ScriptedEngine
 from moiety_engine.scripted.script import Script
+from moiety_engine.server.core_link import CoreEvents
 
 
 class ScriptedCore:

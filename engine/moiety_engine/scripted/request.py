@@ -99,7 +99,7 @@ class ClassCounters:
     """What has happened in one class since the start."""
 
     def __init__(self) -> None:
-        self.admitted = self.downgraded = self.relegated = self.boosted = self.recomputed = 0
+        self.admitted = self.downgraded = self.demoted = self.boosted = self.recomputed = 0
         self.rejected: Counter[str] = Counter()
         self.preempted: Counter[str] = Counter()
 
@@ -108,8 +108,8 @@ class ClassCounters:
         match event.kind:
             case EventKind.PREEMPTED:
                 self.preempted[event.reason.value] += 1
-            case EventKind.RELEGATED:
-                self.relegated += 1
+            case EventKind.DEMOTED:
+                self.demoted += 1
             case EventKind.BOOSTED:
                 self.boosted += 1
             case _:
@@ -127,7 +127,7 @@ class ClassCounters:
             rejected_total=dict(self.rejected),
             downgraded_total=self.downgraded,
             preempted_total=dict(self.preempted),
-            relegated_total=self.relegated,
+            demoted_total=self.demoted,
             boosted_total=self.boosted,
             recomputed_tokens_total=self.recomputed,
             oldest_waiting_unix_s=oldest_unix_s,

@@ -8,7 +8,7 @@ from moiety_engine.scripted.text_model import END_ID, VOCAB_SIZE
 from moiety_wire.notes import EventKind, Reason
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ScriptedDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of requests at their admission. Rejected, unless `downgrades`: then they are served in their
     fallback class, as far as they have one."""
 
@@ -46,7 +46,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int = VOCAB_SIZE
     embedding_width: int = 16  # 0: a core that makes no embeddings
     end_token_id: int = END_ID
-    verdicts: tuple[Verdict, ...] = ()  # the first that applies holds; without one a request is admitted
+    verdicts: tuple[ScriptedDecision, ...] = ()  # the first that applies holds; without one a request is admitted
     events: tuple[ScriptedEvent, ...] = ()
     predicted_ttft_s: dict[str, float] = {}  # by class; 0 for those that are not named
     traced_steps_per_s: float = 20.0  # of those that it looks at closely

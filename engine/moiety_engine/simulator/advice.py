@@ -18,9 +18,9 @@ import msgspec
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.simulator.bounds import KEPT, ClassBounds, attainment, loosen, measure_bounds, tighten
 from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.driver import START_NS
-from moiety_engine.simulator.simulate import Outcome, simulate
+from moiety_engine.simulator.simulate import SimulationOutcome, simulate
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_workload.request import TraceRequest, Workload
 from moiety_workload.transforms import cut, last_for
@@ -35,7 +35,7 @@ _PREEMPTED_OFTEN = 0.1  # preemptions a request
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AdvisedLimits:
     """`longest_step_s` is that of a full budget with the KV memory full; `num_fitting` how many requests of this mix
     the KV memory holds at once; `most_running` how many were under way at once at the saturation point, preempted
     ones included; `running_tried` another limit that was tried, None where there was no reason to."""
@@ -73,7 +73,7 @@ class Advice:
     safe_load: float
     kept_at_safe_load: bool
     num_replicas: int
-    limits: Limits
+    limits: AdvisedLimits
     classes: tuple[ClassBounds, ...]
     never_kept: tuple[str, ...]
     kv_used_fraction: float
@@ -88,7 +88,7 @@ class Advisor:
     def __init__(
         self,
         workload: Workload,
-        device: Device,
+        device: SimulatedDevice,
         classes: Iterable[ServiceClass],
         *,
         policy: str = "moiety",
@@ -169,7 +169,7 @@ class Advisor:
                 best, best_s = running, min(whole.requests[start].arrival_s, whole.duration_s - window_s)
         return cut(whole, best_s, window_s)
 
-    def _run(self, device: Device, classes: dict[str, ServiceClass], load: float) -> Outcome:
+    def _run(self, device: SimulatedDevice, classes: dict[str, ServiceClass], load: float) -> SimulationOutcome:
         self._say(f"{load:.2f} of the capacity, at most {device.max_batch_tokens} tokens a step")
         return simulate(
             at_load(self._window, self._window_capacity, load, self._seed),
@@ -199,7 +199,7 @@ class Advisor:
             "take a faster device, or a trace with more requests"
         )
 
-    def _best_budget(self, classes: dict[str, ServiceClass]) -> Device:
+    def _best_budget(self, classes: dict[str, ServiceClass]) -> SimulatedDevice:
         """The device with the token budget that has the most goodput at its capacity; its own unless one is better."""
         own = self._device
         best = own
@@ -213,11 +213,13 @@ class Advisor:
                 best, best_good = device, good
         return best
 
-    def _saturate(self, device: Device, classes: dict[str, ServiceClass]) -> tuple[float, Outcome, Outcome | None]:
+    def _saturate(
+        self, device: SimulatedDevice, classes: dict[str, ServiceClass]
+    ) -> tuple[float, SimulationOutcome, SimulationOutcome | None]:
         """The largest load that every class keeps its promise at, the run at it, and the one nearest beyond it."""
         low, high = _FLOOR, _CEILING
-        found: Outcome | None = None
-        beyond: Outcome | None = None
+        found: SimulationOutcome | None = None
+        beyond: SimulationOutcome | None = None
         for _ in range(_NUM_BISECTIONS):
             load = (low + high) / 2
             outcome = self._run(device, classes, load)
@@ -227,7 +229,9 @@ class Advisor:
                 high, beyond = load, outcome
         return low, found or self._run(device, classes, low), beyond
 
-    def _limits(self, device: Device, classes: dict[str, ServiceClass], load: float, outcome: Outcome) -> Limits:
+    def _limits(
+        self, device: SimulatedDevice, classes: dict[str, ServiceClass], load: float, outcome: SimulationOutcome
+    ) -> AdvisedLimits:
         """Fewer running where requests are preempted for memory, more where it has room and the limit was reached, if a
         run shows that nothing is lost by it; else as it is."""
         requests = self._whole.requests
@@ -249,10 +253,10 @@ class Advisor:
         budget = device.max_batch_tokens
         pairs = round(budget * sum(r.input_tokens for r in requests) / len(requests) / 2)
         longest_s = device.step_s(budget, min(advised, most), device.kv_tokens, pairs)
-        return Limits(budget, advised, longest_s, num_fitting, most, None if tried == own else tried)
+        return AdvisedLimits(budget, advised, longest_s, num_fitting, most, None if tried == own else tried)
 
     def _bounds(
-        self, device: Device, kept: dict[str, ServiceClass], load: float
+        self, device: SimulatedDevice, kept: dict[str, ServiceClass], load: float
     ) -> tuple[tuple[ClassBounds, ...], bool]:
         """Bounds with a margin over what a run at the load shows, and whether another run with them keeps them all. A
         class that does not keep its tighter bounds has its old ones back."""
@@ -279,7 +283,7 @@ def decode_share(requests: Iterable[TraceRequest], capacity: Capacity) -> float:
     return 1 - prefill / total
 
 
-def most_running(outcome: Outcome) -> int:
+def most_running(outcome: SimulationOutcome) -> int:
     """The most requests that had started and not ended at one time."""
     changes = [(record.scheduled_ns, 1) for record in outcome.run.records if record.scheduled_ns]
     changes += [(record.end_ns, -1) for record in outcome.run.records if record.scheduled_ns and record.end_ns]
@@ -290,7 +294,7 @@ def most_running(outcome: Outcome) -> int:
     return most
 
 
-def find_breaker(outcome: Outcome) -> Breaker | None:
+def find_breaker(outcome: SimulationOutcome) -> Breaker | None:
     """None where all promises were kept."""
     missed = Counter((r.request.tenant, r.request.service_class) for r in outcome.run.records if not r.attained)
     if not missed:
@@ -299,7 +303,7 @@ def find_breaker(outcome: Outcome) -> Breaker | None:
     return Breaker(tenant, service_class, number / missed.total())
 
 
-def waiting_share(outcome: Outcome) -> float:
+def waiting_share(outcome: SimulationOutcome) -> float:
     """Of the work that arrived, that of requests that were not started when the window ended."""
     of_request = outcome.capacity.model.of_request
     end_ns = START_NS + outcome.run.window_s * 1e9
@@ -308,7 +312,7 @@ def waiting_share(outcome: Outcome) -> float:
     return waiting / sum(of_request(r.request) for r in records)
 
 
-def work_done(outcome: Outcome) -> float:
-    """Device-seconds of work that were done when the last request arrived."""
+def work_done(outcome: SimulationOutcome) -> float:
+    """SimulatedDevice-seconds of work that were done when the last request arrived."""
     model = outcome.capacity.model
     return sum(model.seconds(r.request.input_tokens, *r.window_progress) for r in outcome.run.records)

@@ -12,12 +12,12 @@ import msgspec
 import typer
 from rich.console import Console
 
-from moiety_engine.complaints import print_error
+from moiety_engine.command_errors import print_error
 from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.simulator.advice import KV_FULL, KV_ROOM, SAFE_SHARE, Advice, Advisor
 from moiety_engine.simulator.bounds import KEPT, ClassBounds
 from moiety_engine.simulator.comparison import read_classes
-from moiety_engine.simulator.devices import Device, find_device
+from moiety_engine.simulator.devices import SimulatedDevice, find_device
 from moiety_engine.simulator.options import AsJson, ClassShares, ClassTargets, DeviceName, Seed, TraceFile
 from moiety_engine.simulator.replica import check_policy
 from moiety_engine.simulator.usage_rows import read_usage
@@ -88,7 +88,7 @@ def advise_command(
     typer.echo(json.dumps(report | {"advice": asdict(advice), "sentences": sentences}))
 
 
-def explain(advice: Advice, device: Device, num_unserved: int = 0) -> Iterator[str]:
+def explain(advice: Advice, device: SimulatedDevice, num_unserved: int = 0) -> Iterator[str]:
     """The advice in sentences, each with its figures and its reason."""
     if num_unserved:
         yield f"{num_unserved} rows of the usage were not served and have no lengths: the true load is higher."
@@ -140,7 +140,7 @@ def _explain_load(advice: Advice) -> Iterator[str]:
         )
 
 
-def _explain_limits(advice: Advice, device: Device) -> Iterator[str]:
+def _explain_limits(advice: Advice, device: SimulatedDevice) -> Iterator[str]:
     limits = advice.limits
     kept = limits.max_batch_tokens == device.max_batch_tokens
     why = "half and double of it gained no goodput" if kept else f"more goodput than {device.max_batch_tokens:,}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.driver import Driver
 from moiety_engine.simulator.work import WorkModel
 from moiety_wire.classes import STANDARD
@@ -25,7 +25,7 @@ class Capacity:
     offered: float
 
 
-def measure_capacity(workload: Workload, device: Device, *, run_s: float | None = None) -> Capacity:
+def measure_capacity(workload: Workload, device: SimulatedDevice, *, run_s: float | None = None) -> Capacity:
     """Run FCFS on the workload's requests, in their order and arriving faster than they can be served. Of a long trace,
     requests at regular distances stand for all, unless prefixes tie them to each other: then the first ones do.
     `run_s`: for how long, by default some thousand steps."""

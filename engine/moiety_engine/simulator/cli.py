@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from moiety_engine.complaints import print_error
+from moiety_engine.command_errors import print_error
 from moiety_engine.errors import EngineError, InvalidConfig
-from moiety_engine.simulator.comparison import Comparison, Scenario, compare, read_classes
-from moiety_engine.simulator.devices import Device, find_device
+from moiety_engine.simulator.comparison import PolicyComparison, Scenario, compare, read_classes
+from moiety_engine.simulator.devices import SimulatedDevice, find_device
 from moiety_engine.simulator.options import AsJson, ClassShares, ClassTargets, DeviceName, Seed, TraceFile
 from moiety_engine.simulator.plots import check_plot, draw
 from moiety_engine.simulator.roles import KV_BYTES_PER_S
@@ -135,7 +135,7 @@ def simulate_command(
     typer.echo(json.dumps(_report(scenario, settings, done)))
 
 
-def _tell_roles(found: dict[str, Any], scenario: Scenario, device: Device, *, as_json: bool) -> None:
+def _tell_roles(found: dict[str, Any], scenario: Scenario, device: SimulatedDevice, *, as_json: bool) -> None:
     if not as_json:
         print_roles(found)
         return
@@ -156,7 +156,7 @@ def _offered(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def _report(scenario: Scenario, settings: dict[str, Any], done: Comparison) -> dict[str, Any]:
+def _report(scenario: Scenario, settings: dict[str, Any], done: PolicyComparison) -> dict[str, Any]:
     """The one object of `--json`."""
     offered = {**_offered(scenario), "duration_s": done.duration_s, "num_requests": done.num_requests}
     return {
@@ -185,7 +185,7 @@ def _progress(console: Console) -> Iterator[Callable[[str, int, float, int], Non
         yield show
 
 
-def _print(done: Comparison) -> None:
+def _print(done: PolicyComparison) -> None:
     console = Console()
     table = Table("policy", "class", "requests", "in time", "rejected", "TTFT p50 / p90 / p99 s", "TPOT p99 ms")
     for policy, figures in done.policies.items():

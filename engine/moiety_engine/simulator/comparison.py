@@ -14,7 +14,7 @@ import msgspec
 
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.replica import check_policy
 from moiety_engine.simulator.simulate import simulate
 from moiety_engine.simulator.work import WorkModel
@@ -43,7 +43,7 @@ class Scenario:
     shares: Mapping[str, float] | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
 
-    def base(self, device: Device, seed: int) -> Workload:
+    def base(self, device: SimulatedDevice, seed: int) -> Workload:
         """The arrivals before they are brought to a load, with their classes. Raises WorkloadError, InvalidConfig."""
         if (self.trace is None) == (self.spec is None):
             raise InvalidConfig("a simulation needs either a trace or a generator, and not both")
@@ -72,7 +72,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PolicyComparison:
     """`policies` has each policy's figures, the mean over seeds (of what is called max or longest, the greatest), and
     under `per_seed` those of every seed where there are several."""
 
@@ -84,7 +84,7 @@ class Comparison:
 
 def compare(
     scenario: Scenario,
-    device: Device,
+    device: SimulatedDevice,
     policies: Sequence[str],
     *,
     classes: Iterable[ServiceClass] = SHIPPED,
@@ -92,7 +92,7 @@ def compare(
     max_tokens: int | None = None,
     drain: bool = True,
     on_progress: Callable[[str, int, float, int], None] | None = None,
-) -> Comparison:
+) -> PolicyComparison:
     """Run every policy on every seed's arrivals. The capacity is measured once, on the first seed's arrivals before
     they are brought to the load. `on_progress(policy, seed, fraction, requests open)`. Raises InvalidConfig,
     WorkloadError, Stuck."""
@@ -123,7 +123,7 @@ def compare(
     if capacity is None or workload is None:
         raise InvalidConfig("a simulation needs at least one seed")
     merged = {policy: _merge(per_seed) for policy, per_seed in figures.items()}
-    return Comparison(capacity, workload.duration_s, len(workload.requests), merged)
+    return PolicyComparison(capacity, workload.duration_s, len(workload.requests), merged)
 
 
 def read_classes(path: Path) -> tuple[ServiceClass, ...]:

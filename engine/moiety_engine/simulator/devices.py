@@ -19,7 +19,7 @@ import msgspec
 from moiety_engine.errors import InvalidConfig
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One replica: a model on a device, its limits and the constants of its step time. All times in seconds."""
 
     name: str
@@ -82,7 +82,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 # (cost_profile.json: 37 ms a step of 19 rows over 7,300 tokens, 213 µs a prompt token) agree with these to some
 # tenth and give row_s; the overhead is what makes FCFS on the artefact's real trace complete 777 tokens/s, as its logs
 # say, with 50 ms between tokens (theirs: 45).
-A10G_LLAMA2_7B = Device(
+A10G_LLAMA2_7B = SimulatedDevice(
     name="a10g-llama2-7b",
     overhead_s=0.0063,
     dense_s=13.48e9 / 510e9,
@@ -101,7 +101,7 @@ A10G_LLAMA2_7B = Device(
 # Llama-3-8B in bf16 on an A100 of 80 GB. 8.03e9 parameters; 2,039 GB/s at 85 %; 312 TFLOP/s at 58 %, which gives 10 to
 # 11 thousand prompt tokens/s at large chunks. KV: 2 · 32 layers · 1,024 · 2 bytes; 52 GB. QoServe's baselines run a
 # fixed chunk of 256 tokens on this card, chosen there for 50 ms between tokens; here such a step takes some 37 ms.
-A100_LLAMA3_8B = Device(
+A100_LLAMA3_8B = SimulatedDevice(
     name="a100-llama3-8b",
     overhead_s=0.006,
     dense_s=16.06e9 / 1.73e12,
@@ -129,7 +129,7 @@ A100_LLAMA3_8B_QOSERVE = msgspec.structs.replace(
 # MoE layer (18, 278, 302, 1,566 µs at 1, 64, 1,024, 16,384 tokens, which dense_s, experts_s and token_s with exponent 2
 # repeat); here at 85 % and 55 % of them, which is what good kernels reach. 48 layers of 128 experts, top 8: 1.208 GB of
 # experts a layer, 1.81 GB of attention and 0.62 GB of output head. KV: 2 · 48 · 512 · 2 bytes; 60 GB of it.
-H200_QWEN3_30B_A3B = Device(
+H200_QWEN3_30B_A3B = SimulatedDevice(
     name="h200-qwen3-30b-a3b",
     overhead_s=0.003,
     dense_s=2.43e9 / (0.85 * 4.3e12),
@@ -151,7 +151,7 @@ PRESETS = {
 }
 
 
-def find_device(name_or_path: str) -> Device:
+def find_device(name_or_path: str) -> SimulatedDevice:
     """A preset by its name, or what `moiety bench engine --calibrate FILE` wrote. Raises InvalidConfig."""
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
@@ -162,6 +162,6 @@ def find_device(name_or_path: str) -> Device:
             f"engine --calibrate {path.name or 'device.json'}"
         )
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Device)
+        return msgspec.json.decode(path.read_bytes(), type=SimulatedDevice)
     except msgspec.DecodeError as exc:
         raise InvalidConfig(f"{path} does not describe a device: {exc}") from exc

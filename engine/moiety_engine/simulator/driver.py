@@ -16,8 +16,8 @@ import msgspec
 from moiety_engine.errors import EngineError
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.simulator.devices import Device
-from moiety_engine.simulator.records import Account, Record, Run, Samples, Tenant
+from moiety_engine.simulator.devices import SimulatedDevice
+from moiety_engine.simulator.records import Record, Run, Samples, ServiceAccount, Tenant
 from moiety_engine.simulator.replica import NO_BIAS, Biases, make_scheduler, num_copied
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.messages import Sampling
@@ -41,7 +41,7 @@ class Driver:
     def __init__(
         self,
         workload: Workload,
-        device: Device,
+        device: SimulatedDevice,
         policy_name: str,
         classes: Mapping[str, ServiceClass],
         *,
@@ -65,8 +65,8 @@ class Driver:
         self._max_context = device.num_blocks * device.block_size
         self._records: list[Record] = []
         self._tenants: dict[str, Tenant] = {}
-        self._accounts: dict[tuple[str, str], Account] = {}
-        self._account_list: list[Account] = []
+        self._accounts: dict[tuple[str, str], ServiceAccount] = {}
+        self._account_list: list[ServiceAccount] = []
         self._prompts: dict[int, list[int]] = {}
         self._num_open = 0
         self._num_steps = 0
@@ -114,7 +114,9 @@ class Driver:
         tenant = self._tenants.setdefault(request.tenant, Tenant(request.tenant, weight))
         account = self._accounts.get((request.tenant, request.service_class))
         if account is None:
-            account = self._accounts[request.tenant, request.service_class] = Account(tenant, request.service_class)
+            account = self._accounts[request.tenant, request.service_class] = ServiceAccount(
+                tenant, request.service_class
+            )
             self._account_list.append(account)
         record = Record(len(self._records), request, service, account, arrival_ns)
         self._records.append(record)

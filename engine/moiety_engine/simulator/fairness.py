@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moiety_engine.simulator.records import Account, Record, Run, Samples
+from moiety_engine.simulator.records import Record, Run, Samples, ServiceAccount
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 _WARM_UP_S, _WINDOW_S, _NUM_TICKS = 30.0, 60.0, 20
@@ -133,7 +133,7 @@ def accumulated_gap(records: Sequence[Record], window_s: float) -> float:
     return max(float(service.max() - service.min()) for service in served)
 
 
-def _as_arrays(samples: Samples, accounts: list[Account]) -> tuple[np.ndarray, np.ndarray]:
+def _as_arrays(samples: Samples, accounts: list[ServiceAccount]) -> tuple[np.ndarray, np.ndarray]:
     """[samples, accounts]: service divided by weight, and whether backlogged since the sample before."""
     shape = (len(samples.service), len(accounts))
     service_TA, backlogged_TA = np.zeros(shape), np.zeros(shape, dtype=bool)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from moiety_engine.simulator.capacity import Capacity
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.fairness import measure_fairness
 from moiety_engine.simulator.records import Record, Run
 
 _NUM_POINTS = 60  # of each tenant's service over time
 
 
-def summarise(run: Run, device: Device, capacity: Capacity) -> dict[str, Any]:
+def summarise(run: Run, device: SimulatedDevice, capacity: Capacity) -> dict[str, Any]:
     """The figures of one run of one policy."""
     records = run.records
     model = capacity.model

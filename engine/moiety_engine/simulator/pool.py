@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.driver import START_NS, Driver
 from moiety_engine.simulator.records import Record
 from moiety_wire.classes import ServiceClass
@@ -24,7 +24,7 @@ _POLL_NS = 1_000_000  # how soon a scheduler that holds its requests back is ask
 class PoolTerms:
     """What each device of a pool is, and how long it takes from being asked for to taking requests."""
 
-    device: Device
+    device: SimulatedDevice
     policy: str
     classes: Mapping[str, ServiceClass]
     start_s: float
@@ -86,7 +86,7 @@ class Pool:
         self._devices = [self._new(0.0) for _ in range(count)]
         self._leaving: list[PoolDevice] = []
         self.num_lost = 0
-        self.device_s = 0.0  # that were held, starts and departures included
+        self.device_s = 0.0  # that were held, starts and kv_sender included
         self.now_s = 0.0
 
     @property

@@ -31,7 +31,7 @@ class Tenant:
         self.longest_gap_ns = max(self.longest_gap_ns, now_ns - self.quiet_since_ns)
 
 
-class Account:
+class ServiceAccount:
     """The service that a tenant got within one class, in VTC's units: prompt tokens computed for the first time, and
     twice the output tokens. It is backlogged while a request of it waits that has never run."""
 
@@ -84,7 +84,9 @@ class Record:
         "window_prompt",
     )
 
-    def __init__(self, key: int, request: TraceRequest, promised: ServiceClass, account: Account, arrival_ns: int):
+    def __init__(
+        self, key: int, request: TraceRequest, promised: ServiceClass, account: ServiceAccount, arrival_ns: int
+    ):
         self.key = key
         self.request = request
         self.promised = promised
@@ -154,7 +156,7 @@ class Samples:
     service: list[list[int]] = field(default_factory=list)  # [sample][account]
     backlogged: list[list[bool]] = field(default_factory=list)
 
-    def take(self, accounts: list[Account]) -> None:
+    def take(self, accounts: list[ServiceAccount]) -> None:
         """Accounts are only ever added at the end, so that a shorter row lacks the later ones."""
         self.service.append([account.service for account in accounts])
         self.backlogged.append([account.was_backlogged for account in accounts])
@@ -168,7 +170,7 @@ class Run:
 
     records: list[Record]
     tenants: list[Tenant]
-    accounts: list[Account]
+    accounts: list[ServiceAccount]
     samples: Samples
     window_s: float
     end_ns: int

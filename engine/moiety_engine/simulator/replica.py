@@ -9,16 +9,16 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.config import Batching
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.lengths import OutputPredictor
-from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
+from moiety_engine.scheduling.output_predictor import OutputPredictor
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.policies import POLICIES
-from moiety_engine.scheduling.room import SwapCost
+from moiety_engine.scheduling.preemptor import SwapCost
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.steptime import StepTimeModel
+from moiety_engine.scheduling.step_time_model import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,16 @@ def check_policy(name: str) -> None:
         raise InvalidConfig(f"there is no policy {name!r}; known are {', '.join(sorted(POLICIES))}")
 
 
-def make_scheduler(device: Device, policy_name: str, *, prefix_caching: bool, biases: Biases = NO_BIAS) -> Scheduler:
+def make_scheduler(
+    device: SimulatedDevice, policy_name: str, *, prefix_caching: bool, biases: Biases = NO_BIAS
+) -> Scheduler:
     """A scheduler under this policy, with the device's limits and memory. Raises InvalidConfig."""
     check_policy(policy_name)
     host = HostTier(device.host_blocks) if device.host_blocks else None
     ledger = KvLedger(BlockPool(device.num_blocks), device.block_size, prefix_caching=prefix_caching, host=host)
     return Scheduler(
         ledger,
-        Limits(device.max_batch_tokens, device.max_running, chunk_tokens=device.chunk_tokens),
+        SchedulerLimits(device.max_batch_tokens, device.max_running, chunk_tokens=device.chunk_tokens),
         STRATEGIES[Batching.CONTINUOUS],
         policy_name,
         step_time=StepTimeModel(bias=biases.step_time),

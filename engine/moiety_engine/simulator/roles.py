@@ -18,7 +18,7 @@ import msgspec
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.simulator.capacity import Capacity
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.driver import OUTPUT_TOKEN, START_NS, Driver
 from moiety_engine.simulator.metrics import spread, tpot_s
 from moiety_engine.simulator.records import Record
@@ -36,7 +36,7 @@ CO_LOCATED = "co_located"
 class Fleet:
     """What is simulated, and on what."""
 
-    device: Device
+    device: SimulatedDevice
     policy: str
     classes: Mapping[str, ServiceClass]
     capacity: Capacity

@@ -12,7 +12,7 @@ from rich.table import Table
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.simulator.capacity import measure_capacity
 from moiety_engine.simulator.comparison import Scenario
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.replica import check_policy
 from moiety_engine.simulator.roles import CO_LOCATED, KV_BYTES_PER_S, Fleet, compare_roles
 from moiety_wire.classes import ServiceClass
@@ -20,7 +20,7 @@ from moiety_wire.classes import ServiceClass
 
 def simulate_roles(
     scenario: Scenario,
-    device: Device,
+    device: SimulatedDevice,
     policies: list[str],
     classes: Sequence[ServiceClass],
     seed: int,

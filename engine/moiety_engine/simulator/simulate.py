@@ -11,7 +11,7 @@ import msgspec
 
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.simulator.capacity import Capacity, measure_capacity
-from moiety_engine.simulator.devices import Device, find_device
+from moiety_engine.simulator.devices import SimulatedDevice, find_device
 from moiety_engine.simulator.driver import Driver
 from moiety_engine.simulator.metrics import summarise
 from moiety_engine.simulator.records import Run
@@ -21,11 +21,11 @@ from moiety_workload.request import Workload
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """What came of a simulation: the run with every record, and the figures of it (computed when asked for)."""
 
     policy: str
-    device: Device
+    device: SimulatedDevice
     capacity: Capacity
     run: Run = field(repr=False)
 
@@ -36,7 +36,7 @@ class Outcome:
 
 def simulate(
     workload: Workload,
-    device: Device | str,
+    device: SimulatedDevice | str,
     policy: str = "fcfs",
     *,
     classes: Iterable[ServiceClass] = SHIPPED,
@@ -46,7 +46,7 @@ def simulate(
     max_batch_tokens: int | None = None,
     drain: bool = True,
     on_progress: Callable[[float, int], None] | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     """Run a workload through the real scheduler. Without a `capacity` it is measured first (by FCFS on this workload's
     mix); hand one over where several runs are compared. `biases` put the scheduler's predictions off, `max_tokens` is
     the one bound on answers that all requests carry (the trace's longest by default), `max_batch_tokens` replaces the
@@ -73,4 +73,4 @@ def simulate(
         drain=drain,
         on_progress=on_progress,
     )
-    return Outcome(policy, chosen, capacity, driver.run())
+    return SimulationOutcome(policy, chosen, capacity, driver.run())

@@ -11,7 +11,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_workload.request import TraceRequest, Workload
 
 
-class _Row(msgspec.Struct):
+class _UsageRow(msgspec.Struct):
     started_at: datetime
     tenant_id: str
     service_class: str
@@ -20,7 +20,7 @@ class _Row(msgspec.Struct):
 
 
 class _Page(msgspec.Struct):
-    data: list[_Row]
+    data: list[_UsageRow]
 
 
 def read_usage(path: Path) -> tuple[Workload, int]:
@@ -51,5 +51,5 @@ def read_usage(path: Path) -> tuple[Workload, int]:
     return Workload(path.stem, requests, last_s + mean_gap_s), len(rows) - len(served)
 
 
-def _started(row: _Row) -> datetime:
+def _started(row: _UsageRow) -> datetime:
     return row.started_at

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
-from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_workload.request import TraceRequest, Workload
 
 
@@ -28,7 +28,7 @@ class WorkModel:
     step_s: float  # of the typical full batch
 
     @classmethod
-    def of(cls, device: Device, requests: Iterable[TraceRequest]) -> WorkModel:
+    def of(cls, device: SimulatedDevice, requests: Iterable[TraceRequest]) -> WorkModel:
         """At the batch that this mix of requests would fill the device's memory or its row limit with."""
         listed = list(requests)
         mean_input = fmean(request.input_tokens for request in listed)

@@ -15,7 +15,7 @@ from moiety_engine.moe.history import ExpertPace
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.steps.sampler import StepSampler
-from moiety_wire.notes import Step
+from moiety_wire.notes import StepNote
 
 MAX_KEPT = 16
 
@@ -51,9 +51,9 @@ class StepTracer:
         return kept
 
 
-def _step(plan: Plan, scheduler: Scheduler, number: int, now_ns: int, experts: ExpertPace | None) -> Step:
+def _step(plan: Plan, scheduler: Scheduler, number: int, now_ns: int, experts: ExpertPace | None) -> StepNote:
     prefills = plan.chunks[plan.num_decode :]
-    return Step(
+    return StepNote(
         trace_id=secrets.token_bytes(16),
         number=number,
         begin_unix_ns=scheduler.begun_ns(plan),

@@ -8,20 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
-from moiety_wire.guides import CallsForm
+from moiety_wire.grammars import ToolCallsGrammar
 
 _ONE_SPACE = r"\x20"
 
 
 def calls_grammar(text: str) -> str:
-    """In Lark's form. Raises GuideRefused."""
+    """In Lark's form. Raises GrammarRefused."""
     try:
-        form = msgspec.json.decode(text, type=CallsForm)
+        form = msgspec.json.decode(text, type=ToolCallsGrammar)
         arguments = [_arguments(tool.schema) for tool in form.tools]
     except (ValueError, RecursionError) as exc:
-        raise GuideRefused(f"the form of calls cannot be read: {exc}") from exc
+        raise GrammarRefused(f"the form of calls cannot be read: {exc}") from exc
 
     def quoted(told: str) -> str:
         return _quoted(told, form.special)
@@ -63,7 +63,7 @@ def _ranges(token_ids: Sequence[int]) -> Iterator[str]:
         yield f"{found[0]}-{found[-1]}"
 
 
-def _start(form: CallsForm) -> str:
+def _start(form: ToolCallsGrammar) -> str:
     repeats = form.opener and form.may_repeat
     if form.must_call:
         return "rest opened* tail" if repeats else "rest"
@@ -72,7 +72,7 @@ def _start(form: CallsForm) -> str:
     return "opened* tail" if repeats else "opened | tail"
 
 
-def _rest(form: CallsForm, inner: list[str]) -> str:
+def _rest(form: ToolCallsGrammar, inner: list[str]) -> str:
     """Of the first call, what the prompt has not."""
     return _with_arguments(0) if form.is_named else " | ".join(inner)
 

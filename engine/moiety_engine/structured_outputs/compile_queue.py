@@ -17,10 +17,10 @@ import structlog
 
 from moiety_engine.config import GrammarLimits
 from moiety_engine.messages import CoreFailure, CoreSubmit
-from moiety_engine.structured_outputs.errors import GrammarWorkerFailed, GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
 from moiety_engine.structured_outputs.service import GrammarService
 from moiety_engine.structured_outputs.stepping import NOT_RUNNING, CheckedGrammar, GrammarHandle, SteppingWorker
-from moiety_wire.guides import Guide
+from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import FailureCode
 from moiety_wire.notes import Reason
 
@@ -38,7 +38,7 @@ QUEUE_FULL = "{num} grammars of this tenant wait to be compiled, which is the li
 class _Tenant:
     """What waits of one tenant, by grammar, in the order of arrival, and the time that its compilations took."""
 
-    waiting: OrderedDict[Guide, list[CoreSubmit]] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[GrammarSpec, list[CoreSubmit]] = field(default_factory=OrderedDict)
     used_s: float = 0.0
     is_compiling: bool = False
 
@@ -59,8 +59,8 @@ class GrammarCompileQueue:
         self._reason = service if isinstance(service, str) else ""
         self._max_waiting = (limits or GrammarLimits()).max_waiting_per_tenant
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
-        self._places: dict[int, tuple[str, Guide]] = {}  # of requests that wait, by their keys
-        self._compilations: dict[Guide, _Compilation] = {}
+        self._places: dict[int, tuple[str, GrammarSpec]] = {}  # of requests that wait, by their keys
+        self._compilations: dict[GrammarSpec, _Compilation] = {}
         self._ready: deque[tuple[CoreSubmit, GrammarHandle]] = deque()
         self._refused: deque[CoreFailure] = deque()
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammars") if self._service else None
@@ -137,7 +137,7 @@ class GrammarCompileQueue:
             self._compilers.shutdown(wait=False, cancel_futures=True)
             self._service.close()
 
-    def _wait(self, submit: CoreSubmit, guide: Guide) -> None:
+    def _wait(self, submit: CoreSubmit, guide: GrammarSpec) -> None:
         tenant = self._tenants.setdefault(submit.tenant_id, _Tenant())
         if guide not in tenant.waiting and len(tenant.waiting) >= self._max_waiting:
             message = QUEUE_FULL.format(num=len(tenant.waiting))
@@ -160,9 +160,9 @@ class GrammarCompileQueue:
             result = self._compilers.submit(self._service.compile, guide)
             self._compilations[guide] = _Compilation(tenant, time.monotonic(), result)
 
-    def _next(self) -> tuple[_Tenant, Guide] | None:
+    def _next(self) -> tuple[_Tenant, GrammarSpec] | None:
         """The tenant that has used the least, and its oldest grammar that is not being compiled for another tenant."""
-        found: tuple[_Tenant, Guide] | None = None
+        found: tuple[_Tenant, GrammarSpec] | None = None
         for tenant in self._tenants.values():
             if tenant.is_compiling or not tenant.waiting or (found is not None and found[0].used_s <= tenant.used_s):
                 continue
@@ -171,7 +171,7 @@ class GrammarCompileQueue:
                 found = tenant, guide
         return found
 
-    def _take_result(self, guide: Guide, compilation: _Compilation) -> None:
+    def _take_result(self, guide: GrammarSpec, compilation: _Compilation) -> None:
         compilation.tenant.is_compiling = False
         compilation.tenant.used_s += time.monotonic() - compilation.begin_s
         submits = [one for tenant in self._tenants.values() for one in tenant.waiting.pop(guide, ())]
@@ -181,7 +181,7 @@ class GrammarCompileQueue:
         code = FailureCode.GUIDE_REFUSED
         try:
             grammar, worker = compilation.result.result()
-        except GuideRefused as exc:
+        except GrammarRefused as exc:
             message = REFUSED.format(reason=exc)
         except GrammarWorkerFailed as exc:
             code, message = FailureCode.ENGINE_FAILED, NOT_RUNNING.format(reason=exc)

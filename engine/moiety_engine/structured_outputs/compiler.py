@@ -10,13 +10,13 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.grammar import grammar_of
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
 from moiety_engine.structured_outputs.refusals import told_refusal
 from moiety_engine.structured_outputs.state import GrammarState
 from moiety_text.folder import read_text_model
-from moiety_wire.guides import MAX_GUIDE_BYTES, Guide
+from moiety_wire.grammars import MAX_GUIDE_BYTES, GrammarSpec
 
 _LIMITS = LLParserLimits(
     max_items_in_row=10_000,
@@ -47,17 +47,17 @@ class GrammarCompiler:
         text = read_text_model(folder)
         return cls(text.tokenizer_json, text.eos_token_ids)
 
-    def open(self, guide: Guide) -> GrammarState:
-        """Compile for one answer. Raises GuideRefused."""
+    def open(self, guide: GrammarSpec) -> GrammarState:
+        """Compile for one answer. Raises GrammarRefused."""
         return GrammarState(self.compile(guide))
 
-    def compile(self, guide: Guide) -> LLMatcher:
-        """Compile a grammar and its first mask. Raises GuideRefused."""
+    def compile(self, guide: GrammarSpec) -> LLMatcher:
+        """Compile a grammar and its first mask. Raises GrammarRefused."""
         if len(guide.text.encode()) > MAX_GUIDE_BYTES:
-            raise GuideRefused(f"it has more than {MAX_GUIDE_BYTES:,} bytes")
+            raise GrammarRefused(f"it has more than {MAX_GUIDE_BYTES:,} bytes")
         matcher = LLMatcher(self._tokenizer, grammar_of(guide), log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # now, and not in a step: what is slow shows, and what follows is found faster
         if matcher.is_error():
-            raise GuideRefused(told_refusal(guide.kind, guide.text, matcher.get_error()))
+            raise GrammarRefused(told_refusal(guide.kind, guide.text, matcher.get_error()))
         return matcher

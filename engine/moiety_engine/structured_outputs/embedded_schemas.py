@@ -6,7 +6,7 @@ import json
 import re
 from decimal import Decimal
 
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import refuse_constant
 from moiety_engine.structured_outputs.exact_schemas import exact_schema
 
@@ -15,7 +15,7 @@ _PASSED_OVER = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^
 
 
 def with_exact_embedded_schemas(lark: str) -> str:
-    """Return a Lark grammar whose schemas are exact, on as many lines. Raises GuideRefused with the line and the JSON
+    """Return a Lark grammar whose schemas are exact, on as many lines. Raises GrammarRefused with the line and the JSON
     pointer of what cannot be kept. What is no JSON is left for the compiler to refuse."""
     parts, end = [], 0
     decoder = json.JSONDecoder(parse_float=Decimal, parse_constant=refuse_constant)
@@ -26,9 +26,9 @@ def with_exact_embedded_schemas(lark: str) -> str:
             break  # where it ends is not known
         try:
             exact = exact_schema(schema)
-        except GuideRefused as exc:
+        except GrammarRefused as exc:
             line = lark.count("\n", 0, found.start()) + 1
-            raise GuideRefused(f"in the schema of line {line}, {exc}" if line > 1 else str(exc)) from exc
+            raise GrammarRefused(f"in the schema of line {line}, {exc}" if line > 1 else str(exc)) from exc
         text = exact.encode(**exact.options())
         lines = lark[found.end() : stop].split("\n")
         filled = "\n" * (len(lines) - 1) + " " * (len(lines[-1]) - 1) if len(lines) > 1 else ""

@@ -1,9 +1,9 @@
-"""GuideRefused: the engine cannot follow a client's grammar. GrammarWorkerFailed: it cannot follow any."""
+"""GrammarRefused: the engine cannot follow a client's grammar. GrammarWorkerFailed: it cannot follow any."""
 
 from moiety_engine.errors import EngineError
 
 
-class GuideRefused(EngineError):
+class GrammarRefused(EngineError):
     """The message is for the client."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 
 MAX_EXACT = 2**53 - 1  # the largest whole number up to which floats skip none
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
@@ -27,7 +27,7 @@ def decode_exactly(text: str) -> Any:
 
 def with_exact_numbers(schema: Any, pointer: str = "") -> Any:
     """Return a schema, decoded by `decode_exactly`, in which no number changes when it is read as a 64-bit float.
-    Raises GuideRefused with the JSON pointer of a number that cannot be kept."""
+    Raises GrammarRefused with the JSON pointer of a number that cannot be kept."""
     if isinstance(schema, list):
         return [with_exact_numbers(one, f"{pointer}/{at}") for at, one in enumerate(schema)]
     if not isinstance(schema, Mapping):
@@ -55,7 +55,7 @@ def _add_inner_bound(found: dict[str, Any], key: str, value: int | Decimal, poin
     in."""
     is_lower = key in _LOWER
     if (value > 0) == is_lower:
-        raise GuideRefused(
+        raise GrammarRefused(
             f"{pointer[:200]}: the bound {_shown(value)} is beyond ±(2**53 - 1), where numbers are not computed "
             "exactly; use a smaller one, or a string with a pattern"
         )
@@ -75,7 +75,7 @@ def _exact(value: Any, pointer: str) -> Any:
     if not _is_number(value):
         return value
     if abs(value) > MAX_EXACT:
-        raise GuideRefused(
+        raise GrammarRefused(
             f"{pointer[:200]}: the number {_shown(value)} is beyond ±(2**53 - 1), where numbers are not kept exactly; "
             "use a string, for instance"
         )
@@ -83,7 +83,7 @@ def _exact(value: Any, pointer: str) -> Any:
         return value
     narrowed = float(value)
     if Decimal(repr(narrowed)) != value:
-        raise GuideRefused(
+        raise GrammarRefused(
             f"{pointer[:200]}: the number {_shown(value)} has more digits than are kept exactly; the nearest is "
             f"{narrowed}"
         )

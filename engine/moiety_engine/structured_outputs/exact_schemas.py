@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part, with_exact_numbers
 from moiety_engine.structured_outputs.exclusive_bounds import ExclusiveBounds
 from moiety_engine.structured_outputs.formats import PATTERNS
@@ -48,19 +48,21 @@ class ExactSchema:
 
 
 def exact_schema_of(text: str) -> ExactSchema:
-    """Return a schema that is sent as text. Raises GuideRefused, and ValueError and RecursionError where it is none."""
+    """Return a schema that is sent as text. Raises GrammarRefused, and ValueError and RecursionError where it is
+    none."""
     return exact_schema(decode_exactly(text))
 
 
 def exact_schema(decoded: Any) -> ExactSchema:
-    """Return a schema decoded by `decode_exactly`. Raises GuideRefused with the JSON pointer of what cannot be kept."""
+    """Return a schema decoded by `decode_exactly`. Raises GrammarRefused with the JSON pointer of what cannot be
+    kept."""
     if isinstance(decoded, bool):
         decoded = {} if decoded else {"enum": []}
     if not isinstance(decoded, dict):
-        raise GuideRefused("a JSON schema is an object")
+        raise GrammarRefused("a JSON schema is an object")
     _check_text(decoded, "")
     _check_references(decoded)
-    rewriting = _Rewriting(_is_old(decoded))
+    rewriting = _SchemaRewrite(_is_old(decoded))
     found = rewriting.rewrite(with_exact_numbers(decoded), "")
     rewriting.check_multiples()
     rewriting.check_bounds()
@@ -68,7 +70,7 @@ def exact_schema(decoded: Any) -> ExactSchema:
 
 
 @dataclass(slots=True)
-class _Rewriting:
+class _SchemaRewrite:
     """One pass over a schema."""
 
     is_old: bool  # written for a draft before 2020-12
@@ -169,8 +171,8 @@ def _rewrite_strings(schema: dict[str, Any], pointer: str) -> None:
     if isinstance(pattern, str):
         try:
             schema["pattern"] = exact_pattern(pattern)
-        except GuideRefused as exc:
-            raise GuideRefused(f"{pointer[:MAX_POINTER_CHARS]}/pattern: {exc}") from exc
+        except GrammarRefused as exc:
+            raise GrammarRefused(f"{pointer[:MAX_POINTER_CHARS]}/pattern: {exc}") from exc
     by_name = schema.get("patternProperties")
     if isinstance(by_name, Mapping):
         schema["patternProperties"] = dict(_with_exact_names(by_name, f"{pointer}/patternProperties"))
@@ -187,8 +189,8 @@ def _with_exact_names(schemas: Mapping[str, Any], pointer: str) -> Iterable[tupl
     for pattern, schema in schemas.items():
         try:
             yield exact_name_pattern(pattern), schema
-        except GuideRefused as exc:
-            raise GuideRefused(f"{pointer[:MAX_POINTER_CHARS]}/{pointer_part(pattern)[:64]}: {exc}") from exc
+        except GrammarRefused as exc:
+            raise GrammarRefused(f"{pointer[:MAX_POINTER_CHARS]}/{pointer_part(pattern)[:64]}: {exc}") from exc
 
 
 def _as_the_library_reads(multiple: float) -> Decimal | None:
@@ -210,7 +212,7 @@ def _is_old(schema: Mapping[str, Any]) -> bool:
 
 
 def _check_text(value: Any, pointer: str) -> None:
-    """Half of a surrogate pair stands for no character. Raises GuideRefused."""
+    """Half of a surrogate pair stands for no character. Raises GrammarRefused."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -227,7 +229,7 @@ def _check_text(value: Any, pointer: str) -> None:
 
 
 def _check_references(root: Mapping[str, Any]) -> None:
-    """A schema that leads back to itself for the same value has no meaning. Raises GuideRefused."""
+    """A schema that leads back to itself for the same value has no meaning. Raises GrammarRefused."""
     is_done: dict[int, bool] = {}  # by schema; False while it is being followed
 
     def follow(schema: Any, pointer: str) -> None:
@@ -269,10 +271,10 @@ def _resolved(root: Mapping[str, Any], reference: str) -> Any:
     return found
 
 
-def _refused_bound(pointer: str) -> GuideRefused:
+def _refused_bound(pointer: str) -> GrammarRefused:
     told = "an exclusive bound is not kept beside an opposite bound that is less than 1 away"
     return _refused(pointer, told, "use an inclusive bound with a fraction, such as 0.001 for a number above 0")
 
 
-def _refused(pointer: str, why: str, advice: str) -> GuideRefused:
-    return GuideRefused(f"{pointer[:MAX_POINTER_CHARS]}: {why}; {advice}")
+def _refused(pointer: str, why: str, advice: str) -> GrammarRefused:
+    return GrammarRefused(f"{pointer[:MAX_POINTER_CHARS]}: {why}; {advice}")

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from moiety_wire.guides import GuideKind
+from moiety_wire.grammars import GrammarKind
 
 MAX_TOLD_CHARS = 500
 EXCERPT_CHARS = 24  # on each side of a place
@@ -62,14 +62,14 @@ _ANCHOR_ADVICE = "leave it out: the whole answer has to match"
 _BOUNDARY_ADVICE = "write out the characters that may stand there"
 
 
-def told_error(kind: GuideKind, text: str, error: str) -> str:
+def told_error(kind: GrammarKind, text: str, error: str) -> str:
     """One sentence about a grammar that was refused. `text` is the client's."""
     error = error.replace("<non-verbose/>", "").strip()
     if error.startswith("NoExtension"):
         return ENDLESS
-    if kind is GuideKind.REGEX:
+    if kind is GrammarKind.REGEX:
         told = _told_of_expression(text, error, "")
-    elif kind is GuideKind.GRAMMAR:
+    elif kind is GrammarKind.GRAMMAR:
         told = _told_of_grammar(text, error)
     elif match := _PARSE_ERROR.search(error):
         told = _told_of_expression(match["text"], error, "")

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from moiety_wire.guides import Guide
+from moiety_wire.grammars import GrammarSpec
 
 EXIT_CRASHED = 70  # of a child, after an exception that nobody expects
 EXIT_OUT_OF_MEMORY = 71  # where Python could not allocate; native code aborts
@@ -37,7 +37,7 @@ class ChildExit(msgspec.Struct, frozen=True, array_like=True):
 class TrialOrder(msgspec.Struct, frozen=True, tag="trial"):
     """Compile one grammar and its first mask within limits, report, and end."""
 
-    guide: Guide
+    guide: GrammarSpec
     cpu_s: float
     wall_s: float
     memory_bytes: int
@@ -69,7 +69,7 @@ class PrepareOrder(msgspec.Struct, frozen=True, array_like=True):
     """Compile a grammar that has passed its trial, beside the steps."""
 
     grammar_id: int
-    guide: Guide
+    guide: GrammarSpec
 
 
 class PrepareReport(msgspec.Struct, frozen=True, array_like=True):

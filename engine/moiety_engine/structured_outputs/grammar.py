@@ -11,10 +11,10 @@ from llguidance import LLMatcher
 
 from moiety_engine.structured_outputs.calls import calls_grammar
 from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedded_schemas
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
 from moiety_engine.structured_outputs.patterns import exact_expression
-from moiety_wire.guides import Guide, GuideKind
+from moiety_wire.grammars import GrammarKind, GrammarSpec
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -29,20 +29,20 @@ _NAME = re.compile(r"(?<![\w\\])[A-Z_][A-Z0-9_]*(?!\w)")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 
 
-def grammar_of(guide: Guide) -> str:
-    """Raises GuideRefused."""
+def grammar_of(guide: GrammarSpec) -> str:
+    """Raises GrammarRefused."""
     match guide.kind:
-        case GuideKind.JSON_OBJECT:
+        case GrammarKind.JSON_OBJECT:
             return _json_grammar('{"type":"object"}')
-        case GuideKind.JSON_SCHEMA:
+        case GrammarKind.JSON_SCHEMA:
             return _json_grammar(guide.text)
-        case GuideKind.REGEX:
+        case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(exact_expression(guide.text))
-        case GuideKind.CHOICE:
+        case GrammarKind.CHOICE:
             return _choice_grammar(guide.text)
-        case GuideKind.GRAMMAR:
+        case GrammarKind.GRAMMAR:
             return _lark_grammar(guide.text)
-        case GuideKind.CALLS:
+        case GrammarKind.CALLS:
             return LLMatcher.grammar_from_lark(calls_grammar(guide.text))
 
 
@@ -52,38 +52,40 @@ def _json_grammar(text: str) -> str:
         options = cast("JsonCompileOptions", exact.options(whitespace_pattern=_WHITESPACE))
         return LLMatcher.grammar_from_json_schema(exact.encode(), overrides=options)
     except (ValueError, RecursionError) as exc:
-        raise GuideRefused(f"it is no JSON schema: {exc}") from exc
+        raise GrammarRefused(f"it is no JSON schema: {exc}") from exc
 
 
 def _choice_grammar(text: str) -> str:
     try:
         choices = msgspec.json.decode(text, type=list[str])
     except msgspec.MsgspecError as exc:
-        raise GuideRefused("the choices must be a list of strings") from exc
+        raise GrammarRefused("the choices must be a list of strings") from exc
     if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
-        raise GuideRefused(f"there must be 1 to {MAX_CHOICES:,} choices, none of them empty")
+        raise GrammarRefused(f"there must be 1 to {MAX_CHOICES:,} choices, none of them empty")
     quoted = " | ".join(msgspec.json.encode(choice).decode() for choice in dict.fromkeys(choices))
     return LLMatcher.grammar_from_lark(f"start: {quoted}")
 
 
 def _lark_grammar(text: str) -> str:
     if "::=" in text:
-        raise GuideRefused("it is a grammar in another form than Lark's; write its rules as `name: …`, from `start` on")
+        raise GrammarRefused(
+            "it is a grammar in another form than Lark's; write its rules as `name: …`, from `start` on"
+        )
     check_terminals(text)
     try:
         return LLMatcher.grammar_from_lark(with_exact_embedded_schemas(text))
     except RecursionError as exc:
-        raise GuideRefused("a schema within the grammar is nested too deeply") from exc
+        raise GrammarRefused("a schema within the grammar is nested too deeply") from exc
 
 
 def check_terminals(lark: str) -> None:
     """A terminal is compiled as one expression, with the terminals that it names in their place: a few lines can stand
-    for more than any memory holds. Raises GuideRefused."""
+    for more than any memory holds. Raises GrammarRefused."""
     bodies = _terminals(lark)
     lengths: dict[str, int] = {}
     for name in bodies:
         if _length(name, bodies, lengths, set()) > MAX_TERMINAL_CHARS:
-            raise GuideRefused(
+            raise GrammarRefused(
                 f"the terminal {name[:64]} has more than {MAX_TERMINAL_CHARS:,} characters with those that it names "
                 "written out; make rules (in small letters) of some of them"
             )
@@ -102,7 +104,7 @@ def _length(name: str, bodies: Mapping[str, str], lengths: dict[str, int], withi
     if name in lengths or name in within or name not in bodies:
         return lengths.get(name, 0)
     if len(within) >= 100:
-        raise GuideRefused("terminals name one another more than 100 deep")
+        raise GrammarRefused("terminals name one another more than 100 deep")
     within.add(name)
     body = _QUOTED.sub(lambda quoted: "." * len(quoted[0]), bodies[name])
     total = len(body) + sum(_length(one[0], bodies, lengths, within) for one in _NAME.finditer(body))

@@ -14,7 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.expression_errors import excerpt
 
 
@@ -66,22 +66,22 @@ _MAX_REPEAT = 2**31 - 1
 
 
 def exact_pattern(pattern: str) -> str:
-    """Return the pattern of a string, for the library. Raises GuideRefused, with the place in it."""
-    return _Rewriting(pattern, Use.VALUE).rewrite()
+    """Return the pattern of a string, for the library. Raises GrammarRefused, with the place in it."""
+    return _PatternRewrite(pattern, Use.VALUE).rewrite()
 
 
 def exact_name_pattern(pattern: str) -> str:
     """Return a pattern of property names as ECMA-262 reads it: what does not match it matters as well. Raises
-    GuideRefused."""
-    return _Rewriting(pattern, Use.NAME).rewrite()
+    GrammarRefused."""
+    return _PatternRewrite(pattern, Use.NAME).rewrite()
 
 
 def exact_expression(expression: str) -> str:
-    """Return the expression of a whole answer. Raises GuideRefused, with the place in it."""
-    return _Rewriting(expression, Use.ANSWER).rewrite()
+    """Return the expression of a whole answer. Raises GrammarRefused, with the place in it."""
+    return _PatternRewrite(expression, Use.ANSWER).rewrite()
 
 
-class _Rewriting:
+class _PatternRewrite:
     """One pass over a pattern."""
 
     def __init__(self, pattern: str, use: Use) -> None:
@@ -118,8 +118,8 @@ class _Rewriting:
             )
         return "".join(parts)
 
-    def _refusal(self, index: int, why: str, advice: str) -> GuideRefused:
-        return GuideRefused(f"at character {index + 1} ({excerpt(self._pattern, index)}): {why}; {advice}")
+    def _refusal(self, index: int, why: str, advice: str) -> GrammarRefused:
+        return GrammarRefused(f"at character {index + 1} ({excerpt(self._pattern, index)}): {why}; {advice}")
 
     def _escape(self) -> str:
         self._may_repeat = True

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part
 from moiety_engine.structured_outputs.expression_errors import ENDLESS, MAX_TOLD_CHARS, told_error
 from moiety_engine.structured_outputs.formats import PATTERNS
 from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
-from moiety_wire.guides import CallsForm, GuideKind
+from moiety_wire.grammars import GrammarKind, ToolCallsGrammar
 
 FORMATS = (*PATTERNS, "duration", "ipv4", "ipv6", "uri", "uuid")
 FIRST_TOOL_LINE = 3  # of a grammar of calls, where each tool's arguments stand on a line
@@ -31,17 +31,17 @@ _OVERLAPPING = re.compile(r"patternProperty regexes /(.*)/ and /(.*)/ are not di
 Finding = Callable[[Mapping[str, Any]], str | None]  # the keyword of a schema that is meant; None if it has none
 
 
-def told_refusal(kind: GuideKind, text: str, error: str) -> str:
+def told_refusal(kind: GrammarKind, text: str, error: str) -> str:
     """One sentence about a grammar, or a schema, that the library has refused. `text` is the client's, `error` the
     library's."""
     error = error.replace("<non-verbose/>", "").strip()
     in_grammar = _IN_GRAMMAR.match(error)
     if error.startswith("NoExtension"):
         return ENDLESS
-    if kind is GuideKind.JSON_SCHEMA:
+    if kind is GrammarKind.JSON_SCHEMA:
         told: str | None = _told_of_schema(text, error)
-    elif kind is GuideKind.CALLS and in_grammar is not None:
-        tool = msgspec.json.decode(text, type=CallsForm).tools[int(in_grammar[1]) - FIRST_TOOL_LINE]
+    elif kind is GrammarKind.CALLS and in_grammar is not None:
+        tool = msgspec.json.decode(text, type=ToolCallsGrammar).tools[int(in_grammar[1]) - FIRST_TOOL_LINE]
         told = f"in the parameters of the tool {tool.name!r}, {_told_of_schema(tool.schema, error[in_grammar.end() :])}"
     else:
         told = None
@@ -60,7 +60,7 @@ def _told_of_schema(text: str, error: str) -> str:
         if why.startswith("Regex is empty"):
             why = "no string has its constants, patterns, formats and lengths at once"
         return f"no document satisfies it: {why}"
-    return told_error(GuideKind.JSON_SCHEMA, text, error)
+    return told_error(GrammarKind.JSON_SCHEMA, text, error)
 
 
 def _pointers(schema: Any, finding: Finding, pointer: str = "") -> Iterator[str]:
@@ -151,7 +151,7 @@ def _told_of_overlap(match: re.Match[str]) -> tuple[Finding, str]:
 def _is_rewritten(pattern: str, rewritten: str, *, names: bool = False) -> bool:
     try:
         return (exact_name_pattern(pattern) if names else exact_pattern(pattern)) == rewritten
-    except GuideRefused:
+    except GrammarRefused:
         return False
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from moiety_engine.config import GrammarLimits
-from moiety_engine.structured_outputs.errors import GrammarWorkerFailed, GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
 from moiety_engine.structured_outputs.frames import (
     EXIT_OUT_OF_MEMORY,
     ChildExit,
@@ -35,7 +35,7 @@ from moiety_engine.structured_outputs.stepping import (
     GrammarHandle,
     SteppingWorker,
 )
-from moiety_wire.guides import Guide
+from moiety_wire.grammars import GrammarSpec
 
 log = structlog.get_logger()
 
@@ -55,8 +55,8 @@ class GrammarService:
         self._template = WorkerTemplate(folder)
         self._lock = threading.Lock()
         self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by the grammar's hash
-        self._accepted: OrderedDict[Guide, CheckedGrammar] = OrderedDict()
-        self._crashes: OrderedDict[Guide, int] = OrderedDict()
+        self._accepted: OrderedDict[GrammarSpec, CheckedGrammar] = OrderedDict()
+        self._crashes: OrderedDict[GrammarSpec, int] = OrderedDict()
         num_workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // 2))
         note_crash = _weak_method(self)
         self._workers = [SteppingWorker(self._template, limits, note_crash) for _ in range(num_workers)]
@@ -73,11 +73,11 @@ class GrammarService:
         """Restarts of stepping processes and of their template."""
         return self._template.restarts_total + sum(worker.restarts_total for worker in self._workers)
 
-    def refusal_of(self, guide: Guide) -> str:
+    def refusal_of(self, guide: GrammarSpec) -> str:
         """Why this grammar was refused before; "" if it was not."""
         return self._refusals.get(_digest(guide), "")
 
-    def open(self, guide: Guide) -> GrammarHandle | None:
+    def open(self, guide: GrammarSpec) -> GrammarHandle | None:
         """For one request, if nothing is to be compiled for it."""
         with self._lock:
             grammar = self._accepted.get(guide)
@@ -87,11 +87,11 @@ class GrammarService:
         worker = self._choose()
         return worker.open(grammar) if worker.has(guide) else None
 
-    def compile(self, guide: Guide) -> tuple[CheckedGrammar, SteppingWorker]:
-        """Compile a grammar where requests that follow can have it stepped. Waits for that. Raises GuideRefused,
+    def compile(self, guide: GrammarSpec) -> tuple[CheckedGrammar, SteppingWorker]:
+        """Compile a grammar where requests that follow can have it stepped. Waits for that. Raises GrammarRefused,
         GrammarWorkerFailed."""
         if refusal := self.refusal_of(guide):
-            raise GuideRefused(refusal)
+            raise GrammarRefused(refusal)
         with self._lock:
             grammar = self._accepted.get(guide)
         if grammar is None:
@@ -103,7 +103,7 @@ class GrammarService:
         self._count(worker.prepare(grammar))
         return grammar, worker
 
-    def remember_refusal(self, guide: Guide, refusal: str) -> None:
+    def remember_refusal(self, guide: GrammarSpec, refusal: str) -> None:
         """Refuse the grammar from now on without compiling it."""
         with self._lock:
             self._accepted.pop(guide, None)
@@ -111,7 +111,7 @@ class GrammarService:
             if len(self._refusals) > MAX_VERDICTS:
                 self._refusals.popitem(last=False)
 
-    def note_crash(self, guide: Guide, problem: str) -> None:
+    def note_crash(self, guide: GrammarSpec, problem: str) -> None:
         """A stepping process died of a grammar that had passed its trial. Requests with it may have been unlucky with
         their tokens; a second time, the grammar is refused."""
         with self._lock:
@@ -133,9 +133,9 @@ class GrammarService:
                 return worker
         return min(self._workers, key=lambda worker: worker.num_open)
 
-    def _try(self, guide: Guide) -> int:
+    def _try(self, guide: GrammarSpec) -> int:
         """Compile in a process that ends with it. Returns the bytes of memory that the grammar takes. Raises
-        GuideRefused, GrammarWorkerFailed."""
+        GrammarRefused, GrammarWorkerFailed."""
         limits = self._limits
         order = TrialOrder(guide, limits.compile_cpu_s, limits.compile_wall_s, limits.compile_memory_bytes)
         for _ in range(MAX_TRIALS):
@@ -157,15 +157,15 @@ class GrammarService:
             self._count(report.cpu_s)
             if report.refusal:
                 self.remember_refusal(guide, report.refusal)
-                raise GuideRefused(report.refusal)
+                raise GrammarRefused(report.refusal)
             return report.memory_bytes
-        raise GuideRefused("the process that compiles it was killed from outside; send the request again")
+        raise GrammarRefused("the process that compiles it was killed from outside; send the request again")
 
-    def _refuse(self, guide: Guide, end: ChildExit) -> GuideRefused:
+    def _refuse(self, guide: GrammarSpec, end: ChildExit) -> GrammarRefused:
         """What the end of a trial means for the client."""
         limits, number = self._limits, os.WTERMSIG(end.status) if os.WIFSIGNALED(end.status) else 0
         if number == signal.SIGALRM:  # which depends on what else the machine does
-            return GuideRefused(f"compiling it took more than {limits.compile_wall_s:g} s; make it simpler")
+            return GrammarRefused(f"compiling it took more than {limits.compile_wall_s:g} s; make it simpler")
         if number in (signal.SIGPROF, signal.SIGXCPU):
             problem = f"compiling it takes more than {limits.compile_cpu_s:g} s of processor time; make it simpler"
         elif number == signal.SIGABRT or os.waitstatus_to_exitcode(end.status) == EXIT_OUT_OF_MEMORY:
@@ -174,7 +174,7 @@ class GrammarService:
             problem = f"compiling it crashed the compiler ({name_of(end)}); write it otherwise"
         log.warning("grammar_refused", ended_by=name_of(end), kind=str(guide.kind), bytes=len(guide.text))
         self.remember_refusal(guide, problem)
-        return GuideRefused(problem)
+        return GrammarRefused(problem)
 
     def _count(self, cpu_s: float) -> None:
         with self._lock:
@@ -214,7 +214,7 @@ def _was_killed(end: ChildExit) -> bool:
     return os.WIFSIGNALED(end.status) and os.WTERMSIG(end.status) in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 
 
-def _digest(guide: Guide) -> bytes:
+def _digest(guide: GrammarSpec) -> bytes:
     return blake2b(f"{guide.kind}\0{guide.text}".encode(errors="surrogatepass"), digest_size=16).digest()
 
 
@@ -224,11 +224,11 @@ def _close_all(workers: Sequence[SteppingWorker], template: WorkerTemplate) -> N
     template.close()
 
 
-def _weak_method(service: GrammarService) -> Callable[[Guide, str], None]:
+def _weak_method(service: GrammarService) -> Callable[[GrammarSpec, str], None]:
     """`note_crash` without keeping the service alive."""
     method = weakref.WeakMethod(service.note_crash)
 
-    def note(guide: Guide, problem: str) -> None:
+    def note(guide: GrammarSpec, problem: str) -> None:
         found = method()
         if found is not None:
             found(guide, problem)

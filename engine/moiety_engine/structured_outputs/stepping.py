@@ -18,7 +18,7 @@ from typing import NamedTuple
 import structlog
 
 from moiety_engine.config import GrammarLimits
-from moiety_engine.structured_outputs.errors import GrammarWorkerFailed, GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
 from moiety_engine.structured_outputs.frames import (
     ChildExit,
     PrepareOrder,
@@ -32,7 +32,7 @@ from moiety_engine.structured_outputs.frames import (
 )
 from moiety_engine.structured_outputs.mask_buffer import MaskBuffer
 from moiety_engine.structured_outputs.processes import WorkerChild, WorkerTemplate, is_own_fault, name_of
-from moiety_wire.guides import Guide
+from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import FailureCode
 
 log = structlog.get_logger()
@@ -52,7 +52,7 @@ _ids = itertools.count(1)
 class CheckedGrammar(NamedTuple):
     """A grammar that compiled within its limits."""
 
-    guide: Guide
+    guide: GrammarSpec
     memory_bytes: int
 
 
@@ -99,7 +99,7 @@ class _Process:
         self.masks = MaskBuffer(template.num_words)
         self.compile_link, its_compile_link = socket.socketpair()
         self.prepare_lock = threading.Lock()  # one round trip at a time
-        self.has: OrderedDict[Guide, _Kept] = OrderedDict()
+        self.has: OrderedDict[GrammarSpec, _Kept] = OrderedDict()
         self.freed_grammar_ids: list[int] = []
         self.num_sent: dict[int, int] = {}  # tokens that each state in it has taken
         self.end: ChildExit | None = None
@@ -124,7 +124,7 @@ class SteppingWorker:
     for compiling threads, `step` for one thread at a time."""
 
     def __init__(
-        self, template: WorkerTemplate, limits: GrammarLimits, note_crash: Callable[[Guide, str], None]
+        self, template: WorkerTemplate, limits: GrammarLimits, note_crash: Callable[[GrammarSpec, str], None]
     ) -> None:
         """`note_crash` is told of a grammar that ended the process."""
         self._template, self._limits, self._note_crash = template, limits, note_crash
@@ -140,7 +140,7 @@ class SteppingWorker:
         """Requests whose grammars it steps."""
         return self._num_opened - self._num_freed - len(self._freed_ids)
 
-    def has(self, guide: Guide) -> bool:
+    def has(self, guide: GrammarSpec) -> bool:
         """Whether a request with this grammar can go on at once."""
         process = self._process
         return process is not None and guide in process.has
@@ -150,7 +150,7 @@ class SteppingWorker:
         return GrammarHandle(grammar, self, self._freed_ids)
 
     def prepare(self, grammar: CheckedGrammar) -> float:
-        """Have the grammar compiled beside the steps; the processor time of that, in seconds. Raises GuideRefused,
+        """Have the grammar compiled beside the steps; the processor time of that, in seconds. Raises GrammarRefused,
         GrammarWorkerFailed."""
         for _ in range(MAX_UNEXPLAINED):
             process = self._running()
@@ -167,7 +167,7 @@ class SteppingWorker:
                         raise self._guilty(grammar.guide, end) from None
                     continue
                 if report.refusal:
-                    raise GuideRefused(report.refusal)
+                    raise GrammarRefused(report.refusal)
                 with self._lock:
                     self._keep(process, grammar, order.grammar_id)
                 return report.cpu_s
@@ -299,11 +299,11 @@ class SteppingWorker:
                 handle.fail(CRASHED.format(how="it was ended twice"))
         return bool(suspects)
 
-    def _guilty(self, guide: Guide, end: ChildExit) -> GuideRefused:
+    def _guilty(self, guide: GrammarSpec, end: ChildExit) -> GrammarRefused:
         problem = CRASHED.format(how=name_of(end))
         if is_own_fault(end):
             self._note_crash(guide, problem)
-        return GuideRefused(problem)
+        return GrammarRefused(problem)
 
     @staticmethod
     def _give_up(live: Sequence[GrammarHandle], reason: str) -> None:

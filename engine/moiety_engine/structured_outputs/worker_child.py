@@ -20,7 +20,7 @@ from typing import NoReturn
 from llguidance import LLMatcher
 
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
-from moiety_engine.structured_outputs.errors import GuideRefused
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.frames import (
     EXIT_CRASHED,
     EXIT_OUT_OF_MEMORY,
@@ -112,7 +112,7 @@ def _run_trial(link: socket.socket, compiler: GrammarCompiler, order: TrialOrder
     begin_bytes, begin_s, refusal = _resident_bytes(), time.process_time(), ""
     try:
         compiler.compile(order.guide)
-    except GuideRefused as exc:
+    except GrammarRefused as exc:
         refusal = str(exc)
     used_s = time.process_time() - begin_s
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -162,7 +162,7 @@ class _Stepper:
         signal.setitimer(signal.ITIMER_PROF, self._step_cpu_s)
         try:
             self._grammars[grammar.grammar_id] = self._compiler.compile(grammar.guide)
-        except GuideRefused as exc:
+        except GrammarRefused as exc:
             self._refusals[grammar.grammar_id] = str(exc)
         signal.setitimer(signal.ITIMER_PROF, 0)
         self._masks.mark_grammar(0, beside=False)
@@ -204,7 +204,7 @@ class _Stepper:
                 begin_s, refusal = time.thread_time(), ""
                 try:
                     self._grammars[order.grammar_id] = self._compiler.compile(order.guide)
-                except GuideRefused as exc:
+                except GrammarRefused as exc:
                     refusal = str(exc)
                 self._masks.mark_grammar(0, beside=True)
                 send_frame(self._compile_link, PrepareReport(refusal, time.thread_time() - begin_s))

@@ -30,7 +30,7 @@
 {{- fail "ingress.enabled needs the name that clients use: set ingress.host, such as llm.example.com" -}}
 {{- end -}}
 {{- range $name, $value := .Values.gateway.settings -}}
-{{- if has $name (list "database_url" "key_pepper" "key_pepper_next" "key_pepper_previous" "traces_token" "curve_secret_key" "foreign_api_key") -}}
+{{- if has $name (list "database_url" "key_pepper" "key_pepper_next" "key_pepper_previous" "traces_token" "curve_secret_key" "external_engine_api_key") -}}
 {{- fail (printf "gateway.settings.%s is a secret and would stand in plain text in a ConfigMap: put it into a Secret and name that in gateway.extraEnv as MOIETY_%s" $name (upper $name)) -}}
 {{- end -}}
 {{- if has $name (list "host" "port" "operations_host" "operations_port" "engines" "drain_s" "data_dir" "traces_endpoint" "otlp_endpoint") -}}
@@ -76,8 +76,8 @@
 {{- fail (printf "pool %s has the role %s, which is for engines of ours with one rank: set role=both, or kind=moiety and nodes=1" .name .role) -}}
 {{- end -}}
 {{- $ranks := mul .nodes (max 1 (int .gpus)) -}}
-{{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (add (mul (.options.tp | default 1) (.options.pp | default 1) (get .options "dp-attention" | default 1)) (get .options "expert-ranks" | default 0)))) -}}
-{{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp, options.pp and options.dp-attention so that their product is that, or options.expert-ranks to what is left" .name (int $ranks)) -}}
+{{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (add (mul (.options.tp | default 1) (.options.pp | default 1) (get .options "dp-attention" | default 1)) (get .options "ffn-ranks" | default 0)))) -}}
+{{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp, options.pp and options.dp-attention so that their product is that, or options.ffn-ranks to what is left" .name (int $ranks)) -}}
 {{- end -}}
 {{- if and (gt (int .nodes) 1) (or (eq .kind "vllm") .stateSize .model.hubCacheSize) -}}
 {{- fail (printf "pool %s is spread over nodes, which is for engines of ours without volumes of each pod: leave kind, stateSize and model.hubCacheSize as they are, or set nodes=1" .name) -}}
@@ -89,7 +89,7 @@
 {{- fail (printf "pool %s has more autoscaling.minReplicas than autoscaling.maxReplicas: raise the latter" .name) -}}
 {{- end -}}
 {{- range $option, $_ := .options -}}
-{{- if has $option (list "listen" "metrics-listen" "role" "kv-listen" "model" "name" "drain-timeout" "curve-key-file" "gateway-keys-file" "allow-unauthenticated-ranks" "unsettled-usage" "host" "port" "served-model-name") -}}
+{{- if has $option (list "listen" "metrics-listen" "role" "kv-listen" "model" "name" "drain-timeout" "curve-key-file" "gateway-keys-file" "allow-unauthenticated-ranks" "unacknowledged-usage" "host" "port" "served-model-name") -}}
 {{- fail (printf "pool %s sets the option %s, which the chart sets itself: use model, role, drainSeconds or stateSize" $.name $option) -}}
 {{- end -}}
 {{- end -}}

@@ -6,7 +6,8 @@ become whole numbers of 16 bits, of which each GROUP share a scale (AVX512-BW; o
 fewer operations than widening it, and keeps more of the rows. Sums run over the inputs in one order, so a row's result
 is the same bits whatever rows are beside it.
 
-Few rows multiply one weight row after the other: memory is then read in one line, which the processor foresees (those
+Few rows multiply one weight row after the other: memory is then read in one line, which the processor
+speculative_prefill (those
 of four bits are so short that several are read at once). More rows multiply COLS weight rows at a time, so that they
 themselves are read less often, and ask for those that come next, each part of the rows for its share, so that memory is
 read while there is computing to do. A weight in four bits is unpacked for them, COLS rows at a time.

@@ -19,7 +19,7 @@ def _count(name: str) -> sa.Column[int]:
 
 
 def upgrade() -> None:
-    """Make the tables. They are empty at first: upkeep sums up the days that there are, while all is served."""
+    """Make the tables. They are empty at first: a retention job sums up the existing days while requests are served."""
     op.create_table(
         "usage_days",
         sa.Column("day", sa.DateTime(timezone=True), primary_key=True),

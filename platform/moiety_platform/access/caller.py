@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moiety_platform.access.roles import Role
-from moiety_platform.access.table import RULES, Action, Rule
+from moiety_platform.access.table import RULES, AccessRule, AdminAction
 from moiety_platform.errors import Forbidden
 
 MISSING_ROLE = "missing_role"
@@ -20,11 +20,11 @@ class Caller:
     role: Role
     tenant_id: str | None
 
-    def may(self, action: Action) -> bool:
+    def may(self, action: AdminAction) -> bool:
         rule = RULES[action]
         return self.role in (rule.anyone if self.tenant_id is None else rule.own)
 
-    def require(self, action: Action) -> None:
+    def require(self, action: AdminAction) -> None:
         """Raises Forbidden, which says which roles may."""
         if not self.may(action):
             mine = f"'{self.role}'" if self.tenant_id is None else f"'{self.role}' of one tenant"
@@ -34,7 +34,7 @@ class Caller:
             )
 
 
-def _roles(rule: Rule) -> str:
+def _roles(rule: AccessRule) -> str:
     """Those that may, such as `'owner', 'operator' or 'tenant-admin'`; of whole deployments first."""
     names = [f"'{role}'" for role in Role if role in rule.anyone]
     names += [f"'{role}' of one tenant" for role in Role if role in rule.own]

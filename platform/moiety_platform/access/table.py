@@ -17,7 +17,7 @@ from moiety_platform.access.roles import Role
 ACTION = "action"  # its name in a route's `opt`
 
 
-class Action(StrEnum):
+class AdminAction(StrEnum):
     """What can be done through the admin API."""
 
     READ_TENANTS = "tenants.read"
@@ -58,7 +58,7 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AccessRule:
     """Who may do something: administrators of the whole deployment to `anyone`'s objects, those of one tenant to
     objects of their `own` tenant and to what belongs to no tenant. Nobody where no role stands."""
 
@@ -72,47 +72,47 @@ _READERS = frozenset({Role.OWNER, Role.OPERATOR, Role.VIEWER})
 _OWN_WRITERS = frozenset({Role.TENANT_ADMIN})
 _OWN_READERS = frozenset({Role.TENANT_ADMIN, Role.VIEWER})
 
-RULES: Mapping[Action, Rule] = MappingProxyType(
+RULES: Mapping[AdminAction, AccessRule] = MappingProxyType(
     {
-        Action.READ_TENANTS: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.WRITE_TENANTS: Rule(anyone=_OPERATORS),
-        Action.ERASE_TENANTS: Rule(anyone=_OWNER),
-        Action.READ_PROJECTS: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.WRITE_PROJECTS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
-        Action.READ_KEYS: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.WRITE_KEYS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
-        Action.WRITE_ADMIN_KEYS: Rule(anyone=_OWNER),
-        Action.READ_QUOTAS: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.WRITE_QUOTAS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
-        Action.WRITE_TENANT_QUOTAS: Rule(anyone=_OPERATORS),
-        Action.READ_USAGE: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.RECONCILE_USAGE: Rule(anyone=_READERS),
-        Action.READ_OVERVIEW: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.READ_AUDIT: Rule(anyone=_OWNER, own=_OWN_READERS),
-        Action.VERIFY_AUDIT: Rule(anyone=_OWNER),
-        Action.READ_CLASSES: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.WRITE_CLASSES: Rule(anyone=_OPERATORS),
-        Action.READ_PRICES: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.WRITE_PRICES: Rule(anyone=_OPERATORS),
-        Action.READ_ENGINES: Rule(anyone=_READERS),
-        Action.REST_ENGINES: Rule(anyone=_OPERATORS),
-        Action.READ_EXPERTS: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.PLAN_EXPERTS: Rule(anyone=_READERS),
-        Action.ERASE_KEPT_ANSWERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
-        Action.READ_WEBHOOKS: Rule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
-        Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),
-        Action.READ_TRACES: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.SIMULATE: Rule(anyone=_OPERATORS),
-        Action.READ_DECLARATIONS: Rule(anyone=_READERS),
-        Action.WRITE_DECLARATIONS: Rule(anyone=_OPERATORS),
-        Action.READ_ADAPTERS: Rule(anyone=_READERS, own=_OWN_READERS),
-        Action.WRITE_ADAPTERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
-        Action.READ_SETTINGS: Rule(anyone=_READERS),
-        Action.GRANT_ADAPTERS: Rule(anyone=_OPERATORS),  # of those that are on the engines' hosts
+        AdminAction.READ_TENANTS: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.WRITE_TENANTS: AccessRule(anyone=_OPERATORS),
+        AdminAction.ERASE_TENANTS: AccessRule(anyone=_OWNER),
+        AdminAction.READ_PROJECTS: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.WRITE_PROJECTS: AccessRule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        AdminAction.READ_KEYS: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.WRITE_KEYS: AccessRule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        AdminAction.WRITE_ADMIN_KEYS: AccessRule(anyone=_OWNER),
+        AdminAction.READ_QUOTAS: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.WRITE_QUOTAS: AccessRule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        AdminAction.WRITE_TENANT_QUOTAS: AccessRule(anyone=_OPERATORS),
+        AdminAction.READ_USAGE: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.RECONCILE_USAGE: AccessRule(anyone=_READERS),
+        AdminAction.READ_OVERVIEW: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.READ_AUDIT: AccessRule(anyone=_OWNER, own=_OWN_READERS),
+        AdminAction.VERIFY_AUDIT: AccessRule(anyone=_OWNER),
+        AdminAction.READ_CLASSES: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.WRITE_CLASSES: AccessRule(anyone=_OPERATORS),
+        AdminAction.READ_PRICES: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.WRITE_PRICES: AccessRule(anyone=_OPERATORS),
+        AdminAction.READ_ENGINES: AccessRule(anyone=_READERS),
+        AdminAction.REST_ENGINES: AccessRule(anyone=_OPERATORS),
+        AdminAction.READ_EXPERTS: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.PLAN_EXPERTS: AccessRule(anyone=_READERS),
+        AdminAction.ERASE_KEPT_ANSWERS: AccessRule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        AdminAction.READ_WEBHOOKS: AccessRule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
+        AdminAction.WRITE_WEBHOOKS: AccessRule(anyone=_OPERATORS),
+        AdminAction.READ_TRACES: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.SIMULATE: AccessRule(anyone=_OPERATORS),
+        AdminAction.READ_DECLARATIONS: AccessRule(anyone=_READERS),
+        AdminAction.WRITE_DECLARATIONS: AccessRule(anyone=_OPERATORS),
+        AdminAction.READ_ADAPTERS: AccessRule(anyone=_READERS, own=_OWN_READERS),
+        AdminAction.WRITE_ADAPTERS: AccessRule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        AdminAction.READ_SETTINGS: AccessRule(anyone=_READERS),
+        AdminAction.GRANT_ADAPTERS: AccessRule(anyone=_OPERATORS),  # of those that are on the engines' hosts
     }
 )
 
 
-def needs(action: Action) -> dict[str, Any]:
+def needs(action: AdminAction) -> dict[str, Any]:
     """A route's `opt`: what whoever calls it does."""
     return {ACTION: action}

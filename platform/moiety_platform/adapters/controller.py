@@ -8,7 +8,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.adapters import service
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.contents import AdapterContents
@@ -28,7 +28,9 @@ class AdapterRoom:
 def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHandler]:
     """The handlers, for the admin router to take in."""
 
-    @post("/adapters", tags=["adapters"], name="create_adapter", opt=needs(Action.WRITE_ADAPTERS) | fails(404, 409))
+    @post(
+        "/adapters", tags=["adapters"], name="create_adapter", opt=needs(AdminAction.WRITE_ADAPTERS) | fails(404, 409)
+    )
     async def create_adapter(
         store: NamedDependency[AuditedStore],
         caller: NamedDependency[SkipValidation[Caller]],
@@ -36,7 +38,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
     ) -> AdapterView:
         """Begin an upload; its parts follow. With `engine_adapter`, which needs an operator, nothing is uploaded."""
         if data.engine_adapter is not None:
-            caller.require(Action.GRANT_ADAPTERS)
+            caller.require(AdminAction.GRANT_ADAPTERS)
         async with store.write() as session:
             view = AdapterView.of(await service.create_adapter(session, data))
         cache.forget()
@@ -47,7 +49,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
         status_code=200,
         tags=["adapters"],
         name="add_adapter_part",
-        opt=needs(Action.WRITE_ADAPTERS) | fails(404, 409, 413),
+        opt=needs(AdminAction.WRITE_ADAPTERS) | fails(404, 409, 413),
     )
     async def add_adapter_part(
         database: NamedDependency[Database], adapter_id: FromPath[str], data: JSONBody[AdapterPartBody]
@@ -62,7 +64,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
         status_code=200,
         tags=["adapters"],
         name="publish_adapter",
-        opt=needs(Action.WRITE_ADAPTERS) | fails(404, 409),
+        opt=needs(AdminAction.WRITE_ADAPTERS) | fails(404, 409),
     )
     async def publish_adapter(
         database: NamedDependency[Database], store: NamedDependency[AuditedStore], adapter_id: FromPath[str]
@@ -77,7 +79,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
         cache.forget()
         return view
 
-    @get("/adapters", tags=["adapters"], name="list_adapters", opt=needs(Action.READ_ADAPTERS))
+    @get("/adapters", tags=["adapters"], name="list_adapters", opt=needs(AdminAction.READ_ADAPTERS))
     async def list_adapters(
         database: NamedDependency[Database], tenant_id: FromQuery[str | None] = None
     ) -> AdapterViews:
@@ -85,7 +87,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
         async with database.read() as session:
             return AdapterViews([AdapterView.of(one) for one in await service.list_adapters(session, tenant_id)])
 
-    @get("/adapters/{adapter_id:str}", tags=["adapters"], name="get_adapter", opt=needs(Action.READ_ADAPTERS))
+    @get("/adapters/{adapter_id:str}", tags=["adapters"], name="get_adapter", opt=needs(AdminAction.READ_ADAPTERS))
     async def get_adapter(database: NamedDependency[Database], adapter_id: FromPath[str]) -> AdapterView:
         """One adapter."""
         async with database.read() as session:
@@ -96,7 +98,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
         status_code=200,
         tags=["adapters"],
         name="delete_adapter",
-        opt=needs(Action.WRITE_ADAPTERS),
+        opt=needs(AdminAction.WRITE_ADAPTERS),
     )
     async def delete_adapter(store: NamedDependency[AuditedStore], adapter_id: FromPath[str]) -> AdapterView:
         """Let nobody use it any more; returns what it was."""

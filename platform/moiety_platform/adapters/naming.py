@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from moiety_platform.adapters.cache import NamedAdapter
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import BadRequest
-from moiety_wire.messages import Card
+from moiety_wire.messages import ModelCard
 
 NOT_SUPPORTED = "adapters_not_supported"
 
@@ -20,7 +20,7 @@ def allowed_of(allowed: frozenset[str] | None, adapter: NamedAdapter | None) -> 
     return allowed | {adapter.model}
 
 
-def adapting_card(adapter: NamedAdapter | None, card: Card, able: Iterable[EngineState]) -> Card:
+def adapting_card(adapter: NamedAdapter | None, card: ModelCard, able: Iterable[EngineState]) -> ModelCard:
     """The card itself, or with an adapter that of the first engine that serves some. Raises BadRequest where none
     does."""
     if adapter is None or card.takes_adapters:

@@ -18,7 +18,7 @@ MAX_RETRY_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class AdmissionRefusal:
     """Why a request is turned away, and when it is worth coming back."""
 
     reason: Reason
@@ -26,7 +26,7 @@ class Refusal:
     message: str
 
 
-def refuse_hopeless(service: ServiceClass, load: ClassLoad | None) -> Refusal | None:
+def refuse_hopeless(service: ServiceClass, load: ClassLoad | None) -> AdmissionRefusal | None:
     """None lets the request go on to the engine. `load` is None where nothing recent is known of the class."""
     if load is None or service.on_overload is not OverloadAction.REJECT:
         return None
@@ -38,4 +38,4 @@ def refuse_hopeless(service: ServiceClass, load: ClassLoad | None) -> Refusal | 
         f"and the longest wait is to be {service.max_queue_s:g} s; try again in {retry_after_s:.0f} s, or ask for a "
         "lower service_tier"
     )
-    return Refusal(Reason.PREDICTED_LATE, retry_after_s, message)
+    return AdmissionRefusal(Reason.PREDICTED_LATE, retry_after_s, message)

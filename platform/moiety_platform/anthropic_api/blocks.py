@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 
-from moiety_platform.anthropic_api.keeping import CacheControl, longest
-from moiety_platform.completions.fields import MAX_PARTS, StrictBody, or_text, refuse, shows
+from moiety_platform.anthropic_api.cache_control import CacheControl, longest
+from moiety_platform.completions.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.completions.tools.fields import ArgumentsObject, ToolName, call_for_template
 
 ERROR_PREFIX = "Error: "  # chat templates know no results that failed, so their texts say it
@@ -109,7 +109,7 @@ def _blocks_of(role: str) -> dict[str, Any]:
     }
 
 
-class Turn(StrictBody):
+class MessageTurn(StrictBody):
     """One message. Calls and thoughts are the assistant's, results the user's."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [_blocks_of(role) for role in _OF_ROLE]})
@@ -144,7 +144,7 @@ class Turn(StrictBody):
         return [block for block in self.content if isinstance(block, ToolResultBlock)]
 
 
-def check_results(turns: list[Turn]) -> list[Turn]:
+def check_results(turns: list[MessageTurn]) -> list[MessageTurn]:
     """Every result is of a call before it, and the last calls have theirs."""
     made: set[str] = set()
     for place, turn in enumerate(turns):
@@ -160,7 +160,7 @@ def check_results(turns: list[Turn]) -> list[Turn]:
     return turns
 
 
-def turn_messages(role: str, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+def turn_messages(role: str, turns: Sequence[MessageTurn]) -> list[dict[str, Any]]:
     """Turns of one role in succession, for the model's chat template: results first, after the calls before them."""
     results = [result.for_template() for turn in turns for result in turn.results]
     spoken = [turn for turn in turns if not turn.results or any(isinstance(block, TextBlock) for block in turn.content)]

@@ -20,14 +20,14 @@ from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS, AnthropicErro
 from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
 from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks_of
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
-from moiety_platform.completions.answers import Choice
-from moiety_platform.completions.body import receive_body
-from moiety_platform.completions.exchange import Endpoint, ExchangeServices, Shown, route
-from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.answers import AnswerChoice
+from moiety_platform.completions.handler import Endpoint, EndpointDocs, HandlerServices, route
+from moiety_platform.completions.model_texts import ModelTexts
+from moiety_platform.completions.request_body import receive_body
+from moiety_platform.completions.request_record import RequestRecord
 from moiety_platform.completions.run import Run
-from moiety_platform.completions.text import ModelTexts
 from moiety_platform.completions.text_answer import TextAnswer
-from moiety_platform.completions.whole import parts_of
+from moiety_platform.completions.whole_answer import parts_of
 from moiety_platform.errors import PlatformError
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import error_headers, internal_error
@@ -56,7 +56,7 @@ log = structlog.get_logger(__name__)
 class MessageServices:
     """What these endpoints need."""
 
-    exchange: ExchangeServices
+    exchange: HandlerServices
     replicas: Replicas
     texts: ModelTexts
     adapters: AdapterCache | None = None
@@ -70,7 +70,7 @@ def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
         "msg_",
         MessagesBody,
         TextAnswer(_whole, _events),
-        Shown(
+        EndpointDocs(
             tag="text",
             summary="Answer a conversation",
             detail="Anthropic's Messages. With `stream` the answer comes in server-sent events.",
@@ -86,7 +86,7 @@ def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
     return [route(messages, services.exchange), _count_route(services)]
 
 
-async def _whole(body: MessagesBody, run: Run, record: RequestRecord, choices: Sequence[Choice]) -> bytes:
+async def _whole(body: MessagesBody, run: Run, record: RequestRecord, choices: Sequence[AnswerChoice]) -> bytes:
     (choice,) = choices
     (parts,) = await parts_of(run, choices)
     return whole_message(_head(body, record), blocks_of(parts), choice.end, run.usage())

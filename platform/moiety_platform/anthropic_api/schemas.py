@@ -19,10 +19,17 @@ from pydantic import (
     model_validator,
 )
 
-from moiety_platform.anthropic_api.blocks import TextBlocks, Turn, check_results, keep_s_of, text_of, turn_messages
-from moiety_platform.anthropic_api.keeping import CacheControl, longest
+from moiety_platform.anthropic_api.blocks import (
+    MessageTurn,
+    TextBlocks,
+    check_results,
+    keep_s_of,
+    text_of,
+    turn_messages,
+)
+from moiety_platform.anthropic_api.cache_control import CacheControl, longest
 from moiety_platform.anthropic_api.tools import NEEDS_TOOLS, MessageToolChoice, MessageTools, check_choice, offer_of
-from moiety_platform.completions.fields import (
+from moiety_platform.completions.body_fields import (
     INT32_MAX,
     MAX_MESSAGES,
     GeneratingBody,
@@ -63,7 +70,7 @@ class ConversationBody(StrictBody):
     model: ModelName
     thread: Annotated[Any, shows(enum=[None])] = None
     messages: Annotated[
-        list[Turn],
+        list[MessageTurn],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
         bounded(lambda shape: shape.max_messages),
         AfterValidator(check_results),
@@ -89,7 +96,7 @@ class ConversationBody(StrictBody):
 
     @field_validator("messages")
     @classmethod
-    def _user_begins(cls, value: list[Turn]) -> list[Turn]:
+    def _user_begins(cls, value: list[MessageTurn]) -> list[MessageTurn]:
         if value[0].role != "user":
             raise refuse("the first message must be a user's")
         return value

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
-from moiety_platform.anthropic_api.keeping import CacheControl
-from moiety_platform.completions.fields import StrictBody, refuse, shows
+from moiety_platform.anthropic_api.cache_control import CacheControl
+from moiety_platform.completions.body_fields import StrictBody, refuse, shows
 from moiety_platform.completions.tools.fields import (
     MAX_TOOLS,
     ToolName,

@@ -11,7 +11,7 @@ from litestar.params import FromQuery
 from sqlalchemy import select
 
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.chain import BrokenChain, Verifier
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.audit.schemas import AuditPage, AuditVerdict, AuditView
@@ -32,7 +32,7 @@ class AuditController(Controller):
     path = "/audit"
     tags = ("audit",)
 
-    @get(opt=needs(Action.READ_AUDIT))
+    @get(opt=needs(AdminAction.READ_AUDIT))
     async def list_entries(
         self,
         database: NamedDependency[Database],
@@ -60,7 +60,7 @@ class AuditController(Controller):
             rows, None if newest_first else last, last if newest_first else None, whole=caller.tenant_id is None
         )
 
-    @get("/verification", opt=needs(Action.VERIFY_AUDIT))
+    @get("/verification", opt=needs(AdminAction.VERIFY_AUDIT))
     async def verify_chain(self, database: NamedDependency[Database]) -> AuditVerdict:
         """Compute the whole chain anew and compare: some hundred entries a read, so it takes a while where the log is
         long."""

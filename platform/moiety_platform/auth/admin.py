@@ -27,7 +27,7 @@ from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.db.failures import is_bad_value
 from moiety_platform.db.session import Database
-from moiety_platform.declared.controller import DeclarationController
+from moiety_platform.declarative_config.controller import DeclarationController
 from moiety_platform.errors import BadRequest, Conflict
 from moiety_platform.etags import PRECONDITION, Precondition
 from moiety_platform.http_errors import answer_platform_error, answer_unexpected_error

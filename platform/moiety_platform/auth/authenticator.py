@@ -22,7 +22,7 @@ from moiety_platform.auth.bearer import HOW_TO, read_key
 from moiety_platform.auth.keys import KeyText, derive_cache_salt, hash_key, hashes_match, mark_of
 from moiety_platform.auth.known_ids import KnownKeyIds
 from moiety_platform.auth.lookups import LookupQueue, StoreHealth, cannot_check
-from moiety_platform.auth.pepper import Turn
+from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.rehashing import Rehashing
 from moiety_platform.auth.store import StoredKey, find_keys
@@ -31,13 +31,13 @@ from moiety_platform.db.failures import is_unmigrated
 from moiety_platform.db.session import Database
 from moiety_platform.edits import Edits
 from moiety_platform.errors import Forbidden, Unauthenticated, Unavailable
-from moiety_platform.rounds import Rounds
+from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.tenants.models import TenantStatus
 
 TTL_S = 2.0
 GRACE_S = 60.0
 MAX_CACHED_KEYS = 10_000
-NO_TURN = Turn()
+NO_TURN = PepperRotation()
 IN_USE_S = 30.0  # a key that was used within this is read again before it has to be
 MAX_AT_ONCE = 1_000  # keys by one statement
 LOOKUP_TIMEOUT_S = 3.0
@@ -77,7 +77,7 @@ class Authenticator:
         pepper: bytes,
         clock: Clock,
         *,
-        turn: Turn = NO_TURN,
+        turn: PepperRotation = NO_TURN,
         ttl_s: float = TTL_S,
         grace_s: float = GRACE_S,
         max_cached_keys: int = MAX_CACHED_KEYS,
@@ -117,7 +117,7 @@ class Authenticator:
         )
         self._has_told_failure = False  # of the look-ups of unknown keys, since one succeeded
         self._ids = KnownKeyIds()
-        self._id_rounds = Rounds("read_key_ids", self.read_key_ids, KNOWN_IDS_S)
+        self._id_rounds = PeriodicTask("read_key_ids", self.read_key_ids, KNOWN_IDS_S)
         self._reading_since_s: dict[object, float] = {}  # when statements under way were sent, for keys that exist
 
     async def authenticate(self, authorization: str | None) -> Principal:
@@ -354,5 +354,5 @@ class Authenticator:
             role=stored.role,
             scopes=stored.scopes,
             allowed_models=stored.allowed_models,
-            foresight=stored.foresight,
+            speculative_prefill=stored.speculative_prefill,
         )

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.caller import Caller
 from moiety_platform.access.roles import Role
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth import service
 from moiety_platform.auth.authenticator import Authenticator
@@ -36,7 +36,7 @@ class KeyController(Controller):
     path = "/keys"
     tags = ("keys",)
 
-    @post(opt=needs(Action.WRITE_KEYS) | fails(404, 409))
+    @post(opt=needs(AdminAction.WRITE_KEYS) | fails(404, 409))
     async def create_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -47,12 +47,12 @@ class KeyController(Controller):
     ) -> MadeKey:
         """Make a key; its text is shown in this answer only. Only owners make administrators' keys."""
         if data.project_id is None:
-            caller.require(Action.WRITE_ADMIN_KEYS)
+            caller.require(AdminAction.WRITE_ADMIN_KEYS)
         async with store.write() as session:
             made = await service.create_key(session, data, pepper.value, clock.now())
         return _made(*made, clock)
 
-    @get(opt=needs(Action.READ_KEYS) | fails(404))
+    @get(opt=needs(AdminAction.READ_KEYS) | fails(404))
     async def list_keys(
         self,
         database: NamedDependency[Database],
@@ -70,7 +70,7 @@ class KeyController(Controller):
                 session, page, clock.now(), tenant_id=tenant_id, project_id=project_id, role=parse_role(role)
             )
 
-    @get("/{key_id:str}", opt=needs(Action.READ_KEYS))
+    @get("/{key_id:str}", opt=needs(AdminAction.READ_KEYS))
     async def get_key(
         self, database: NamedDependency[Database], clock: NamedDependency[SkipValidation[Clock]], key_id: FromPath[str]
     ) -> Response[KeyView]:
@@ -78,7 +78,7 @@ class KeyController(Controller):
         async with database.read() as session:
             return tagged(KeyView.of(await service.get_key(session, key_id), clock.now()))
 
-    @post("/{key_id:str}/revoke", status_code=200, opt=needs(Action.WRITE_KEYS) | fails(409))
+    @post("/{key_id:str}/revoke", status_code=200, opt=needs(AdminAction.WRITE_KEYS) | fails(409))
     async def revoke_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -96,7 +96,7 @@ class KeyController(Controller):
         authenticator.forget(key.id)
         return KeyView.of(key, clock.now())
 
-    @post("/{key_id:str}/rotate", opt=needs(Action.WRITE_KEYS) | fails(409))
+    @post("/{key_id:str}/rotate", opt=needs(AdminAction.WRITE_KEYS) | fails(409))
     async def rotate_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -129,7 +129,7 @@ def parse_role(text: str | None) -> Role | None:
 async def _check_may_change(session: AsyncSession, caller: Caller, key_id: str) -> None:
     """Raises NotFound, or Forbidden for an administrator's key, which only owners change."""
     if (await service.get_key(session, key_id)).role is not None:
-        caller.require(Action.WRITE_ADMIN_KEYS)
+        caller.require(AdminAction.WRITE_ADMIN_KEYS)
 
 
 def _made(key: ApiKey, text: KeyText, clock: NamedDependency[SkipValidation[Clock]]) -> MadeKey:

@@ -10,7 +10,7 @@ from litestar.enums import HttpMethod
 from litestar.handlers import BaseRouteHandler
 
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import ACTION, Action
+from moiety_platform.access.table import ACTION, AdminAction
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.keys import PREFIX
 from moiety_platform.auth.oidc import OidcVerifier
@@ -46,11 +46,11 @@ def admin_guard(authenticator: Authenticator, oidc: FindVerifier = lambda: None)
     return guard
 
 
-def action_of(handler: BaseRouteHandler) -> Action:
+def action_of(handler: BaseRouteHandler) -> AdminAction:
     """What whoever calls the route does. Raises UnguardedRoute."""
     action = handler.opt.get(ACTION)
-    if not isinstance(action, Action):
-        raise UnguardedRoute(f"{handler} names no action; give it opt=needs(Action.…) of access/table.py")
+    if not isinstance(action, AdminAction):
+        raise UnguardedRoute(f"{handler} names no action; give it opt=needs(AdminAction.…) of access/table.py")
     return action
 
 

@@ -11,7 +11,7 @@ from litestar.params import SkipValidation
 from sqlalchemy import func, or_, select
 
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantStatus
@@ -49,10 +49,10 @@ class CallerController(Controller):
     path = "/caller"
     tags = ("overview",)
 
-    @get(opt=needs(Action.READ_OVERVIEW))
+    @get(opt=needs(AdminAction.READ_OVERVIEW))
     async def get_caller(self, caller: NamedDependency[Caller]) -> CallerView:
         """Who you are to the admin API, and what you may do."""
-        may = sorted(action.value for action in Action if caller.may(action))
+        may = sorted(action.value for action in AdminAction if caller.may(action))
         return CallerView(caller.actor, caller.role.value, caller.tenant_id, may)
 
 
@@ -62,7 +62,7 @@ class OverviewController(Controller):
     path = "/overview"
     tags = ("overview",)
 
-    @get(opt=needs(Action.READ_OVERVIEW))
+    @get(opt=needs(AdminAction.READ_OVERVIEW))
     async def get_overview(
         self,
         database: NamedDependency[Database],

@@ -33,7 +33,7 @@ class Pepper:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PepperRotation:
     """The peppers beside the present one while it is replaced: the one that is coming, and the one that was."""
 
     coming: bytes | None = field(default=None, repr=False)
@@ -45,14 +45,14 @@ def pepper_of(settings: GatewaySettings) -> bytes:
     return resolve_pepper(_text(settings.key_pepper), settings.data_dir)
 
 
-def turn_of(settings: GatewaySettings) -> Turn:
+def turn_of(settings: GatewaySettings) -> PepperRotation:
     """Those beside it; the previous one of a data directory is a file there. Raises BadPepper."""
     coming, previous = _text(settings.key_pepper_next), _text(settings.key_pepper_previous)
     file = settings.data_dir / PREVIOUS_FILE_NAME
     kept = None if previous is None else _checked(previous.encode(), "MOIETY_KEY_PEPPER_PREVIOUS")
     if kept is None and settings.key_pepper is None and file.exists():
         kept = _checked(file.read_bytes().strip(), str(file))
-    return Turn(None if coming is None else _checked(coming.encode(), "MOIETY_KEY_PEPPER_NEXT"), kept)
+    return PepperRotation(None if coming is None else _checked(coming.encode(), "MOIETY_KEY_PEPPER_NEXT"), kept)
 
 
 def resolve_pepper(configured: str | None, data_dir: Path) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moiety_platform.access.roles import Role
-from moiety_platform.tenants.models import Foresight
+from moiety_platform.tenants.models import SpeculativePrefillMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,4 +25,4 @@ class Principal:
     scopes: frozenset[str]
     role: Role | None = None
     allowed_models: frozenset[str] | None = None
-    foresight: Foresight = Foresight.OFF
+    speculative_prefill: SpeculativePrefillMode = SpeculativePrefillMode.OFF

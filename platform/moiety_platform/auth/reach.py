@@ -23,7 +23,7 @@ from moiety_platform.classes.models import ClassRecord
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
 from moiety_platform.prices.models import PriceRecord
-from moiety_platform.quota.kinds import Level
+from moiety_platform.quota.kinds import LimitLevel
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.quota.owners import Condition, own_key, own_quota
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
@@ -58,16 +58,16 @@ async def tenant_of(session: AsyncSession, change: Change) -> str | None:
     if change.object_kind == Tenant.__tablename__:
         return change.object_id
     if change.object_kind == Quota.__tablename__:
-        return await _tenant_of_scope(session, Level(row["level"]), row["scope_id"])
+        return await _tenant_of_scope(session, LimitLevel(row["level"]), row["scope_id"])
     if row.get("project_id") is not None:
         return await session.scalar(select(Project.tenant_id).where(Project.id == row["project_id"]))
     return row.get("tenant_id")
 
 
-async def _tenant_of_scope(session: AsyncSession, level: Level, scope_id: str) -> str | None:
-    if level is Level.TENANT:
+async def _tenant_of_scope(session: AsyncSession, level: LimitLevel, scope_id: str) -> str | None:
+    if level is LimitLevel.TENANT:
         return scope_id
-    if level is Level.PROJECT:
+    if level is LimitLevel.PROJECT:
         return await session.scalar(select(Project.tenant_id).where(Project.id == scope_id))
     found = select(Project.tenant_id).join(ApiKey, ApiKey.project_id == Project.id).where(ApiKey.id == scope_id)
     return await session.scalar(found)

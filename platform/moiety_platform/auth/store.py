@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from moiety_platform.access.roles import Role
 from moiety_platform.db.bulk import OverRows
 from moiety_platform.db.session import Database
-from moiety_platform.tenants.models import ApiKey, Foresight, Project, Tenant
+from moiety_platform.tenants.models import ApiKey, Project, SpeculativePrefillMode, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StoredKey:
     tenant_status: str
     service_class: str
     weight: float
-    foresight: Foresight
+    speculative_prefill: SpeculativePrefillMode
 
 
 _COLUMNS = (
@@ -53,7 +53,7 @@ _COLUMNS = (
     Tenant.status,
     Tenant.service_class,
     Tenant.weight,
-    Tenant.foresight,
+    Tenant.speculative_prefill,
 )
 
 _find = OverRows(
@@ -91,7 +91,7 @@ def _stored(
     tenant_status: str | None,
     service_class: str | None,
     weight: float | None,
-    foresight: str | None,
+    speculative_prefill: str | None,
 ) -> StoredKey:
     return StoredKey(
         key_id=key_id,
@@ -109,5 +109,5 @@ def _stored(
         tenant_status=tenant_status or "",
         service_class=service_class or "",
         weight=1.0 if weight is None else weight,
-        foresight=Foresight(foresight or Foresight.OFF),
+        speculative_prefill=SpeculativePrefillMode(speculative_prefill or SpeculativePrefillMode.OFF),
     )

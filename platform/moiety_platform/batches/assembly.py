@@ -12,13 +12,13 @@ from moiety_platform.backoff import Backoff
 from moiety_platform.batches.controller import BatchServices, batch_routes
 from moiety_platform.batches.execution import HeldRows, LineRunner
 from moiety_platform.batches.lines import Limits
+from moiety_platform.batches.maintenance import BatchMaintenance
 from moiety_platform.batches.results import BatchFiles
-from moiety_platform.batches.tending import Tending
 from moiety_platform.batches.worker import POLL_S, BatchWorker
 from moiety_platform.clock import Clock
-from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.pipeline import Pipeline
-from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.completions.request_recorder import RequestRecorder
+from moiety_platform.completions.shape_limits import ShapeLimits
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.controller import FileServices, file_routes
@@ -71,7 +71,7 @@ class Batches:
             on_change=self._wake,
             now=now,
         )
-        self._tending = Tending(database, limits_of(settings), now=now)
+        self._tending = BatchMaintenance(database, limits_of(settings), now=now)
         self._runner: LineRunner | None = None
         self._worker: BatchWorker | None = None
 

@@ -11,13 +11,13 @@ import msgspec
 
 from moiety_platform.classes.terms import BATCH_TIER
 from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion
+from moiety_platform.completions.body_fields import AskingBody
 from moiety_platform.completions.controller import CHAT, COMPLETIONS
-from moiety_platform.completions.exchange import Endpoint
-from moiety_platform.completions.fields import AskingBody
+from moiety_platform.completions.handler import Endpoint
 from moiety_platform.completions.pipeline import Pipeline
-from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.request_record import RequestRecord
 from moiety_platform.completions.schemas import GenerationBody
-from moiety_platform.completions.whole import collect, whole_answer
+from moiety_platform.completions.whole_answer import collect, whole_answer
 from moiety_platform.embeddings import whole as vectors
 from moiety_platform.embeddings.controller import EMBEDDINGS
 from moiety_platform.embeddings.schemas import EmbeddingBody

@@ -21,12 +21,12 @@ from moiety_platform.batches.claims import ClaimedLine, LineKey
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.lines import body_of
 from moiety_platform.batches.models import LineState
-from moiety_platform.batches.outcomes import Answered, PutBack
-from moiety_platform.completions.body import decode_body
-from moiety_platform.completions.limits import ShapeLimits
+from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine
 from moiety_platform.completions.pipeline import Pipeline
-from moiety_platform.completions.record import RequestRecord
-from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.completions.request_body import decode_body
+from moiety_platform.completions.request_record import RequestRecord
+from moiety_platform.completions.request_recorder import RequestRecorder
+from moiety_platform.completions.shape_limits import ShapeLimits
 from moiety_platform.errors import (
     EngineRefused,
     Forbidden,
@@ -72,7 +72,7 @@ class KeyLost:
     error: PlatformError
 
 
-Outcome = Answered | PutBack | KeyLost
+Outcome = AnsweredLine | RequeuedLine | KeyLost
 
 
 class LineRunner:
@@ -113,7 +113,7 @@ class LineRunner:
             except Forbidden as exc:  # the tenant is suspended, which may end
                 return self._wait(line, exc)
             answer = await self._answer(principal, line, request_id)
-            return Answered(line, LineState.COMPLETED, answer, self._rows.take(request_id))
+            return AnsweredLine(line, LineState.COMPLETED, answer, self._rows.take(request_id))
         except PlatformError as exc:
             forget_frames(exc)
             return self._judge(line, request_id, exc)
@@ -151,12 +151,12 @@ class LineRunner:
         may_pass = error.status >= 500 and not is_own  # which the same line meets again
         is_passing = may_pass or error.code == MODEL_NOT_FOUND  # an engine may be on its way up
         if is_passing and line.num_failures + 1 < MAX_FAILURES:
-            return PutBack(line, self._backoff.after(line.num_failures), line.num_refusals, line.num_failures + 1)
+            return RequeuedLine(line, self._backoff.after(line.num_failures), line.num_refusals, line.num_failures + 1)
         answer = refused(line_key(*line.key), line.custom_id, request_id, error)
-        return Answered(line, LineState.FAILED, answer, self._rows.take(request_id))
+        return AnsweredLine(line, LineState.FAILED, answer, self._rows.take(request_id))
 
-    def _wait(self, line: ClaimedLine, error: PlatformError) -> PutBack:
+    def _wait(self, line: ClaimedLine, error: PlatformError) -> RequeuedLine:
         """Told to come back: for as long as the batch lasts, and not before the time that was told."""
         told_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
         wait_s = max(told_s, self._backoff.after(line.num_refusals))
-        return PutBack(line, wait_s, line.num_refusals + 1, line.num_failures, by_limit=error.status == 429)
+        return RequeuedLine(line, wait_s, line.num_refusals + 1, line.num_failures, by_limit=error.status == 429)

@@ -27,7 +27,7 @@ SUPERSEDED = "superseded"
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredLine:
     """A line has come to its end, with an answer or without."""
 
     line: ClaimedLine
@@ -37,7 +37,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class PutBack:
+class RequeuedLine:
     """A line is to be tried again, after a while."""
 
     line: ClaimedLine
@@ -48,7 +48,7 @@ class PutBack:
 
 
 async def store_outcomes(
-    session: AsyncSession, owner: str, answered: Sequence[Answered], put_back: Sequence[PutBack], now: Now
+    session: AsyncSession, owner: str, answered: Sequence[AnsweredLine], put_back: Sequence[RequeuedLine], now: Now
 ) -> None:
     """All of them, each once: what was stored before, in a transaction of which it is not known whether it was
     committed, is left as it is."""
@@ -100,7 +100,7 @@ async def store_outcomes(
 States = dict[LineKey, tuple[str, str | None]]
 
 
-def _state(states: States, outcome: Answered | PutBack) -> tuple[str, str | None]:
+def _state(states: States, outcome: AnsweredLine | RequeuedLine) -> tuple[str, str | None]:
     """The state and the owner of the line as it was found."""
     return states.get(outcome.line.key, ("", None))
 
@@ -114,9 +114,9 @@ async def _lock(session: AsyncSession, lines: Sequence[ClaimedLine]) -> States:
     return {(batch_id, number): (state, owner) for batch_id, number, state, owner in rows}
 
 
-async def _count(session: AsyncSession, ended: Sequence[Answered], now: Now) -> None:
+async def _count(session: AsyncSession, ended: Sequence[AnsweredLine], now: Now) -> None:
     """Add to the batches' counts; a batch all of whose lines have ended is to be finalized."""
-    by_batch: dict[str, list[Answered]] = defaultdict(list)
+    by_batch: dict[str, list[AnsweredLine]] = defaultdict(list)
     for one in ended:
         by_batch[one.line.batch.id].append(one)
     for batch_id, ones in sorted(by_batch.items()):
@@ -143,8 +143,8 @@ async def _count(session: AsyncSession, ended: Sequence[Answered], now: Now) -> 
 async def _bill(
     session: AsyncSession,
     owner: str,
-    answered: Sequence[Answered],
-    first: Sequence[Answered],
+    answered: Sequence[AnsweredLine],
+    first: Sequence[AnsweredLine],
     states: States,
 ) -> None:
     """The usage rows of what counts, and of what was dropped those that charge something."""

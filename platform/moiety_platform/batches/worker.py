@@ -27,17 +27,17 @@ from moiety_platform.batches.claims import (
 )
 from moiety_platform.batches.closing import begin_closing
 from moiety_platform.batches.execution import KeyLost, LineRunner, Outcome
+from moiety_platform.batches.maintenance import BatchMaintenance
 from moiety_platform.batches.models import BatchStatus
-from moiety_platform.batches.outcomes import Answered, PutBack, store_outcomes
-from moiety_platform.batches.pace import Pace
+from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine, store_outcomes
+from moiety_platform.batches.pacing import BatchPacing
 from moiety_platform.batches.sharing import next_batch, share
-from moiety_platform.batches.tending import Tending
 from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.files.store import Now
-from moiety_platform.rounds import Rounds
+from moiety_platform.periodic_task import PeriodicTask
 
 POLL_S = 1.0
 BYTES_AT_ONCE = 8 * 1024 * 1024  # of answers, in one transaction
@@ -56,7 +56,7 @@ class BatchWorker:
         worker_id: str,
         database: Database,
         runner: LineRunner,
-        tending: Tending,
+        tending: BatchMaintenance,
         clock: Clock,
         *,
         concurrency: int,
@@ -73,12 +73,12 @@ class BatchWorker:
         self._concurrency, self._lease_s = concurrency, lease_s
         self._backoff = backoff
         self._poll_s = poll_s
-        self._rounds = Rounds("batch-worker", self._round, poll_s, pause_s=OUTAGE_PAUSE_S)
+        self._rounds = PeriodicTask("batch-worker", self._round, poll_s, pause_s=OUTAGE_PAUSE_S)
         self._now = now
         self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[Outcome]]] = {}
         self._outcomes: list[Outcome] = []
         self._batches: list[OpenBatch] = []  # as they were when last looked at
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, BatchPacing] = {}
         self._dry: set[str] = set()  # batches that had no more lines to claim when last looked at
         self._looked_s = self._renewed_s = float("-inf")
         self._is_draining = False
@@ -168,11 +168,11 @@ class BatchWorker:
 
     async def _store_in(self, session: AsyncSession, outcomes: Sequence[Outcome]) -> None:
         lost = {outcome.line.batch.id: outcome.error for outcome in outcomes if isinstance(outcome, KeyLost)}
-        answered = [outcome for outcome in outcomes if isinstance(outcome, Answered)]
+        answered = [outcome for outcome in outcomes if isinstance(outcome, AnsweredLine)]
         put_back = [
-            PutBack(outcome.line, 0.0, 0, 0) if isinstance(outcome, KeyLost) else outcome
+            RequeuedLine(outcome.line, 0.0, 0, 0) if isinstance(outcome, KeyLost) else outcome
             for outcome in outcomes
-            if not isinstance(outcome, Answered)
+            if not isinstance(outcome, AnsweredLine)
         ]
         await store_outcomes(session, self._id, answered, put_back, self._now)
         for batch_id, error in sorted(lost.items()):
@@ -232,8 +232,8 @@ class BatchWorker:
             return 0
         return self._pace(batch.id).may_begin(self._num_running(batch.id), self._clock.monotonic())
 
-    def _pace(self, batch_id: str) -> Pace:
-        return self._paces.setdefault(batch_id, Pace.full(max(1, self._concurrency)))
+    def _pace(self, batch_id: str) -> BatchPacing:
+        return self._paces.setdefault(batch_id, BatchPacing.full(max(1, self._concurrency)))
 
     def _num_running(self, batch_id: str) -> int:
         return sum(running_id == batch_id for running_id, _ in self._running)
@@ -251,7 +251,7 @@ class BatchWorker:
         """Also where it was cancelled: given back then, which changes nothing where it is not ours any more."""
         self._running.pop(line.key, None)
         if task.cancelled():
-            self._outcomes.append(PutBack(line, 0.0, line.num_refusals, line.num_failures))
+            self._outcomes.append(RequeuedLine(line, 0.0, line.num_refusals, line.num_failures))
         else:
             self._outcomes.append(task.result())
             self._note(line.batch.id, task.result())
@@ -260,9 +260,9 @@ class BatchWorker:
     def _note(self, batch_id: str, outcome: Outcome) -> None:
         """Go on with the batch as its lines fare."""
         pace, now_s = self._pace(batch_id), self._clock.monotonic()
-        if isinstance(outcome, Answered):
+        if isinstance(outcome, AnsweredLine):
             pace.answered(now_s)
-        elif isinstance(outcome, PutBack) and outcome.num_refusals > outcome.line.num_refusals:
+        elif isinstance(outcome, RequeuedLine) and outcome.num_refusals > outcome.line.num_refusals:
             pace.refused(
                 by_limit=outcome.by_limit,
                 num_running=self._num_running(batch_id),
@@ -276,7 +276,7 @@ def in_pieces(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
     pieces: list[list[Outcome]] = []
     room = 0
     for outcome in outcomes:
-        num_bytes = len(outcome.answer) if isinstance(outcome, Answered) else 0
+        num_bytes = len(outcome.answer) if isinstance(outcome, AnsweredLine) else 0
         if not pieces or num_bytes > room:
             pieces.append([])
             room = BYTES_AT_ONCE

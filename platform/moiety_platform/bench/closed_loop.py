@@ -16,7 +16,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 _EVENT = b"data: "
 
 
-class BadAnswer(Exception):
+class UnexpectedAnswer(Exception):
     """The gateway answered something else than 200; the message has the beginning of it."""
 
 
@@ -33,7 +33,7 @@ class Tally:
         return len(self.latencies_s) / self.duration_s
 
 
-class _Connection(asyncio.Protocol):
+class _BenchConnection(asyncio.Protocol):
     """Sends requests one after the other until there are no more, or the time is over."""
 
     def __init__(self, requests: Iterator[bytes], until_s: float, tally: Tally) -> None:
@@ -63,7 +63,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.done.done():
-            self.done.set_exception(exc or BadAnswer("the gateway closed a connection"))
+            self.done.set_exception(exc or UnexpectedAnswer("the gateway closed a connection"))
 
     def _send(self) -> None:
         now_s = time.perf_counter()
@@ -83,7 +83,7 @@ class _Connection(asyncio.Protocol):
         head = bytes(self._received[:end]).lower()
         if not head.startswith(b"http/1.1 200 "):
             text = bytes(self._received[:600]).decode(errors="replace")
-            self.done.set_exception(BadAnswer(f"the gateway answered:\n{text}"))
+            self.done.set_exception(UnexpectedAnswer(f"the gateway answered:\n{text}"))
             self._transport.abort()
             return
         _, found, rest = head.partition(b"content-length:")
@@ -96,12 +96,12 @@ class _Connection(asyncio.Protocol):
 async def run_closed_loop(
     host: str, port: int, requests: Iterator[bytes], *, connections: int, seconds: float = float("inf")
 ) -> Tally:
-    """Send the requests over so many connections, for so long or until there are no more. Raises BadAnswer, or OSError
-    where the gateway does not take a connection."""
+    """Send the requests over so many connections, for so long or until there are no more. Raises UnexpectedAnswer,
+    or OSError where the gateway does not take a connection."""
     tally, loop = Tally(), asyncio.get_running_loop()
     started_s = time.perf_counter()
     made = [
-        await loop.create_connection(lambda: _Connection(requests, started_s + seconds, tally), host, port)
+        await loop.create_connection(lambda: _BenchConnection(requests, started_s + seconds, tally), host, port)
         for _ in range(connections)
     ]
     await asyncio.gather(*(connection.done for _, connection in made))

@@ -24,7 +24,7 @@ class TargetError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """A running gateway. `keys` are those of tenants of the trace; the others share out `shared_keys` in turn."""
 
     url: str
@@ -41,7 +41,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Answer:
+class BenchAnswer:
     """What came of one request; times in seconds from the moment at which it was due."""
 
     request: TraceRequest
@@ -56,7 +56,7 @@ class Answer:
 
 async def find_target(
     url: str, keys: Mapping[str, str], shared_keys: Sequence[str], model: str | None, timeout_s: float
-) -> Target:
+) -> BenchTarget:
     """Ask the gateway for its model and its tokens; if all keys have a tenant, all are shared. Raises TargetError."""
     shared = list(shared_keys) or list(keys.values())
     key = shared[0]
@@ -73,12 +73,12 @@ async def find_target(
         raise TargetError(f"{exc.request.url} answered {exc.response.status_code}: {error_code(exc.response)}") from exc
     except httpx.HTTPError as exc:
         raise TargetError(f"{url} does not answer ({type(exc).__name__}); is the gateway running?") from exc
-    return Target(url, keys, shared, chosen, tuple(tokens), timeout_s)
+    return BenchTarget(url, keys, shared, chosen, tuple(tokens), timeout_s)
 
 
 async def run_load(
-    target: Target, requests: list[TraceRequest], rng: Random, on_end: Callable[[], None]
-) -> list[Answer]:
+    target: BenchTarget, requests: list[TraceRequest], rng: Random, on_end: Callable[[], None]
+) -> list[BenchAnswer]:
     """Send every request at its time and wait for all answers; in the order of arrival."""
     tenants = {tenant: index for index, tenant in enumerate(dict.fromkeys(request.tenant for request in requests))}
     bodies = [make_body(target, request, rng) for request in requests]
@@ -99,7 +99,7 @@ async def run_load(
         return await asyncio.gather(*tasks)
 
 
-def make_body(target: Target, request: TraceRequest, rng: Random) -> bytes:
+def make_body(target: BenchTarget, request: TraceRequest, rng: Random) -> bytes:
     """A completion with a prompt of exactly the trace's length, that no prefix cache has seen."""
     body = {
         "model": target.model,
@@ -115,8 +115,8 @@ def make_body(target: Target, request: TraceRequest, rng: Random) -> bytes:
     return json.dumps(body).encode()
 
 
-async def send(client: httpx.AsyncClient, request: TraceRequest, body: bytes, key: str, due: float) -> Answer:
-    answer = Answer(request, late_s=time.perf_counter() - due)
+async def send(client: httpx.AsyncClient, request: TraceRequest, body: bytes, key: str, due: float) -> BenchAnswer:
+    answer = BenchAnswer(request, late_s=time.perf_counter() - due)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
         async with client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
@@ -133,7 +133,7 @@ async def send(client: httpx.AsyncClient, request: TraceRequest, body: bytes, ke
     return answer
 
 
-async def read_stream(response: httpx.Response, answer: Answer, due: float) -> None:
+async def read_stream(response: httpx.Response, answer: BenchAnswer, due: float) -> None:
     """Note when tokens came. A stream that ends without its usage was broken off."""
     complete = False
     async for line in response.aiter_lines():

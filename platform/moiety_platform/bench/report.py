@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moiety_platform.bench.load import Answer
+from moiety_platform.bench.load import BenchAnswer
 from moiety_wire.classes import SHIPPED, STANDARD
 
 PERCENTILES = (50, 90, 99)
@@ -23,7 +23,7 @@ class Promise:
     tpot_s: float | None = None
     completion_s: float | None = None
 
-    def is_kept(self, answer: Answer) -> bool:
+    def is_kept(self, answer: BenchAnswer) -> bool:
         if answer.error is not None or answer.first_token_s is None:
             return False
         tpot_s = time_per_token_s(answer)
@@ -42,7 +42,7 @@ PROMISES = {
 }
 
 
-def time_per_token_s(answer: Answer) -> float | None:
+def time_per_token_s(answer: BenchAnswer) -> float | None:
     """Mean time of an output token after the first; None for answers of one token."""
     if answer.first_token_s is None or answer.last_token_s is None or answer.output_tokens < 2:
         return None
@@ -64,7 +64,7 @@ def spread_ms(values_s: Iterable[float | None]) -> dict[str, float | None]:
     return {f"p{percent}": round(percentile(known, percent) * 1000, 3) if known else None for percent in PERCENTILES}
 
 
-def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
+def summarise(answers: Sequence[BenchAnswer]) -> dict[str, Any]:
     """The figures of a run. Latencies are of the requests that were served; attainment counts the others as missed."""
     served = [answer for answer in answers if answer.error is None]
     duration_s = max((answer.request.arrival_s + answer.end_s for answer in answers), default=0.0)
@@ -86,14 +86,14 @@ def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def summarise_class(name: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def summarise_class(name: str, answers: Sequence[BenchAnswer]) -> dict[str, Any]:
     members = [answer for answer in answers if answer.request.service_class == name]
     kept = sum(promise_of(answer).is_kept(answer) for answer in members)
     served = [answer for answer in members if answer.error is None]
     return {"requests": len(members), "attainment": round(kept / len(members), 6), **latencies(served)}
 
 
-def latencies(served: Sequence[Answer]) -> dict[str, Any]:
+def latencies(served: Sequence[BenchAnswer]) -> dict[str, Any]:
     return {
         "ttft_ms": spread_ms(answer.first_token_s for answer in served),
         "tpot_ms": spread_ms(time_per_token_s(answer) for answer in served),
@@ -101,7 +101,7 @@ def latencies(served: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def promise_of(answer: Answer) -> Promise:
+def promise_of(answer: BenchAnswer) -> Promise:
     return PROMISES.get(answer.request.service_class, PROMISES[STANDARD.name])
 
 

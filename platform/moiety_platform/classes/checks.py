@@ -10,7 +10,7 @@ from moiety_platform.classes.models import MAX_CLASS_NAME_LENGTH
 from moiety_platform.classes.terms import ClassTerms
 from moiety_platform.errors import BadRequest
 from moiety_platform.openapi.schemas import shows
-from moiety_wire.classes import FORESIGHT, OverloadAction
+from moiety_wire.classes import SPECULATIVE_PREFILL, OverloadAction
 
 MAX_RANK = 1000
 MAX_SECONDS = 30 * 86_400.0
@@ -55,9 +55,9 @@ def check_class_name(name: str) -> str:
             "letter, such as 'gold-2'.",
             param="name",
         )
-    if name == FORESIGHT:
+    if name == SPECULATIVE_PREFILL:
         raise BadRequest(
-            "What is computed before anybody asks for it is counted as the class 'foresight'; choose another 'name'.",
+            "The name 'speculative_prefill' is reserved for the metrics of speculative prefill; choose another 'name'.",
             param="name",
         )
     return name

@@ -6,7 +6,7 @@ from litestar import Controller, Response, delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.classes import service
 from moiety_platform.classes.cache import ClassCache
@@ -22,20 +22,20 @@ class ClassController(Controller):
     path = "/classes"
     tags = ("classes",)
 
-    @get(opt=needs(Action.READ_CLASSES))
+    @get(opt=needs(AdminAction.READ_CLASSES))
     async def list_classes(self, database: NamedDependency[Database]) -> ClassList:
         """All classes, best first."""
         async with database.read() as session:
             found = await service.load_classes(session)
         return ClassList([ClassView.of(terms) for terms in found.values()])
 
-    @get("/{name:str}", opt=needs(Action.READ_CLASSES))
+    @get("/{name:str}", opt=needs(AdminAction.READ_CLASSES))
     async def get_class(self, database: NamedDependency[Database], name: FromPath[str]) -> Response[ClassView]:
         """One class."""
         async with database.read() as session:
             return tagged(ClassView.of(await service.get_class(session, name)))
 
-    @post(opt=needs(Action.WRITE_CLASSES) | fails(409))
+    @post(opt=needs(AdminAction.WRITE_CLASSES) | fails(409))
     async def create_class(
         self, store: NamedDependency[AuditedStore], classes: NamedDependency[ClassCache], data: JSONBody[NewClass]
     ) -> ClassView:
@@ -45,7 +45,7 @@ class ClassController(Controller):
         classes.forget()
         return ClassView.of(made)
 
-    @patch("/{name:str}", opt=needs(Action.WRITE_CLASSES))
+    @patch("/{name:str}", opt=needs(AdminAction.WRITE_CLASSES))
     async def change_class(
         self,
         store: NamedDependency[AuditedStore],
@@ -61,7 +61,7 @@ class ClassController(Controller):
         classes.forget()
         return tagged(ClassView.of(changed))
 
-    @delete("/{name:str}", status_code=200, opt=needs(Action.WRITE_CLASSES) | fails(409))
+    @delete("/{name:str}", status_code=200, opt=needs(AdminAction.WRITE_CLASSES) | fails(409))
     async def delete_class(
         self,
         store: NamedDependency[AuditedStore],

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moiety_platform.bench.environment import describe_environment
-from moiety_platform.bench.load import Answer, Target, TargetError, find_target, run_load
+from moiety_platform.bench.load import BenchAnswer, BenchTarget, TargetError, find_target, run_load
 from moiety_platform.bench.report import summarise
 from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
 from moiety_platform.printable import printable
@@ -110,7 +110,7 @@ def parse_keys(values: list[str]) -> tuple[dict[str, str], list[str]]:
 
 async def measure(
     url: str, keys: list[str], model: str | None, timeout_s: float, requests: list[TraceRequest], rng: Random
-) -> tuple[Target, list[Answer]]:
+) -> tuple[BenchTarget, list[BenchAnswer]]:
     target = await find_target(url, *parse_keys(keys), model, timeout_s)
     progress = make_progress()
     with progress or nullcontext():

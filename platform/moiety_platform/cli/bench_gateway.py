@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from moiety_platform.bench.closed_loop import BadAnswer
+from moiety_platform.bench.closed_loop import UnexpectedAnswer
 from moiety_platform.bench.environment import describe_environment
 from moiety_platform.bench.gateway import BenchFailed, GatewayBench, measure_gateway
 from moiety_platform.cli.errors import CommandError
@@ -34,7 +34,7 @@ def gateway(
     say = console.print if sys.stderr.isatty() else lambda _: None
     try:
         figures = measure_gateway(settings, say)
-    except (BenchFailed, BadAnswer, OSError) as exc:
+    except (BenchFailed, UnexpectedAnswer, OSError) as exc:
         raise CommandError(str(exc)) from exc
     if as_json:
         chosen = {name: getattr(settings, name) for name in GatewayBench.__slots__}

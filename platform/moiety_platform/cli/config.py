@@ -26,7 +26,7 @@ from moiety_platform.cli.tables import show_json
 from moiety_platform.config_file import ConfigFileError, read_config_section
 from moiety_platform.reloading.reference import reference_of
 from moiety_platform.reloading.shown import SET, shown
-from moiety_platform.reloading.source import Origin
+from moiety_platform.reloading.source import SettingOrigin
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.trace_receiver.settings import TraceSettings
 
@@ -52,7 +52,7 @@ class Against(StrEnum):
 
 
 @dataclass(frozen=True)
-class Difference:
+class SettingDifference:
     """A setting of the gateway that runs, and what a file says; `taken` says when."""
 
     name: str
@@ -88,7 +88,7 @@ def check(
     except ConfigFileError as exc:
         raise CommandError(str(exc)) from exc
     wrong = [one for one in problems if not one.is_warning]
-    differences: list[Difference] = []
+    differences: list[SettingDifference] = []
     if against is not None and not wrong:
         with contextlib.closing(AdminClient.connect(url, admin_key, data_dir).http) as http:
             differences = list(differences_from(file, AdminClient(http).get("/settings")["data"]))
@@ -128,7 +128,7 @@ def show(admin: Admin) -> None:
         raise CommandError(f"the file as it is now was not taken: {told['problem']}")
 
 
-def differences_from(file: Path, running: Sequence[Mapping[str, Any]]) -> Iterator[Difference]:
+def differences_from(file: Path, running: Sequence[Mapping[str, Any]]) -> Iterator[SettingDifference]:
     """What a gateway would go by otherwise, were this its file. Secrets are not compared. Raises ConfigFileError."""
     table = read_config_section(file, SECTION)
     wanted = GatewaySettings.model_validate(table)
@@ -137,11 +137,11 @@ def differences_from(file: Path, running: Sequence[Mapping[str, Any]]) -> Iterat
         then = shown(getattr(wanted, name))
         if now == then or SET in (now, then):
             continue
-        if one["origin"] in (Origin.OPTION, Origin.ENVIRONMENT):
+        if one["origin"] in (SettingOrigin.OPTION, SettingOrigin.ENVIRONMENT):
             if name in table:
-                yield Difference(name, now, then, f"never: the gateway's {one['origin']} beats the file")
-        elif name in table or one["origin"] == Origin.FILE:
-            yield Difference(name, now, then, one["reload"])
+                yield SettingDifference(name, now, then, f"never: the gateway's {one['origin']} beats the file")
+        elif name in table or one["origin"] == SettingOrigin.FILE:
+            yield SettingDifference(name, now, then, one["reload"])
 
 
 def problems_of(file: Path) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.gateway import run_gateway
-from moiety_platform.listening import CannotListen
+from moiety_platform.listening import AddressUnavailable
 from moiety_platform.live_settings import CannotFollow
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_first_keys
@@ -85,7 +85,7 @@ def gateway(
             if keys is not None:  # where the store was empty, those of the file were another store's
                 write_first_keys(first_keys, keys)
         run_gateway(source)
-    except (CannotListen, CannotFollow, BadPepper, BadDatabaseUrl, PlatformError) as exc:
+    except (AddressUnavailable, CannotFollow, BadPepper, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
 
 

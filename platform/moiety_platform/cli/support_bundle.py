@@ -17,7 +17,7 @@ import typer
 from pydantic import SecretStr
 
 from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME
-from moiety_platform.cli.doctor.command import Patient, examine, patient_of
+from moiety_platform.cli.doctor.command import DoctorContext, examine, patient_of
 from moiety_platform.cli.doctor.machine import versions
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.printing import say
@@ -71,7 +71,7 @@ def support_bundle(
     say(f"{target} has {', '.join(names)}; look at it before you hand it on")
 
 
-def secrets_of(patient: Patient) -> list[str]:
+def secrets_of(patient: DoctorContext) -> list[str]:
     """All that this process knows to be secret."""
     settings = patient.settings
     found = [one.get_secret_value() for _, one in settings if isinstance(one, SecretStr)]
@@ -85,7 +85,7 @@ def secrets_of(patient: Patient) -> list[str]:
     return found
 
 
-def _parts(patient: Patient, operations_url: str | None, logs: list[Path]) -> Iterator[tuple[str, str]]:
+def _parts(patient: DoctorContext, operations_url: str | None, logs: list[Path]) -> Iterator[tuple[str, str]]:
     """Name and text of each."""
     yield "versions.json", _json(versions())
     yield "settings.json", _json(redact_settings(_settings(patient.settings)))

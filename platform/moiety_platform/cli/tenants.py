@@ -17,7 +17,7 @@ TENANT_COLUMNS = {
     "service_class": "class",
     "weight": "weight",
     "status": "status",
-    "foresight": "foresight",
+    "speculative_prefill": "speculative_prefill",
     "created_at": "created",
     "id": "id",
 }
@@ -35,7 +35,7 @@ Weight = Annotated[float | None, typer.Option(help="Its share against the other 
 ForesightOption = Annotated[
     str | None,
     typer.Option(
-        "--foresight",
+        "--speculative-prefill",
         help="Whether engines with nothing else to do compute what its conversations are likely to go on with: off, "
         "free, or charged (at the price of input).",
     ),
@@ -66,10 +66,10 @@ def create_tenant(
     name: Annotated[str, typer.Argument(help="Name of the new tenant.")],
     service_class: ServiceClass = None,
     weight: Weight = None,
-    foresight: ForesightOption = None,
+    speculative_prefill: ForesightOption = None,
 ) -> None:
     """Make a tenant."""
-    chosen = {"service_class": service_class, "weight": weight, "foresight": foresight}
+    chosen = {"service_class": service_class, "weight": weight, "speculative_prefill": speculative_prefill}
     body = {"name": name, **{field: value for field, value in chosen.items() if value is not None}}
     admin.show_row(admin.client.call("POST", "/tenants", body))
 
@@ -82,13 +82,18 @@ def change_tenant(
     new_name: Annotated[str | None, typer.Option("--name", help="New name.")] = None,
     service_class: ServiceClass = None,
     weight: Weight = None,
-    foresight: ForesightOption = None,
+    speculative_prefill: ForesightOption = None,
 ) -> None:
-    """Change a tenant's name, class, weight or foresight."""
-    chosen = {"name": new_name, "service_class": service_class, "weight": weight, "foresight": foresight}
+    """Change a tenant's name, class, weight or speculative_prefill."""
+    chosen = {
+        "name": new_name,
+        "service_class": service_class,
+        "weight": weight,
+        "speculative_prefill": speculative_prefill,
+    }
     change = {field: value for field, value in chosen.items() if value is not None}
     if not change:
-        raise typer.BadParameter("nothing to change; give --name, --class, --weight or --foresight")
+        raise typer.BadParameter("nothing to change; give --name, --class, --weight or --speculative-prefill")
     admin.show_row(admin.client.call("PATCH", path_of("tenants", admin.client.find_tenant(name)["id"]), change))
 
 

@@ -16,7 +16,7 @@ from moiety_platform.cli.migrations import find_upgrade
 from moiety_platform.config_file import ConfigFileError
 from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
-from moiety_platform.listening import CannotListen
+from moiety_platform.listening import AddressUnavailable
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK
 from moiety_platform.trace_receiver.process import run_trace_store
@@ -60,7 +60,7 @@ def traces(
         if migrate:
             find_upgrade()(source.first.store_url)
         run_trace_store(source)
-    except (CannotListen, BadDatabaseUrl, PlatformError) as exc:
+    except (AddressUnavailable, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
 
 

@@ -28,8 +28,8 @@ TOTALS = {
     "mean_ttft_ms": "mean TTFT ms",
     "mean_duration_ms": "mean duration ms",
     "preemptions": "preemptions",
-    "foreseen_tokens": "foreseen",
-    "foreseen_used_tokens": "of them used",
+    "speculative_tokens": "foreseen",
+    "speculative_used_tokens": "of them used",
     "cost": "$",
     "attainment": "SLA kept",
 }
@@ -140,7 +140,7 @@ def show_reconciliation(report: dict[str, Any]) -> None:
     for one in report["differences"]:
         say(f"  tenant {one['tenant_id']}: {one['requests']} · {one['ledger']} · {one['hours']}")
     if report["days"]:
-        say("sums of days are not those of their hours; DELETE FROM usage_day_marks has upkeep make them anew:")
+        say("sums of days are not those of their hours; DELETE FROM usage_day_marks has retention make them anew:")
     for one in report["days"]:
         say(f"  tenant {one['tenant_id']}: {one['days']} · {one['hours']}")
     aside = report.get("set_aside", {})

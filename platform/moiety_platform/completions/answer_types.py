@@ -9,7 +9,7 @@ from msgspec import Meta
 from moiety_wire.messages import FinishReason
 
 Count = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
-_REASONS = [reason.value for reason in FinishReason if reason is not FinishReason.HANDED_OVER]
+_REASONS = [reason.value for reason in FinishReason if reason is not FinishReason.PREFILL_DONE]
 CALLED = "tool_calls"  # why an answer ended that calls
 
 FinishReasonText = Annotated[str, Meta(extra_json_schema={"enum": _REASONS})]

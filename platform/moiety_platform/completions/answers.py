@@ -44,7 +44,7 @@ class AnswerHead(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Choice:
+class AnswerChoice:
     """What has come for one choice."""
 
     text: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ def usage_fields(usage: Usage) -> CompletionUsage:
 
 
 def chat_answer(
-    head: AnswerHead, choices: Sequence[Choice], parts: Sequence[Parts], usage: Usage, *, with_logprobs: bool
+    head: AnswerHead, choices: Sequence[AnswerChoice], parts: Sequence[Parts], usage: Usage, *, with_logprobs: bool
 ) -> ChatCompletion:
     """`parts` are those of each choice's text."""
     return {
@@ -94,7 +94,7 @@ def chat_answer(
 
 def completion_answer(
     head: AnswerHead,
-    choices: Sequence[Choice],
+    choices: Sequence[AnswerChoice],
     usage: Usage,
     *,
     echoes: Sequence[str],

@@ -9,7 +9,7 @@ from moiety_platform.errors import PlatformError, UpstreamError
 
 
 @dataclass(slots=True)
-class Attempt:
+class EngineAttempt:
     """Owned by the request's record. A sequence that failed over has several, in their order."""
 
     sequence: int  # its index within the request

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-from moiety_platform.completions.fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, refuse, shows
+from moiety_platform.completions.body_fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, refuse, shows
 from moiety_platform.completions.tools.schemas import ChatCalls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -13,25 +13,25 @@ from moiety_platform.completions.answer_types import (
     TextCompletion,
     TextCompletionChunk,
 )
-from moiety_platform.completions.answers import Choice
-from moiety_platform.completions.exchange import Endpoint, ExchangeServices, Shown, route
-from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.answers import AnswerChoice
+from moiety_platform.completions.handler import Endpoint, EndpointDocs, HandlerServices, route
+from moiety_platform.completions.request_record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.completions.sse import DONE_DATA, ChatChunks, CompletionChunks
 from moiety_platform.completions.text_answer import TextAnswer
 from moiety_platform.completions.tools.chunks import ToolChunks
-from moiety_platform.completions.whole import echoes_of, head_of, whole_answer
+from moiety_platform.completions.whole_answer import echoes_of, head_of, whole_answer
 from moiety_platform.http_errors import ErrorBody
 from moiety_platform.openapi.described import event_of
 
 
-def completion_routes(services: ExchangeServices) -> list[HTTPRouteHandler]:
+def completion_routes(services: HandlerServices) -> list[HTTPRouteHandler]:
     """The handlers of both endpoints."""
     return [route(CHAT, services), route(COMPLETIONS, services)]
 
 
-async def _whole(body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[Choice]) -> bytes:
+async def _whole(body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[AnswerChoice]) -> bytes:
     return msgspec.json.encode(await whole_answer(body, run, record, choices))
 
 
@@ -50,7 +50,7 @@ CHAT = Endpoint(
     "chatcmpl-",
     ChatBody,
     TextAnswer(_whole, _chat_chunks),
-    Shown(
+    EndpointDocs(
         tag="text",
         summary="Answer a chat",
         detail="OpenAI's Chat Completions. With `stream` the answer comes in server-sent events, the last `[DONE]`.",
@@ -64,7 +64,7 @@ COMPLETIONS = Endpoint(
     "cmpl-",
     CompletionBody,
     TextAnswer(_whole, _completion_chunks),
-    Shown(
+    EndpointDocs(
         tag="text",
         summary="Complete a text",
         detail="OpenAI's Completions. With `stream` the answer comes in server-sent events, the last `[DONE]`.",

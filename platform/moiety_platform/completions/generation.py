@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from moiety_text.tools.offer import ToolOffer
-from moiety_wire.guides import Guide
+from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
 
 
@@ -48,7 +48,7 @@ class Generation(msgspec.Struct, frozen=True):
     embed: bool = False  # each prompt's vector is wanted, and no token: `max_tokens` is 0
     dimensions: int | None = None  # how many numbers of each vector are wanted; None for all
     max_numbers: int | None = None  # of all vectors together; None for as many as there are
-    guide: Guide | None = None  # what each answer must be
+    guide: GrammarSpec | None = None  # what each answer must be
     keep_s: float = 0.0  # for which the conversation may come back, and its prefix is kept
     echo: bool = False  # each prompt's text is wanted in front of its answers
     prompt_field: str = "prompt"  # where the client wrote the prompts, for complaints about them

@@ -16,12 +16,12 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
 from moiety_platform.completions.generation import Generation
+from moiety_platform.completions.model_texts import ModelTexts
 from moiety_platform.completions.placement import Placement
-from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.request_record import RequestRecord
 from moiety_platform.completions.run import Run
-from moiety_platform.completions.submits import Origin, check_limits, most_output_tokens, submits_of
+from moiety_platform.completions.submits import RequestOrigin, check_limits, most_output_tokens, submits_of
 from moiety_platform.completions.tariffs import Tariffs
-from moiety_platform.completions.text import ModelTexts
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import Overloaded, PlatformError
 from moiety_platform.prices.cache import PriceCache
@@ -29,7 +29,7 @@ from moiety_platform.routing.choose import able_engines, are_extensible, card_of
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.routing.roles import Need
 from moiety_platform.traces.request_trace import Phase
-from moiety_wire.messages import Card, Submit
+from moiety_wire.messages import ModelCard, Submit
 
 
 class Pipeline:
@@ -125,7 +125,7 @@ class Pipeline:
         record.trace.enter(Phase.ADMISSION)
         principal = record.principal
         adapter = "" if choice.adapter is None else choice.adapter.engine_name
-        origin = Origin(
+        origin = RequestOrigin(
             request_id=record.request_id,
             model=card.model,
             tenant_id=principal.tenant_id,
@@ -191,7 +191,7 @@ class HeldRun:
 class _Choice(msgspec.Struct, frozen=True):
     """What a request goes to."""
 
-    card: Card
+    card: ModelCard
     states: list[EngineState]  # as they were then
     catalogue: Catalogue
     chosen: ChosenClass

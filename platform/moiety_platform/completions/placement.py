@@ -14,7 +14,7 @@ from moiety_platform.routing.replica_breakers import RequestOutcome
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.routing.roles import Need, is_handed_over, kv_address_of
 from moiety_wire.classes import ServiceClass
-from moiety_wire.roles import HandOver, transfer_token
+from moiety_wire.roles import KvHandoff, transfer_token
 
 MAX_ENGINES = 8  # are asked for one request, whatever they answer
 MAX_RESUBMISSIONS = 2  # after failed engines: what kills its engine must not kill them all
@@ -27,7 +27,7 @@ class Place(msgspec.Struct, frozen=True):
     client: EngineClient
     connection: Connection
     partner: Place | None = None
-    hand_over: HandOver | None = None
+    hand_over: KvHandoff | None = None
 
 
 class Placement:
@@ -93,8 +93,8 @@ class Placement:
         return Place(client, state.connection, Place(partner_client, partner.connection), _hand_over_to(partner))
 
 
-def _hand_over_to(engine: EngineState) -> HandOver:
+def _hand_over_to(engine: EngineState) -> KvHandoff:
     assert engine.card is not None, "chosen by its card"
     transfer_id = random_hex(16)
     token = transfer_token(engine.card.kv_secret, transfer_id)
-    return HandOver(transfer_id, kv_address_of(engine), engine.card.kv_host, token)
+    return KvHandoff(transfer_id, kv_address_of(engine), engine.card.kv_host, token)

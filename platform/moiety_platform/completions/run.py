@@ -9,12 +9,12 @@ import msgspec
 
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.clock import Clock
-from moiety_platform.completions.attempts import Attempt
+from moiety_platform.completions.attempts import EngineAttempt
+from moiety_platform.completions.model_texts import ModelText
 from moiety_platform.completions.placement import Place, Placement
-from moiety_platform.completions.record import Failover, RequestRecord
+from moiety_platform.completions.quota_reservation import Throttled
+from moiety_platform.completions.request_record import Failover, RequestRecord
 from moiety_platform.completions.sequence import Sequence
-from moiety_platform.completions.spending import Throttled
-from moiety_platform.completions.text import ModelText
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import PlatformError, Unavailable
@@ -208,7 +208,7 @@ class Run:
         submitted_ns = self._clock.unix_ns()
         await sequence.submit_to(place, self._inbox, service, self._placement, transfer_id)
         self._record.submitted(place.client, sequence.request_id)
-        sequence.attempt = Attempt(
+        sequence.attempt = EngineAttempt(
             sequence.index, place.connection[0], sequence.stream, sequence.num_relayed, submitted_ns
         )
         self._record.attempts.append(sequence.attempt)
@@ -301,16 +301,16 @@ class Run:
         for sequence in self._sequences:
             sequence.progress.num_cached_tokens = sequence.num_cached_tokens
             finished = sequence.stream.finished
-            parts = sequence.handed_over
+            parts = sequence.prefill_done
             if finished is not None and finished not in parts:
                 parts = [*parts, finished]
             for part in parts:
                 record.num_preemptions += [event.kind for event in part.events].count(EventKind.PREEMPTED)
                 record.num_recomputed_tokens += part.num_recomputed_tokens
-                record.num_foreseen_tokens += part.num_foreseen_tokens
+                record.num_speculative_tokens += part.num_speculative_tokens
             if parts and parts[0].phases.scheduled_unix_ns:
                 queues_ns.append(parts[0].phases.scheduled_unix_ns - parts[0].phases.received_unix_ns)
-            if finished is None or finished.reason is FinishReason.HANDED_OVER:
+            if finished is None or finished.reason is FinishReason.PREFILL_DONE:
                 continue
             if not finished.embedding:
                 record.finish_reasons.append(str(finished.reason))
@@ -320,4 +320,4 @@ class Run:
 
 
 def _is_handed_over(message: Delivery) -> bool:
-    return isinstance(message, Finished) and message.reason is FinishReason.HANDED_OVER
+    return isinstance(message, Finished) and message.reason is FinishReason.PREFILL_DONE

@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from pydantic import ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
-from moiety_platform.completions.chat_messages import Messages
-from moiety_platform.completions.fields import (
+from moiety_platform.completions.body_fields import (
     INT32_MAX,
     KEEP_S,
     GeneratingBody,
@@ -31,12 +30,13 @@ from moiety_platform.completions.fields import (
     refuse,
     shows,
 )
-from moiety_platform.completions.forms import FORMS as FORMS_OF_FORMS
-from moiety_platform.completions.forms import GuidedBody, require_one_form
+from moiety_platform.completions.chat_messages import Messages
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
+from moiety_platform.completions.response_formats import FORMS as FORMS_OF_FORMS
+from moiety_platform.completions.response_formats import GuidedBody, require_one_form
 from moiety_platform.completions.tools.fields import TemplateVariables
 from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, ChatChoice, ChatTools, check_choice, offer_of
-from moiety_platform.errors import FORM_NOT_SUPPORTED
+from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT
 from moiety_wire.messages import Sampling
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -122,7 +122,7 @@ class GenerationBody(GuidedBody, GeneratingBody):
             raise refuse("'stream_options' is allowed only when 'stream' is true")
         if self.ignore_eos and self.guide() is not None:
             told = "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out"
-            raise refuse(told, FORM_NOT_SUPPORTED)
+            raise refuse(told, UNSUPPORTED_RESPONSE_FORMAT)
         limit = self.output_limit
         if limit is not None and (self.min_tokens or 0) > limit:
             raise refuse(f"'min_tokens' ({self.min_tokens}) must not be more than the most tokens asked for ({limit})")

@@ -7,9 +7,9 @@ from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
-from moiety_platform.completions.attempts import Attempt
+from moiety_platform.completions.attempts import EngineAttempt
 from moiety_platform.completions.placement import Place, Placement
-from moiety_platform.completions.promise import Progress
+from moiety_platform.completions.slo import SloProgress
 from moiety_platform.engine_client.base import Connection
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
@@ -39,14 +39,14 @@ class Sequence:
     def __init__(self, index: int, submit: Submit) -> None:
         self.index = index
         self.prefix = Prefix(submit.cache_salt, submit.prompt_ids)
-        self.progress = Progress(len(submit.prompt_ids) + submit.sibling_tokens)  # for which its promise allows time
+        self.progress = SloProgress(len(submit.prompt_ids) + submit.sibling_tokens)  # for which its promise allows time
         self.max_tokens = submit.stopping.max_tokens
         self.context_tokens = len(submit.prompt_ids) + submit.stopping.max_tokens  # what its engine must hold
         self.accepted: Accepted | None = None  # the first verdict
         self.failure: PlatformError | None = None  # that made it move; until it has been taken in elsewhere
-        self.attempt: Attempt | None = None  # at the engine that has it
+        self.attempt: EngineAttempt | None = None  # at the engine that has it
         self._num_first_step_deaths = 0  # of engines, known to have computed its first token then
-        self.handed_over: list[Finished] = []  # what engines said that others went on after
+        self.prefill_done: list[Finished] = []  # what engines said that others went on after
         self._place: Place | None = None
         self._no_more_expected: Callable[[], None] | None = None  # by the engine that is to go on with it
         self._was_handed_over = False  # to the engine that has it, and has not taken it in yet
@@ -79,7 +79,7 @@ class Sequence:
     def num_claimed_tokens(self) -> int:
         """Output tokens for which limits must have room: its credit, until it has come to its end."""
         finished = self.stream.finished
-        goes_on = (FinishReason.ABORT, FinishReason.HANDED_OVER)  # as after the former it may, elsewhere
+        goes_on = (FinishReason.ABORT, FinishReason.PREFILL_DONE)  # as after the former it may, elsewhere
         is_over = finished is not None and finished.reason not in goes_on
         return self.num_tokens if is_over else self.stream.credit_tokens
 
@@ -171,7 +171,7 @@ class Sequence:
         not. Told once."""
         place = self._place
         assert place is not None and place.partner is not None and place.hand_over is not None, "else none hands over"
-        self.handed_over.append(finished)
+        self.prefill_done.append(finished)
         self._succeeded()
         self._place = None
         return place.partner, "" if finished.detail else place.hand_over.transfer_id

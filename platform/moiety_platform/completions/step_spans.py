@@ -12,7 +12,7 @@ from moiety_platform.traces.span import Attribute, Link, Span
 from moiety_wire.codec import decode_notes
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import Finished
-from moiety_wire.notes import Step, StepNotes
+from moiety_wire.notes import StepNote, StepNotes
 
 STEP = "engine.step"
 NOTHING = StepNotes(0, [])
@@ -31,7 +31,7 @@ def notes_of(finished: Finished) -> StepNotes:
         return NOTHING
 
 
-def link_to(step: Step) -> Link:
+def link_to(step: StepNote) -> Link:
     trace_id = step.trace_id.hex()
     return Link(trace_id, trace_id[-16:])
 
@@ -45,7 +45,7 @@ def steps_of(notes: StepNotes, engine: str, shift_ns: int) -> Iterator[Span]:
         yield Span(trace_id, span_id, None, STEP, SpanKind.INTERNAL, min(begin_ns, end_ns), end_ns, attributes)
 
 
-def _told(step: Step) -> dict[str, Attribute]:
+def _told(step: StepNote) -> dict[str, Attribute]:
     told: dict[str, Attribute] = {
         "moiety.step.number": step.number,
         "moiety.step.decodes": step.num_decodes,

@@ -7,14 +7,14 @@ import msgspec
 
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.completions.generation import Generation
-from moiety_platform.completions.text import UNKNOWN_TOKEN, ModelText
+from moiety_platform.completions.model_texts import UNKNOWN_TOKEN, ModelText
 from moiety_platform.errors import BadRequest, ContextTooLong
-from moiety_wire.guides import Guide
-from moiety_wire.messages import Card, Sampling, Stopping, Submit, ThoughtMarks
+from moiety_wire.grammars import GrammarSpec
+from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit, ThoughtMarks
 from moiety_wire.seeds import seed_of_choice
 
 
-class Origin(msgspec.Struct, frozen=True):
+class RequestOrigin(msgspec.Struct, frozen=True):
     """Whose request it is, and what all its sequences have in common."""
 
     request_id: str
@@ -31,7 +31,7 @@ class Origin(msgspec.Struct, frozen=True):
     adapter: str = ""  # as the engine calls it
 
 
-def check_limits(generation: Generation, card: Card, max_sequences: int) -> None:
+def check_limits(generation: Generation, card: ModelCard, max_sequences: int) -> None:
     """Whether the model can do what is asked, whatever its prompts. Raises BadRequest."""
     if generation.embed:
         _check_embedding(generation, card)
@@ -57,7 +57,7 @@ def check_limits(generation: Generation, card: Card, max_sequences: int) -> None
 
 
 def submits_of(
-    origin: Origin, generation: Generation, prompts: list[list[int]], longest: list[int], text: ModelText
+    origin: RequestOrigin, generation: Generation, prompts: list[list[int]], longest: list[int], text: ModelText
 ) -> list[Submit]:
     """All sequences, in the order of their indices. `longest` says how many tokens may follow each prompt."""
     num_prompt_tokens = sum(map(len, prompts))
@@ -81,7 +81,7 @@ def submits_of(
 
 
 def _submits(
-    origin: Origin,
+    origin: RequestOrigin,
     generation: Generation,
     number: int,
     prompt_ids: list[int],
@@ -90,7 +90,7 @@ def _submits(
     marker_ids: tuple[int, ...],
     thought: ThoughtMarks | None,
     sibling_tokens: int,
-    guide: Guide | None,
+    guide: GrammarSpec | None,
 ) -> list[Submit]:
     """Of one prompt."""
     chosen = origin.chosen
@@ -140,7 +140,7 @@ def _sampling_of(asked: Sampling, choice: int) -> Sampling:
     return msgspec.structs.replace(asked, seed=seed_of_choice(asked.seed, choice), num_prompt_logprobs=None)
 
 
-def _check_embedding(generation: Generation, card: Card) -> None:
+def _check_embedding(generation: Generation, card: ModelCard) -> None:
     width = card.embedding_width
     if not width:
         raise BadRequest(
@@ -165,7 +165,7 @@ def _check_embedding(generation: Generation, card: Card) -> None:
         )
 
 
-def most_output_tokens(generation: Generation, card: Card, num_prompt_tokens: int) -> int:
+def most_output_tokens(generation: Generation, card: ModelCard, num_prompt_tokens: int) -> int:
     """How many tokens may follow the prompt. Raises ContextTooLong, which names both lengths."""
     left = card.max_context_tokens - num_prompt_tokens
     if generation.embed and left < 0:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from moiety_platform.completions.answers import Choice
-from moiety_platform.completions.exchange import SendLast
-from moiety_platform.completions.fields import GeneratingBody
-from moiety_platform.completions.record import RequestRecord
-from moiety_platform.completions.reply import Reply
+from moiety_platform.completions.answers import AnswerChoice
+from moiety_platform.completions.body_fields import GeneratingBody
+from moiety_platform.completions.handler import SendLast
+from moiety_platform.completions.request_record import RequestRecord
+from moiety_platform.completions.response import HttpResponse
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.sse import Chunks, Pieces
-from moiety_platform.completions.whole import collect
+from moiety_platform.completions.whole_answer import collect
 from moiety_wire.messages import Finished
 
 KEEP_ALIVE = b":\n\n"  # a comment, which readers of event streams pass over
@@ -28,10 +28,10 @@ class TextAnswer(Generic[Body]):
     """How an endpoint answers with text: `whole` makes the body of an answer that is not streamed, `chunks` the events
     of one that is."""
 
-    whole: Callable[[Body, Run, RequestRecord, Sequence[Choice]], Awaitable[bytes]]
+    whole: Callable[[Body, Run, RequestRecord, Sequence[AnswerChoice]], Awaitable[bytes]]
     chunks: Callable[[Body, Run, RequestRecord], Awaitable[Chunks]]
 
-    async def __call__(self, body: Body, run: Run, record: RequestRecord, reply: Reply) -> SendLast:
+    async def __call__(self, body: Body, run: Run, record: RequestRecord, reply: HttpResponse) -> SendLast:
         if body.wants_stream:
             chunks = await self.chunks(body, run, record)
             await relay(chunks, run, record, reply)
@@ -39,7 +39,7 @@ class TextAnswer(Generic[Body]):
         return partial(reply.whole, 200, await self.whole(body, run, record, await collect(run)))
 
 
-async def relay(chunks: Pieces, run: Run, record: RequestRecord, reply: Reply) -> None:
+async def relay(chunks: Pieces, run: Run, record: RequestRecord, reply: HttpResponse) -> None:
     """Stream all choices as they come, to their end. The answer starts with the first tokens, so that a request which
     an engine refuses still gets its proper status."""
     opened = [False] * run.num_sequences

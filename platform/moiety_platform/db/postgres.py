@@ -40,7 +40,7 @@ class NoConnection(ConnectionError):
     to do."""
 
 
-class Connection(asyncpg.Connection):  # type: ignore[misc]  # the driver has no types
+class PostgresConnection(asyncpg.Connection):  # type: ignore[misc]  # the driver has no types
     """A connection that looks up types in a transaction, so that a pooler leaves the statement and its execution on one
     server connection."""
 
@@ -68,7 +68,7 @@ class PostgresConnector:
         """Open a connection, in a greenlet of SQLAlchemy's. Raises NoConnection."""
         opened, is_pooled = await_only(self._open())
 
-        async def give() -> Connection:
+        async def give() -> PostgresConnection:
             return opened
 
         connection: DBAPIConnection = dialect.connect(
@@ -78,7 +78,7 @@ class PostgresConnector:
         )
         return connection
 
-    async def _open(self) -> tuple[Connection, bool]:
+    async def _open(self) -> tuple[PostgresConnection, bool]:
         """A connection to a host whose session is as the URL wants it, and whether a pooler stands before it."""
         reason: BaseException | str = ""
         for host, port, session in self._attempts():
@@ -117,12 +117,12 @@ class PostgresConnector:
         for session in ("standby", _ANY) if prefers_standby else (self._url.wanted_session,):
             yield from ((host, port, session) for host, port in hosts)
 
-    async def _connect_to(self, host: str | None, port: int | None) -> Connection:
+    async def _connect_to(self, host: str | None, port: int | None) -> PostgresConnection:
         options: dict[str, Any] = {"ssl": self._system_tls()} if self._url.trusts_system else {}
         try:
-            opened: Connection = await asyncpg.connect(
+            opened: PostgresConnection = await asyncpg.connect(
                 asyncpg_dsn(self._url, host, port),
-                connection_class=Connection,
+                connection_class=PostgresConnection,
                 server_settings=self._url.server_settings,
                 statement_cache_size=0,  # the driver's own, beside SQLAlchemy's
                 timeout=None if self._timeout_s == float("inf") else self._timeout_s,

@@ -28,7 +28,7 @@ from moiety_platform.db.failures import unavailable_when_away
 from moiety_platform.db.postgres import PostgresConnector
 from moiety_platform.db.postgres_url import PostgresUrl
 from moiety_platform.db.url import postgres_url, sqlite_path
-from moiety_platform.standing_back import stand_back
+from moiety_platform.thread_priority import stand_back
 
 SQLITE_BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
@@ -68,7 +68,7 @@ def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, po
         pool_timeout=pool.wait_s,
         pool_use_lifo=True,  # one connection's prepared statements and pages serve most of what comes
         hide_parameters=True,  # tracebacks and logs are no place for hashes of keys
-        connect_args={"cached_statements": SQLITE_STATEMENTS, "timeout": busy_timeout_s, "factory": _Connection},
+        connect_args={"cached_statements": SQLITE_STATEMENTS, "timeout": busy_timeout_s, "factory": _SqliteConnection},
     )
     connect_uncancelled(engine)
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
@@ -158,7 +158,7 @@ class Database:
         await self.engine.dispose()
 
 
-class _Connection(sqlite3.Connection):
+class _SqliteConnection(sqlite3.Connection):
     """A connection that ends its transaction and closes its file when it is closed, as that of a cancelled task is at
     once. SQLite by itself keeps transaction, lock and descriptors for as long as anything, such as the task's error,
     refers to one of the cursors.

@@ -11,25 +11,25 @@ from functools import partial
 
 from litestar.handlers import HTTPRouteHandler
 
-from moiety_platform.completions.exchange import Endpoint, ExchangeServices, SendLast, Shown, route
-from moiety_platform.completions.record import RequestRecord
-from moiety_platform.completions.reply import Reply
+from moiety_platform.completions.handler import Endpoint, EndpointDocs, HandlerServices, SendLast, route
+from moiety_platform.completions.request_record import RequestRecord
+from moiety_platform.completions.response import HttpResponse
 from moiety_platform.completions.run import Run
 from moiety_platform.embeddings.answer_types import EmbeddingList
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_platform.embeddings.whole import collect, pieces_of
 
 
-def embedding_route(services: ExchangeServices) -> HTTPRouteHandler:
+def embedding_route(services: HandlerServices) -> HTTPRouteHandler:
     """The handler of the endpoint."""
     return route(EMBEDDINGS, services)
 
 
-async def _answer(body: EmbeddingBody, run: Run, record: RequestRecord, reply: Reply) -> SendLast:
+async def _answer(body: EmbeddingBody, run: Run, record: RequestRecord, reply: HttpResponse) -> SendLast:
     return partial(_send, pieces_of(body, run, record, await collect(run)), record, reply)
 
 
-async def _send(pieces: Iterator[bytes], record: RequestRecord, reply: Reply) -> None:
+async def _send(pieces: Iterator[bytes], record: RequestRecord, reply: HttpResponse) -> None:
     record.answered_status = 200
     await reply.pieces(pieces)
 
@@ -40,7 +40,7 @@ EMBEDDINGS = Endpoint(
     "embd-",
     EmbeddingBody,
     _answer,
-    Shown(
+    EndpointDocs(
         tag="embeddings",
         summary="Make vectors of texts",
         detail="OpenAI's Embeddings: a vector of each input.",

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from moiety_platform.completions.fields import (
+from moiety_platform.completions.body_fields import (
     INT32_MAX,
     AskingBody,
     ModelName,

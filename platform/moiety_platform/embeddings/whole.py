@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.request_record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.embeddings.answers import answer_pieces
 from moiety_platform.embeddings.schemas import EmbeddingBody

@@ -12,7 +12,7 @@ from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.figures import ClassLoad, Load, SleepState
-from moiety_wire.messages import Card, Submit
+from moiety_wire.messages import ModelCard, Submit
 
 Connection = tuple[str, int]  # an engine's address, and the number of the connection to it
 
@@ -27,7 +27,7 @@ class EngineState(msgspec.Struct, frozen=True):
     address: str
     healthy: bool
     reason: str
-    card: Card | None
+    card: ModelCard | None
     load: Load | None
     num_inflight: int
     load_age_s: float | None = None
@@ -72,7 +72,7 @@ class EngineState(msgspec.Struct, frozen=True):
             return False  # an engine that ran before it may have had something
         if self.card is None or not self.card.extensible:
             return False
-        return replica_id not in self.load.unsettled_replicas
+        return replica_id not in self.load.unacknowledged_replicas
 
     @property
     def load_is_fresh(self) -> bool:

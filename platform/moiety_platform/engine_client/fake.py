@@ -24,11 +24,11 @@ from moiety_wire.figures import ClassLoad, Load, SleepState
 from moiety_wire.messages import (
     Abort,
     Accepted,
-    Card,
     Extend,
     Failed,
     Finished,
     FinishReason,
+    ModelCard,
     Submit,
     TokenLogprob,
     Tokens,
@@ -41,7 +41,7 @@ Script = Callable[[Submit], Sequence[Piece | Failed] | Failed]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FakeVerdict:
     """What the engine says to a request that it will serve, and what it did to it meanwhile."""
 
     served_class: str
@@ -52,9 +52,9 @@ class Verdict:
     steps: bytes = b""  # as in Finished
 
 
-def admit(submit: Submit) -> Verdict:
+def admit(submit: Submit) -> FakeVerdict:
     """The default verdict: served as asked."""
-    return Verdict(submit.service.name)
+    return FakeVerdict(submit.service.name)
 
 
 def count_aloud(submit: Submit) -> Sequence[Piece]:
@@ -91,10 +91,10 @@ class FakeEngineClient:
 
     def __init__(
         self,
-        card: Card,
+        card: ModelCard,
         script: Script = count_aloud,
         clock: Clock | None = None,
-        verdict: Callable[[Submit], Verdict] = admit,
+        verdict: Callable[[Submit], FakeVerdict] = admit,
         token_s: float = 0.0,
         vector: Callable[[Submit, int], Sequence[float]] = name_last_token,
     ) -> None:
@@ -108,7 +108,7 @@ class FakeEngineClient:
         self.expert_loads: dict[str | None, ExpertLoad] = {}  # by tenant, None for all of them
         self.balance: ExpertBalance | None = None
         self.submits: list[Submit] = []
-        self._foreseen: list[list[int]] = []  # prompts, of which no request has come yet
+        self._prefilled_ahead: list[list[int]] = []  # prompts, of which no request has come yet
         self.settled_ids: list[str] = []
         self.forgotten_ids: list[str] = []
         self._clock = clock or SystemClock()
@@ -211,7 +211,7 @@ class FakeEngineClient:
             run.aborted = True
         run.changed.set()
 
-    def _accept(self, run: _Running, script: Sequence[Piece | Failed] | Failed, verdict: Verdict) -> None:
+    def _accept(self, run: _Running, script: Sequence[Piece | Failed] | Failed, verdict: FakeVerdict) -> None:
         """Tell the verdict, unless the script says that the request is rejected."""
         if isinstance(script, Failed) and script.seq == 0:
             return
@@ -220,9 +220,9 @@ class FakeEngineClient:
 
     async def _answer(self, run: _Running) -> None:
         received_ns = self._clock.unix_ns()
-        if run.submit.foresees is not None:
+        if run.submit.speculative_prefill is not None:
             await self._pause(run)
-            self._foreseen.append(run.submit.prompt_ids)
+            self._prefilled_ahead.append(run.submit.prompt_ids)
             self._finish(run, self.verdict(run.submit), received_ns, FinishReason.STOP, "computed")
             return
         script, verdict = self.script(run.submit), self.verdict(run.submit)
@@ -275,13 +275,13 @@ class FakeEngineClient:
                 reason, detail = FinishReason.LENGTH, "max_tokens"
                 break
             if run.submit.hand_over is not None:
-                reason = FinishReason.HANDED_OVER
+                reason = FinishReason.PREFILL_DONE
                 break
-        rest, stopped_by = ("", None) if reason is FinishReason.HANDED_OVER else _last_text(finder)
+        rest, stopped_by = ("", None) if reason is FinishReason.PREFILL_DONE else _last_text(finder)
         reason, detail = (reason, detail) if stopped_by is None else (FinishReason.STOP, stopped_by)
         self._finish(run, verdict, received_ns, reason, detail, text=rest)
 
-    async def _embed(self, run: _Running, verdict: Verdict, received_ns: int) -> None:
+    async def _embed(self, run: _Running, verdict: FakeVerdict, received_ns: int) -> None:
         await self._pause(run)
         width = self.card.embedding_width
         vector = struct.pack(f"<{width}f", *self._vector(run.submit, width))
@@ -301,7 +301,7 @@ class FakeEngineClient:
     def _finish(
         self,
         run: _Running,
-        verdict: Verdict,
+        verdict: FakeVerdict,
         received_ns: int,
         reason: FinishReason,
         detail: str = "",
@@ -327,16 +327,16 @@ class FakeEngineClient:
                 detail=detail,
                 embedding=embedding,
                 prompt_logprobs=_prompt_logprobs(run.submit),
-                num_foreseen_tokens=self._num_foreseen(run.submit),
+                num_speculative_tokens=self._num_speculative(run.submit),
             )
         )
 
-    def _num_foreseen(self, submit: Submit) -> int:
+    def _num_speculative(self, submit: Submit) -> int:
         """All of what is foreseen, and of a request that begins so as much, once."""
-        if submit.foresees is not None:
+        if submit.speculative_prefill is not None:
             return len(submit.prompt_ids)
-        found = [ids for ids in self._foreseen if submit.prompt_ids[: len(ids)] == ids]
-        self._foreseen = [ids for ids in self._foreseen if ids not in found]
+        found = [ids for ids in self._prefilled_ahead if submit.prompt_ids[: len(ids)] == ids]
+        self._prefilled_ahead = [ids for ids in self._prefilled_ahead if ids not in found]
         return max(map(len, found), default=0)
 
     def _load(self) -> Load:

@@ -1,4 +1,4 @@
-"""Questions to an engine and their answers, over one connection. Knows nothing of what is asked."""
+"""EngineQueries to an engine and their answers, over one connection. Knows nothing of what is asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moiety_wire.experts import AskExperts, ExpertLoad
 ANSWER_WAIT_S = 3.0  # longer than most steps: an engine answers between two
 
 
-class Questions:
+class EngineQueries:
     """Owns those that are open."""
 
     def __init__(self, send: Callable[[AskExperts], None]) -> None:

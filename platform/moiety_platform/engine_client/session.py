@@ -17,9 +17,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from moiety_platform.clock import Clock
+from moiety_platform.engine_client.adapter_sync import AdapterSync
 from moiety_platform.engine_client.curve import CurveKeys
-from moiety_platform.engine_client.lending import Lending
-from moiety_platform.engine_client.questions import Questions
+from moiety_platform.engine_client.questions import EngineQueries
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
 from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
@@ -31,16 +31,16 @@ from moiety_wire.messages import (
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
     Accepted,
-    Card,
     Failed,
     Finished,
     Heartbeat,
     Hello,
+    ModelCard,
     Submit,
     ToEngine,
     ToGateway,
     Tokens,
-    Unsettled,
+    UnacknowledgedUsage,
 )
 
 MESSAGES_A_TURN = 512  # then other tasks of the loop get theirs
@@ -61,22 +61,22 @@ class Session:
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Clock,
         curve: CurveKeys | None,
-        on_card: Callable[[Card], None],
+        on_card: Callable[[ModelCard], None],
         replica_id: str,
         on_beat: Callable[[], None],
-        on_unsettled: Callable[[Unsettled], None],
+        on_unacknowledged: Callable[[UnacknowledgedUsage], None],
     ) -> None:
         self.address = address
         self._replica_id = replica_id
         self._on_beat = on_beat
-        self._on_unsettled = on_unsettled
+        self._on_unacknowledged = on_unacknowledged
         self.streams: dict[str, EngineStream] = {}
-        self.num_foreseeing = 0  # of them, those that nobody waits for
-        self.card: Card | None = None
+        self.num_speculative = 0  # of them, those that nobody waits for
+        self.card: ModelCard | None = None
         self.load: Load | None = None
         self.balance: ExpertBalance | None = None
-        self.questions = Questions(self.send)
-        self.lending = Lending(self.send, lambda name: self.card is not None and name in self.card.adapters)
+        self.questions = EngineQueries(self.send)
+        self.lending = AdapterSync(self.send, lambda name: self.card is not None and name in self.card.adapters)
         self.load_at_s = clock.monotonic()
         self.since_s = clock.monotonic()  # the card came
         self.refusal = ""
@@ -210,10 +210,10 @@ class Session:
             stream = self.streams.get(message.request_id)
             if stream is not None and not self.lending.takes(message):
                 stream.deliver(message)
-        elif isinstance(message, Card):
+        elif isinstance(message, ModelCard):
             self._take_card(message)
-        elif isinstance(message, Unsettled):
-            self._on_unsettled(message)
+        elif isinstance(message, UnacknowledgedUsage):
+            self._on_unacknowledged(message)
         elif isinstance(message, ExpertLoad):
             self.questions.take(message)
         elif isinstance(message, ExpertBalance):
@@ -223,7 +223,7 @@ class Session:
             if self.card is not None and message.engine_id != self.card.engine_id:
                 self._lose("the engine was restarted")
 
-    def _take_card(self, card: Card) -> None:
+    def _take_card(self, card: ModelCard) -> None:
         if self.card is not None and card.engine_id != self.card.engine_id:
             self._lose("the engine was restarted")
             return

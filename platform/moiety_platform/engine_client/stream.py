@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.errors import (
-    FORM_NOT_SUPPORTED,
+    UNSUPPORTED_RESPONSE_FORMAT,
     BadRequest,
     ContextTooLong,
     EngineDied,
@@ -34,7 +34,7 @@ from moiety_wire.messages import (
     Tokens,
 )
 
-_REFUSALS = {FailureCode.GUIDE_REFUSED: FORM_NOT_SUPPORTED, FailureCode.ADAPTER_REFUSED: "adapter_refused"}
+_REFUSALS = {FailureCode.GUIDE_REFUSED: UNSUPPORTED_RESPONSE_FORMAT, FailureCode.ADAPTER_REFUSED: "adapter_refused"}
 ABORT_WAIT_S = 6.0  # longer than an engine's step, and than the silence after which its link gives it up
 
 
@@ -168,7 +168,7 @@ class EngineStream:
         if self._embeds and message.reason is not FinishReason.ABORT and not message.embedding:
             self._break("an embedding ended without its vector")
             return
-        if message.reason is FinishReason.HANDED_OVER and not self._may_hand_over:
+        if message.reason is FinishReason.PREFILL_DONE and not self._may_hand_over:
             self._break("a request was handed over that nobody is to go on with")
             return
         self.num_output_tokens, self.num_cached_tokens = message.num_output_tokens, message.num_cached_tokens

@@ -14,22 +14,30 @@ import structlog
 import zmq
 
 from moiety_platform.clock import Clock
+from moiety_platform.engine_client.adapter_sync import ReadAdapter
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.inbox import Inbox
-from moiety_platform.engine_client.lending import ReadAdapter
 from moiety_platform.engine_client.session import Session
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
-from moiety_platform.errors import FORM_NOT_SUPPORTED, NO_FORMS, BadRequest, EngineDied, Unavailable
+from moiety_platform.errors import NO_FORMS, UNSUPPORTED_RESPONSE_FORMAT, BadRequest, EngineDied, Unavailable
 from moiety_wire.experts import ExpertLoad
-from moiety_wire.messages import Card, Forget, Metered, Rest, Settled, Submit, Unsettled
+from moiety_wire.messages import (
+    Forget,
+    MeteredUsage,
+    ModelCard,
+    SleepCommand,
+    Submit,
+    UnacknowledgedUsage,
+    UsageAcknowledgement,
+)
 
 RECONNECT_PAUSE_S = 0.05
 SETTLED_AT_ONCE = 256  # requests in one message
 FORGOTTEN_AT_ONCE = 1000  # tenants
 MAX_SETTLED = 200_000  # that are remembered for an engine that is away
 
-OnUnsettled = Callable[[Sequence[Metered], Callable[[str, list[str]], None]], None]
+OnUnacknowledged = Callable[[Sequence[MeteredUsage], Callable[[str, list[str]], None]], None]
 
 log = structlog.get_logger(__name__)
 
@@ -45,14 +53,15 @@ class ZmqEngineClient:
         curve: CurveKeys | None = None,
         *,
         replica_id: str = "",
-        on_unsettled: OnUnsettled | None = None,
+        on_unacknowledged: OnUnacknowledged | None = None,
         adapters: ReadAdapter | None = None,
     ) -> None:
-        """`replica_id` names this process to the engine; `on_unsettled` is given what others left unsettled, and how to
+        """`replica_id` names this process to the engine; `on_unacknowledged` is given what others left
+        unacknowledged, and how to
         say that it is stored; `adapters` reads those that requests name, for an engine that lacks them."""
         self._adapters = adapters
         self._replica_id = replica_id
-        self._on_unsettled = on_unsettled
+        self._on_unacknowledged = on_unacknowledged
         self._forgotten: Collection[str] = ()  # tenants
         self._told: set[str] = set()  # of them, those that the engine knows of since it was connected
         self._settled: defaultdict[str, list[str]] = defaultdict(list)  # to be told, by gateway process
@@ -64,7 +73,7 @@ class ZmqEngineClient:
         self._num_connections = 0
         self._session: Session | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._last_card: Card | None = None
+        self._last_card: ModelCard | None = None
         self._reason = "not connected yet"
 
     @property
@@ -82,7 +91,7 @@ class ZmqEngineClient:
             session.refusal,
             session.card,
             session.load,
-            len(session.streams) - session.num_foreseeing,
+            len(session.streams) - session.num_speculative,
             self._clock.monotonic() - session.load_at_s,
             count,
             self._clock.monotonic() - session.since_s,
@@ -103,7 +112,7 @@ class ZmqEngineClient:
         session = self._session
         if session is None or not self.state.healthy:
             raise Unavailable(f"the engine at {self._address} is not there; try again shortly", retry_after_s=1)
-        session.send(Rest(asleep))
+        session.send(SleepCommand(asleep))
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad:
         session = self._session
@@ -146,7 +155,7 @@ class ZmqEngineClient:
             return
         settled, self._settled = self._settled, defaultdict(list)
         for replica_id, request_ids in settled.items():
-            session.send(Settled(replica_id, request_ids))
+            session.send(UsageAcknowledgement(replica_id, request_ids))
 
     def _tell_forgotten(self) -> None:
         """What it has not been told since it was connected."""
@@ -158,9 +167,9 @@ class ZmqEngineClient:
         for begin in range(0, len(fresh), FORGOTTEN_AT_ONCE):
             session.send(Forget(fresh[begin : begin + FORGOTTEN_AT_ONCE]))
 
-    def _take_unsettled(self, message: Unsettled) -> None:
-        if self._on_unsettled is not None:
-            self._on_unsettled(message.records, self._note_settled)
+    def _take_unacknowledged(self, message: UnacknowledgedUsage) -> None:
+        if self._on_unacknowledged is not None:
+            self._on_unacknowledged(message.records, self._note_settled)
 
     async def _keep_connected(self) -> None:
         while True:
@@ -173,7 +182,7 @@ class ZmqEngineClient:
                 self._notice,
                 self._replica_id,
                 self._tell_settled,
-                self._take_unsettled,
+                self._take_unacknowledged,
             )
             try:
                 lost = await session.run()
@@ -186,7 +195,7 @@ class ZmqEngineClient:
                 self._on_change()
             await asyncio.sleep(RECONNECT_PAUSE_S)
 
-    def _notice(self, card: Card) -> None:
+    def _notice(self, card: ModelCard) -> None:
         self._last_card = card
         log.info("engine_connected", engine=self._address, engine_id=card.engine_id, model=card.model)
         self._told = set()
@@ -215,11 +224,11 @@ class HeldStream:
         submit, session = self._submit, self._ready_session(self._submit.model)
         stream = EngineStream(submit, self._inbox, session.send)
         if submit.guide is not None and not (session.card is not None and session.card.follows_guides):
-            stream.fail(BadRequest(NO_FORMS.format(model=submit.model), code=FORM_NOT_SUPPORTED))
+            stream.fail(BadRequest(NO_FORMS.format(model=submit.model), code=UNSUPPORTED_RESPONSE_FORMAT))
             return stream
         self._session, self._stream = session, stream
         session.streams[submit.request_id] = stream
-        session.num_foreseeing += submit.foresees is not None
+        session.num_speculative += submit.speculative_prefill is not None
         if not submit.adapter or self._adapters is None:
             session.send(submit)
             return stream
@@ -250,4 +259,4 @@ class HeldStream:
 
     def _forget(self, session: Session) -> None:
         session.streams.pop(self._stream.request_id, None)
-        session.num_foreseeing -= self._submit.foresees is not None
+        session.num_speculative -= self._submit.speculative_prefill is not None

@@ -13,7 +13,7 @@ from litestar.params import JSONBody
 from sqlalchemy import select
 
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.experts.plan import PlanRequest, PlanView, what_if
@@ -35,7 +35,7 @@ def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
     """The handlers, for the admin router to take in."""
     planning = asyncio.Lock()  # a plan takes a processor for a while: one at a time
 
-    @get("/experts", name="get_experts", tags=["experts"], opt=needs(Action.READ_EXPERTS))
+    @get("/experts", name="get_experts", tags=["experts"], opt=needs(AdminAction.READ_EXPERTS))
     async def get_experts(
         caller: NamedDependency[Caller],
         database: NamedDependency[Database],
@@ -73,7 +73,7 @@ def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
         status_code=200,
         name="plan_experts",
         tags=["experts"],
-        opt=needs(Action.PLAN_EXPERTS) | fails(404),
+        opt=needs(AdminAction.PLAN_EXPERTS) | fails(404),
     )
     async def plan_experts(data: JSONBody[PlanRequest]) -> PlanView:
         """What a placement of replicas over ranks would make of the load of a model's experts. Changes nothing."""

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from moiety_platform.experts.sums import LoadSum, MinuteSum
+from moiety_platform.experts.sums import ExpertMinuteSum, LoadSum
 from moiety_wire.experts import OTHER_TENANTS, ExpertLoad, unpack_counts
 
 
@@ -45,7 +45,7 @@ class ExpertMinute(msgspec.Struct, frozen=True):
     active_experts: float | None
 
     @classmethod
-    def of(cls, at_unix_s: int, minute: MinuteSum, picks_a_token: int) -> ExpertMinute:
+    def of(cls, at_unix_s: int, minute: ExpertMinuteSum, picks_a_token: int) -> ExpertMinute:
         even = minute.evenness
         steps = minute.steps * len(even.picks_L)
         return cls(

@@ -43,7 +43,7 @@ class Evenness:
 
 
 @dataclass(slots=True)
-class MinuteSum:
+class ExpertMinuteSum:
     """A minute of all engines of a model."""
 
     evenness: Evenness
@@ -59,7 +59,7 @@ class LoadSum:
     picks: list[int]
     evenness: Evenness
     tokens_of: Counter[str] = field(default_factory=Counter)
-    minutes: dict[int, MinuteSum] = field(default_factory=dict)
+    minutes: dict[int, ExpertMinuteSum] = field(default_factory=dict)
     active_L: list[int] = field(default_factory=list)
     steps: int = 0
     since_unix_s: int = 0
@@ -122,7 +122,7 @@ def _add_minute(total: LoadSum, interval: ExpertInterval) -> None:
     minute = total.minutes.get(interval.at_unix_s)
     if minute is None:
         empty = Evenness.of_nothing(total.num_layers, total.first.num_experts)
-        minute = total.minutes[interval.at_unix_s] = MinuteSum(empty)
+        minute = total.minutes[interval.at_unix_s] = ExpertMinuteSum(empty)
     minute.evenness.add(unpack_counts(interval.picks_L), unpack_counts(interval.busiest_L))
     if interval.steps:
         active_L = unpack_counts(interval.active_L)

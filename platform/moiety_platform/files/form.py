@@ -13,7 +13,7 @@ from multipart import (  # type: ignore[import-untyped]  # it comes with litesta
     parse_options_header,
 )
 
-from moiety_platform.completions.disconnect import ClientDisconnected
+from moiety_platform.completions.client_disconnect import ClientDisconnected
 from moiety_platform.errors import BadRequest, TooLarge
 
 MAX_FIELD_BYTES = 1024

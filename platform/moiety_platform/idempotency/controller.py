@@ -7,7 +7,7 @@ from litestar import Controller, delete
 from litestar.di import NamedDependency
 from litestar.params import FromPath
 
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.idempotency.store import KeyStore
@@ -26,7 +26,7 @@ class IdempotencyController(Controller):
     path = "/tenants/{tenant_id:str}/idempotency"
     tags = ("tenants",)
 
-    @delete(status_code=200, opt=needs(Action.ERASE_KEPT_ANSWERS))
+    @delete(status_code=200, opt=needs(AdminAction.ERASE_KEPT_ANSWERS))
     async def erase_kept_answers(self, store: NamedDependency[AuditedStore], tenant_id: FromPath[str]) -> Erased:
         """Erase every answer that is kept for a tenant's Idempotency-Keys, before it expires. A key that is sent again
         is served again."""

@@ -36,7 +36,7 @@ def hash_of(key: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class KeyBinding:
     """What a key is bound to: the endpoint, the body, and the rights of whoever sends it, so that no API key of a
     tenant is answered with what it may not ask for. `allowed_models` None means every model."""
 

@@ -1,7 +1,7 @@
 """The tables of kept answers.
 
 `idempotent_requests` holds text of tenants, in `body`: what a request was answered with. It is deleted when it expires,
-and for a tenant at once with `KeyStore.erase`. No foreign keys, so that a tenant's rows can be deleted in any order.
+and for a tenant at once with `KeyStore.erase`. No external keys, so that a tenant's rows can be deleted in any order.
 """
 
 from __future__ import annotations

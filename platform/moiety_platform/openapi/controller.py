@@ -13,7 +13,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.plugins import RedocRenderPlugin
 
 from moiety_platform.http_errors import SCHEMA_PATH
-from moiety_platform.openapi.documents import Documents, Part
+from moiety_platform.openapi.documents import DocumentPart, Documents
 
 MEDIA_TYPE = "application/vnd.oai.openapi+json"
 
@@ -23,8 +23,8 @@ def schema_routes(settings: Callable[[], Any], described: Litestar | None = None
     have, the serving one if it is None."""
     documents = Documents(settings)
 
-    def page_of(part: Part) -> HTTPRouteHandler:
-        paths = [f"{SCHEMA_PATH}/{part}"] + ([SCHEMA_PATH] if part is Part.ALL else [])
+    def page_of(part: DocumentPart) -> HTTPRouteHandler:
+        paths = [f"{SCHEMA_PATH}/{part}"] + ([SCHEMA_PATH] if part is DocumentPart.ALL else [])
 
         @get(paths, name=f"{part}_page", include_in_schema=False, media_type=MediaType.HTML, sync_to_thread=False)
         def page(request: Request[Any, Any, Any]) -> bytes:
@@ -32,11 +32,11 @@ def schema_routes(settings: Callable[[], Any], described: Litestar | None = None
 
         return page
 
-    def json_of(part: Part) -> HTTPRouteHandler:
+    def json_of(part: DocumentPart) -> HTTPRouteHandler:
         @get(f"{SCHEMA_PATH}/{part}.json", name=f"{part}_json", include_in_schema=False, sync_to_thread=False)
         def as_json(request: Request[Any, Any, Any]) -> Response[bytes]:
             return Response(msgspec.json.encode(documents.get(described or request.app, part)), media_type=MEDIA_TYPE)
 
         return as_json
 
-    return [make(part) for part in Part for make in (page_of, json_of)]
+    return [make(part) for part in DocumentPart for make in (page_of, json_of)]

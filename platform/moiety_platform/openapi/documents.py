@@ -46,7 +46,7 @@ _ABOUT = (
 )
 
 
-class Part(StrEnum):
+class DocumentPart(StrEnum):
     """Which routes a document is of."""
 
     PUBLIC = "public"
@@ -54,10 +54,14 @@ class Part(StrEnum):
     ALL = "openapi"
 
     def has(self, path: str) -> bool:
-        return self is Part.ALL or path.startswith(ADMIN_PREFIX) == (self is Part.ADMIN)
+        return self is DocumentPart.ALL or path.startswith(ADMIN_PREFIX) == (self is DocumentPart.ADMIN)
 
 
-_TITLES = {Part.PUBLIC: "Moiety", Part.ADMIN: "Moiety administration", Part.ALL: "Moiety, with its administration"}
+_TITLES = {
+    DocumentPart.PUBLIC: "Moiety",
+    DocumentPart.ADMIN: "Moiety administration",
+    DocumentPart.ALL: "Moiety, with its administration",
+}
 
 
 @dataclass(slots=True)
@@ -65,9 +69,9 @@ class Documents:
     """The documents of one application, each made when it is first asked for. `settings` tells what bounds bodies."""
 
     settings: Callable[[], Any]
-    _made: dict[Part, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    _made: dict[DocumentPart, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
 
-    def get(self, app: Litestar, part: Part) -> dict[str, Any]:
+    def get(self, app: Litestar, part: DocumentPart) -> dict[str, Any]:
         """The document, ready to be encoded as JSON."""
         settings = self.settings()
         made_for, document = self._made.get(part, (None, {}))
@@ -77,7 +81,7 @@ class Documents:
         return document
 
 
-def make_document(app: Litestar, part: Part, settings: Any) -> dict[str, Any]:
+def make_document(app: Litestar, part: DocumentPart, settings: Any) -> dict[str, Any]:
     """Raises NameTaken."""
     schemas, responses, paths = Schemas(settings), dict[str, Any](), dict[str, Any]()
     for path, method, handler in sorted(_shown(app), key=lambda one: one[:2]):

@@ -35,7 +35,7 @@ class NameTaken(Exception):
 
 
 @runtime_checkable
-class Rule(Protocol):
+class ValidatorRule(Protocol):
     """What a pydantic validator may be, to say in the schema what it checks. `settings` are the gateway's bounds."""
 
     def shown(self, schema: JsonSchemaValue, settings: Any) -> JsonSchemaValue:
@@ -111,4 +111,4 @@ class _BodySchema(GenerateJsonSchema):
         return False
 
     def _ruled(self, schema: JsonSchemaValue, rule: Any) -> JsonSchemaValue:
-        return rule.shown(schema, self.settings) if isinstance(rule, Rule) else schema
+        return rule.shown(schema, self.settings) if isinstance(rule, ValidatorRule) else schema

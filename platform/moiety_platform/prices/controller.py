@@ -6,7 +6,7 @@ from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, JSONBody
 
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
@@ -22,13 +22,13 @@ class PriceController(Controller):
     path = "/prices"
     tags = ("prices",)
 
-    @get(opt=needs(Action.READ_PRICES))
+    @get(opt=needs(AdminAction.READ_PRICES))
     async def list_prices(self, database: NamedDependency[Database]) -> PriceViews:
         """All prices, by model and class."""
         async with database.read() as session:
             return PriceViews([PriceView.of(record) for record in await service.list_prices(session)])
 
-    @get("/one", opt=needs(Action.READ_PRICES) | fails(404))
+    @get("/one", opt=needs(AdminAction.READ_PRICES) | fails(404))
     async def get_price(
         self,
         database: NamedDependency[Database],
@@ -39,7 +39,7 @@ class PriceController(Controller):
         async with database.read() as session:
             return tagged(PriceView.of(await service.get_price(session, model, service_class)))
 
-    @put(opt=needs(Action.WRITE_PRICES) | fails(409))
+    @put(opt=needs(AdminAction.WRITE_PRICES) | fails(409))
     async def set_price(
         self,
         store: NamedDependency[AuditedStore],
@@ -55,7 +55,7 @@ class PriceController(Controller):
         prices.forget()
         return tagged(view)
 
-    @delete(status_code=200, opt=needs(Action.WRITE_PRICES) | fails(404))
+    @delete(status_code=200, opt=needs(AdminAction.WRITE_PRICES) | fails(404))
     async def delete_price(
         self,
         store: NamedDependency[AuditedStore],

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Double, Select, and_, case, cast, func, or
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
-from moiety_platform.quota.kinds import Kind, Level, Period, window_start
+from moiety_platform.quota.kinds import LimitKind, LimitLevel, Period, window_start
 from moiety_platform.quota.models import Quota, QuotaAlert, QuotaThreshold, QuotaWindow
 from moiety_platform.tenants.checks import new_id
 from moiety_platform.tenants.models import ApiKey, Project
@@ -74,8 +74,8 @@ def _of_now(now: datetime) -> ColumnElement[bool]:
     return or_(*(and_(Quota.kind.in_(_kinds(p)), QuotaWindow.start.in_(_starts(p, moments))) for p in Period))
 
 
-def _kinds(period: Period) -> list[Kind]:
-    return [kind for kind in Kind if kind.period is period]
+def _kinds(period: Period) -> list[LimitKind]:
+    return [kind for kind in LimitKind if kind.period is period]
 
 
 def _starts(period: Period, moments: Sequence[datetime]) -> list[datetime]:
@@ -92,4 +92,8 @@ def _tenant() -> ColumnElement[str | None]:
         .where(ApiKey.id == Quota.scope_id)
         .scalar_subquery()
     )
-    return case((Quota.level == Level.TENANT, Quota.scope_id), (Quota.level == Level.PROJECT, of_project), else_=of_key)
+    return case(
+        (Quota.level == LimitLevel.TENANT, Quota.scope_id),
+        (Quota.level == LimitLevel.PROJECT, of_project),
+        else_=of_key,
+    )

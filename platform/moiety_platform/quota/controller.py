@@ -9,7 +9,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
@@ -21,7 +21,7 @@ from moiety_platform.query_parameters import Cursor, one_of
 from moiety_platform.quota import service
 from moiety_platform.quota.holdings import LeaseList, list_leases
 from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.kinds import Level, Scope
+from moiety_platform.quota.kinds import LimitLevel, Scope
 from moiety_platform.quota.models import LeaseState
 from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
 
@@ -34,7 +34,7 @@ class QuotaController(Controller):
     path = "/quotas"
     tags = ("quotas",)
 
-    @put(opt=needs(Action.WRITE_QUOTAS) | fails(404))
+    @put(opt=needs(AdminAction.WRITE_QUOTAS) | fails(404))
     async def set_quota(
         self,
         store: NamedDependency[AuditedStore],
@@ -49,10 +49,10 @@ class QuotaController(Controller):
         async with store.write() as session:
             precondition.check(await service.find_quota(session, data, clock.now()))
             view = await service.set_quota(session, data, clock.now())
-        quotas.forget(Scope(Level(view.level), view.scope_id))
+        quotas.forget(Scope(LimitLevel(view.level), view.scope_id))
         return tagged(view)
 
-    @get(opt=needs(Action.READ_QUOTAS))
+    @get(opt=needs(AdminAction.READ_QUOTAS))
     async def list_quotas(
         self,
         database: NamedDependency[Database],
@@ -68,7 +68,7 @@ class QuotaController(Controller):
         async with database.read() as session:
             return await service.list_quotas(session, page, clock.now(), scope_id=scope_id, tenant_id=tenant_id)
 
-    @get("/leases", opt=needs(Action.READ_QUOTAS))
+    @get("/leases", opt=needs(AdminAction.READ_QUOTAS))
     async def list_leases(
         self, database: NamedDependency[Database], limit: Limit = None, lease_state: OfState = None
     ) -> LeaseList:
@@ -79,7 +79,7 @@ class QuotaController(Controller):
         async with database.read() as session:
             return await list_leases(session, wanted, parse_page(limit, None).limit)
 
-    @get("/{quota_id:str}", opt=needs(Action.READ_QUOTAS))
+    @get("/{quota_id:str}", opt=needs(AdminAction.READ_QUOTAS))
     async def get_quota(
         self,
         database: NamedDependency[Database],
@@ -90,7 +90,7 @@ class QuotaController(Controller):
         async with database.read() as session:
             return tagged(await service.get_quota(session, quota_id, clock.now()))
 
-    @delete("/{quota_id:str}", status_code=200, opt=needs(Action.WRITE_QUOTAS))
+    @delete("/{quota_id:str}", status_code=200, opt=needs(AdminAction.WRITE_QUOTAS))
     async def delete_quota(
         self,
         store: NamedDependency[AuditedStore],
@@ -103,14 +103,14 @@ class QuotaController(Controller):
         """Take a limit away; returns what it was."""
         async with store.write() as session:
             current = await service.get_quota(session, quota_id, clock.now())
-            _check_may_change(caller, Level(current.level))
+            _check_may_change(caller, LimitLevel(current.level))
             precondition.check(current)
             view = await service.delete_quota(session, quota_id, clock.now())
-        quotas.forget(Scope(Level(view.level), view.scope_id))
+        quotas.forget(Scope(LimitLevel(view.level), view.scope_id))
         return view
 
 
-def _check_may_change(caller: Caller, level: Level) -> None:
+def _check_may_change(caller: Caller, level: LimitLevel) -> None:
     """Raises Forbidden where a tenant would set what it may use itself as a whole."""
-    if level is Level.TENANT:
-        caller.require(Action.WRITE_TENANT_QUOTAS)
+    if level is LimitLevel.TENANT:
+        caller.require(AdminAction.WRITE_TENANT_QUOTAS)

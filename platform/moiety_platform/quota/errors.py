@@ -69,7 +69,7 @@ def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, now: date
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class LimitRefusal:
     """A limit that has not so much left as a hold lacks: `short` of it; `room` is how much more the hold might have."""
 
     limit: Limit

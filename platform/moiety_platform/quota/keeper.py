@@ -24,17 +24,17 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.edits import Edits
 from moiety_platform.errors import Unavailable
+from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.quota.account import Account, KnownScope, fail
-from moiety_platform.quota.errors import Refusal, never_fits, store_unavailable
+from moiety_platform.quota.errors import LimitRefusal, never_fits, store_unavailable
 from moiety_platform.quota.kinds import Meter, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit, load_limits
 from moiety_platform.quota.quarantine import Quarantine
 from moiety_platform.quota.rates import RateStore
 from moiety_platform.quota.slices import slice_size
-from moiety_platform.quota.standing import Standing, headers
+from moiety_platform.quota.standing import LimitStatus, headers
 from moiety_platform.quota.store import Grant, LeaseStore, Stored, Want
-from moiety_platform.rounds import Rounds
 
 LEASE_S = 20.0
 TICK_S = 1.0
@@ -86,7 +86,7 @@ class QuotaKeeper:
         self._accounts: dict[WindowId, Account] = {}
         self._edits = Edits()  # of scopes' limits, here
         self._asked: set[Account] = set()  # with requests that wait
-        self._rounds = Rounds("quota-keeper", self._round, tick_s, pause_s=min(tick_s, OUTAGE_PAUSE_S))
+        self._rounds = PeriodicTask("quota-keeper", self._round, tick_s, pause_s=min(tick_s, OUTAGE_PAUSE_S))
         self._counted_s = clock.monotonic()
         self._renewed_s = self._reached_s = float("-inf")
         self._sent_s: float | None = None  # when the round under way was
@@ -120,7 +120,7 @@ class QuotaKeeper:
             raise error
         return hold
 
-    async def extend(self, hold: Hold, amounts: Mapping[Unit, int]) -> Refusal | None:
+    async def extend(self, hold: Hold, amounts: Mapping[Unit, int]) -> LimitRefusal | None:
         """Have so much reserved in all; else who does not allow it, and nothing more is reserved. Raises
         Unavailable."""
         while not self.extend_now(hold, amounts):
@@ -138,7 +138,7 @@ class QuotaKeeper:
                 elif amount > 0 and grant.amount == 0:
                     account = self._accounts[window]
                     room = max(0, account.lease.free) + grant.remaining
-                    return Refusal(account.limit, window, room, amount - grant.remaining)
+                    return LimitRefusal(account.limit, window, room, amount - grant.remaining)
         return None
 
     def require_current(self, hold: Hold) -> None:
@@ -146,7 +146,7 @@ class QuotaKeeper:
         if not hold.is_good(self._clock.monotonic()):
             raise store_unavailable()
 
-    def standings(self, hold: Hold) -> list[Standing]:
+    def standings(self, hold: Hold) -> list[LimitStatus]:
         """Where the limits of a request stand, as far as this process knows."""
         unix_s, now_s, found = self._clock.unix_ns() / 1e9, self._clock.monotonic(), []
         for lease in hold.leases:
@@ -159,7 +159,7 @@ class QuotaKeeper:
                 whole_in_s = account.ends_unix_s - unix_s
             elif lease.meter is Meter.RATE:
                 whole_in_s = (cap - left) * 60 / cap if cap else 60.0
-            found.append(Standing(account.limit.kind, cap, left, whole_in_s))
+            found.append(LimitStatus(account.limit.kind, cap, left, whole_in_s))
         return found
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:

@@ -18,7 +18,7 @@ NANO = 10**9
 ALWAYS = datetime(1970, 1, 1, tzinfo=UTC)  # the start of the one window of what has no windows
 
 
-class Level(StrEnum):
+class LimitLevel(StrEnum):
     """Where a limit stands. A request needs room under all limits of its tenant, its project and its key."""
 
     TENANT = "tenant"
@@ -46,7 +46,7 @@ class Period(StrEnum):
     MONTH = "month"
 
 
-class Kind(StrEnum):
+class LimitKind(StrEnum):
     """What a limit counts, and how; the period is that of a stock."""
 
     REQUESTS_PER_MINUTE = "requests_per_minute"
@@ -65,13 +65,13 @@ class Kind(StrEnum):
 
 
 for _kind, _terms in {
-    Kind.REQUESTS_PER_MINUTE: (Unit.REQUESTS, Meter.RATE, None),
-    Kind.TOKENS_PER_MINUTE: (Unit.TOKENS, Meter.RATE, None),
-    Kind.CONCURRENT_REQUESTS: (Unit.SLOTS, Meter.SLOTS, None),
-    Kind.TOKENS_PER_DAY: (Unit.TOKENS, Meter.STOCK, Period.DAY),
-    Kind.TOKENS_PER_MONTH: (Unit.TOKENS, Meter.STOCK, Period.MONTH),
-    Kind.MONEY_PER_DAY: (Unit.MONEY, Meter.STOCK, Period.DAY),
-    Kind.MONEY_PER_MONTH: (Unit.MONEY, Meter.STOCK, Period.MONTH),
+    LimitKind.REQUESTS_PER_MINUTE: (Unit.REQUESTS, Meter.RATE, None),
+    LimitKind.TOKENS_PER_MINUTE: (Unit.TOKENS, Meter.RATE, None),
+    LimitKind.CONCURRENT_REQUESTS: (Unit.SLOTS, Meter.SLOTS, None),
+    LimitKind.TOKENS_PER_DAY: (Unit.TOKENS, Meter.STOCK, Period.DAY),
+    LimitKind.TOKENS_PER_MONTH: (Unit.TOKENS, Meter.STOCK, Period.MONTH),
+    LimitKind.MONEY_PER_DAY: (Unit.MONEY, Meter.STOCK, Period.DAY),
+    LimitKind.MONEY_PER_MONTH: (Unit.MONEY, Meter.STOCK, Period.MONTH),
 }.items():
     _kind.unit, _kind.meter, _kind.period = _terms
 
@@ -79,7 +79,7 @@ for _kind, _terms in {
 class Scope(msgspec.Struct, frozen=True):
     """A tenant, a project or a key."""
 
-    level: Level
+    level: LimitLevel
     id: str
 
 

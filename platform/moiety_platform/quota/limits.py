@@ -10,11 +10,11 @@ from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.bulk import OverRows
-from moiety_platform.quota.kinds import Kind, Scope
+from moiety_platform.quota.kinds import LimitKind, Scope
 from moiety_platform.quota.models import Quota
 
 _SCOPES_AT_ONCE = 1000
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in LimitKind}
 _SCOPE = (Quota.level, Quota.scope_id)
 
 _of_scopes = OverRows(
@@ -30,7 +30,7 @@ class Limit:
 
     quota_id: str
     scope: Scope
-    kind: Kind
+    kind: LimitKind
     cap: int
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, or_, select
 
-from moiety_platform.quota.kinds import Level
+from moiety_platform.quota.kinds import LimitLevel
 from moiety_platform.quota.models import Quota
 from moiety_platform.tenants.models import ApiKey, Project
 
@@ -21,9 +21,9 @@ def own_key(tenant_id: str) -> Condition:
 def own_quota(tenant_id: str) -> Condition:
     keys = select(ApiKey.id).where(own_key(tenant_id))
     return or_(
-        and_(Quota.level == Level.TENANT, Quota.scope_id == tenant_id),
-        and_(Quota.level == Level.PROJECT, Quota.scope_id.in_(_projects(tenant_id))),
-        and_(Quota.level == Level.KEY, Quota.scope_id.in_(keys)),
+        and_(Quota.level == LimitLevel.TENANT, Quota.scope_id == tenant_id),
+        and_(Quota.level == LimitLevel.PROJECT, Quota.scope_id.in_(_projects(tenant_id))),
+        and_(Quota.level == LimitLevel.KEY, Quota.scope_id.in_(keys)),
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 from moiety_platform.etags import Tagged
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.quota.bucket import Bucket
-from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, Kind, Level, Meter, window_end, window_start
+from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, LimitKind, LimitLevel, Meter, window_end, window_start
 from moiety_platform.quota.models import Quota, QuotaRate, QuotaWindow
 
 MAX_THRESHOLDS = 5
@@ -25,15 +25,15 @@ class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rules: ClassVar[Sequence[Mapping[str, Any]]] = (
         {
-            "if": {"properties": {"kind": {"enum": [kind for kind in Kind if kind.meter is Meter.STOCK]}}},
+            "if": {"properties": {"kind": {"enum": [kind for kind in LimitKind if kind.meter is Meter.STOCK]}}},
             "then": {"properties": {"cap": {"maximum": MAX_CAP}}},
             "else": {"properties": {"cap": {"maximum": MAX_RATE}, "alert_at": {"maxItems": 0}}},
         },
     )
 
-    level: Level
+    level: LimitLevel
     scope_id: str
-    kind: Kind
+    kind: LimitKind
     cap: Annotated[int, shows(minimum=0)]
     alert_at: Annotated[list[Percent], shows(maxItems=MAX_THRESHOLDS)] | msgspec.UnsetType = msgspec.UNSET
 
@@ -64,7 +64,7 @@ class QuotaView(Tagged, frozen=True):
 def window_view(quota: Quota, window: QuotaWindow | None, now: datetime) -> QuotaView:
     """Of a stock or of open requests."""
     settled, granted = (window.settled, window.granted) if window is not None else (0, 0)
-    period = Kind(quota.kind).period
+    period = LimitKind(quota.kind).period
     if period is None:
         return _view(quota, granted, 0, None, None)
     start = window_start(period, now)

@@ -16,17 +16,17 @@ from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest, NotFound
-from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, Kind, Level, Meter, Scope, window_start
+from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, LimitKind, LimitLevel, Meter, Scope, window_start
 from moiety_platform.quota.models import Quota, QuotaAlert, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.quota.owners import own_quota
 from moiety_platform.quota.schemas import MAX_THRESHOLDS, NewQuota, QuotaPage, QuotaView, rate_view, window_view
 from moiety_platform.tenants.checks import is_id, new_id
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 
-_TABLES: dict[Level, type[Tenant | Project | ApiKey]] = {
-    Level.TENANT: Tenant,
-    Level.PROJECT: Project,
-    Level.KEY: ApiKey,
+_TABLES: dict[LimitLevel, type[Tenant | Project | ApiKey]] = {
+    LimitLevel.TENANT: Tenant,
+    LimitLevel.PROJECT: Project,
+    LimitLevel.KEY: ApiKey,
 }
 
 
@@ -156,7 +156,7 @@ def _grouped(rows: Iterable[Any]) -> dict[str, tuple[int, ...]]:
 
 
 async def _views(session: AsyncSession, quotas: Sequence[Quota], now: datetime) -> list[QuotaView]:
-    starts = {quota.id: window_start(Kind(quota.kind).period, now) for quota in quotas}
+    starts = {quota.id: window_start(LimitKind(quota.kind).period, now) for quota in quotas}
     wanted = among(session, (QuotaWindow.quota_id, QuotaWindow.start), starts.items())
     windows = {window.quota_id: window for window in await session.scalars(select(QuotaWindow).where(wanted))}
     of_rates = select(QuotaRate, now_ms()).where(QuotaRate.quota_id.in_(list(starts)))

@@ -11,23 +11,23 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moiety_platform.quota.kinds import Kind, Meter, Period
+from moiety_platform.quota.kinds import LimitKind, Meter, Period
 
-_OPENAI_NAMES = {Kind.REQUESTS_PER_MINUTE: "requests", Kind.TOKENS_PER_MINUTE: "tokens"}
+_OPENAI_NAMES = {LimitKind.REQUESTS_PER_MINUTE: "requests", LimitKind.TOKENS_PER_MINUTE: "tokens"}
 _PERIOD_S = {Period.DAY: 86_400, Period.MONTH: 30 * 86_400}
 
 
-class Standing(msgspec.Struct, frozen=True):
+class LimitStatus(msgspec.Struct, frozen=True):
     """One limit: how much of it is left, about, and in how many seconds it is whole again; None for open requests,
     which end when they end."""
 
-    kind: Kind
+    kind: LimitKind
     cap: int
     left: int
     whole_in_s: float | None
 
 
-def headers(standings: Sequence[Standing]) -> dict[str, str]:
+def headers(standings: Sequence[LimitStatus]) -> dict[str, str]:
     """Of several limits of one kind, on different levels, the one with least left counts."""
     tightest = {standing.kind: standing for standing in standings}
     if len(tightest) < len(standings):
@@ -64,10 +64,10 @@ def duration(seconds: float) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _policies(limits: tuple[tuple[Kind, int], ...]) -> str:
+def _policies(limits: tuple[tuple[LimitKind, int], ...]) -> str:
     return ", ".join([_policy(kind, cap) for kind, cap in limits])
 
 
-def _policy(kind: Kind, cap: int) -> str:
+def _policy(kind: LimitKind, cap: int) -> str:
     window = 60 if kind.meter is Meter.RATE else _PERIOD_S[kind.period] if kind.period is not None else None
     return f'"{kind}";q={cap}' + ("" if window is None else f";w={window}")

@@ -11,7 +11,7 @@ from litestar import get
 from litestar.handlers import HTTPRouteHandler
 from pydantic_settings import BaseSettings
 
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.reloadable import reload_of
 from moiety_platform.reloading.reloader import Reloader
@@ -46,7 +46,9 @@ def settings_routes(
 ) -> list[HTTPRouteHandler]:
     """The handlers, for the admin router to take in. Without a reloader there is no file."""
 
-    @get("/settings", name="list_settings", tags=["settings"], opt=needs(Action.READ_SETTINGS), sync_to_thread=True)
+    @get(
+        "/settings", name="list_settings", tags=["settings"], opt=needs(AdminAction.READ_SETTINGS), sync_to_thread=True
+    )
     def list_settings() -> SettingViews:
         """What the gateway that answers goes by, and how it stands to its configuration file."""
         standing = None if reloader is None else reloader.standing

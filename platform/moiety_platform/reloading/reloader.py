@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic_settings import BaseSettings
 
 from moiety_platform.live_settings import CannotFollow, LiveSettings
+from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.reloading.shown import shown
 from moiety_platform.reloading.source import BadSettings, SettingsSource, mark_of
-from moiety_platform.rounds import Rounds
 
 LOOK_EVERY_S = 1.0
 
@@ -61,7 +61,7 @@ class ReloadMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReloadStatus:
     """How the process stands to its file: when it last took it, why not since, and what waits for a restart."""
 
     taken_at: datetime
@@ -85,13 +85,13 @@ class Reloader(Generic[S]):
         assert source.path is not None, "there is a file to watch"
         self._path = source.path
         self._source = source
-        self.standing = Standing(datetime.now(UTC))
+        self.standing = ReloadStatus(datetime.now(UTC))
         self._live = live
         self._metrics = metrics
         self._beside = beside
         self._taken = self._seen = (*source.mark, *mark_of(beside(live.now)))
         self._is_asked = False
-        self._rounds = Rounds("settings", self.look, every_s)
+        self._rounds = PeriodicTask("settings", self.look, every_s)
 
     async def start(self) -> None:
         self._rounds.start()
@@ -131,14 +131,14 @@ class Reloader(Generic[S]):
             self._fail(f"it could not be taken: {type(error).__name__}; the log says more")
         else:
             waiting = {name: after for name, (_, after) in changes.at_restart.items()}
-            self.standing = Standing(datetime.now(UTC), waiting=waiting)
+            self.standing = ReloadStatus(datetime.now(UTC), waiting=waiting)
             self._metrics.taken(len(waiting))
             told = {name: shown(after) for name, (_, after) in changes.at_once.items()}
             log.info("config_reloaded", file=str(self._path), changed=told, waits_for_restart=sorted(waiting))
         self._taken = (mark[0], *mark_of(self._beside(self._live.now)))
 
     def _fail(self, problem: str) -> None:
-        self.standing = Standing(self.standing.taken_at, problem, self.standing.waiting)
+        self.standing = ReloadStatus(self.standing.taken_at, problem, self.standing.waiting)
         self._metrics.failed()
         log.error("config_reload_failed", file=str(self._path), problem=problem)
 

@@ -21,7 +21,7 @@ class BadSettings(Exception):
     """What a file says is not what the process takes; the message says all that is wrong."""
 
 
-class Origin(StrEnum):
+class SettingOrigin(StrEnum):
     """What a setting's value is from; what stands first beats the rest."""
 
     OPTION = "option"
@@ -70,19 +70,19 @@ class SettingsSource(Generic[S]):
         except ValidationError as exc:
             raise BadSettings(complaints(exc)) from exc
 
-    def origins(self) -> Callable[[str], Origin]:
+    def origins(self) -> Callable[[str], SettingOrigin]:
         """Where each setting is from, as the file is now; of one that cannot be read, as if it were empty."""
         try:
             named = read_config_section(self.path, self.section) if self.path is not None else {}
         except ConfigFileError:
             named = {}
 
-        def origin_of(name: str) -> Origin:
+        def origin_of(name: str) -> SettingOrigin:
             if name in self.options:
-                return Origin.OPTION
+                return SettingOrigin.OPTION
             if name in self.environment:
-                return Origin.ENVIRONMENT
-            return Origin.FILE if name in named else Origin.DEFAULT
+                return SettingOrigin.ENVIRONMENT
+            return SettingOrigin.FILE if name in named else SettingOrigin.DEFAULT
 
         return origin_of
 

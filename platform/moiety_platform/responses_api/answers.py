@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.request_record import RequestRecord
 from moiety_platform.completions.run import Usage
 from moiety_platform.errors import PlatformError
 from moiety_platform.responses_api.answer_types import TextFormatFields

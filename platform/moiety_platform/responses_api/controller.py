@@ -13,9 +13,9 @@ from litestar.params import FromPath
 
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
-from moiety_platform.completions.exchange import Endpoint, ExchangeServices, SendLast, Shown, route
-from moiety_platform.completions.record import RequestRecord
-from moiety_platform.completions.reply import Reply
+from moiety_platform.completions.handler import Endpoint, EndpointDocs, HandlerServices, SendLast, route
+from moiety_platform.completions.request_record import RequestRecord
+from moiety_platform.completions.response import HttpResponse
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.text_answer import relay
 from moiety_platform.db.keyset import After, Identified, list_fields, parse_list
@@ -42,7 +42,7 @@ Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not giv
 Order = Annotated[str | None, one_of("By their place in the conversation; desc if not given.", "asc", "desc")]
 Streamed = Annotated[str | None, one_of("What is kept is not streamed.", "false")]
 
-_SHOWN = Shown(
+_SHOWN = EndpointDocs(
     tag="responses",
     summary="Answer a conversation, and keep it if asked to",
     detail="OpenAI's Responses. With `stream` the answer comes in server-sent events; it is kept only with `store`.",
@@ -55,7 +55,7 @@ _SHOWN = Shown(
 class ResponseServices:
     """What these endpoints need."""
 
-    exchange: ExchangeServices
+    exchange: HandlerServices
     keeper: ResponseKeeper
 
 
@@ -81,7 +81,7 @@ class ResponseAnswers:
             return body
         return body.after(await self.keeper.continued(record.principal, body.previous_response_id))
 
-    async def answer(self, body: ResponsesBody, run: Run, record: RequestRecord, reply: Reply) -> SendLast:
+    async def answer(self, body: ResponsesBody, run: Run, record: RequestRecord, reply: HttpResponse) -> SendLast:
         head, readers = ResponseHead.of(body, record), run.new_readers()
         output = ResponseOutput(None if readers is None else readers[0])
         if not body.wants_stream:
@@ -93,11 +93,13 @@ class ResponseAnswers:
         await relay(events, run, record, reply)
         return partial(self._end_stream, events, _ended(head, output, run, record), body, record, reply)
 
-    async def _send_whole(self, response: Fields, body: ResponsesBody, record: RequestRecord, reply: Reply) -> None:
+    async def _send_whole(
+        self, response: Fields, body: ResponsesBody, record: RequestRecord, reply: HttpResponse
+    ) -> None:
         await reply.whole(200, await self._keep(response, body, record))
 
     async def _end_stream(
-        self, events: ResponseEvents, response: Fields, body: ResponsesBody, record: RequestRecord, reply: Reply
+        self, events: ResponseEvents, response: Fields, body: ResponsesBody, record: RequestRecord, reply: HttpResponse
     ) -> None:
         await reply.end_stream(events.end(await self._keep(response, body, record)))
 

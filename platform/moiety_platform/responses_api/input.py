@@ -14,7 +14,7 @@ from pydantic import (
     field_validator,
 )
 
-from moiety_platform.completions.fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, or_text, refuse, shows
+from moiety_platform.completions.body_fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, or_text, refuse, shows
 from moiety_platform.completions.tools.fields import ArgumentsText, ToolName
 from moiety_platform.responses_api.items import (
     CALL,

@@ -17,7 +17,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, RateLimited, TooLarge, Unavailable
 from moiety_platform.responses_api.items import Continued, Item
 from moiety_platform.responses_api.models import StoredResponse
-from moiety_platform.responses_api.store import ResponseStore, Room
+from moiety_platform.responses_api.store import ResponseStore, StorageRoom
 from moiety_platform.settings import GatewaySettings
 
 FULL_RETRY_S = 60.0
@@ -30,7 +30,7 @@ class ConversationLimits:
     """How much is kept, for how long, and how much of it one request may continue."""
 
     ttl_s: float
-    room: Room
+    room: StorageRoom
     max_items: int
     max_bytes: int
 
@@ -38,14 +38,14 @@ class ConversationLimits:
     def of(cls, settings: GatewaySettings) -> ConversationLimits:
         return cls(
             settings.responses_ttl_s,
-            Room(settings.responses_max_per_tenant, settings.responses_max_bytes_per_tenant),
+            StorageRoom(settings.responses_max_per_tenant, settings.responses_max_bytes_per_tenant),
             settings.max_messages,
             settings.max_body_bytes,
         )
 
 
 class ResponseKeeper:
-    """Owned by the entry point. What has expired is deleted by the upkeep."""
+    """Owned by the entry point. What has expired is deleted by the retention."""
 
     def __init__(
         self,

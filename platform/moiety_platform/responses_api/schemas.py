@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from moiety_platform.completions.fields import (
+from moiety_platform.completions.body_fields import (
     INT32_MAX,
     KEEP_S,
     GeneratingBody,
@@ -31,8 +31,8 @@ from moiety_platform.completions.fields import (
     refuse,
     shows,
 )
-from moiety_platform.completions.forms import TextFormat, require_one_form
 from moiety_platform.completions.generation import Conversation, Generation
+from moiety_platform.completions.response_formats import TextFormat, require_one_form
 from moiety_platform.completions.schemas import STREAMED_OPTIONS
 from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, offer_of_functions
 from moiety_platform.responses_api.input import InputItems

@@ -16,7 +16,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
 from moiety_platform.responses_api.models import StoredResponse
-from moiety_platform.tenants.models import Erasure, Tenant
+from moiety_platform.tenants.models import Tenant, TenantDeletion
 
 PURGE_ROWS = 100  # in one transaction, each with a conversation's part
 
@@ -24,7 +24,7 @@ _ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class StorageRoom:
     """How much a tenant may have kept."""
 
     max_responses: int
@@ -37,18 +37,18 @@ class ResponseStore:
 
     now: Callable[[], ColumnElement[int]] = now_ms
 
-    async def has_room(self, session: AsyncSession, tenant_id: str, room: Room, num_bytes: int = 0) -> bool:
+    async def has_room(self, session: AsyncSession, tenant_id: str, room: StorageRoom, num_bytes: int = 0) -> bool:
         """Whether one more response, of so many bytes, may be kept for the tenant."""
         sums = select(func.count(), func.sum(StoredResponse.num_bytes)).where(StoredResponse.tenant_id == tenant_id)
         num_responses, total = (await session.execute(sums)).one()
         return num_responses < room.max_responses and int(total or 0) + num_bytes <= room.max_bytes
 
-    async def add(self, session: AsyncSession, response: StoredResponse, room: Room, ttl_ms: int) -> bool:
+    async def add(self, session: AsyncSession, response: StoredResponse, room: StorageRoom, ttl_ms: int) -> bool:
         """Keep it for `ttl_ms`. False where the tenant has no room for it, or is being erased: its row is locked, so
         that no two see the same room, and none is added once an erasure has begun."""
         tenant_id = response.tenant_id
         await session.execute(select(Tenant.id).where(Tenant.id == tenant_id).with_for_update(key_share=True))
-        if await session.scalar(select(exists().where(Erasure.tenant_id == tenant_id))):
+        if await session.scalar(select(exists().where(TenantDeletion.tenant_id == tenant_id))):
             return False
         if not await self.has_room(session, tenant_id, room, response.num_bytes):
             return False

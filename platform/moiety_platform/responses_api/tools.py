@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, field_validator
 
-from moiety_platform.completions.fields import StrictBody, refuse, shows
+from moiety_platform.completions.body_fields import StrictBody, refuse, shows
 from moiety_platform.completions.tools.fields import (
     MAX_TOOLS,
     ToolName,

@@ -15,7 +15,7 @@ from moiety_platform.routing.affinity import weight
 from moiety_platform.routing.roles import Need, first_engines
 from moiety_wire.classes import ServiceClass
 from moiety_wire.figures import SleepState
-from moiety_wire.messages import Card
+from moiety_wire.messages import ModelCard
 
 MODEL_NOT_FOUND = "model_not_found"
 WAIT_GRAIN = 0.25  # of the promised wait: predictions that differ by less are the same
@@ -50,13 +50,13 @@ def choose(
     return least
 
 
-def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] | None) -> Card:
+def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] | None) -> ModelCard:
     """Return the card of the engine with the longest context among those that can take a request, for a key that may
     use the models `allowed`, None being all. Raises NotFound or Unavailable."""
     if allowed is not None and model not in allowed:
         served = sorted(allowed & cards_of(engines).keys())
         raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
-    longest: Card | None = None
+    longest: ModelCard | None = None
     for engine in able_engines(engines, model):
         card = engine.card
         if card is not None and (longest is None or card.max_context_tokens > longest.max_context_tokens):
@@ -65,7 +65,7 @@ def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] 
     return longest
 
 
-def cards_of(engines: Sequence[EngineState]) -> dict[str, Card]:
+def cards_of(engines: Sequence[EngineState]) -> dict[str, ModelCard]:
     """The card of every model that some engine has shown, by model name; of healthy engines where possible."""
     ordered = sorted(engines, key=lambda engine: engine.healthy)
     return {engine.card.model: engine.card for engine in ordered if engine.card is not None}

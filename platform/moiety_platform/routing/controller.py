@@ -8,7 +8,7 @@ from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
@@ -45,7 +45,7 @@ class ClassLoadView(msgspec.Struct, frozen=True):
     rejected_total: dict[str, int]
     downgraded_total: int
     preempted_total: dict[str, int]
-    relegated_total: int
+    demoted_total: int
     boosted_total: int
     recomputed_tokens_total: int
     oldest_waiting_unix_s: float
@@ -83,18 +83,18 @@ class LoadView(msgspec.Struct, frozen=True):
     overshot_tokens_total: int
     sleep: SleepState
     sleep_problem: str
-    unsettled_replicas: list[str]
+    unacknowledged_replicas: list[str]
     drafted_tokens_total: int
     accepted_tokens_total: int
     max_batch_tokens: int
     max_running: int
     step_costs: StepCosts | None
     handed_over_requests_total: int
-    taken_over_requests_total: int
+    disaggregated_decode_requests_total: int
     lost_transfers_total: int
-    foreseen_tokens_total: int
-    foreseen_used_tokens_total: int
-    foreseen_wasted_tokens_total: int
+    speculative_tokens_total: int
+    speculative_used_tokens_total: int
+    speculative_wasted_tokens_total: int
     kv_blocks_kept: int
     host_hit_blocks_total: int
     disk_bytes_total: int
@@ -162,7 +162,7 @@ class EngineViews(msgspec.Struct, frozen=True):
 def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
     """The handlers, for the admin router to take in."""
 
-    @get("/engines", name="list_engines", tags=["engines"], opt=needs(Action.READ_ENGINES))
+    @get("/engines", name="list_engines", tags=["engines"], opt=needs(AdminAction.READ_ENGINES))
     async def list_engines() -> EngineViews:
         """All engines, and how they fare."""
         return EngineViews([_describe(state, replicas.breakers) for state in replicas.states()])
@@ -172,7 +172,7 @@ def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
         status_code=202,
         name="sleep_engine",
         tags=["engines"],
-        opt=needs(Action.REST_ENGINES) | fails(404, 409, 503),
+        opt=needs(AdminAction.REST_ENGINES) | fails(404, 409, 503),
     )
     async def sleep_engine(store: NamedDependency[AuditedStore], engine_id: FromPath[str]) -> EngineView:
         """Have an engine free its device's memory once its open requests have ended. It takes no new ones: they go to
@@ -184,7 +184,7 @@ def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
         status_code=202,
         name="wake_engine",
         tags=["engines"],
-        opt=needs(Action.REST_ENGINES) | fails(404, 409, 503),
+        opt=needs(AdminAction.REST_ENGINES) | fails(404, 409, 503),
     )
     async def wake_engine(store: NamedDependency[AuditedStore], engine_id: FromPath[str]) -> EngineView:
         """Have an engine that sleeps load its weights again. `load.sleep` says how far it is."""

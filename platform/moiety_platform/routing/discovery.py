@@ -10,7 +10,7 @@ import structlog
 
 from moiety_platform.engine_addresses import split_name
 from moiety_platform.engine_client.base import EngineClient
-from moiety_platform.rounds import Rounds
+from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.routing.replicas import Replicas
 
 INTERVAL_S = 3.0
@@ -43,7 +43,7 @@ class DnsWatch:
         self._resolve = resolve
         self._added: set[str] = set()
         self._found: frozenset[str] = frozenset()  # when it was last looked up
-        self._rounds = Rounds(f"engine-names {address}", self.refresh, INTERVAL_S)
+        self._rounds = PeriodicTask(f"engine-names {address}", self.refresh, INTERVAL_S)
 
     async def start(self) -> None:
         """Look the name up, now and again and again."""

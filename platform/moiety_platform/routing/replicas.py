@@ -16,7 +16,7 @@ from moiety_platform.routing.choose import able_engines, card_of, cards_of, choo
 from moiety_platform.routing.replica_breakers import ReplicaBreakers
 from moiety_platform.routing.roles import Need, first_engines, partner_among, takes_over
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Card
+from moiety_wire.messages import ModelCard
 
 
 class Replicas:
@@ -161,12 +161,12 @@ class Replicas:
             async with asyncio.timeout(timeout_s):
                 await changed.wait()
 
-    def card(self, model: str, allowed: frozenset[str] | None) -> Card:
+    def card(self, model: str, allowed: frozenset[str] | None) -> ModelCard:
         """The card of an engine that can take a request, for a key that may use the models `allowed`, None being all.
         Raises NotFound or Unavailable."""
         return card_of(self.states(), model, allowed)
 
-    def cards(self) -> dict[str, Card]:
+    def cards(self) -> dict[str, ModelCard]:
         """The card of every model that some engine has shown, by model name; of healthy engines where possible."""
         return cards_of(self.states())
 

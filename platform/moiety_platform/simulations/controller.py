@@ -10,7 +10,7 @@ from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, JSONBody
 
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.classes.checks import check_terms
 from moiety_platform.classes.service import apply_change, load_classes
 from moiety_platform.classes.terms import ClassTerms
@@ -51,7 +51,7 @@ def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[E
         "/simulations",
         status_code=202,
         name="start_simulation",
-        opt=needs(Action.SIMULATE) | fails(404, 409),
+        opt=needs(AdminAction.SIMULATE) | fails(404, 409),
         tags=TAGS,
     )
     async def start_simulation(database: NamedDependency[Database], data: JSONBody[NewSimulation]) -> SimulationView:
@@ -72,13 +72,13 @@ def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[E
         async with database.read() as session:
             return await store.find(session, simulation_id)
 
-    @get("/simulations", name="list_simulations", opt=needs(Action.SIMULATE), tags=TAGS)
+    @get("/simulations", name="list_simulations", opt=needs(AdminAction.SIMULATE), tags=TAGS)
     async def list_simulations(database: NamedDependency[Database]) -> SimulationViews:
         """The last simulations, newest first."""
         async with database.read() as session:
             return SimulationViews(await store.find_last(session), list(DEVICES), list(POLICIES))
 
-    @get("/simulations/{simulation_id:str}", name="get_simulation", opt=needs(Action.SIMULATE), tags=TAGS)
+    @get("/simulations/{simulation_id:str}", name="get_simulation", opt=needs(AdminAction.SIMULATE), tags=TAGS)
     async def get_simulation(database: NamedDependency[Database], simulation_id: FromPath[str]) -> SimulationView:
         """One simulation, and what came of it."""
         async with database.read() as session:
@@ -88,7 +88,7 @@ def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[E
         "/simulations/{simulation_id:str}",
         status_code=200,
         name="cancel_simulation",
-        opt=needs(Action.SIMULATE),
+        opt=needs(AdminAction.SIMULATE),
         tags=TAGS,
     )
     async def cancel_simulation(database: NamedDependency[Database], simulation_id: FromPath[str]) -> SimulationView:
@@ -146,7 +146,7 @@ def learned_device(engines: Sequence[EngineState], engine_id: str) -> dict[str, 
         raise Conflict(
             "This engine has not learned yet what its steps take, or is none of ours: let it serve some requests, or "
             "give 'device'.",
-            code="nothing_learned",
+            code="no_step_time_model",
         )
     return {
         "name": f"as {engine_id} has learned",

@@ -14,7 +14,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.simulations.problems import SimulationProblem
 from moiety_platform.tenants.models import Tenant
 from moiety_platform.usage.models import UsageRecord
-from moiety_wire.classes import FORESIGHT
+from moiety_wire.classes import SPECULATIVE_PREFILL
 
 ROWS_AT_ONCE = 500
 PAUSE_S = 0.01
@@ -38,7 +38,7 @@ async def write_traffic(database: Database, since: datetime, until: datetime, mo
     columns = (row.started_at, row.request_id, row.tenant_id, row.prompt_tokens, row.output_tokens, row.service_class)
     wanted = (
         select(*columns)
-        .where(row.started_at < until, row.endpoint != FORESIGHT)
+        .where(row.started_at < until, row.endpoint != SPECULATIVE_PREFILL)
         .order_by(row.started_at, row.request_id)
     )
     if model is not None:

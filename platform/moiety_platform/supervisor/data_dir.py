@@ -87,7 +87,7 @@ class DataDir:
     @property
     def unsettled_path(self) -> Path:
         """Of the engine: what the gateway has not stored of what requests used."""
-        return self.path / "unsettled-usage"
+        return self.path / "unacknowledged-usage"
 
     @property
     def keys_path(self) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moiety_platform.supervisor.data_dir import DataDir, FirstKeys
 from moiety_platform.supervisor.ports import reachable_host
-from moiety_platform.supervisor.process import Part
+from moiety_platform.supervisor.process import ProcessSpec
 
 DEMO_NAME = "moiety-demo"
 DEMO_QUESTION = "What is 17 + 25?"
@@ -51,15 +51,15 @@ class ServeOptions:
         return f"http://{host}:{port}"
 
 
-def engine_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Part:
+def engine_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> ProcessSpec:
     arguments = ["engine", "--listen", f"ipc://{socket}", "--name", options.name]
-    arguments += ["--unsettled-usage", str(data_dir.unsettled_path)]
+    arguments += ["--unacknowledged-usage", str(data_dir.unsettled_path)]
     if options.model is not None:
         arguments += ["--model", options.model]
-    return Part("engine", (*arguments, *options.engine_arguments))
+    return ProcessSpec("engine", (*arguments, *options.engine_arguments))
 
 
-def gateway_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Part:
+def gateway_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> ProcessSpec:
     arguments = [
         "gateway", "--host", options.host, "--port", str(options.port), "--data-dir", str(data_dir.path),
         "--engine", f"ipc://{socket}", "--drain-s", str(options.drain_s),
@@ -73,24 +73,24 @@ def gateway_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Part
     if options.traces_port is not None:
         endpoint = f"http://127.0.0.1:{options.traces_port}/otlp"
         environment = {"MOIETY_TRACES_ENDPOINT": endpoint, TOKEN_VARIABLE: options.traces_token}
-    return Part("gateway", tuple(arguments), environment)
+    return ProcessSpec("gateway", tuple(arguments), environment)
 
 
-def traces_part(options: ServeOptions, data_dir: DataDir) -> Part:
+def traces_part(options: ServeOptions, data_dir: DataDir) -> ProcessSpec:
     """The trace store, on this machine alone unless the environment says otherwise."""
     assert options.traces_port is not None
     arguments = ["traces", "--port", str(options.traces_port), "--data-dir", str(data_dir.path), "--migrate"]
     if options.config is not None:
         arguments += ["--config", str(options.config)]
-    return Part("traces", tuple(arguments), {TOKEN_VARIABLE: options.traces_token}, serves_requests=False)
+    return ProcessSpec("traces", tuple(arguments), {TOKEN_VARIABLE: options.traces_token}, serves_requests=False)
 
 
-def dashboard_part(options: ServeOptions) -> Part:
+def dashboard_part(options: ServeOptions) -> ProcessSpec:
     """The dashboard. It gets no key: whoever opens it shows one."""
     assert options.dashboard_port is not None
     arguments = ("dashboard", "--host", options.host, "--port", str(options.dashboard_port), "--gateway", options.url)
     environment = {"MOIETY_ADMIN_KEY": ""}  # nor one of our own environment
-    return Part("dashboard", arguments, environment, serves_requests=False)
+    return ProcessSpec("dashboard", arguments, environment, serves_requests=False)
 
 
 def curl_command(options: ServeOptions, tenant_key: str) -> str:

@@ -41,14 +41,14 @@ def reachable_host(host: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Readiness:
+class GatewayReadiness:
     """What /readyz says; `reason` tells what is missing, in a few words, where the answer does."""
 
     ready: bool
     reason: str = ""
 
 
-async def ask_readiness(host: str, port: int) -> Readiness:
+async def ask_readiness(host: str, port: int) -> GatewayReadiness:
     """GET /readyz. A gateway that does not answer is not ready."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -61,10 +61,10 @@ async def ask_readiness(host: str, port: int) -> Readiness:
             finally:
                 writer.close()
     except (OSError, TimeoutError):
-        return Readiness(False, "the gateway does not answer yet")
+        return GatewayReadiness(False, "the gateway does not answer yet")
     head, _, body = answer.partition(b"\r\n\r\n")
     status = head.split(b" ", 2)[1:2]
-    return Readiness(status == [b"200"], describe(body))
+    return GatewayReadiness(status == [b"200"], describe(body))
 
 
 def describe(body: bytes) -> str:

@@ -22,7 +22,7 @@ LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProcessSpec:
     """What to run: the arguments of the `moiety` command, and the environment on top of ours."""
 
     name: str
@@ -34,7 +34,7 @@ class Part:
 class PartProcess:
     """Started once, waited for once. Whatever is left of its group when the process ends is killed."""
 
-    def __init__(self, part: Part, log_path: Path, console: Console) -> None:
+    def __init__(self, part: ProcessSpec, log_path: Path, console: Console) -> None:
         self.part = part
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.log_path = log_path

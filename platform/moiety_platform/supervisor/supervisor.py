@@ -16,7 +16,7 @@ from pathlib import Path
 from moiety_platform.supervisor.console import Console
 from moiety_platform.supervisor.errors import PartFailed
 from moiety_platform.supervisor.ports import ask_readiness
-from moiety_platform.supervisor.process import Part, PartProcess, describe_exit
+from moiety_platform.supervisor.process import PartProcess, ProcessSpec, describe_exit
 
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 15.0
@@ -31,7 +31,7 @@ STOP_TIMEOUT_S = 5.0  # for a part that has nothing to drain
 class Kept:
     """A part and its present run; owned by the Supervisor."""
 
-    part: Part
+    part: ProcessSpec
     run: PartProcess
     task: asyncio.Task[None] | None = None
 
@@ -50,7 +50,7 @@ class Supervisor:
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._killing: asyncio.Task[None] | None = None
 
-    def start(self, part: Part) -> None:
+    def start(self, part: ProcessSpec) -> None:
         """Start a part and keep it running."""
         kept = Kept(part, PartProcess(part, self._log_path(part.name), self._console))
         kept.task = asyncio.create_task(self._keep(kept), name=f"keep {part.name}")

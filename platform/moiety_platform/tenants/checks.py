@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from moiety_platform.errors import BadRequest
 from moiety_platform.openapi.schemas import shows
-from moiety_platform.tenants.models import MAX_NAME_LENGTH, Foresight, TenantStatus
+from moiety_platform.tenants.models import MAX_NAME_LENGTH, SpeculativePrefillMode, TenantStatus
 
 MAX_WEIGHT = 1000.0
 MIN_WEIGHT = 0.001
@@ -86,11 +86,13 @@ def check_weight(weight: float) -> float:
     return weight
 
 
-def check_foresight(foresight: str) -> str:
+def check_speculative_prefill(speculative_prefill: str) -> str:
     """Whether what is likely to come is computed for a tenant, and at whose expense."""
-    if foresight not in frozenset(Foresight):
-        raise BadRequest(f"'foresight' must be one of: {', '.join(Foresight)}.", param="foresight")
-    return foresight
+    if speculative_prefill not in frozenset(SpeculativePrefillMode):
+        raise BadRequest(
+            f"'speculative_prefill' must be one of: {', '.join(SpeculativePrefillMode)}.", param="speculative_prefill"
+        )
+    return speculative_prefill
 
 
 def check_status(status: str) -> str:

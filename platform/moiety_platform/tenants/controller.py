@@ -8,7 +8,7 @@ from litestar import Controller, Response, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter, SkipValidation
 
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
@@ -39,7 +39,7 @@ class TenantController(Controller):
     path = "/tenants"
     tags = ("tenants",)
 
-    @post(opt=needs(Action.WRITE_TENANTS) | fails(409))
+    @post(opt=needs(AdminAction.WRITE_TENANTS) | fails(409))
     async def create_tenant(
         self,
         store: NamedDependency[AuditedStore],
@@ -50,7 +50,7 @@ class TenantController(Controller):
         async with store.write() as session:
             return TenantView.of(await service.create_tenant(session, data, clock.now()))
 
-    @get(opt=needs(Action.READ_TENANTS))
+    @get(opt=needs(AdminAction.READ_TENANTS))
     async def list_tenants(
         self,
         database: NamedDependency[Database],
@@ -62,13 +62,13 @@ class TenantController(Controller):
         async with database.read() as session:
             return await service.list_tenants(session, parse_page(limit, cursor), name=name)
 
-    @get("/{tenant_id:str}", opt=needs(Action.READ_TENANTS))
+    @get("/{tenant_id:str}", opt=needs(AdminAction.READ_TENANTS))
     async def get_tenant(self, database: NamedDependency[Database], tenant_id: FromPath[str]) -> Response[TenantView]:
         """One tenant."""
         async with database.read() as session:
             return tagged(TenantView.of(await service.get_tenant(session, tenant_id)))
 
-    @patch("/{tenant_id:str}", opt=needs(Action.WRITE_TENANTS) | fails(409))
+    @patch("/{tenant_id:str}", opt=needs(AdminAction.WRITE_TENANTS) | fails(409))
     async def change_tenant(
         self,
         store: NamedDependency[AuditedStore],
@@ -88,7 +88,7 @@ class ProjectController(Controller):
     path = "/projects"
     tags = ("projects",)
 
-    @post(opt=needs(Action.WRITE_PROJECTS) | fails(404, 409))
+    @post(opt=needs(AdminAction.WRITE_PROJECTS) | fails(404, 409))
     async def create_project(
         self,
         store: NamedDependency[AuditedStore],
@@ -99,7 +99,7 @@ class ProjectController(Controller):
         async with store.write() as session:
             return ProjectView.of(await service.create_project(session, data, clock.now()))
 
-    @get(opt=needs(Action.READ_PROJECTS) | fails(404))
+    @get(opt=needs(AdminAction.READ_PROJECTS) | fails(404))
     async def list_projects(
         self,
         database: NamedDependency[Database],
@@ -112,7 +112,7 @@ class ProjectController(Controller):
         async with database.read() as session:
             return await service.list_projects(session, parse_page(limit, cursor), tenant_id=tenant_id, name=name)
 
-    @get("/{project_id:str}", opt=needs(Action.READ_PROJECTS))
+    @get("/{project_id:str}", opt=needs(AdminAction.READ_PROJECTS))
     async def get_project(
         self, database: NamedDependency[Database], project_id: FromPath[str]
     ) -> Response[ProjectView]:

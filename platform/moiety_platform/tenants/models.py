@@ -30,7 +30,7 @@ class TenantStatus(StrEnum):
     SUSPENDED = "suspended"
 
 
-class Foresight(StrEnum):
+class SpeculativePrefillMode(StrEnum):
     """Whether engines may compute what a tenant's conversations are likely to go on with, while nothing else is to be
     done, and whether it pays for that."""
 
@@ -56,7 +56,7 @@ class Tenant(Base):
     weight: Mapped[float] = mapped_column(Double)
     status: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
-    foresight: Mapped[str] = mapped_column(String(16), server_default=Foresight.OFF.value)
+    speculative_prefill: Mapped[str] = mapped_column(String(16), server_default=SpeculativePrefillMode.OFF.value)
     folded_name: Mapped[str | None] = mapped_column(String(MAX_FOLDED_NAME_LENGTH), unique=True, index=True)
 
     @validates("name")
@@ -65,7 +65,7 @@ class Tenant(Base):
         return name
 
 
-class Erasure(Base):
+class TenantDeletion(Base):
     """A tenant's data is being erased, or has been: nothing is added to such a tenant. `counts` are rows, by table."""
 
     __tablename__ = "erasures"

@@ -11,11 +11,11 @@ from moiety_platform.classes.checks import CLASS_NAME
 from moiety_platform.etags import Tagged
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.tenants.checks import NAME, WEIGHT
-from moiety_platform.tenants.models import Foresight, Project, Tenant, TenantStatus
+from moiety_platform.tenants.models import Project, SpeculativePrefillMode, Tenant, TenantStatus
 from moiety_wire.classes import STANDARD
 
 STATUS = shows(enum=list(TenantStatus))
-FORESIGHT = shows(enum=list(Foresight))
+SPECULATIVE_PREFILL = shows(enum=list(SpeculativePrefillMode))
 
 
 class NewTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,7 +24,7 @@ class NewTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, NAME]
     service_class: Annotated[str, CLASS_NAME] = STANDARD.name
     weight: Annotated[float, WEIGHT] = 1.0
-    foresight: Annotated[str, FORESIGHT] = Foresight.OFF.value
+    speculative_prefill: Annotated[str, SPECULATIVE_PREFILL] = SpeculativePrefillMode.OFF.value
 
 
 class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     service_class: Annotated[str, CLASS_NAME] | msgspec.UnsetType = msgspec.UNSET
     weight: Annotated[float, WEIGHT] | msgspec.UnsetType = msgspec.UNSET
     status: Annotated[str, STATUS] | msgspec.UnsetType = msgspec.UNSET
-    foresight: Annotated[str, FORESIGHT] | msgspec.UnsetType = msgspec.UNSET
+    speculative_prefill: Annotated[str, SPECULATIVE_PREFILL] | msgspec.UnsetType = msgspec.UNSET
 
 
 class NewProject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,7 +53,7 @@ class TenantView(Tagged, frozen=True):
     weight: float
     status: str
     created_at: datetime
-    foresight: str
+    speculative_prefill: str
 
     @classmethod
     def of(cls, tenant: Tenant) -> TenantView:

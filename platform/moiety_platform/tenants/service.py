@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.classes.service import require_class
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import Conflict, NotFound
-from moiety_platform.tenants.checks import check_foresight, check_status, check_weight, is_id, new_id
-from moiety_platform.tenants.models import Erasure, Project, Tenant, TenantStatus
+from moiety_platform.tenants.checks import check_speculative_prefill, check_status, check_weight, is_id, new_id
+from moiety_platform.tenants.models import Project, Tenant, TenantDeletion, TenantStatus
 from moiety_platform.tenants.names import check_new_name, fold_missing_names, is_named
 from moiety_platform.tenants.schemas import (
     NewProject,
@@ -36,7 +36,7 @@ async def create_tenant(session: AsyncSession, new: NewTenant, now: datetime) ->
         weight=check_weight(new.weight),
         status=TenantStatus.ACTIVE,
         created_at=now,
-        foresight=check_foresight(new.foresight),
+        speculative_prefill=check_speculative_prefill(new.speculative_prefill),
     )
     session.add(tenant)
     await _flush_unique(session, f"A tenant named {tenant.name!r} exists already; choose another name.")
@@ -54,7 +54,7 @@ async def get_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
 async def get_living_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
     """One whose data nobody has erased. Raises NotFound, or Conflict."""
     tenant = await get_tenant(session, tenant_id)
-    if await session.get(Erasure, tenant_id) is not None:
+    if await session.get(TenantDeletion, tenant_id) is not None:
         raise Conflict("This tenant's data was erased; make a new tenant instead.", code="tenant_erased")
     return tenant
 
@@ -80,8 +80,8 @@ async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantCha
         tenant.weight = check_weight(change.weight)
     if not isinstance(change.status, msgspec.UnsetType):
         tenant.status = check_status(change.status)
-    if not isinstance(change.foresight, msgspec.UnsetType):
-        tenant.foresight = check_foresight(change.foresight)
+    if not isinstance(change.speculative_prefill, msgspec.UnsetType):
+        tenant.speculative_prefill = check_speculative_prefill(change.speculative_prefill)
     if not isinstance(change.name, msgspec.UnsetType):  # last, so that no query before the flush below sends it
         await fold_missing_names(session, Tenant)
         tenant.name = check_new_name(change.name)

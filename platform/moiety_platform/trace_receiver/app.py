@@ -35,7 +35,7 @@ RETRY_AFTER_S = 1
 Headers = Mapping[bytes, bytes]
 
 
-class Refusal(Exception):
+class TraceRefusal(Exception):
     """What is sent is not taken: the status, and a sentence that says what to do."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -44,21 +44,21 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TraceTokens:
     """Who may send."""
 
     ours: str
     guests: str | None
 
     def is_ours(self, authorization: str) -> bool:
-        """Whether it is one of ours, or a guest. Raises Refusal."""
+        """Whether it is one of ours, or a pending. Raises TraceRefusal."""
         scheme, _, token = authorization.partition(" ")
         given = token.strip().encode() if scheme.lower() == "bearer" else b""
         if hmac.compare_digest(given, self.ours.encode()):
             return True
         if self.guests is not None and hmac.compare_digest(given, self.guests.encode()):
             return False
-        raise Refusal(401, "send 'Authorization: Bearer' with the token that the trace store was started with")
+        raise TraceRefusal(401, "send 'Authorization: Bearer' with the token that the trace store was started with")
 
 
 class TraceApp:
@@ -66,7 +66,7 @@ class TraceApp:
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: TraceTokens,
         writer: TraceWriter,
         store: StoreReadiness,
         registry: CollectorRegistry,
@@ -104,14 +104,14 @@ class TraceApp:
         headers = dict(scope["headers"])
         try:
             if scope["method"] != "POST":
-                raise Refusal(405, "send spans by POST")
+                raise TraceRefusal(405, "send spans by POST")
             is_ours = self.tokens.is_ours(headers.get(b"authorization", b"").decode("latin-1"))
             if headers.get(b"content-type", b"").partition(b";")[0].strip() != PROTOBUF.encode():
-                raise Refusal(415, f"send {PROTOBUF}: the exporter's protocol 'http/protobuf'")
+                raise TraceRefusal(415, f"send {PROTOBUF}: the exporter's protocol 'http/protobuf'")
             max_bytes = self.max_body_bytes
             body = _unpack(headers, await _receive(receive, max_bytes), max_bytes)
             answer = self._store_spans(body, is_ours)
-        except Refusal as refusal:
+        except TraceRefusal as refusal:
             self._requests.labels(str(refusal.status)).inc()
             await _answer(send, refusal.status, _status(str(refusal)), PROTOBUF)
         else:
@@ -123,12 +123,14 @@ class TraceApp:
         try:
             request.ParseFromString(body)
         except DecodeError as exc:
-            raise Refusal(400, "the body is no ExportTraceServiceRequest; send what an OTLP exporter makes") from exc
+            raise TraceRefusal(
+                400, "the body is no ExportTraceServiceRequest; send what an OTLP exporter makes"
+            ) from exc
         rows = rows_of(request.resource_spans, time.time_ns() // 1_000_000, is_ours=is_ours)
         if len(rows.spans) > self._writer.max_spans:
-            raise Refusal(413, f"more than {self._writer.max_spans} spans; send fewer at a time")
+            raise TraceRefusal(413, f"more than {self._writer.max_spans} spans; send fewer at a time")
         if rows.spans and not self._writer.put(rows):
-            raise Refusal(503, "the database is behind or away; send it again later")
+            raise TraceRefusal(503, "the database is behind or away; send it again later")
         if not rows.num_rejected:
             return ExportTraceServiceResponse()
         partial = ExportTracePartialSuccess(rejected_spans=rows.num_rejected, error_message=rows.complaint)
@@ -141,7 +143,7 @@ async def _receive(receive: Receive, max_bytes: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Refusal(400, "the body broke off")
+            raise TraceRefusal(400, "the body broke off")
         assert message["type"] == "http.request", "all that is left"
         parts.append(message["body"])
         num_bytes += len(message["body"])
@@ -156,21 +158,21 @@ def _unpack(headers: Headers, body: bytes, max_bytes: int) -> bytes:
     if encoding == b"identity":
         return body
     if encoding != b"gzip":
-        raise Refusal(415, "compress with gzip, or not at all")
+        raise TraceRefusal(415, "compress with gzip, or not at all")
     unpacker = zlib.decompressobj(wbits=31)
     try:
         unpacked = unpacker.decompress(body, max_bytes + 1)
     except zlib.error as exc:
-        raise Refusal(400, "the body is no gzip, which its Content-Encoding says") from exc
+        raise TraceRefusal(400, "the body is no gzip, which its Content-Encoding says") from exc
     if len(unpacked) > max_bytes:
         raise _too_large(max_bytes)
     if not unpacker.eof:
-        raise Refusal(400, "the body's gzip breaks off")
+        raise TraceRefusal(400, "the body's gzip breaks off")
     return unpacked
 
 
-def _too_large(max_bytes: int) -> Refusal:
-    return Refusal(413, f"the body is more than {max_bytes} bytes; send fewer spans at a time")
+def _too_large(max_bytes: int) -> TraceRefusal:
+    return TraceRefusal(413, f"the body is more than {max_bytes} bytes; send fewer spans at a time")
 
 
 def _status(message: str) -> bytes:

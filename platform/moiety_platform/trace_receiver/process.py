@@ -23,15 +23,15 @@ from moiety_platform.db.session import Database
 from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging, set_log_level
-from moiety_platform.metrics import UpkeepMetrics, new_registry
+from moiety_platform.metrics import RetentionMetrics, new_registry
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics, watching
 from moiety_platform.reloading.source import SettingsSource
-from moiety_platform.trace_receiver.app import Tokens, TraceApp
+from moiety_platform.retention.service import RetentionJob, RetentionService
+from moiety_platform.trace_receiver.app import TraceApp, TraceTokens
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.trace_receiver.writer import TraceWriter
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.trace_store.store import Now, purge_of
-from moiety_platform.upkeep.service import Chore, Upkeep
 
 DAY_MS = 24 * 3600 * 1000
 LIMITS = ConnectionLimits(
@@ -101,8 +101,8 @@ async def build_app(
     registry.register(_Stored(writer))
     store = StoreReadiness(database)
     owner = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
-    chores, counts = chores_of(settings, now), UpkeepMetrics(registry)
-    upkeep = Upkeep(owner, database, chores, counts, interval_s=settings.upkeep_interval_s, now=now)
+    chores, counts = chores_of(settings, now), RetentionMetrics(registry)
+    retention = RetentionService(owner, database, chores, counts, interval_s=settings.retention_interval_s, now=now)
     app = TraceApp(tokens_of(settings), writer, store, registry, settings.traces_max_body_bytes)
 
     def use(wanted: TraceSettings) -> None:
@@ -112,31 +112,31 @@ async def build_app(
     if live is not None:
         live.follow(["traces_token", "traces_guest_token", "traces_max_body_bytes", "traces_queue_spans"], use)
         live.follow(
-            ["keep_traces_days", "upkeep_interval_s"],
-            lambda wanted: upkeep.use(chores_of(wanted, now), wanted.upkeep_interval_s),
+            ["keep_traces_days", "retention_interval_s"],
+            lambda wanted: retention.use(chores_of(wanted, now), wanted.retention_interval_s),
         )
     await writer.start()
-    await upkeep.start()
+    await retention.start()
     try:
         yield app
     finally:
-        await upkeep.stop()
+        await retention.stop()
         await writer.stop()
         await store.close()
         await database.close()
 
 
-def tokens_of(settings: TraceSettings) -> Tokens:
+def tokens_of(settings: TraceSettings) -> TraceTokens:
     guests = settings.traces_guest_token
-    return Tokens(settings.traces_token.get_secret_value(), guests.get_secret_value() if guests else None)
+    return TraceTokens(settings.traces_token.get_secret_value(), guests.get_secret_value() if guests else None)
 
 
-def chores_of(settings: TraceSettings, now: Now = now_ms) -> list[Chore]:
+def chores_of(settings: TraceSettings, now: Now = now_ms) -> list[RetentionJob]:
     """What is past its time, spans before what they are found by."""
     keep_ms = round(settings.keep_traces_days * DAY_MS)
     return [
-        Chore("spans", purge_of(SpanRecord, keep_ms, now)),
-        Chore("traces", purge_of(TraceRecord, keep_ms, now)),
+        RetentionJob("spans", purge_of(SpanRecord, keep_ms, now)),
+        RetentionJob("traces", purge_of(TraceRecord, keep_ms, now)),
     ]
 
 

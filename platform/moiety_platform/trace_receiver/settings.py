@@ -35,7 +35,7 @@ class TraceSettings(BaseSettings):
     traces_max_body_bytes: int = live(4 * 1024 * 1024, "of a request, unpacked", ge=1024)
     traces_queue_spans: int = live(20_000, "spans that wait for the database; beyond: 503", ge=1000)
     keep_traces_days: float = live(7, "how long traces are kept", gt=0, le=3_650)
-    upkeep_interval_s: float = live(60, "how often what is past its time is deleted", gt=0)
+    retention_interval_s: float = live(60, "how often what is past its time is deleted", gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = live("info", "from which on events are logged")
     log_format: Literal["auto", "json", "console"] = fixed("auto", "of the log; auto: columns on a terminal, else JSON")
 

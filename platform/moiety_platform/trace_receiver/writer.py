@@ -12,7 +12,7 @@ import structlog
 
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.rounds import Rounds
+from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.trace_store.rows import Rows
 from moiety_platform.trace_store.store import insert_rows
 
@@ -34,7 +34,7 @@ class TraceWriter:
         self._database = database
         self._queue: deque[Rows] = deque()
         self._num_queued = 0
-        self._rounds = Rounds("traces", self._write_all, INTERVAL_S, pause_s=PAUSE_S)
+        self._rounds = PeriodicTask("traces", self._write_all, INTERVAL_S, pause_s=PAUSE_S)
 
     async def start(self) -> None:
         self._rounds.start()

@@ -1,4 +1,4 @@
-"""The tables of traces. No foreign keys: spans come in any order and from several processes.
+"""The tables of traces. No external keys: spans come in any order and from several processes.
 
 `traces` has a row for each request whose trace was kept, with what it is searched by; `spans` all spans, of whoever
 sends some. They may be in another database than the rest, so nothing is joined with them; a request's usage row has the

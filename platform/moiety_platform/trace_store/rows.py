@@ -1,7 +1,7 @@
 """From OpenTelemetry's spans to rows of the tables. Pure.
 
-Whoever sends may be one of ours, whose word on a tenant is believed, or a guest, of whom nothing that is `moiety.*` is
-kept. What is too long is cut, so that no sender fills the store with one span.
+Whoever sends may be one of ours, whose word on a tenant is believed, or a pending, of whom nothing that is
+`moiety.*` is kept. What is too long is cut, so that no sender fills the store with one span.
 """
 
 from __future__ import annotations

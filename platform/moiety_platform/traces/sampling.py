@@ -14,7 +14,7 @@ import msgspec
 _RANGE = 2**64
 
 
-class Verdict(StrEnum):
+class SamplingDecision(StrEnum):
     """Why a trace is kept; the last two, why it is not."""
 
     FAILED = "failed"
@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
     @property
     def is_kept(self) -> bool:
-        return self not in (Verdict.UNSAMPLED, Verdict.OVER_BUDGET)
+        return self not in (SamplingDecision.UNSAMPLED, SamplingDecision.OVER_BUDGET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,44 +58,44 @@ class Sampler:
     """Decides for one gateway, and counts its verdicts. One thread."""
 
     def __init__(self, terms: SamplingTerms) -> None:
-        self.counts: Counter[Verdict] = Counter()
+        self.counts: Counter[SamplingDecision] = Counter()
         self.terms = terms  # may be set to others, for the requests that end from then on
         self._second = -1
         self._num_kept = 0  # within it
         self._num_first = 0
 
-    def decide(self, ending: Ending, now_s: float) -> Verdict:
+    def decide(self, ending: Ending, now_s: float) -> SamplingDecision:
         """By the monotonic clock."""
         if (second := math.floor(now_s)) != self._second:
             self._second, self._num_kept, self._num_first = second, 0, 0
         verdict = self._judge(ending)
         if verdict.is_kept:
             if self._num_kept >= self.terms.max_per_s:
-                verdict = Verdict.OVER_BUDGET
+                verdict = SamplingDecision.OVER_BUDGET
             else:
                 self._num_kept += 1
-                self._num_first += verdict is Verdict.FIRST
+                self._num_first += verdict is SamplingDecision.FIRST
         self.counts[verdict] += 1
         return verdict
 
-    def _judge(self, ending: Ending) -> Verdict:
+    def _judge(self, ending: Ending) -> SamplingDecision:
         if (reason := _speaks_for(ending)) is not None:
             return reason
         if self._num_first < self.terms.first_per_s:
-            return Verdict.FIRST
+            return SamplingDecision.FIRST
         rate = self.terms.rates.get(ending.service_class, self.terms.rate)
         is_drawn = rate >= 1 or (rate > 0 and _lot(ending) < rate * _RANGE)
-        return Verdict.RATE if is_drawn else Verdict.UNSAMPLED
+        return SamplingDecision.RATE if is_drawn else SamplingDecision.UNSAMPLED
 
 
-def _speaks_for(ending: Ending) -> Verdict | None:
+def _speaks_for(ending: Ending) -> SamplingDecision | None:
     if ending.has_failed:
-        return Verdict.FAILED
+        return SamplingDecision.FAILED
     if ending.sla_attained is False:
-        return Verdict.SLA_MISSED
+        return SamplingDecision.SLA_MISSED
     if ending.num_preemptions:
-        return Verdict.PREEMPTED
-    return Verdict.FAILED_OVER if ending.num_failovers else None
+        return SamplingDecision.PREEMPTED
+    return SamplingDecision.FAILED_OVER if ending.num_failovers else None
 
 
 def _lot(ending: Ending) -> int:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from moiety_platform.traces.context import parse_traceparent
 from moiety_platform.traces.request_trace import RequestTrace
-from moiety_platform.traces.sampling import Ending, Sampler, SamplingTerms, Verdict
+from moiety_platform.traces.sampling import Ending, Sampler, SamplingDecision, SamplingTerms
 from moiety_platform.traces.span import Span
 
 MAX_SHARED = 8192
@@ -48,7 +48,7 @@ class Tracing:
         """A request's trace, within the client's if that is told in a valid way."""
         return RequestTrace(parse_traceparent(traceparent), start_ns, unix_ns, is_recorded=bool(self.senders))
 
-    def end(self, ending: Ending, now_s: float, make_spans: Callable[[Verdict], Sequence[Span]]) -> None:
+    def end(self, ending: Ending, now_s: float, make_spans: Callable[[SamplingDecision], Sequence[Span]]) -> None:
         """Judge a trace, and send what `make_spans` makes of one that is kept."""
         if not self.senders:
             return

@@ -1,6 +1,7 @@
 """Sums of days that are long over, so that a month costs no more than its days. Within the caller's transaction.
 
-A day is summed up once, by upkeep, some hours after its end; so requests pay nothing for it. Whoever changes hours of a
+A day is summed up once, by retention, some hours after its end; so requests pay nothing for it. Whoever changes
+hours of a
 day that may be summed up already unmarks it in the same transaction, and it is summed up anew. Both lock the day's mark
 first, so neither misses what the other does.
 """

@@ -14,12 +14,12 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.quota.kinds import Unit
 from moiety_platform.quota.store import book
-from moiety_platform.usage.bill import Bill, decode_bill, request_of, sequence_of
+from moiety_platform.usage.billing_context import BillingContext, decode_bill, request_of, sequence_of
 from moiety_platform.usage.ledger import COUNTS, correct, metered_before
 from moiety_platform.usage.models import EntryKind, UsageRecord
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
 from moiety_platform.usage.store import change_row, insert_rows, row_of
-from moiety_wire.messages import Metered
+from moiety_wire.messages import MeteredUsage
 
 MAX_WAITING = 64  # messages; an engine tells what was not settled again
 
@@ -35,7 +35,7 @@ class MeterReader:
         """`is_held` says of a request whether this process has it, and shall store its row by itself."""
         self._database = database
         self._is_held = is_held
-        self._waiting: asyncio.Queue[tuple[Sequence[Metered], Tell]] = asyncio.Queue(MAX_WAITING)
+        self._waiting: asyncio.Queue[tuple[Sequence[MeteredUsage], Tell]] = asyncio.Queue(MAX_WAITING)
         self._task: asyncio.Task[None] | None = None
         self.num_charged = 0
 
@@ -49,7 +49,7 @@ class MeterReader:
             await asyncio.wait({self._task})
             self._task = None
 
-    def take(self, records: Sequence[Metered], tell: Tell) -> None:
+    def take(self, records: Sequence[MeteredUsage], tell: Tell) -> None:
         """Records of one engine, and whom to tell when they are stored. Never waits."""
         if not self._waiting.full():
             self._waiting.put_nowait((records, tell))
@@ -72,7 +72,7 @@ class MeterReader:
                 tell(record.replica_id, [record.request_id])
 
 
-async def charge(session: AsyncSession, record: Metered) -> bool:
+async def charge(session: AsyncSession, record: MeteredUsage) -> bool:
     """See to it that the request is billed, once, for what the engine counted. False where its gateway had stored it
     after all, or the record is known. Raises msgspec.MsgspecError for a bill that is none."""
     try:
@@ -100,7 +100,7 @@ async def charge(session: AsyncSession, record: Metered) -> bool:
     return True
 
 
-def _with_count(row: UsageRow, bill: Bill, record: Metered, *, has_prompt: bool) -> UsageRow:
+def _with_count(row: UsageRow, bill: BillingContext, record: MeteredUsage, *, has_prompt: bool) -> UsageRow:
     """The request with one answer's tokens added. Of several answers to a prompt the first has its cache hits."""
     cached = row.cached_tokens + (record.num_cached_tokens if has_prompt else 0)
     output = row.output_tokens + record.num_output_tokens

@@ -49,7 +49,7 @@ class MinuteTotals(msgspec.Struct, frozen=True):
     num_promised: int
 
 
-class MinuteSum(msgspec.Struct, frozen=True):
+class UsageMinuteSum(msgspec.Struct, frozen=True):
     """One group's sums in the time from `at` on, as long as the report's step."""
 
     at: datetime
@@ -64,7 +64,7 @@ class MinuteReport(msgspec.Struct, frozen=True):
     since: datetime
     until: datetime
     step_minutes: int
-    data: list[MinuteSum]
+    data: list[UsageMinuteSum]
     truncated: bool
 
 
@@ -96,7 +96,7 @@ async def sum_minutes(session: AsyncSession, wanted: UsageFilter, grouping: Sequ
     rows = (await session.execute(statement)).all()
     names = await find_names(session, grouping, [row[1:] for row in rows[:MAX_SUMS]])
     sums = [
-        MinuteSum(
+        UsageMinuteSum(
             at=_EPOCH + (first + row[0] * step) * _MINUTE,
             group=names.label_all(grouping, row[1:]),
             totals=MinuteTotals(*row[1 + len(keys) :]),

@@ -1,4 +1,4 @@
-"""The tables of usage. No foreign keys, since what was used outlives what is deleted.
+"""The tables of usage. No external keys, since what was used outlives what is deleted.
 
 `usage` has one row a request, how it was and how it ended. `ledger` is what was billed: one entry that settles a
 request, and one for each correction, never changed. `usage_hours` are sums, written with what they sum. Of every
@@ -53,8 +53,8 @@ class UsageRecord(Base):
     num_preemptions: Mapped[int] = mapped_column(server_default="0")
     sla_attained: Mapped[bool | None]
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    foreseen_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    foreseen_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    speculative_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class EntryKind(StrEnum):
@@ -104,8 +104,8 @@ class _Sums:
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
     num_kept: Mapped[int] = mapped_column(BigInteger)  # promises
     num_promised: Mapped[int] = mapped_column(BigInteger)
-    foreseen_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    foreseen_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    speculative_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class UsageHour(_Sums, Base):

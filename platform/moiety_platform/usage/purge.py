@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.usage.models import UsageCut, UsageRecord
-from moiety_wire.classes import FORESIGHT
+from moiety_wire.classes import SPECULATIVE_PREFILL
 
 ROWS_AT_ONCE = 500
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars")
@@ -31,7 +31,9 @@ async def purge_requests(session: AsyncSession, before: datetime) -> int:
     cuts: defaultdict[tuple[datetime, str], tuple[int, ...]] = defaultdict(lambda: (0,) * len(_SUMS))
     for row in rows:
         key = row.started_at.replace(minute=0, second=0, microsecond=0), row.tenant_id
-        cuts[key] = tuple(map(add, cuts[key], (row.endpoint != FORESIGHT, *(getattr(row, name) for name in _SUMS[1:]))))
+        cuts[key] = tuple(
+            map(add, cuts[key], (row.endpoint != SPECULATIVE_PREFILL, *(getattr(row, name) for name in _SUMS[1:])))
+        )
     values = [
         {"hour": hour, "tenant_id": tenant_id, **dict(zip(_SUMS, sums, strict=True))}
         for (hour, tenant_id), sums in sorted(cuts.items())

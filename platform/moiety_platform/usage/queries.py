@@ -31,7 +31,7 @@ from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.days import Span, longest_done
 from moiety_platform.usage.models import UsageDay, UsageHour, UsageMinute, UsageRecord
 from moiety_platform.usage.schemas import RequestPage, RequestView, UsageGroup, UsageReport, UsageTotals
-from moiety_wire.classes import FORESIGHT
+from moiety_wire.classes import SPECULATIVE_PREFILL
 
 MAX_GROUPS = 1000
 DEFAULT_SPAN = timedelta(hours=24)
@@ -115,7 +115,7 @@ async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequen
         order = [keys[grouping.index("hour")]] if "hour" in grouping else []
         output = func.sum(source.c.output_tokens).desc()
         statement = statement.group_by(*keys).order_by(*order, output, *keys).limit(MAX_GROUPS + 1)
-        counted = func.sum(source.c.requests + source.c.foreseen_tokens)
+        counted = func.sum(source.c.requests + source.c.speculative_tokens)
         statement = statement.having(counted > 0)  # an hour's may have gone to another class
     rows = (await session.execute(statement)).all()
     names = await find_names(session, grouping, rows[:MAX_GROUPS])
@@ -128,7 +128,7 @@ async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequen
 async def list_requests(session: AsyncSession, wanted: UsageFilter, page: PageRequest) -> RequestPage:
     """Single requests, newest first."""
     in_time = UsageRecord.started_at >= wanted.since, UsageRecord.started_at < wanted.until
-    is_request = UsageRecord.endpoint != FORESIGHT
+    is_request = UsageRecord.endpoint != SPECULATIVE_PREFILL
     statement: Select[Any] = select(UsageRecord).where(*in_time, is_request, *wanted.conditions())
     statement = after_position(statement, page, UsageRecord.started_at, UsageRecord.request_id, newest_first=True)
     found: Sequence[UsageRecord] = (await session.scalars(statement)).all()
@@ -203,7 +203,7 @@ def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool]) -> Se
     return select(
         _hour(dialect, row.started_at).label("hour"),
         *(getattr(row, name).label(name) for name in _KEYS),
-        when(row.endpoint != FORESIGHT).label("requests"),
+        when(row.endpoint != SPECULATIVE_PREFILL).label("requests"),
         *(when(row.outcome == outcome).label(outcome) for outcome in ("failed", "rejected", "disconnected")),
         row.prompt_tokens.label("prompt_tokens"),
         row.cached_tokens.label("cached_tokens"),
@@ -215,8 +215,8 @@ def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool]) -> Se
         row.cost_nanodollars.label("cost_nanodollars"),
         when(row.sla_attained.is_(True)).label("num_kept"),
         when(row.sla_attained.is_not(None)).label("num_promised"),
-        row.foreseen_tokens.label("foreseen_tokens"),
-        row.foreseen_used_tokens.label("foreseen_used_tokens"),
+        row.speculative_tokens.label("speculative_tokens"),
+        row.speculative_used_tokens.label("speculative_used_tokens"),
     ).where(in_time, *wanted.conditions())
 
 
@@ -261,8 +261,8 @@ def _sums(source: Subquery) -> list[ColumnElement[Any]]:
         total(of.preemptions),
         total(of.cost_nanodollars),
         mean(of.num_kept, of.num_promised),
-        total(of.foreseen_tokens),
-        total(of.foreseen_used_tokens),
+        total(of.speculative_tokens),
+        total(of.speculative_used_tokens),
     ]
 
 

@@ -15,7 +15,7 @@ from moiety_platform.quota.models import LeaseState, QuotaLease, QuotaWindow
 from moiety_platform.usage.days import longest_done
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
 from moiety_platform.usage.set_aside import NOTHING_SET_ASIDE, SetAsideReport
-from moiety_wire.classes import FORESIGHT
+from moiety_wire.classes import SPECULATIVE_PREFILL
 
 MAX_SHOWN = 100
 _HOUR = timedelta(hours=1)
@@ -32,7 +32,7 @@ class Amounts(msgspec.Struct, frozen=True):
     cost_nanodollars: int = 0
 
 
-class Difference(msgspec.Struct, frozen=True):
+class LedgerDifference(msgspec.Struct, frozen=True):
     """A tenant of which the three do not say the same."""
 
     tenant_id: str
@@ -60,7 +60,7 @@ class Window(msgspec.Struct, frozen=True):
     settled_by_leases: int
 
 
-class Quarantine(msgspec.Struct, frozen=True):
+class QuarantinedLease(msgspec.Struct, frozen=True):
     """What a gateway process that died had leased and nobody has proven unspent; it counts as spent meanwhile."""
 
     replica_id: str
@@ -76,10 +76,10 @@ class Reconciliation(msgspec.Struct, frozen=True):
     agrees: bool
     total: Amounts
     tenants: int
-    differences: list[Difference]
+    differences: list[LedgerDifference]
     days: list[DaysDifference]
     windows: list[Window]
-    quarantined: list[Quarantine]
+    quarantined: list[QuarantinedLease]
     set_aside: SetAsideReport
 
 
@@ -95,7 +95,7 @@ async def reconcile(
     """Compare what began in these hours, the first and the last taken whole. At most MAX_SHOWN of each are listed.
     `set_aside` is all that the gateway has set aside, whenever it began."""
     start, end = _floor(since), _floor(until) + (_HOUR if _floor(until) != until else timedelta())
-    counted = func.sum(case((UsageRecord.endpoint != FORESIGHT, 1), else_=0))
+    counted = func.sum(case((UsageRecord.endpoint != SPECULATIVE_PREFILL, 1), else_=0))
     requests = await _amounts(session, _of(UsageRecord, UsageRecord.started_at, counted, start, end))
     cut = await _amounts(session, _of(UsageCut, UsageCut.hour, func.sum(UsageCut.requests), start, end))
     for tenant_id, amounts in cut.items():
@@ -104,7 +104,7 @@ async def reconcile(
     ledger = await _amounts(session, _of(LedgerEntry, LedgerEntry.started_at, settled, start, end))
     hours = await _amounts(session, _of(UsageHour, UsageHour.hour, func.sum(UsageHour.requests), start, end))
     differences = [
-        Difference(tenant_id, requests[tenant_id], ledger[tenant_id], hours[tenant_id])
+        LedgerDifference(tenant_id, requests[tenant_id], ledger[tenant_id], hours[tenant_id])
         for tenant_id in sorted({*requests, *ledger, *hours})
         if not requests[tenant_id] == ledger[tenant_id] == hours[tenant_id]
     ]
@@ -176,7 +176,7 @@ async def _unbalanced(session: AsyncSession) -> list[Window]:
     return [Window(*row) for row in rows]
 
 
-async def _quarantined(session: AsyncSession) -> list[Quarantine]:
+async def _quarantined(session: AsyncSession) -> list[QuarantinedLease]:
     left = QuotaLease.granted - QuotaLease.settled
     statement = (
         select(QuotaLease.replica_id, func.count(), cast(func.sum(left), BigInteger))
@@ -185,4 +185,4 @@ async def _quarantined(session: AsyncSession) -> list[Quarantine]:
         .order_by(QuotaLease.replica_id)
         .limit(MAX_SHOWN)
     )
-    return [Quarantine(*row) for row in await session.execute(statement)]
+    return [QuarantinedLease(*row) for row in await session.execute(statement)]

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from moiety_platform.quota.lease import Charge
-from moiety_wire.classes import FORESIGHT
+from moiety_wire.classes import SPECULATIVE_PREFILL
 
 GATEWAY_KILLED = "gateway_killed"
 CONNECTION_LOST = 499
@@ -45,14 +45,16 @@ class UsageRow(msgspec.Struct, frozen=True):
     num_preemptions: int = 0
     sla_attained: bool | None = None
     cost_nanodollars: int = 0
-    foreseen_tokens: int = 0  # computed before anybody asked for them, which is all that such a row has, and its cost
-    foreseen_used_tokens: int = 0  # of `cached_tokens`, those that were
+    speculative_tokens: int = (
+        0  # computed before anybody asked for them, which is all that such a row has, and its cost
+    )
+    speculative_used_tokens: int = 0  # of `cached_tokens`, those that were
     charges: tuple[Charge, ...] = ()  # to be booked with the row, and once, like it; not a column
 
     @property
     def is_request(self) -> bool:
         """Not where nobody has asked for it: such a row has this name for its endpoint and its class."""
-        return self.endpoint != FORESIGHT
+        return self.endpoint != SPECULATIVE_PREFILL
 
 
 KILLED: Final[dict[str, Any]] = {

@@ -24,8 +24,8 @@ class UsageTotals(msgspec.Struct, frozen=True):
     preemptions: int
     cost_nanodollars: int
     attainment: float | None  # share of the requests with a promise that had it kept; rejected ones did not
-    foreseen_tokens: int  # computed before anybody asked for them; no prompt tokens
-    foreseen_used_tokens: int  # of them, those that requests began with; of the others some may yet be
+    speculative_tokens: int  # computed before anybody asked for them; no prompt tokens
+    speculative_used_tokens: int  # of them, those that requests began with; of the others some may yet be
 
 
 class UsageGroup(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class RequestView(msgspec.Struct, frozen=True):
     num_preemptions: int
     sla_attained: bool | None
     cost_nanodollars: int
-    foreseen_used_tokens: int
+    speculative_used_tokens: int
 
     @classmethod
     def of(cls, record: UsageRecord) -> RequestView:

@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.bulk import BulkInsert
-from moiety_platform.quota.kinds import Kind, Unit
+from moiety_platform.quota.kinds import LimitKind, Unit
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quota.models import Quota
 from moiety_platform.quota.store import book, have_room
@@ -38,8 +38,8 @@ _numbers_of = attrgetter(
     "cached_tokens",
     "output_tokens",
     "cost_nanodollars",
-    "foreseen_tokens",
-    "foreseen_used_tokens",
+    "speculative_tokens",
+    "speculative_used_tokens",
 )
 _columns_of = attrgetter(*(column.name for column in UsageRecord.__table__.columns))
 _insert_usage = BulkInsert(UsageRecord)
@@ -95,7 +95,7 @@ async def _beyond(session: AsyncSession, before: UsageRow, after: UsageRow) -> l
     found = []
     for charge in after.charges:
         quota = await session.get(Quota, charge.window.quota_id)
-        amount = more.get(Kind(quota.kind).unit, 0) if quota is not None else 0
+        amount = more.get(LimitKind(quota.kind).unit, 0) if quota is not None else 0
         if amount:
             found.append(msgspec.structs.replace(charge, amount=amount))
     return found

@@ -17,7 +17,7 @@ from moiety_platform.usage.row import UsageRow
 _NAMES = (
     *("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens"),
     *("good_tokens", "ttft_ms", "num_ttft", "queue_ms", "num_queue", "duration_ms", "preemptions"),
-    *("cost_nanodollars", "num_kept", "num_promised", "foreseen_tokens", "foreseen_used_tokens"),
+    *("cost_nanodollars", "num_kept", "num_promised", "speculative_tokens", "speculative_used_tokens"),
 )
 
 
@@ -41,8 +41,8 @@ def _amounts(row: UsageRow) -> tuple[float, ...]:
         row.cost_nanodollars,
         row.sla_attained is True,
         row.sla_attained is not None,
-        row.foreseen_tokens,
-        row.foreseen_used_tokens,
+        row.speculative_tokens,
+        row.speculative_used_tokens,
     )
 
 

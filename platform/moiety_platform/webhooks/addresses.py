@@ -42,7 +42,7 @@ class CannotReach(Exception):
 
 
 @dataclass(slots=True)
-class Reach:
+class AddressPolicy:
     """`networks` are those that the settings allow besides the public internet; may be set to others."""
 
     networks: tuple[Network, ...] = ()

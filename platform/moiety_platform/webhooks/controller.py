@@ -7,21 +7,21 @@ from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, JSONBody, SkipValidation
 
-from moiety_platform.access.table import Action, needs
+from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.openapi.described import fails
 from moiety_platform.webhooks import service
-from moiety_platform.webhooks.addresses import Reach
+from moiety_platform.webhooks.addresses import AddressPolicy
 from moiety_platform.webhooks.events import derive_secret
 from moiety_platform.webhooks.schemas import MadeWebhook, NewWebhook, WebhookView, WebhookViews
 
 
-def webhook_routes(reach: Reach, pepper: bytes) -> list[HTTPRouteHandler]:
+def webhook_routes(reach: AddressPolicy, pepper: bytes) -> list[HTTPRouteHandler]:
     """The handlers, for the admin router to take in."""
 
-    @post("/webhooks", tags=["webhooks"], name="create_webhook", opt=needs(Action.WRITE_WEBHOOKS) | fails(409))
+    @post("/webhooks", tags=["webhooks"], name="create_webhook", opt=needs(AdminAction.WRITE_WEBHOOKS) | fails(409))
     async def create_webhook(
         store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
@@ -32,7 +32,7 @@ def webhook_routes(reach: Reach, pepper: bytes) -> list[HTTPRouteHandler]:
             view = await service.create_webhook(session, data, reach, clock.now())
         return MadeWebhook(view, derive_secret(view.id, pepper))
 
-    @get("/webhooks", tags=["webhooks"], name="list_webhooks", opt=needs(Action.READ_WEBHOOKS))
+    @get("/webhooks", tags=["webhooks"], name="list_webhooks", opt=needs(AdminAction.READ_WEBHOOKS))
     async def list_webhooks(database: NamedDependency[Database]) -> WebhookViews:
         """All webhooks, oldest first, and how they fare."""
         async with database.read() as session:
@@ -43,7 +43,7 @@ def webhook_routes(reach: Reach, pepper: bytes) -> list[HTTPRouteHandler]:
         status_code=200,
         tags=["webhooks"],
         name="delete_webhook",
-        opt=needs(Action.WRITE_WEBHOOKS),
+        opt=needs(AdminAction.WRITE_WEBHOOKS),
     )
     async def delete_webhook(store: NamedDependency[AuditedStore], webhook_id: FromPath[str]) -> WebhookView:
         """Send nothing there any more; returns what it was."""

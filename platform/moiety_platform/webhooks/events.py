@@ -9,7 +9,7 @@ from datetime import datetime
 
 import msgspec
 
-from moiety_platform.quota.kinds import Kind, window_end
+from moiety_platform.quota.kinds import LimitKind, window_end
 from moiety_platform.quota.models import QuotaAlert
 
 SIGNATURE_HEADER = "Moiety-Signature"
@@ -37,7 +37,7 @@ class ThresholdEvent(msgspec.Struct, frozen=True):
 
 def body_of(alert: QuotaAlert) -> bytes:
     """The event of an alert, the same bytes each time."""
-    period = Kind(alert.kind).period
+    period = LimitKind(alert.kind).period
     assert period is not None, "alerts are of stocks, which have a period"
     return msgspec.json.encode(
         ThresholdEvent(

@@ -9,16 +9,18 @@ from typing import Self
 
 import httpx
 
-from moiety_platform.webhooks.addresses import CannotReach, Reach
+from moiety_platform.webhooks.addresses import AddressPolicy, CannotReach
 
 TIMEOUT_S = 10.0
 
 
-class Poster:
+class WebhookClient:
     """Owned by whoever opens it. Follows no redirects, uses no proxy, reads no answer beyond its status, and keeps no
     connection, since one to an address must not serve another name at the same address."""
 
-    def __init__(self, reach: Reach, *, timeout_s: float = TIMEOUT_S, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, reach: AddressPolicy, *, timeout_s: float = TIMEOUT_S, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._reach = reach
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(

@@ -15,8 +15,8 @@ from moiety_platform.backoff import Backoff
 from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
+from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.quota.alerts import any_to_tell, tell
-from moiety_platform.rounds import Rounds
 from moiety_platform.webhooks.addresses import CannotReach
 from moiety_platform.webhooks.deliveries import (
     MAX_TRIES,
@@ -29,7 +29,7 @@ from moiety_platform.webhooks.deliveries import (
     store,
 )
 from moiety_platform.webhooks.events import SIGNATURE_HEADER, derive_secret, signature
-from moiety_platform.webhooks.poster import TIMEOUT_S, Poster
+from moiety_platform.webhooks.poster import TIMEOUT_S, WebhookClient
 
 INTERVAL_S = 5.0
 LEASE_S = 3 * TIMEOUT_S
@@ -44,7 +44,7 @@ class AlertSender:
     def __init__(
         self,
         database: Database,
-        poster: Poster,
+        poster: WebhookClient,
         pepper: bytes,
         clock: Clock,
         *,
@@ -57,7 +57,7 @@ class AlertSender:
         self._poster = poster
         self._peppers = [pepper] if previous_pepper is None else [pepper, previous_pepper]
         self._clock = clock
-        self._rounds = Rounds("alert-sender", self.round, interval_s)
+        self._rounds = PeriodicTask("alert-sender", self.round, interval_s)
         self._backoff = backoff
         self._now = now
 

@@ -9,14 +9,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.errors import Conflict, NotFound
 from moiety_platform.tenants.checks import is_id, new_id
-from moiety_platform.webhooks.addresses import Reach
+from moiety_platform.webhooks.addresses import AddressPolicy
 from moiety_platform.webhooks.models import DeliveryState, Webhook, WebhookDelivery
 from moiety_platform.webhooks.schemas import NewWebhook, WebhookView
 
 MAX_WEBHOOKS = 20
 
 
-async def create_webhook(session: AsyncSession, new: NewWebhook, reach: Reach, now: datetime) -> WebhookView:
+async def create_webhook(session: AsyncSession, new: NewWebhook, reach: AddressPolicy, now: datetime) -> WebhookView:
     """Events from now on go there as well. Raises BadRequest, or Conflict where there are too many."""
     url = reach.check(new.url)
     if (await session.scalar(select(func.count()).select_from(Webhook)) or 0) >= MAX_WEBHOOKS:

@@ -7,10 +7,10 @@ import pytest
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import Batching
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.steptime import StepTimeModel
+from moiety_engine.scheduling.step_time_model import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD, ServiceClass
 from moiety_wire.messages import FinishReason, Sampling
@@ -38,7 +38,7 @@ class Replica:
         step_s: float = STEP_S,
     ) -> None:
         ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=caching)
-        limits = Limits(budget, max_running, max_waiting=max_waiting)
+        limits = SchedulerLimits(budget, max_running, max_waiting=max_waiting)
         right = (step_s, 100 * TOKEN_S, *[0.0] * 5)  # the model of a step's time: a constant and a time a row
         strategy = STRATEGIES[Batching.CONTINUOUS]
         self.scheduler = Scheduler(ledger, limits, strategy, policy, step_time=StepTimeModel(right))

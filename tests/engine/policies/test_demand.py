@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moiety_engine.scheduling.policies.demand import Demand
+from moiety_engine.scheduling.policies.demand import DeadlineDemand
 from moiety_wire.classes import ServiceClass
 
 SOON = ServiceClass("soon", 0, completion_s=100.0)
@@ -13,7 +13,7 @@ WORSE = ServiceClass("worse", 1, completion_s=100.0)
 
 
 def test_what_waits_is_due_by_its_promise_and_a_part_of_it_before() -> None:
-    demand = Demand()
+    demand = DeadlineDemand()
     demand.came(SOON, 6_000, 0.0)
     demand.came(LATER, 20_000, 0.0)
     forgotten_s = 10_000.0  # so late that the rates are nothing
@@ -25,7 +25,7 @@ def test_what_waits_is_due_by_its_promise_and_a_part_of_it_before() -> None:
 
 
 def test_what_comes_steadily_is_due_a_promise_later() -> None:
-    demand = Demand()
+    demand = DeadlineDemand()
     for second in range(600):
         demand.came(SOON, 150, float(second))
         demand.left(SOON, 150)
@@ -33,7 +33,7 @@ def test_what_comes_steadily_is_due_a_promise_later() -> None:
 
 
 def test_worse_ranks_do_not_count() -> None:
-    demand = Demand()
+    demand = DeadlineDemand()
     demand.came(WORSE, 6_000, 0.0)
     assert demand.overload(0, 100.0, 10_000.0) == 0.0
     demand.came(SOON, 1_000, 10_000.0)

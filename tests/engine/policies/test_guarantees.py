@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.scheduling.policies.guarantees import Guarantees
-from moiety_engine.sequence import Place, Sequence
+from moiety_engine.scheduling.policies.kv_reservations import KvReservations
+from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.classes import FLEX, PRIORITY, ServiceClass
 from moiety_wire.messages import Sampling
 
@@ -40,7 +40,7 @@ class Bank:
     num_blocks: int
 
     def __post_init__(self) -> None:
-        self.guarantees = Guarantees(self.num_blocks, SIZE)
+        self.guarantees = KvReservations(self.num_blocks, SIZE)
         self.running: list[Sequence] = []
 
     @property
@@ -51,7 +51,7 @@ class Bank:
         blocks = -(-len(sequence.tokens) // SIZE)
         if not self.guarantees.can_join(sequence, num_tokens) or blocks > self.num_free:
             return False
-        sequence.place = Place.RUNNING
+        sequence.place = SequenceState.RUNNING
         sequence.blocks = [0] * blocks
         sequence.tokens.append(1)  # the first of its answer
         sequence.num_computed = len(sequence.tokens) - 1
@@ -72,7 +72,7 @@ class Bank:
             s.num_computed += 1
             if s.num_output >= s.submit.max_tokens:
                 self.running.remove(s)
-                s.place = Place.ENDED
+                s.place = SequenceState.ENDED
                 self.guarantees.forget(s)
         return bool(decoding)
 

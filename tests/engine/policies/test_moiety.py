@@ -25,7 +25,7 @@ def test_a_tenant_that_was_served_less_is_not_put_off_for_being_late(make_replic
         replica.step()
     late = replica.add(40, tenant="modest", service=stream(0.01))
     replica.run()
-    assert EventKind.RELEGATED in replica.events(late)
+    assert EventKind.DEMOTED in replica.events(late)
     assert replica.started.index(late) <= 5, "the other tenant's requests that are in time went before"
     assert len(replica.started) == len(greedy) + 1
 
@@ -213,7 +213,7 @@ def test_time_for_an_answer_is_demanded_up_to_the_length_that_was_asked_for_and_
     replica.run()
     soon = replica.add(8, service=near, output=40)  # takes 0.45 s
     replica.run()
-    assert EventKind.RELEGATED not in replica.events(soon)
+    assert EventKind.DEMOTED not in replica.events(soon)
 
 
 def test_what_waits_and_is_not_late_is_what_is_demanded(make_replica: MakeReplica) -> None:
@@ -228,10 +228,10 @@ def test_what_waits_and_is_not_late_is_what_is_demanded(make_replica: MakeReplic
             replica.step()
         classes = replica.scheduler.policy._pace.demand._classes
         demanded = {name: inflow.pending_tokens for name, (_, inflow) in classes.items()}
-        waiting = [s for s in replica.scheduler.places.waiting.values() if not s.relegated]
+        waiting = [s for s in replica.scheduler.places.waiting.values() if not s.demoted]
         for job in jobs:
             assert demanded.get(job.name, 0) == sum(s.num_uncached for s in waiting if s.service.name == job.name)
-    assert replica.scheduler.tally.of("job-1").relegated > 0
+    assert replica.scheduler.tally.of("job-1").demoted > 0
     replica.run()
 
 

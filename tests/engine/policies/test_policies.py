@@ -181,7 +181,7 @@ def _pace(make_replica: MakeReplica, policy: str) -> tuple[int, int]:
     return sum(came > due for came, due in zip(replica.came_ns[key], due_ns, strict=True)), num_steps
 
 
-@pytest.mark.parametrize("policy", ["qoserve-chunking", "qoserve-relegation", "qoserve"])
+@pytest.mark.parametrize("policy", ["qoserve-chunking", "qoserve-demotion", "qoserve"])
 def test_qoserve_takes_in_as_much_prefill_as_the_next_token_can_wait_for(
     make_replica: MakeReplica, policy: str
 ) -> None:
@@ -190,7 +190,7 @@ def test_qoserve_takes_in_as_much_prefill_as_the_next_token_can_wait_for(
     assert num_late == 0
 
 
-@pytest.mark.parametrize("policy", ["qoserve-chunking", "qoserve-relegation", "qoserve"])
+@pytest.mark.parametrize("policy", ["qoserve-chunking", "qoserve-demotion", "qoserve"])
 def test_qoserve_fills_the_step_where_nobody_runs_who_is_owed_a_pace(make_replica: MakeReplica, policy: str) -> None:
     replica = make_replica(policy, budget=256)
     replica.add(8, service=job(600.0), output=30)
@@ -200,7 +200,7 @@ def test_qoserve_fills_the_step_where_nobody_runs_who_is_owed_a_pace(make_replic
     assert replica.prefill_rows[-1] == 255
 
 
-@pytest.mark.parametrize("policy", ["qoserve-relegation", "qoserve"])
+@pytest.mark.parametrize("policy", ["qoserve-demotion", "qoserve"])
 def test_qoserve_sets_aside_what_will_be_late_and_ends_it_all_the_same(make_replica: MakeReplica, policy: str) -> None:
     replica = make_replica(policy, max_running=1)
     late = replica.add(20, service=stream(0.5))
@@ -208,13 +208,13 @@ def test_qoserve_sets_aside_what_will_be_late_and_ends_it_all_the_same(make_repl
     replica.wait(1.0)
     replica.run()
     assert replica.started == [in_time, late]
-    assert EventKind.RELEGATED in replica.events(late)
-    assert replica.scheduler.tally.of(stream(0.5).name).relegated == 1
-    assert EventKind.RELEGATED not in replica.events(in_time)
+    assert EventKind.DEMOTED in replica.events(late)
+    assert replica.scheduler.tally.of(stream(0.5).name).demoted == 1
+    assert EventKind.DEMOTED not in replica.events(in_time)
 
 
 def test_qoserve_sets_aside_before_the_deadline_what_is_too_long_to_meet_it(make_replica: MakeReplica) -> None:
-    replica = make_replica("qoserve-relegation", max_running=1)
+    replica = make_replica("qoserve-demotion", max_running=1)
     long = replica.add(1000, service=stream(0.5))  # takes more than a second
     short = replica.add(20, service=stream(0.6))
     replica.run()
@@ -222,25 +222,25 @@ def test_qoserve_sets_aside_before_the_deadline_what_is_too_long_to_meet_it(make
 
 
 def test_qoserve_sets_aside_the_less_important_in_the_stead_of_the_important(make_replica: MakeReplica) -> None:
-    replica = make_replica("qoserve-relegation", max_running=1)
+    replica = make_replica("qoserve-demotion", max_running=1)
     important = replica.add(20, service=stream(0.5, rank=0))
     lesser = replica.add(20, service=stream(2.0, rank=1))
     other = replica.add(20, service=stream(3.0, rank=0))
     replica.wait(1.0)
     replica.run()
     assert replica.started == [important, other, lesser]
-    assert EventKind.RELEGATED in replica.events(lesser)
-    assert EventKind.RELEGATED not in replica.events(important)
+    assert EventKind.DEMOTED in replica.events(lesser)
+    assert EventKind.DEMOTED not in replica.events(important)
 
 
 def test_qoserve_sets_aside_one_for_one(make_replica: MakeReplica) -> None:
-    replica = make_replica("qoserve-relegation")
+    replica = make_replica("qoserve-demotion")
     replica.add(200, service=stream(0.5, rank=0))  # takes seven steps
     for _ in range(4):
         replica.add(20, service=job(100.0, rank=1))
     replica.wait(1.0)
     replica.run()
-    assert replica.scheduler.tally.of(job(100.0).name).relegated == 1
+    assert replica.scheduler.tally.of(job(100.0).name).demoted == 1
 
 
 def test_qoserve_prefers_the_shorter_of_two_with_like_deadlines_and_edf_does_not(make_replica: MakeReplica) -> None:
@@ -251,7 +251,7 @@ def test_qoserve_prefers_the_shorter_of_two_with_like_deadlines_and_edf_does_not
         replica.run()
         return replica.started
 
-    assert order("qoserve-relegation") == [0, 1]
+    assert order("qoserve-demotion") == [0, 1]
     assert order("qoserve") == [1, 0]
 
 

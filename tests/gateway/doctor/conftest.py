@@ -12,14 +12,14 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 import pytest
 import zmq
 
-from moiety_engine.front.front import Front
-from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_engine.server.engine_server import EngineServer
+from moiety_engine.server.settings import ServerSettings
 from moiety_migrations import upgrade
-from moiety_platform.cli.doctor.command import Patient, examine
-from moiety_platform.cli.doctor.finding import Level
+from moiety_platform.cli.doctor.command import DoctorContext, examine
+from moiety_platform.cli.doctor.finding import Severity
 from moiety_platform.cli.gateway import ensure_first_keys
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.fake import FakeEngineClient
@@ -36,11 +36,11 @@ TOKEN = "a token of gateways"
 class World:
     """A healthy deployment, and means to hurt it."""
 
-    def __init__(self, patient: Patient, gateway, stack: AsyncExitStack, tenant_key: str) -> None:
+    def __init__(self, patient: DoctorContext, gateway, stack: AsyncExitStack, tenant_key: str) -> None:
         self.patient, self.gateway, self.stack, self.tenant_key = patient, gateway, stack, tenant_key
         self.clock = SystemClock()
 
-    def changed(self, **settings) -> Patient:
+    def changed(self, **settings) -> DoctorContext:
         return dataclasses.replace(self.patient, settings=self.patient.settings.model_copy(update=settings))
 
     async def engine(self, **options) -> str:
@@ -55,11 +55,11 @@ class World:
 @asynccontextmanager
 async def run_engine(chat_template=None, **options):
     context = zmq.Context()
-    settings = FrontSettings(**{"model": "scripted", "listen": "tcp://127.0.0.1:0", **options})
+    settings = ServerSettings(**{"model": "scripted", "listen": "tcp://127.0.0.1:0", **options})
     text = scripted_text_model()
     if chat_template is not None:
         text = dataclasses.replace(text, chat_template=chat_template)
-    front = Front(settings, "engine", text, ScriptedCore(Script()), context)
+    front = EngineServer(settings, "engine", text, ScriptedCore(Script()), context)
     await front.start()
     assert await front.wait_ready()
     try:
@@ -101,7 +101,7 @@ async def world(tmp_path, migrated, start_gateway, card):
     keys = await ensure_first_keys(settings, reissue=False)
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(start_gateway([FakeEngineClient(card)]))
-        patient = Patient(settings, gateway.url, keys.admin_key, None)
+        patient = DoctorContext(settings, gateway.url, keys.admin_key, None)
         yield World(patient, gateway, stack, keys.tenant_key)
 
 
@@ -126,4 +126,4 @@ def heals(world):
 async def complaints(world, patient, area):
     """What is wrong or to be watched there."""
     only = dataclasses.replace(patient, only=frozenset({area}))
-    return [one for one in await examine(only, world.clock) if one.level is not Level.OK]
+    return [one for one in await examine(only, world.clock) if one.level is not Severity.OK]

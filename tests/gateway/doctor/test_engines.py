@@ -11,7 +11,7 @@ import zmq
 from pydantic import SecretStr
 from tests.conftest import free_port
 
-from moiety_platform.cli.doctor.command import Patient
+from moiety_platform.cli.doctor.command import DoctorContext
 from moiety_wire.codec import encode
 from moiety_wire.messages import PROTOCOL_VERSION
 from moiety_wire.roles import EngineRole
@@ -29,7 +29,7 @@ async def port_of_another_server(world):
     yield world.changed(engines=(await world.engine(),))
 
 
-def keys_of(world, server_public: bytes, **settings) -> Patient:
+def keys_of(world, server_public: bytes, **settings) -> DoctorContext:
     public, secret = zmq.curve_keypair()
     return world.changed(
         curve_server_key=server_public.decode(), curve_public_key=public.decode(),
@@ -119,10 +119,10 @@ async def prompts_without_answers(world):
     yield world.changed(engines=(first, await world.engine(role=EngineRole.DECODE)))
 
 
-def another_server(world, model="tiny", url=None) -> Patient:
+def another_server(world, model="tiny", url=None) -> DoctorContext:
     """The gateway itself, which speaks OpenAI's words, as a server of others."""
     address = f"openai+{url or world.gateway.url}/v1?model={model}&kind=vllm&tokenizer=/checkpoint"
-    return world.changed(engines=(address,), foreign_api_key=SecretStr(world.gateway.key))
+    return world.changed(engines=(address,), external_engine_api_key=SecretStr(world.gateway.key))
 
 
 async def server_of_others_that_is_away(world):

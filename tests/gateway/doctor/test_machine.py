@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moiety_platform.cli.doctor.finding import Finding, Level
+from moiety_platform.cli.doctor.finding import Finding, Severity
 from moiety_platform.cli.doctor.machine import look_at_machine
 
 from .conftest import COMMAND_S, MOIETY
@@ -53,7 +53,7 @@ def test_a_driver_that_is_not_loaded_is_found_and_the_command_loads_it(tmp_path,
     script(tools / "modprobe", f'test "$1" = nvidia && touch {loaded}')
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     complaint = at_once(tmp_path)["gpu_driver"]
-    assert (complaint.level, complaint.found) == (Level.WRONG, f"nvidia-smi failed: {said}")
+    assert (complaint.level, complaint.found) == (Severity.WRONG, f"nvidia-smi failed: {said}")
     assert run(complaint.command).returncode == 0
     assert at_once(tmp_path)["gpu"].found == "H200, 580.1, 143771 MiB"
 
@@ -71,7 +71,7 @@ def test_a_package_of_another_age_is_found_and_the_command_installs_the_right_on
     for folder in (old, new):
         monkeypatch.syspath_prepend(folder)
     complaint = at_once(tmp_path)["packages_unfit"]
-    assert (complaint.level, complaint.found) == (Level.WRONG, "litestar 1.0 does not fit this release")
+    assert (complaint.level, complaint.found) == (Severity.WRONG, "litestar 1.0 does not fit this release")
     where = {"PIP_TARGET": str(new), "PIP_FIND_LINKS": str(shelf), "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1"}
     done = run(complaint.command, **where)
     assert done.returncode == 0, done.stderr

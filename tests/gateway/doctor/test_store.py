@@ -19,7 +19,7 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
 from moiety_platform.prices.schemas import NewPrice
 from moiety_platform.prices.service import set_price
-from moiety_platform.quota.kinds import Kind
+from moiety_platform.quota.kinds import LimitKind
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.tenants.models import ApiKey
@@ -215,7 +215,7 @@ async def sums_of_a_day_that_differ(world):
         await session.merge(UsageDayMark(day=yesterday, is_done=True))  # and no sums
     yield world.patient
     async with database.write() as session:
-        await unmark(session, [yesterday])  # upkeep sums it up anew
+        await unmark(session, [yesterday])  # retention sums it up anew
     await database.close()
     yield world.patient
 
@@ -247,7 +247,7 @@ async def model_without_a_price_under_a_limit_in_money(world):
     database = Database.open(world.patient.settings.store_url)
     await record(world, database, ROW)
     async with database.write() as session:
-        limit = {"id": "quo_a", "level": "tenant", "scope_id": "ten_a", "kind": Kind.MONEY_PER_DAY, "cap": 5}
+        limit = {"id": "quo_a", "level": "tenant", "scope_id": "ten_a", "kind": LimitKind.MONEY_PER_DAY, "cap": 5}
         await session.execute(insert(Quota).values(**limit, created_at=datetime.now(UTC)))
     yield world.patient
     async with database.write() as session:  # by the command's way

@@ -31,7 +31,7 @@ from moiety_engine.model.families.mixtral import mixtral
 from moiety_engine.model.families.olmoe import olmoe
 from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
-from moiety_engine.model.narrow import stored_format
+from moiety_engine.model.quantized_checkpoints import stored_format
 from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
 
 if TYPE_CHECKING:

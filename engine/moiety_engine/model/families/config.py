@@ -135,13 +135,13 @@ def checkpoint_dtype(config: Config) -> str:
     return str(first(config, "dtype", "torch_dtype", default=unsaid)).removeprefix("torch.")
 
 
-def read_foretelling(config: Config, read_layer: Callable[[Config, int], LayerSpec]) -> Features:
+def read_mtp(config: Config, read_layer: Callable[[Config, int], LayerSpec]) -> Features:
     """The first of the layers after the last, which draft tokens, if there are any; without drafts all are left on
     disk."""
     last, drafting = config["num_hidden_layers"], first(config, "num_nextn_predict_layers", "num_mtp_layers", default=0)
     return {
         "ignored_prefixes": tuple(f"model.layers.{last + index}." for index in range(drafting)),
-        "foretelling": read_layer(config, last) if drafting else None,
+        "mtp": read_layer(config, last) if drafting else None,
     }
 
 

@@ -11,7 +11,7 @@ from moiety_engine.model.families.config import (
     first,
     need,
     read_activation,
-    read_foretelling,
+    read_mtp,
     read_rope,
     read_routing,
     read_sigmoid_mixture,
@@ -34,11 +34,11 @@ def deepseek_v3(config: Config, index: int) -> LayerSpec:
 
 
 def deepseek_v2_features(config: Config) -> Features:
-    return read_foretelling(config, deepseek_v2)
+    return read_mtp(config, deepseek_v2)
 
 
 def deepseek_v3_features(config: Config) -> Features:
-    return read_foretelling(config, deepseek_v3)
+    return read_mtp(config, deepseek_v3)
 
 
 def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:

@@ -6,7 +6,7 @@ from moiety_engine.model.families.config import (
     Config,
     Features,
     read_attention,
-    read_foretelling,
+    read_mtp,
     read_sigmoid_mixture,
 )
 from moiety_engine.model.spec import LayerSpec
@@ -22,4 +22,4 @@ def glm4_moe(config: Config, index: int) -> LayerSpec:
 
 
 def glm_features(config: Config) -> Features:
-    return read_foretelling(config, glm4_moe)
+    return read_mtp(config, glm4_moe)

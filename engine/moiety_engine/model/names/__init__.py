@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.model.names.attention import attention_places
 from moiety_engine.model.names.feed_forward import expert_places, feed_forward_places
-from moiety_engine.model.names.place import Place, Shares, plain, raised, whole
+from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, raised, whole
 from moiety_engine.model.quantization_formats import KV_SCALES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from moiety_engine.model.names.place import Named
+    from moiety_engine.model.names.tensor_mapping import Named
     from moiety_engine.model.spec import LayerSpec, ModelSpec
     from moiety_engine.model.weights import LayerWeights, ModelWeights, NormWeights
 
@@ -26,12 +26,12 @@ _ROOTS = ("model.", "", "language_model.model.", "model.language_model.")
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # tables that some old checkpoints carry
 
 
-def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dict[str, Place | Shares]:
+def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dict[str, TensorMapping | Shares]:
     """Name on disk → where it goes. Of several ways to name a thing the one that is `present` is taken."""
     root = next((root for root in _ROOTS if f"{root}embed_tokens.weight" in present), "model.")
-    found: dict[str, Place | Shares] = dict(_around(spec, weights, root))
+    found: dict[str, TensorMapping | Shares] = dict(_around(spec, weights, root))
     layers = zip(spec.layers, weights.layers, strict=True)
-    for index, (layer_spec, layer) in enumerate(layers, spec.foretells_after or 0):
+    for index, (layer_spec, layer) in enumerate(layers, spec.mtp_after or 0):
         prefix = f"{root}layers.{index}."
         local = {name.removeprefix(prefix) for name in present if name.startswith(prefix)}
         found.update((prefix + name, place) for name, place in _layer(layer_spec, layer, local))
@@ -49,7 +49,7 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str) -> Iterator[Named
     """What comes before the layers and after them."""
     joining = weights.joining
     if joining is not None:
-        prefix = f"{root}layers.{spec.foretells_after}."
+        prefix = f"{root}layers.{spec.mtp_after}."
         yield from _norm(f"{prefix}enorm", joining.token_norm)
         yield from _norm(f"{prefix}hnorm", joining.before_norm)
         yield f"{prefix}eh_proj.weight", whole(joining.projection_DJ)
@@ -79,8 +79,8 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
     yield from feed_forward_places(layer.ffn, present)
 
 
-def _raised(name: str, place: Place | Shares, offset: float) -> Place | Shares:
-    return raised(place, offset) if isinstance(place, Place) and name.endswith("norm.weight") else place
+def _raised(name: str, place: TensorMapping | Shares, offset: float) -> TensorMapping | Shares:
+    return raised(place, offset) if isinstance(place, TensorMapping) and name.endswith("norm.weight") else place
 
 
 def _norm(name: str, weights: NormWeights) -> Iterator[Named]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.names.place import Place, Shares, plain, reshaped, whole
+from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, reshaped, whole
 from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.weights import AttentionWeights, LatentAttentionWeights
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.model.names.place import Named
+    from moiety_engine.model.names.tensor_mapping import Named
     from moiety_engine.model.spec import AttentionSpec
 
 
@@ -49,7 +49,7 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights) -> Iterator[Named]:
         yield "self_attn.sinks", whole(weights.sinks_H)
 
 
-def _from_neighbours(rows_C: Tensor, spec: AttentionSpec) -> Place:
+def _from_neighbours(rows_C: Tensor, spec: AttentionSpec) -> TensorMapping:
     """On disk the two rows of a rotated pair are neighbours; here each head has all first ones, then all second."""
     split = rows_C.view(-1, 2, spec.head_dim // 2, *rows_C.shape[1:])
     return reshaped(split.transpose(1, 2), tuple(rows_C.shape))
@@ -74,7 +74,7 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
         yield "self_attn.o_proj.bias", whole(weights.output_bias_D)
 
 
-def _with_rotated_ends(rows_C: Tensor, spec: LatentAttentionSpec, heads: int) -> Place:
+def _with_rotated_ends(rows_C: Tensor, spec: LatentAttentionSpec, heads: int) -> TensorMapping:
     """Each head's last rows are rotated; on disk the two rows of a pair may be neighbours, here all first ones come
     before all second ones."""
     if not spec.rope.interleaved or not heads:
@@ -83,7 +83,7 @@ def _with_rotated_ends(rows_C: Tensor, spec: LatentAttentionSpec, heads: int) ->
     still = width - spec.rope.rotary_width
     one = torch.cat((torch.arange(still), torch.arange(still, width, 2), torch.arange(still + 1, width, 2)))
     order_C = (torch.arange(heads)[:, None] * width + one).flatten()
-    return Place(rows_C, tuple(rows_C.shape), lambda source: source[order_C])
+    return TensorMapping(rows_C, tuple(rows_C.shape), lambda source: source[order_C])
 
 
 def _up(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Shares:

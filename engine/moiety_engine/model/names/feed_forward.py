@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_engine.model.names.place import Place, plain, reshaped, whole
+from moiety_engine.model.names.tensor_mapping import TensorMapping, plain, reshaped, whole
 from moiety_engine.model.weights import MoeWeights
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.model.names.place import Named
+    from moiety_engine.model.names.tensor_mapping import Named
     from moiety_engine.model.weights import DenseWeights, SharedWeights
 
 _ROUTERS = ("gate.weight", "router.weight", "router.layer.weight")
@@ -85,7 +85,7 @@ def _experts(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
     gate_up_E2FD, down_EDF = plain(weights.gate_up_E2FD), plain(weights.down_EDF)
     if weights.gate_up_bias_E2F is not None and weights.down_bias_ED is not None:
         yield from _interwoven(gate_up_E2FD, weights.gate_up_bias_E2F)
-        yield "experts.down_proj", Place(down_EDF.mT, tuple(down_EDF.mT.shape))
+        yield "experts.down_proj", TensorMapping(down_EDF.mT, tuple(down_EDF.mT.shape))
         yield "experts.down_proj_bias", whole(weights.down_bias_ED)
         return
     for gate_up_name, down_name in _STACKED.items():

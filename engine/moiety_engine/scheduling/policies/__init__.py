@@ -6,7 +6,7 @@ from moiety_engine.scheduling.policies.dlpm import Dlpm
 from moiety_engine.scheduling.policies.edf import Edf
 from moiety_engine.scheduling.policies.fcfs import Fcfs
 from moiety_engine.scheduling.policies.moiety import Moiety
-from moiety_engine.scheduling.policies.qoserve import Qoserve, QoserveChunking, QoserveRelegation
+from moiety_engine.scheduling.policies.qoserve import Qoserve, QoserveChunking, QoserveDemotion
 from moiety_engine.scheduling.policies.strict_priority import StrictPriority
 from moiety_engine.scheduling.policies.vtc import Vtc
 from moiety_engine.scheduling.policy import Policy, PolicyContext
@@ -19,7 +19,7 @@ _ALL: tuple[type[Policy], ...] = (
     Vtc,
     Dlpm,
     QoserveChunking,
-    QoserveRelegation,
+    QoserveDemotion,
     Qoserve,
 )
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}

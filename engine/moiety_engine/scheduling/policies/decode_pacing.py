@@ -13,15 +13,15 @@ from bisect import bisect_right
 from itertools import accumulate
 
 from moiety_engine.scheduling.plan import Chunk
-from moiety_engine.scheduling.policies.pace import Pace
+from moiety_engine.scheduling.policies.slo_tracker import SloTracker
 from moiety_engine.scheduling.policies.tuning import Tuning
-from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
 
 
 class DecodePacing:
     """Choose the decodes of a step."""
 
-    def __init__(self, tuning: Tuning, pace: Pace, step_time: StepTimeModel) -> None:
+    def __init__(self, tuning: Tuning, pace: SloTracker, step_time: StepTimeModel) -> None:
         self._tuning = tuning
         self._pace = pace
         self._step_time = step_time

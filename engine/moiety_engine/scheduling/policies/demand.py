@@ -8,7 +8,7 @@ and due by then.
 
 from __future__ import annotations
 
-from moiety_engine.scheduling.admission import Inflow
+from moiety_engine.scheduling.admission import PromptInflow
 from moiety_wire.classes import ServiceClass
 
 _MEAN_S = 60.0  # time constant of the rates: of promises that are far off, and not of a burst
@@ -17,16 +17,16 @@ _NEGLIGIBLE = 0.001  # of what is served
 _AHEAD = 4.0  # times the longest promise, up to which one looks
 
 
-class Demand:
-    """Of all classes of late. O(1) for a request; what was relegated is due no more."""
+class DeadlineDemand:
+    """Of all classes of late. O(1) for a request; what was demoted is due no more."""
 
     def __init__(self) -> None:
-        self._classes: dict[str, tuple[ServiceClass, Inflow]] = {}
+        self._classes: dict[str, tuple[ServiceClass, PromptInflow]] = {}
 
     def came(self, service: ServiceClass, num_tokens: int, now_s: float) -> None:
         _, inflow = self._classes.get(service.name, (service, None))
         if inflow is None:
-            inflow = Inflow(now_s, _MEAN_S)
+            inflow = PromptInflow(now_s, _MEAN_S)
         self._classes[service.name] = service, inflow
         inflow.came(num_tokens, now_s)
 
@@ -58,7 +58,7 @@ class Demand:
         }
 
 
-def _due(flows: list[tuple[float, Inflow]], until_s: float) -> float:
+def _due(flows: list[tuple[float, PromptInflow]], until_s: float) -> float:
     """Tokens that are due by then, of (promised within so long, flow)."""
     return sum(
         inflow.pending_tokens * min(1.0, until_s / within_s) + inflow.arriving_per_s * max(0.0, until_s - within_s)

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from heapq import heappop, heappush, heapreplace
 
-from moiety_engine.scheduling.entries import EntryHeap
-from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT
+from moiety_engine.scheduling.entry_heap import EntryHeap
+from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policy import Policy, PolicyContext
-from moiety_engine.sequence import Place, Sequence
+from moiety_engine.sequence import Sequence, SequenceState
 
 _NEW, _WAITING = range(2)  # a sequence's `bucket`: whether its client counts it
 _MAX_IDLE = 1024  # tenants remembered beyond those that have requests
 
 
-class Client:
+class DlpmTenant:
     """One tenant."""
 
     __slots__ = ("active", "deficit", "heap", "num_waiting", "version", "weight")
@@ -45,10 +45,10 @@ class Dlpm(Policy):
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)  # its heap holds those that have started
         self.quantum = context.max_batch_tokens
-        self._clients: dict[str, Client] = {}
-        self._waiting: dict[int, Client] = {}  # by id, those with requests that wait to start
+        self._clients: dict[str, DlpmTenant] = {}
+        self._waiting: dict[int, DlpmTenant] = {}  # by id, those with requests that wait to start
         self._order: list[
-            tuple[int, int, int, int, Client]
+            tuple[int, int, int, int, DlpmTenant]
         ] = []  # (a heap's first key and order, tie, version, client)
         self._waiting_for: dict[bytes, dict[int, Sequence]] = {}  # by hash of the first block that the cache lacked
         self._lacks: dict[int, bytes] = {}  # the same by sequence
@@ -61,10 +61,10 @@ class Dlpm(Policy):
         return sequence.order
 
     def push(self, sequence: Sequence, now_s: float) -> None:
-        if sequence.place is not Place.WAITING:
+        if sequence.place is not SequenceState.WAITING:
             super().push(sequence, now_s)
             return
-        client: Client = sequence.account
+        client: DlpmTenant = sequence.account
         if sequence.bucket == _NEW:
             sequence.bucket = _WAITING
             client.num_waiting += 1
@@ -80,7 +80,7 @@ class Dlpm(Policy):
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        if sequence.place is not Place.WAITING:
+        if sequence.place is not SequenceState.WAITING:
             super().discard(sequence)
         else:
             self._forget_lack(sequence)
@@ -90,13 +90,13 @@ class Dlpm(Policy):
         """Into its client's heap, with the prefix that the cache now holds."""
         cached = self.context.cached_tokens(sequence)
         self._note_lack(sequence, cached)
-        client: Client = sequence.account
+        client: DlpmTenant = sequence.account
         client.heap.push(-cached, sequence)
         first = client.heap.first()
         if first is not None and first[3] is sequence:
             self._place(client)
 
-    def _place(self, client: Client) -> None:
+    def _place(self, client: DlpmTenant) -> None:
         """A client that has a new first, or deficit again, has a new place in the order."""
         client.version += 1
         first = client.heap.first()
@@ -163,7 +163,7 @@ class Dlpm(Policy):
     # ── what happened ──
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
-        client = self._clients.pop(sequence.tenant, None) or Client()
+        client = self._clients.pop(sequence.tenant, None) or DlpmTenant()
         self._clients[sequence.tenant] = client  # the last to come stands last
         if len(self._clients) > self._forget_at:
             self._forget_idle()
@@ -172,7 +172,7 @@ class Dlpm(Policy):
         sequence.account = client
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
-        client: Client = sequence.account
+        client: DlpmTenant = sequence.account
         client.deficit -= num_uncached
         self._waits_no_more(client)
 
@@ -183,15 +183,15 @@ class Dlpm(Policy):
                 self._published(sequence)
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        client: Client = sequence.account
+        client: DlpmTenant = sequence.account
         client.active -= 1
-        if sequence.place is Place.WAITING:
+        if sequence.place is SequenceState.WAITING:
             if sequence.bucket == _WAITING:
                 self._waits_no_more(client)
         elif self._waiting_for:
             self._published(sequence)
 
-    def _waits_no_more(self, client: Client) -> None:
+    def _waits_no_more(self, client: DlpmTenant) -> None:
         client.num_waiting -= 1
         if client.num_waiting == 0:
             del self._waiting[id(client)]

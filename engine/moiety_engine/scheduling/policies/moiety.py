@@ -1,10 +1,10 @@
 """Our own policy: every class its promise, every tenant its share.
 
 Who wants prefill stands in one of three buckets. *At risk*: its deadline is near enough that it must go now. *Safe*:
-there is time. *Relegated*: its promise can hardly be kept any more, and it must not drag others down. Those at risk go
+there is time. *Demoted*: its promise can hardly be kept any more, and it must not drag others down. Those at risk go
 first, the better rank before the worse; then, rank by rank, the others. Within a rank the tenant with the lowest
 virtual token counter goes first; of a tenant, the earliest deadline, blended with remaining work as the load grows, and
-last of all what was relegated. A small part of the time is kept for those who have waited beyond their class's bound
+last of all what was demoted. A small part of the time is kept for those who have waited beyond their class's bound
 and for tenants that have not been served for long, so that nobody starves (`urgency`).
 
 A step lasts no longer than the running requests' next tokens can wait, and no request joins whose decoding would make
@@ -20,15 +20,15 @@ from collections.abc import Iterable
 
 from moiety_engine.scheduling.admission import PromptFlow
 from moiety_engine.scheduling.plan import Chunk
-from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT, Account, Accounts
-from moiety_engine.scheduling.policies.claims import Claims
 from moiety_engine.scheduling.policies.decode_pacing import DecodePacing
-from moiety_engine.scheduling.policies.pace import Pace
+from moiety_engine.scheduling.policies.kv_admission import KvAdmission
+from moiety_engine.scheduling.policies.slo_tracker import SloTracker
+from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT, TenantCounter, TenantCounters
 from moiety_engine.scheduling.policies.tuning import Tuning
-from moiety_engine.scheduling.policies.urgency import AT_RISK, UrgencyQueue
-from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext, StepBudget, Verdict
-from moiety_engine.scheduling.steptime import StepShape
-from moiety_engine.sequence import Place, Sequence
+from moiety_engine.scheduling.policies.urgency_queue import AT_RISK, UrgencyQueue
+from moiety_engine.scheduling.policy import AdmissionDecision, BatchView, Policy, PolicyContext, StepBudget
+from moiety_engine.scheduling.step_time_model import StepShape
+from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.notes import Reason
 
@@ -42,12 +42,12 @@ class Moiety(Policy):
     def __init__(self, context: PolicyContext, tuning: Tuning | None = None) -> None:
         super().__init__(context)
         self.tuning = tuning or Tuning()
-        self._accounts: dict[int, Accounts] = {}  # by rank
+        self._accounts: dict[int, TenantCounters] = {}  # by rank
         self._unreckoned_s = 0.0  # time for which accounts have not been told
         self._flow = PromptFlow(context.step_time, context.max_batch_tokens)
-        self._pace = Pace(self.tuning, self._flow)
+        self._pace = SloTracker(self.tuning, self._flow)
         self._queue = UrgencyQueue(self.tuning, self._pace, self._accounts, context.tally)
-        self._claims = Claims(context, self.tuning, self._accounts)
+        self._claims = KvAdmission(context, self.tuning, self._accounts)
         self._pacing = DecodePacing(self.tuning, self._pace, context.step_time)
 
     # ── the queue ──
@@ -69,7 +69,7 @@ class Moiety(Policy):
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
         service = sequence.service
-        accounts = self._accounts.setdefault(service.rank, Accounts())
+        accounts = self._accounts.setdefault(service.rank, TenantCounters())
         sequence.account = accounts.arrived(self._name_of(sequence), sequence, now_s)
         sequence.account.pending_tokens += sequence.num_uncached
         self._flow.came(service.rank, sequence.num_uncached, now_s)
@@ -94,7 +94,7 @@ class Moiety(Policy):
         for sequence in sequences:
             num_output = len(sequence.tokens) - sequence.num_prompt
             owed = num_output - sequence.charged_tokens
-            if owed > 0 and sequence.place is not Place.ENDED:
+            if owed > 0 and sequence.place is not SequenceState.ENDED:
                 sequence.charged_tokens = num_output
                 sequence.account.counter += OUTPUT_WEIGHT * owed / sequence.account.weight
                 if num_output > sequence.predicted_output:
@@ -119,7 +119,7 @@ class Moiety(Policy):
         self._claims.preempted(sequence, beneficiary, cost_s)
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        account: Account = sequence.account
+        account: TenantCounter = sequence.account
         rank = sequence.service.rank
         if sequence.scheduled_unix_ns == 0:
             self._waits_no_more(sequence)
@@ -136,48 +136,48 @@ class Moiety(Policy):
         """It starts, or ends without having started."""
         sequence.account.pending_tokens -= sequence.num_uncached
         self._flow.left(sequence.service.rank, sequence.num_uncached)
-        if not sequence.relegated:
+        if not sequence.demoted:
             self._pace.demand.left(sequence.service, sequence.num_uncached)
 
     # ── letting in ──
 
-    def admit(self, sequence: Sequence, now_s: float) -> Verdict:
+    def admit(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
         self._pace.refresh(now_s)
         verdict = self._judge(sequence, sequence.service)
         fallback = sequence.submit.fallback
         if verdict.service is None and fallback and sequence.service.on_overload is OverloadAction.DOWNGRADE:
             second = self._judge(sequence, fallback)
             if second.service is not None:
-                return Verdict(fallback, verdict.reason, second.predicted_ttft_s)
+                return AdmissionDecision(fallback, verdict.reason, second.predicted_ttft_s)
         return verdict
 
-    def overflow(self, sequence: Sequence) -> Verdict:
+    def overflow(self, sequence: Sequence) -> AdmissionDecision:
         wait_s = self._flow.wait_s(sequence.service.rank, math.inf)
-        return Verdict(None, Reason.QUEUE_FULL, retry_after_s=max(1.0, wait_s / 2))
+        return AdmissionDecision(None, Reason.QUEUE_FULL, retry_after_s=max(1.0, wait_s / 2))
 
     def predicted_ttft_s(self) -> dict[str, float]:
         return {c.name: self._flow.wait_s(c.rank, math.inf) + self._pace.step_s for c in self._pace.classes}
 
-    def _judge(self, sequence: Sequence, service: ServiceClass) -> Verdict:
+    def _judge(self, sequence: Sequence, service: ServiceClass) -> AdmissionDecision:
         accounts = self._accounts.get(service.rank)
         account = accounts.get(self._name_of(sequence)) if accounts is not None else None
         if account is not None and account.num_queued and account.num_queued >= self._places_of_tenant(service.rank):
             retry_s = self._flow.wait_s(service.rank, account.pending_tokens) / 2
-            return Verdict(None, Reason.TENANT_QUEUE_FULL, retry_after_s=max(1.0, retry_s))
+            return AdmissionDecision(None, Reason.TENANT_QUEUE_FULL, retry_after_s=max(1.0, retry_s))
         weight = max(1e-6, sequence.submit.tenant_weight * service.weight)
         ahead = 0.0 if accounts is None else accounts.ahead_of(account, weight)
         wait_s = self._flow.wait_s(service.rank, ahead)
         predicted_s = wait_s + sequence.num_uncached * self._pace.token_s + self._pace.step_s
         if service.ttft_s is None or not self.tuning.admission:
-            return Verdict(service, Reason.IN_TIME, predicted_s)
+            return AdmissionDecision(service, Reason.IN_TIME, predicted_s)
         num_allowed = sequence.num_uncached + sequence.submit.sibling_tokens
         target_s = service.ttft_s + service.ttft_per_1k_s * num_allowed / 1000
         best = service.rank <= self._pace.best_rank
         if predicted_s <= (self.tuning.ttft_margin_of_best if best else self.tuning.ttft_margin) * target_s:
-            return Verdict(service, Reason.IN_TIME, predicted_s)
+            return AdmissionDecision(service, Reason.IN_TIME, predicted_s)
         if service.on_overload is OverloadAction.QUEUE or wait_s <= self.tuning.wait_unasked * target_s:
-            return Verdict(service, Reason.ACCEPTED_LATE, predicted_s)
-        return Verdict(None, Reason.PREDICTED_LATE, predicted_s, max(1.0, predicted_s - target_s))
+            return AdmissionDecision(service, Reason.ACCEPTED_LATE, predicted_s)
+        return AdmissionDecision(None, Reason.PREDICTED_LATE, predicted_s, max(1.0, predicted_s - target_s))
 
     # ── a step ──
 

@@ -2,7 +2,7 @@
 deadline first.
 
 *Dynamic chunking*: a step takes in as much prefill as is predicted to end before the first token that a running request
-still owes in time; the paper errs towards smaller chunks, as here by a tenth. *Eager relegation*: a request that is
+still owes in time; the paper errs towards smaller chunks, as here by a tenth. *Eager demotion*: a request that is
 predicted to miss its deadline is set aside, and goes on when nothing else wants prefill. Importance is the class's
 rank: for an important request that would be late, a less important one is set aside in its stead. *Hybrid priority*:
 arrival + target + α · tokens left to compute (for a promised end, those predicted to be decoded too), which is earliest
@@ -18,11 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from moiety_engine.scheduling.entries import EntryHeap
+from moiety_engine.scheduling.entry_heap import EntryHeap
 from moiety_engine.scheduling.policies.edf import Edf, deadline_s
 from moiety_engine.scheduling.policy import BatchView, PolicyContext, StepBudget
-from moiety_engine.scheduling.steptime import StepShape
-from moiety_engine.sequence import Place, Sequence
+from moiety_engine.scheduling.step_time_model import StepShape
+from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.notes import EventKind, Reason
 
 _SLACK_USED = 0.9
@@ -42,15 +42,15 @@ class QoserveChunking(Edf):
         return StepBudget(_SLACK_USED * view.slack_s, floor_tokens=0)
 
 
-class QoserveRelegation(QoserveChunking):
-    """With eager relegation as well."""
+class QoserveDemotion(QoserveChunking):
+    """With eager demotion as well."""
 
-    name = "qoserve-relegation"
+    name = "qoserve-demotion"
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
         self._of_rank: dict[int, EntryHeap] = {}
-        self._relegated = EntryHeap()
+        self._demoted = EntryHeap()
         self._step_s = 0.0  # running mean
 
     # ── the queue ──
@@ -60,13 +60,13 @@ class QoserveRelegation(QoserveChunking):
         self._enter(sequence, now_s)
 
     def pop(self, now_s: float) -> Sequence | None:
-        sequence = self._choose(now_s) or _first(self._relegated)
+        sequence = self._choose(now_s) or _first(self._demoted)
         if sequence is not None:
             self._num_queued -= sequence.leave_queue()
         return sequence
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
-        heap = self._relegated if sequence.relegated else self._of_rank.setdefault(sequence.service.rank, EntryHeap())
+        heap = self._demoted if sequence.demoted else self._of_rank.setdefault(sequence.service.rank, EntryHeap())
         heap.push(self.key(sequence, now_s), sequence)
 
     def _choose(self, now_s: float) -> Sequence | None:
@@ -88,9 +88,9 @@ class QoserveRelegation(QoserveChunking):
             return chosen
 
     def _relegate(self, sequence: Sequence, now_s: float) -> None:
-        sequence.relegated = True
-        sequence.note(int(now_s * 1e9), EventKind.RELEGATED, Reason.BEYOND_REPAIR)
-        self.context.tally.of(sequence.service.name).relegated += 1
+        sequence.demoted = True
+        sequence.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
+        self.context.tally.of(sequence.service.name).demoted += 1
         sequence.entry += 2  # its place in the other heap is void
         self._enter(sequence, now_s)
 
@@ -126,12 +126,12 @@ class QoserveRelegation(QoserveChunking):
             return []
 
         def giving_way(s: Sequence) -> tuple[bool, bool, float, int]:
-            return s.relegated, s.num_output == 0, self.key(s, now_s), s.order
+            return s.demoted, s.num_output == 0, self.key(s, now_s), s.order
 
         return sorted(running, key=giving_way, reverse=True)
 
 
-class Qoserve(QoserveRelegation):
+class Qoserve(QoserveDemotion):
     """All of it."""
 
     name = "qoserve"
@@ -148,7 +148,7 @@ class Qoserve(QoserveRelegation):
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
         super()._enter(sequence, now_s)
-        if sequence.place is Place.RUNNING and not sequence.num_output and not sequence.relegated:
+        if sequence.place is SequenceState.RUNNING and not sequence.num_output and not sequence.demoted:
             until_s = self._latest_start_s(sequence) - self._step_s
             self._begun.push(until_s, sequence)
 

@@ -10,7 +10,7 @@ class Tuning:
     """Parts are fractions of what the comment says."""
 
     chunk_sizing: bool = True
-    relegation: bool = True
+    demotion: bool = True
     fairness: bool = True
     admission: bool = True
     # a step

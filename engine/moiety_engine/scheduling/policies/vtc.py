@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from heapq import heappop, heappush, heapreplace
 
-from moiety_engine.scheduling.entries import EntryHeap
-from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT
+from moiety_engine.scheduling.entry_heap import EntryHeap
+from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policy import Policy, PolicyContext
-from moiety_engine.sequence import Place, Sequence
+from moiety_engine.sequence import Sequence, SequenceState
 
 _NEW, _QUEUED = range(2)  # a sequence's `bucket`: whether its client counts it as queued
 _MAX_IDLE = 1024  # clients remembered beyond those that have requests, before it is seen who can be forgotten
 
 
-class Client:
+class VtcTenant:
     """One tenant: its counter, and by arrival what it has queued."""
 
     __slots__ = ("active", "counter", "heap", "num_queued", "weight")
@@ -40,9 +40,11 @@ class Vtc(Policy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)  # its heap holds those that have started
-        self._clients: dict[str, Client] = {}
-        self._by_counter: list[tuple[float, int, Client]] = []  # one for each with a heap; the counter may have grown
-        self._left_last: Client | None = None
+        self._clients: dict[str, VtcTenant] = {}
+        self._by_counter: list[
+            tuple[float, int, VtcTenant]
+        ] = []  # one for each with a heap; the counter may have grown
+        self._left_last: VtcTenant | None = None
         self._ties = 0
         self._forget_at = _MAX_IDLE
 
@@ -52,10 +54,10 @@ class Vtc(Policy):
         return sequence.order
 
     def push(self, sequence: Sequence, now_s: float) -> None:
-        if sequence.place is not Place.WAITING:
+        if sequence.place is not SequenceState.WAITING:
             super().push(sequence, now_s)
             return
-        client: Client = sequence.account
+        client: VtcTenant = sequence.account
         if sequence.bucket == _NEW:
             sequence.bucket = _QUEUED
             if client.num_queued == 0:
@@ -73,7 +75,7 @@ class Vtc(Policy):
             self._num_queued -= sequence.leave_queue()
         return sequence
 
-    def _lowest(self) -> Client | None:
+    def _lowest(self) -> VtcTenant | None:
         """Of the clients that have something to start, the one with the lowest counter."""
         order = self._by_counter
         while order:
@@ -86,7 +88,7 @@ class Vtc(Policy):
                 return client
         return None
 
-    def _lift(self, client: Client) -> None:
+    def _lift(self, client: VtcTenant) -> None:
         lowest = self._lowest() or self._left_last
         if lowest is not None:
             client.counter = max(client.counter, lowest.counter)
@@ -98,28 +100,28 @@ class Vtc(Policy):
         if client is None:
             if len(self._clients) >= self._forget_at:
                 self._forget_idle()
-            client = self._clients[sequence.tenant] = Client()
+            client = self._clients[sequence.tenant] = VtcTenant()
         client.weight = max(1e-6, sequence.submit.tenant_weight)
         client.active += 1
         sequence.account = client
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
-        client: Client = sequence.account
+        client: VtcTenant = sequence.account
         client.counter += num_uncached / client.weight
         self._left(client)
 
     def decoded(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            client: Client = sequence.account
+            client: VtcTenant = sequence.account
             client.counter += OUTPUT_WEIGHT / client.weight
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        client: Client = sequence.account
+        client: VtcTenant = sequence.account
         client.active -= 1
-        if sequence.place is Place.WAITING and sequence.bucket == _QUEUED:
+        if sequence.place is SequenceState.WAITING and sequence.bucket == _QUEUED:
             self._left(client)
 
-    def _left(self, client: Client) -> None:
+    def _left(self, client: VtcTenant) -> None:
         """One of the client's requests is queued no longer."""
         client.num_queued -= 1
         if client.num_queued == 0:

@@ -17,11 +17,11 @@ import typer
 
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
-from moiety_platform.cli.apply.carry_out import Hand, Outcome
 from moiety_platform.cli.apply.current import read_current
 from moiety_platform.cli.apply.document import Document, FileError, read_document
+from moiety_platform.cli.apply.execute import ApplyOutcome, PlanExecutor
 from moiety_platform.cli.apply.key_secrets import KeySecrets
-from moiety_platform.cli.apply.plan import IDLE, Action, Step, Terms, make_plan
+from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep, PlanTerms, make_plan
 from moiety_platform.cli.apply.spec import read_wanted
 from moiety_platform.cli.errors import CommandError, NotReachable, Refused
 from moiety_platform.cli.gateway_client import answer, path_of
@@ -110,11 +110,11 @@ def _apply_once(
     wait_for_gateway(admin.client.http, wait_s)
     current = read_current(admin.client)
     with KeySecrets(os.environ, account, partial(is_revoked, admin.client)) as secrets:
-        terms = Terms(source, prune, adopt, show_keys, secrets.look(wanted, current))
+        terms = PlanTerms(source, prune, adopt, show_keys, secrets.look(wanted, current))
         steps = make_plan(wanted, current, terms)
-        outcome = Outcome() if dry_run else Hand(admin.client, secrets, current, source).carry_out(steps)
+        outcome = ApplyOutcome() if dry_run else PlanExecutor(admin.client, secrets, current, source).carry_out(steps)
     for step in steps:
-        if step.action is Action.REFUSE:
+        if step.action is PlanAction.REFUSE:
             outcome.failed[step.kind, step.name] = step.why
     if admin.as_json:
         show_json(_report(document, steps, outcome, dry_run=dry_run))
@@ -142,8 +142,8 @@ def wait_for_gateway(http: httpx.Client, wait_s: float) -> None:
         time.sleep(PAUSE_S)
 
 
-def _show(steps: list[Step], outcome: Outcome, *, dry_run: bool) -> None:
-    rows = [row for step in steps if step.action is not Action.KEEP or step.why for row in _rows(step)]
+def _show(steps: list[PlanStep], outcome: ApplyOutcome, *, dry_run: bool) -> None:
+    rows = [row for step in steps if step.action is not PlanAction.KEEP or step.why for row in _rows(step)]
     if rows:
         show_rows(rows, COLUMNS, as_json=False)
     for (kind, name), text in outcome.texts.items():
@@ -155,7 +155,7 @@ def _show(steps: list[Step], outcome: Outcome, *, dry_run: bool) -> None:
     )
 
 
-def _rows(step: Step) -> list[dict[str, Any]]:
+def _rows(step: PlanStep) -> list[dict[str, Any]]:
     """One a field that changes; names are said once."""
     head = {"does": str(step.action), "kind": step.kind, "name": step.name, "why": step.why}
     rows = [
@@ -169,21 +169,21 @@ def _rows(step: Step) -> list[dict[str, Any]]:
             "after": _shown(step, field, after),
         }
         for field, (before, after) in step.changes.items()
-        if not (step.action is Action.CREATE and field == "name")
+        if not (step.action is PlanAction.CREATE and field == "name")
     ]
     if not rows:
         return [{**head, "field": "", "before": "", "after": ""}]
     return [{**rows[0], **head}, *rows[1:]]
 
 
-def _shown(step: Step, field: str, value: Any) -> str:
+def _shown(step: PlanStep, field: str, value: Any) -> str:
     """Whole, however small; money in dollars."""
     if field == "cap" and isinstance(value, int) and ": money" in step.name:
         return f"$ {dollars(value)}"
     return f"{value:.6g}" if isinstance(value, float) else show_value(value)
 
 
-def _report(document: Document, steps: list[Step], outcome: Outcome, *, dry_run: bool) -> dict[str, Any]:
+def _report(document: Document, steps: list[PlanStep], outcome: ApplyOutcome, *, dry_run: bool) -> dict[str, Any]:
     shown = [
         {
             "action": str(step.action),
@@ -204,7 +204,7 @@ def _report(document: Document, steps: list[Step], outcome: Outcome, *, dry_run:
     }
 
 
-def _complaints(document: Document, steps: list[Step], outcome: Outcome) -> list[str]:
+def _complaints(document: Document, steps: list[PlanStep], outcome: ApplyOutcome) -> list[str]:
     """Each with file and line, where the file has the thing."""
     by_place = {(step.kind, step.name): step for step in steps}
     told = []

@@ -14,7 +14,7 @@ Place = tuple[str, str]  # kind and name
 
 
 @dataclass(frozen=True)
-class Claim:
+class DeclaredEntry:
     """An entry of the ledger of declared things."""
 
     source: str
@@ -26,13 +26,13 @@ class Current:
     """Things as the admin API shows them; `claims` is the ledger."""
 
     rows: dict[Place, dict[str, Any]]
-    claims: dict[Place, Claim]
+    claims: dict[Place, DeclaredEntry]
 
 
 def read_current(client: AdminClient) -> Current:
     """Raises CommandError."""
     ledger = client.get("/declarations")["data"]
-    claims = {(one["kind"], one["name"]): Claim(one["source"], one["object_id"]) for one in ledger}
+    claims = {(one["kind"], one["name"]): DeclaredEntry(one["source"], one["object_id"]) for one in ledger}
     known = {(kind, claim.object_id): name for (kind, name), claim in claims.items() if claim.object_id is not None}
     rows: dict[Place, dict[str, Any]] = {("class", row["name"]): row for row in client.get("/classes")["data"]}
     for row in client.get("/prices")["data"]:

@@ -14,7 +14,7 @@ MAKING = ("class", "price", "tenant", "project", "key", "limit", "webhook")  # w
 TAKING = ("limit", "key", "webhook", "price", "project", "tenant", "class")
 
 
-class Action(StrEnum):
+class PlanAction(StrEnum):
     CREATE = "create"
     CHANGE = "change"
     REPLACE = "replace"  # made anew, since it cannot be changed or its text was lost
@@ -27,14 +27,14 @@ class Action(StrEnum):
     REFUSE = "refused"
 
 
-IDLE = frozenset({Action.KEEP, Action.LEFT, Action.REFUSE})
+IDLE = frozenset({PlanAction.KEEP, PlanAction.LEFT, PlanAction.REFUSE})
 
 
 @dataclass(frozen=True)
-class Step:
+class PlanStep:
     """One thing and what becomes of it. `changes` are field → (before, after); `row` is what there is."""
 
-    action: Action
+    action: PlanAction
     kind: str
     name: str
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Terms:
+class PlanTerms:
     """How to plan. `kept` says of a declared thing with a Secret whether that has its text; a sentence says why it
     cannot be known. `shows_keys`: new keys are printed."""
 
@@ -55,7 +55,7 @@ class Terms:
     kept: Mapping[Place, bool | str] = field(default_factory=dict)
 
 
-def make_plan(wanted: Sequence[Wanted], current: Current, terms: Terms) -> list[Step]:
+def make_plan(wanted: Sequence[Wanted], current: Current, terms: PlanTerms) -> list[PlanStep]:
     """Steps in the order in which they can be taken."""
     ordered = sorted(wanted, key=lambda one: (MAKING.index(one.kind), *_rank(one)))
     steps = [_step(one, current, terms) for one in ordered]
@@ -68,53 +68,55 @@ def _rank(one: Wanted) -> tuple[float, ...]:
     return (-float(one.fields.get("rank", 0)),) if one.kind == "class" else ()
 
 
-def _step(one: Wanted, current: Current, terms: Terms) -> Step:
+def _step(one: Wanted, current: Current, terms: PlanTerms) -> PlanStep:
     row, claim = current.rows.get(one.place), current.claims.get(one.place)
     elsewhere = claim is not None and claim.source != terms.source
     owned = claim is not None and not elsewhere and claim.object_id in (None, identity(one.kind, row))
     if one.kind in ("key", "webhook") and (row is None or owned):
         return _step_of_text(one, row, terms)
     if row is None:
-        return Step(Action.CREATE, one.kind, one.name, {name: (None, value) for name, value in one.fields.items()},
-                    wanted=one)  # fmt: skip
+        created = {name: (None, value) for name, value in one.fields.items()}
+        return PlanStep(PlanAction.CREATE, one.kind, one.name, created, wanted=one)
     changes = differences(one.fields, row)
     if not changes:
         why = "suspended; say status: active to resume it" if _sleeps(one, row) else ""
         adopted = terms.adopt and not owned and not elsewhere
-        action = Action.ADOPT if adopted or (owned and claim and claim.object_id is None) else Action.KEEP
-        return Step(action, one.kind, one.name, why=why, wanted=one, row=row)
+        action = PlanAction.ADOPT if adopted or (owned and claim and claim.object_id is None) else PlanAction.KEEP
+        return PlanStep(action, one.kind, one.name, why=why, wanted=one, row=row)
     if elsewhere and claim is not None:
         why = f"declared by {claim.source!r}: change it there, or leave it out here"
-        return Step(Action.REFUSE, one.kind, one.name, changes, why, one, row)
+        return PlanStep(PlanAction.REFUSE, one.kind, one.name, changes, why, one, row)
     if owned or terms.adopt or (claim is None and row.get("shipped")):
-        return Step(Action.CHANGE, one.kind, one.name, changes, wanted=one, row=row)
+        return PlanStep(PlanAction.CHANGE, one.kind, one.name, changes, wanted=one, row=row)
     why = "made by hand: leave it out, name it otherwise, or take it over with --adopt"
-    return Step(Action.REFUSE, one.kind, one.name, changes, why, one, row)
+    return PlanStep(PlanAction.REFUSE, one.kind, one.name, changes, why, one, row)
 
 
-def _step_of_text(one: Wanted, row: dict[str, Any] | None, terms: Terms) -> Step:
+def _step_of_text(one: Wanted, row: dict[str, Any] | None, terms: PlanTerms) -> PlanStep:
     """Of a key or a webhook, whose text is shown once: it is made once, and never changed."""
     changes = {name: (None if row is None else row.get(name), value) for name, value in one.fields.items()}
     kept = terms.kept.get(one.place, True)
     if isinstance(kept, str):
-        return Step(Action.REFUSE, one.kind, one.name, why=kept, wanted=one, row=row)
+        return PlanStep(PlanAction.REFUSE, one.kind, one.name, why=kept, wanted=one, row=row)
     if row is not None:
         if row.get("status", "active") != "active":
-            return Step(
-                Action.KEEP, one.kind, one.name, why=f"{row['status']} by hand, and left so", wanted=one, row=row
+            return PlanStep(
+                PlanAction.KEEP, one.kind, one.name, why=f"{row['status']} by hand, and left so", wanted=one, row=row
             )
         changes = differences(one.fields, row)
         if not changes and kept:
-            return Step(Action.KEEP, one.kind, one.name, wanted=one, row=row)
+            return PlanStep(PlanAction.KEEP, one.kind, one.name, wanted=one, row=row)
         if not kept:
             changes["keySecret"] = ("lost", one.key_secret)
     if one.key_secret is None and not terms.shows_keys:
         why = "its text would be lost: give keySecret for a Secret of the cluster, or --show-keys to have it printed"
-        return Step(Action.REFUSE, one.kind, one.name, changes, why, one, row)
-    return Step(Action.CREATE if row is None else Action.REPLACE, one.kind, one.name, changes, wanted=one, row=row)
+        return PlanStep(PlanAction.REFUSE, one.kind, one.name, changes, why, one, row)
+    return PlanStep(
+        PlanAction.CREATE if row is None else PlanAction.REPLACE, one.kind, one.name, changes, wanted=one, row=row
+    )
 
 
-def _of_gone(wanted: Iterable[Place], current: Current, terms: Terms) -> list[Step]:
+def _of_gone(wanted: Iterable[Place], current: Current, terms: PlanTerms) -> list[PlanStep]:
     """Of what this file declared once and declares no more."""
     still = frozenset(wanted)
     gone = [place for place, claim in current.claims.items() if claim.source == terms.source and place not in still]
@@ -127,21 +129,21 @@ def _of_gone(wanted: Iterable[Place], current: Current, terms: Terms) -> list[St
             continue  # done: it stays in the ledger, so that it is ours if it is declared again
         action, why = _farewell(kind, row if ours else None)
         if not terms.prune:
-            action, why = Action.LEFT, "left the file: --prune takes it away"
-        steps.append(Step(action, kind, name, why=why, row=row if ours else None))
+            action, why = PlanAction.LEFT, "left the file: --prune takes it away"
+        steps.append(PlanStep(action, kind, name, why=why, row=row if ours else None))
     return steps
 
 
-def _farewell(kind: str, row: dict[str, Any] | None) -> tuple[Action, str]:
+def _farewell(kind: str, row: dict[str, Any] | None) -> tuple[PlanAction, str]:
     if row is None or row.get("status") in ("revoked", "expired"):
-        return Action.RELEASE, "gone already"
+        return PlanAction.RELEASE, "gone already"
     if kind == "tenant":
-        return Action.SUSPEND, "tenants are not deleted; moiety tenant erase takes the data"
+        return PlanAction.SUSPEND, "tenants are not deleted; moiety tenant erase takes the data"
     if kind == "project":
-        return Action.RELEASE, "projects are not deleted; its declared keys are revoked"
+        return PlanAction.RELEASE, "projects are not deleted; its declared keys are revoked"
     if row.get("shipped"):
-        return Action.RELEASE, "shipped classes are not deleted; it stays as it is"
-    return Action.DELETE, "left the file"
+        return PlanAction.RELEASE, "shipped classes are not deleted; it stays as it is"
+    return PlanAction.DELETE, "left the file"
 
 
 def differences(fields: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

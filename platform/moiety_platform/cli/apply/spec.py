@@ -15,7 +15,7 @@ from moiety_platform.classes.schemas import ClassChange
 from moiety_platform.cli.apply.document import ROOT, Document, FileError
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.prices.terms import dollars, parse_dollars
-from moiety_platform.quota.kinds import Kind, Meter
+from moiety_platform.quota.kinds import LimitKind, Meter
 
 Amount = str | int | float
 T = TypeVar("T")
@@ -228,7 +228,7 @@ def _limits(document: Document, of: Wanted, spec: LimitSpec) -> Iterator[Wanted]
     alert_at = given.pop("alert_at", None)
     for name, value in given.items():
         path = f"{of.path}.limits.{name}"
-        kind = Kind(name.replace("dollars", "money"))
+        kind = LimitKind(name.replace("dollars", "money"))
         cap = _dollars(document, path, value)[1] if name.startswith("dollars") else value
         fields: dict[str, Any] = {"cap": cap}
         if alert_at is not None and kind.meter is Meter.STOCK:

@@ -14,7 +14,7 @@ import typer
 
 from moiety_platform.cli.doctor.engines import Settings as EngineSettings
 from moiety_platform.cli.doctor.engines import local_engine, look_at_engines
-from moiety_platform.cli.doctor.finding import Finding, Level
+from moiety_platform.cli.doctor.finding import Finding, Severity
 from moiety_platform.cli.doctor.machine import look_at_machine, versions
 from moiety_platform.cli.doctor.services import look_at_dashboard, look_at_gateway, look_at_issuer, look_at_traces
 from moiety_platform.cli.doctor.store import look_at_store
@@ -30,11 +30,11 @@ from moiety_platform.supervisor.data_dir import read_first_keys, read_url
 from moiety_platform.supervisor.errors import SupervisorError
 
 AREAS = ("machine", "store", "engines", "gateway", "login", "traces", "dashboard")
-MARKS = {Level.OK: "✓", Level.WARNING: "!", Level.WRONG: "✗"}
+MARKS = {Severity.OK: "✓", Severity.WARNING: "!", Severity.WRONG: "✗"}
 
 
 @dataclass(frozen=True)
-class Patient:
+class DoctorContext:
     """What is looked at. `only` are the areas, all of them if it is empty."""
 
     settings: GatewaySettings
@@ -47,7 +47,7 @@ class Patient:
         return not self.only or area in self.only
 
 
-Look = Callable[[Patient, Clock], AsyncIterator[Finding]]
+Look = Callable[[DoctorContext, Clock], AsyncIterator[Finding]]
 
 
 def doctor(
@@ -71,7 +71,7 @@ def doctor(
     if as_json:
         show_json(
             {
-                "healthy": not counts[Level.WRONG],
+                "healthy": not counts[Severity.WRONG],
                 "environment": versions(),
                 "findings": [finding.as_json() for finding in findings],
             }
@@ -79,8 +79,8 @@ def doctor(
     else:
         for finding in findings:
             show(finding)
-        say(f"{counts[Level.WRONG]} wrong, {counts[Level.WARNING]} to watch, {counts[Level.OK]} well")
-    if counts[Level.WRONG]:
+        say(f"{counts[Severity.WRONG]} wrong, {counts[Severity.WARNING]} to watch, {counts[Severity.OK]} well")
+    if counts[Severity.WRONG]:
         raise typer.Exit(1)
 
 
@@ -93,7 +93,7 @@ def patient_of(
     admin_key: str | None,
     dashboard: str | None,
     only: list[str] | None,
-) -> Patient:
+) -> DoctorContext:
     """From the options of a command. Raises typer.BadParameter or CommandError."""
     if unknown := set(only or ()) - set(AREAS):
         raise typer.BadParameter(f"there is no area {', '.join(sorted(unknown))}; there are: {', '.join(AREAS)}")
@@ -108,23 +108,23 @@ def patient_of(
             raise CommandError(str(exc)) from exc
         admin_key = None if keys is None else keys.admin_key
     address = (url or read_url(settings.data_dir) or DEFAULT_URL).rstrip("/")
-    return Patient(settings, address, admin_key, dashboard and dashboard.rstrip("/"), frozenset(only or ()))
+    return DoctorContext(settings, address, admin_key, dashboard and dashboard.rstrip("/"), frozenset(only or ()))
 
 
-async def examine(patient: Patient, clock: Clock) -> list[Finding]:
+async def examine(patient: DoctorContext, clock: Clock) -> list[Finding]:
     """All checks of the areas that were asked for."""
     return [finding async for finding in _look(patient, clock)]
 
 
-async def _look(patient: Patient, clock: Clock) -> AsyncIterator[Finding]:
+async def _look(patient: DoctorContext, clock: Clock) -> AsyncIterator[Finding]:
     for area, look in LOOKS.items():
         if patient.has(area):
             async for finding in look(patient, clock):
                 yield finding
 
 
-def _in_a_thread(look: Callable[[Patient, datetime], Iterable[Finding]]) -> Look:
-    async def looked(patient: Patient, clock: Clock) -> AsyncIterator[Finding]:
+def _in_a_thread(look: Callable[[DoctorContext, datetime], Iterable[Finding]]) -> Look:
+    async def looked(patient: DoctorContext, clock: Clock) -> AsyncIterator[Finding]:
         for finding in await asyncio.to_thread(lambda: list(look(patient, clock.now()))):
             yield finding
 
@@ -143,7 +143,7 @@ LOOKS: dict[str, Look] = {
 
 
 def engines_of(settings: GatewaySettings) -> EngineSettings:
-    key = settings.foreign_api_key
+    key = settings.external_engine_api_key
     return EngineSettings(settings.engines, curve_of(settings), key.get_secret_value() if key else None)
 
 

@@ -13,11 +13,11 @@ import httpx
 import zmq
 
 from moiety_platform.cli.doctor.finding import Finding, ok, wrong
-from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
+from moiety_platform.engine_addresses import ExternalAddress, is_foreign, is_name
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.errors import UndecodableMessage
-from moiety_wire.messages import PROTOCOL_VERSION, Card, Hello
+from moiety_wire.messages import PROTOCOL_VERSION, Hello, ModelCard
 from moiety_wire.roles import EngineRole
 
 AREA = "engines"
@@ -41,7 +41,7 @@ def look_at_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterato
     if not settings.addresses:
         advice = "give the gateway its engines: --engine, MOIETY_ENGINES, or `engines` in the configuration file"
         yield wrong(AREA, "no_engines", "no engine is configured", advice)
-    cards: list[tuple[str, Card]] = []
+    cards: list[tuple[str, ModelCard]] = []
     for address in settings.addresses:
         if is_foreign(address):
             yield _look_at_foreign(address, settings.foreign_key, timeout_s)
@@ -52,7 +52,7 @@ def look_at_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterato
             yield wrong(AREA, "engine_name_unknown", f"{address}: no such name, or nothing behind it", advice)
         for place in places:
             found = _ask(place, settings.curve, timeout_s)
-            if isinstance(found, Card):
+            if isinstance(found, ModelCard):
                 cards.append((place, found))
                 found = ok(AREA, "engine", f"{place}: {found.model} ({found.family}) on {found.device}")
             yield found
@@ -70,7 +70,7 @@ def _resolve(address: str) -> Iterator[str]:
         yield f"tcp://[{host}]:{parts.port}" if ":" in host else f"tcp://{host}:{parts.port}"
 
 
-def _ask(address: str, curve: CurveKeys | None, timeout_s: float) -> Card | Finding:
+def _ask(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard | Finding:
     try:
         greeting = _greet(address, timeout_s)
     except OSError as exc:
@@ -112,7 +112,7 @@ def _greet(address: str, timeout_s: float) -> bytes:
         return received
 
 
-def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> Card | Finding:
+def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard | Finding:
     """The card, as a gateway gets it."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -124,7 +124,7 @@ def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> Card | Fi
         end = time.monotonic() + timeout_s
         while (left := end - time.monotonic()) > 0 and dealer.poll(int(left * 1000)):
             try:
-                cards = [one for one in decode_to_gateway(dealer.recv()) if isinstance(one, Card)]
+                cards = [one for one in decode_to_gateway(dealer.recv()) if isinstance(one, ModelCard)]
             except UndecodableMessage:
                 break
             if cards:
@@ -139,7 +139,7 @@ def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> Card | Fi
     return wrong(AREA, "engine_silent", f"{address}: an engine listens, and does not answer a gateway's hello", advice)
 
 
-def _of_this_release(address: str, card: Card) -> Card | Finding:
+def _of_this_release(address: str, card: ModelCard) -> ModelCard | Finding:
     """The card, if a gateway of this release can take the engine."""
     if card.protocol_version == PROTOCOL_VERSION:
         return card
@@ -151,7 +151,7 @@ def _of_this_release(address: str, card: Card) -> Card | Finding:
 
 def _look_at_foreign(text: str, default_key: str | None, timeout_s: float) -> Finding:
     try:
-        address = ForeignAddress.parse(text)
+        address = ExternalAddress.parse(text)
         key = default_key if address.key_file is None else address.key_file.read_text().strip()
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         answer = httpx.get(f"{address.base_url}/models", headers=headers, timeout=timeout_s)
@@ -168,9 +168,9 @@ def _look_at_foreign(text: str, default_key: str | None, timeout_s: float) -> Fi
     return ok(AREA, "engine", f"{address.base_url}: {address.model}")
 
 
-def _disagreements(cards: list[tuple[str, Card]]) -> Iterator[Finding]:
+def _disagreements(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
     """Engines of one model among which a request could not move."""
-    first: dict[str, tuple[str, Card]] = {}
+    first: dict[str, tuple[str, ModelCard]] = {}
     for address, card in cards:
         other_address, other = first.setdefault(card.model, (address, card))
         different = [
@@ -189,7 +189,7 @@ def _disagreements(cards: list[tuple[str, Card]]) -> Iterator[Finding]:
             yield wrong(AREA, "model_mismatch", told, advice)
 
 
-def _half_pools(cards: list[tuple[str, Card]]) -> Iterator[Finding]:
+def _half_pools(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
     """Models of which engines compute prompts, and none goes on with them."""
     able = {card.model for _, card in cards if card.role is not EngineRole.PREFILL}
     for model in sorted({card.model for _, card in cards} - able):

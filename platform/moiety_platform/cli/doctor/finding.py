@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     OK = "ok"
     WARNING = "warning"
     WRONG = "wrong"
@@ -19,7 +19,7 @@ class Finding:
 
     area: str
     code: str
-    level: Level
+    level: Severity
     found: str
     advice: str = ""
     command: str = ""
@@ -29,12 +29,12 @@ class Finding:
 
 
 def ok(area: str, code: str, found: str) -> Finding:
-    return Finding(area, code, Level.OK, found)
+    return Finding(area, code, Severity.OK, found)
 
 
 def warn(area: str, code: str, found: str, advice: str, command: str = "") -> Finding:
-    return Finding(area, code, Level.WARNING, found, advice, command)
+    return Finding(area, code, Severity.WARNING, found, advice, command)
 
 
 def wrong(area: str, code: str, found: str, advice: str, command: str = "") -> Finding:
-    return Finding(area, code, Level.WRONG, found, advice, command)
+    return Finding(area, code, Severity.WRONG, found, advice, command)

@@ -10,7 +10,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.keys import hash_key, hashes_match, mark_of, parse_key
-from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME, BadPepper, Turn, pepper_of, turn_of
+from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME, BadPepper, PepperRotation, pepper_of, turn_of
 from moiety_platform.cli.doctor.finding import Finding, ok, warn, wrong
 from moiety_platform.clock import Clock
 from moiety_platform.settings import GatewaySettings
@@ -54,7 +54,7 @@ def _open_to_others(settings: GatewaySettings) -> Finding | None:
     return None
 
 
-def _of_another(keys: Sequence[ApiKey], pepper: bytes, turn: Turn, admin_key: str | None) -> Finding | None:
+def _of_another(keys: Sequence[ApiKey], pepper: bytes, turn: PepperRotation, admin_key: str | None) -> Finding | None:
     peppers = [one for one in (pepper, turn.coming, turn.previous) if one is not None]
     marks = {mark_of(one) for one in peppers}
     lost = [key for key in keys if key.pepper_mark is not None and key.pepper_mark not in marks]
@@ -70,7 +70,7 @@ def _of_another(keys: Sequence[ApiKey], pepper: bytes, turn: Turn, admin_key: st
     return wrong(AREA, "pepper_other", f"the pepper is not the one that {_named(lost)} were made with", advice)
 
 
-def _being_replaced(keys: Sequence[ApiKey], pepper: bytes, turn: Turn) -> Finding | None:
+def _being_replaced(keys: Sequence[ApiKey], pepper: bytes, turn: PepperRotation) -> Finding | None:
     if turn.previous is None:
         return None
     left = [key for key in keys if key.pepper_mark != mark_of(pepper)]

@@ -16,14 +16,14 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.roles import Role
-from moiety_platform.cli.doctor.finding import Finding, Level, ok, warn, wrong
+from moiety_platform.cli.doctor.finding import Finding, Severity, ok, warn, wrong
 from moiety_platform.cli.doctor.peppers import look_at_pepper
 from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import redact
 from moiety_platform.prices.models import PriceRecord
-from moiety_platform.quota.kinds import Kind, Unit
+from moiety_platform.quota.kinds import LimitKind, Unit
 from moiety_platform.quota.models import Quota
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
@@ -45,7 +45,7 @@ async def look_at_store(settings: GatewaySettings, admin_key: str | None, clock:
         yield finding
     for finding in look_at_set_aside(settings.usage_journal_dir):
         yield finding
-    if revision.level is not Level.OK:
+    if revision.level is not Severity.OK:
         return
     database = Database.open(settings.store_url)
     try:
@@ -111,7 +111,7 @@ async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:
 
 async def look_at_prices(session: AsyncSession, clock: Clock) -> Finding:
     """What has no price is refused to whoever has a limit in money."""
-    money = [kind for kind in Kind if kind.unit is Unit.MONEY]
+    money = [kind for kind in LimitKind if kind.unit is Unit.MONEY]
     limits = await session.scalar(select(func.count()).select_from(Quota).where(Quota.kind.in_(money))) or 0
     if not limits:
         return ok(AREA, "prices", "no limit is in money")

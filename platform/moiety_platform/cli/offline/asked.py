@@ -12,15 +12,15 @@ from moiety_platform.batches.endpoints import ENDPOINTS, BatchEndpoint
 from moiety_platform.batches.lines import RawLine, decode_asked, read_line
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.cli.offline.work import MAX_JSON_DEPTH, MAX_LINE_BYTES, Work
-from moiety_platform.completions.answers import AnswerHead, Choice
-from moiety_platform.completions.fields import AskingBody
+from moiety_platform.completions.answers import AnswerChoice, AnswerHead
+from moiety_platform.completions.body_fields import AskingBody
 from moiety_platform.completions.generation import Generation
-from moiety_platform.completions.limits import DEFAULT_SHAPE
+from moiety_platform.completions.model_texts import ModelText
 from moiety_platform.completions.run import Usage
 from moiety_platform.completions.schemas import GenerationBody
-from moiety_platform.completions.submits import Origin, check_limits, most_output_tokens, submits_of
-from moiety_platform.completions.text import ModelText
-from moiety_platform.completions.whole import answer_of
+from moiety_platform.completions.shape_limits import DEFAULT_SHAPE
+from moiety_platform.completions.submits import RequestOrigin, check_limits, most_output_tokens, submits_of
+from moiety_platform.completions.whole_answer import answer_of
 from moiety_platform.embeddings.answers import answer_pieces
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_platform.engine_client.stream import error_of
@@ -28,7 +28,7 @@ from moiety_platform.errors import BadRequest, NotFound, PlatformError
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_text.reasoning import AnswerReader
 from moiety_wire.classes import BATCH
-from moiety_wire.messages import Card, Failed, Finished, Submit, Tokens
+from moiety_wire.messages import Failed, Finished, ModelCard, Submit, Tokens
 
 MAX_SEQUENCES = 4096  # of one line
 OWNER = "offline"
@@ -36,7 +36,7 @@ _UNBOUNDED = 2**31 - 1
 
 
 @dataclass(slots=True)
-class Asked:
+class OfflineLine:
     """A line that is being answered. It is what its answer is made from (`whole.EndedRun`)."""
 
     work: Work
@@ -44,11 +44,11 @@ class Asked:
     body: AskingBody
     generation: Generation
     text: ModelText
-    card: Card
+    card: ModelCard
     prompts: list[list[int]]
     submits: list[Submit]
     arrival_unix_ns: int
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[AnswerChoice] = field(default_factory=list)
     num_open: int = 0
     output_ids: list[list[int]] = field(default_factory=list)
     failure: Failed | None = None
@@ -111,7 +111,7 @@ class Asked:
         return answered(self.work.key, self.work.custom_id, request_id, body)
 
 
-async def ask(work: Work, data: bytes, card: Card, text: ModelText) -> Asked | bytes:
+async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> OfflineLine | bytes:
     """What the engine is to run of a line, or the line's answer where it cannot be asked."""
     prefix = ""
     try:
@@ -132,7 +132,7 @@ async def ask(work: Work, data: bytes, card: Card, text: ModelText) -> Asked | b
     except PlatformError as exc:
         return refusal(work, prefix, exc)
     now_ns = time.time_ns()
-    origin = Origin(
+    origin = RequestOrigin(
         request_id=str(work.number),
         model=card.model,
         tenant_id=OWNER,
@@ -142,10 +142,10 @@ async def ask(work: Work, data: bytes, card: Card, text: ModelText) -> Asked | b
         credit_tokens=_UNBOUNDED,
     )
     submits = submits_of(origin, generation, prompts, longest, text)
-    choices = [Choice() for _ in submits]
+    choices = [AnswerChoice() for _ in submits]
     output_ids: list[list[int]] = [[] for _ in submits]
     parts = (prompts, submits, now_ns, choices, len(submits), output_ids)
-    return Asked(work, endpoint, body, generation, text, card, *parts)
+    return OfflineLine(work, endpoint, body, generation, text, card, *parts)
 
 
 def refusal(work: Work, id_prefix: str, error: PlatformError) -> bytes:

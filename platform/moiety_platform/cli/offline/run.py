@@ -19,11 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.offline.answer_file import AnswerFile
-from moiety_platform.cli.offline.asked import Asked, ask
+from moiety_platform.cli.offline.asked import OfflineLine, ask
 from moiety_platform.cli.offline.work import Work, read_work
 from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json, show_row
-from moiety_platform.completions.text import ModelText
+from moiety_platform.completions.model_texts import ModelText
 from moiety_text.errors import TextError
 from moiety_wire.messages import Accepted, Failed, Finished, Submit, ToGateway, Tokens
 from moiety_wire.replica import Replica
@@ -34,7 +34,7 @@ EXIT_INTERRUPTED = 130
 
 
 @dataclass(slots=True)
-class _Counts:
+class _LineCounts:
     """What came of the lines of this run."""
 
     answered: int = 0
@@ -86,7 +86,7 @@ def _report(model: str, file: Path, path: Path, lines: int, answered_before: int
         "output": str(path),
         "lines": lines,
         "answered_before": answered_before,
-        **msgspec.to_builtins(_Counts()),
+        **msgspec.to_builtins(_LineCounts()),
     }
 
 
@@ -95,7 +95,7 @@ def _answer(replica: Replica, left: list[Work], file: Path, answers: AnswerFile)
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     begin_s = time.perf_counter()
-    counts = _Counts()
+    counts = _LineCounts()
     with (
         Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress,
         file.open("rb") as data,
@@ -125,13 +125,13 @@ class Answering:
     replica: Replica
     data: BinaryIO
     answers: AnswerFile
-    counts: _Counts
+    counts: _LineCounts
     on_done: Callable[[], None]
-    _open: dict[str, tuple[Asked, int]] = field(default_factory=dict)  # by the sequence's id
+    _open: dict[str, tuple[OfflineLine, int]] = field(default_factory=dict)  # by the sequence's id
 
     async def run(self, left: list[Work]) -> None:
         """To the end. Raises CommandError, and what the replica raises."""
-        ahead: asyncio.Queue[Asked | None] = asyncio.Queue(self._most_open())
+        ahead: asyncio.Queue[OfflineLine | None] = asyncio.Queue(self._most_open())
         try:
             text = await asyncio.to_thread(ModelText, self.replica.card, INLINE_BYTES)
         except TextError as exc:
@@ -146,18 +146,18 @@ class Answering:
     def _most_open(self) -> int:
         return FULL_BATCHES * self.replica.max_running
 
-    async def _read_ahead(self, left: list[Work], text: ModelText, ahead: asyncio.Queue[Asked | None]) -> None:
+    async def _read_ahead(self, left: list[Work], text: ModelText, ahead: asyncio.Queue[OfflineLine | None]) -> None:
         for work in left:
             self.data.seek(work.start)
             asked = await ask(work, self.data.read(work.num_bytes), self.replica.card, text)
-            if isinstance(asked, Asked):
+            if isinstance(asked, OfflineLine):
                 await ahead.put(asked)
             else:
                 self._note(asked, failed=True)
             await asyncio.sleep(0)  # a short line needs no waiting, and the engine's turn may have ended
         await ahead.put(None)
 
-    async def _run_engine(self, ahead: asyncio.Queue[Asked | None]) -> None:
+    async def _run_engine(self, ahead: asyncio.Queue[OfflineLine | None]) -> None:
         is_over = False
         while not is_over or self._open:
             fresh: list[Submit] = []
@@ -182,7 +182,7 @@ class Answering:
                 if not asked.num_open:
                     await self._end(asked)
 
-    async def _end(self, asked: Asked) -> None:
+    async def _end(self, asked: OfflineLine) -> None:
         answer = await asked.answer()
         usage = asked.usage()
         self.counts.prompt_tokens += usage.prompt_tokens

@@ -17,7 +17,7 @@ from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.tables import make_console, show_json
 from moiety_platform.cli.top.keyboard import keys_of_terminal
 from moiety_platform.cli.top.reading import Reader, Report
-from moiety_platform.cli.top.view import Choice, screen
+from moiety_platform.cli.top.view import ViewChoice, screen
 
 LOOK_S = 0.1  # how often the screen looks for news
 BETWEEN_S = 1.0  # two readings of one report: engines' rates are their difference
@@ -43,7 +43,7 @@ def top(
         if admin.as_json:
             show_json(report.as_json())
         else:
-            make_console().print(screen(report, Choice(), None, keys=False))
+            make_console().print(screen(report, ViewChoice(), None, keys=False))
         return
     watch(reader, report, interval)
 
@@ -52,7 +52,7 @@ def watch(reader: Reader, report: Report, interval_s: float) -> None:
     """Until q or Ctrl-C. What is wrong while it runs is shown beside the last report."""
     news: queue.SimpleQueue[Report | CommandError] = queue.SimpleQueue()
     threading.Thread(target=read_on, args=(reader, interval_s, news), name="readings", daemon=True).start()
-    console, choice, note, pressed = Console(), Choice(), "", ""
+    console, choice, note, pressed = Console(), ViewChoice(), "", ""
     with keys_of_terminal() as read_keys, Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             shown = None

@@ -63,7 +63,7 @@ TABLES = tuple(COLUMNS)
 
 
 @dataclass
-class Choice:
+class ViewChoice:
     """What the user has chosen: the table that the keys are for, and by table the column and direction."""
 
     table: str = "tenants"
@@ -92,7 +92,7 @@ class Choice:
         return known + [row for row in rows if row[name] is None]
 
 
-def screen(report: Report, choice: Choice, height: int | None, note: str = "", keys: bool = True) -> RenderableType:
+def screen(report: Report, choice: ViewChoice, height: int | None, note: str = "", keys: bool = True) -> RenderableType:
     """All of it. `height` is the terminal's; None shows every row."""
     rows = {"engines": report.engines, "classes": report.classes, "tenants": report.tenants}
     room = room_of({name: len(of or ()) for name, of in rows.items()}, height)
@@ -123,7 +123,7 @@ def room_of(wanted: dict[str, int], height: int | None) -> dict[str, int]:
 
 
 def section(
-    name: str, title: str, rows: Sequence[Row] | None, room: int, choice: Choice, *, marked: bool | None
+    name: str, title: str, rows: Sequence[Row] | None, room: int, choice: ViewChoice, *, marked: bool | None
 ) -> list[RenderableType]:
     """A title and a table, or a line that says why there is none. `marked` is None off the terminal."""
     heading = Text(title, style="reverse" if marked else "underline")

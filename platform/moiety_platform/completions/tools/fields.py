@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo
 
-from moiety_platform.completions.fields import bounded, refuse, shape_of, shows
+from moiety_platform.completions.body_fields import bounded, refuse, shape_of, shows
 from moiety_platform.errors import BadRequest
 from moiety_platform.json_depth import check_depth
 from moiety_text.tools.json_scanner import MAX_DEPTH

@@ -8,14 +8,14 @@ import msgspec
 
 from moiety_text.tools.formats import ToolFormat
 from moiety_text.tools.offer import ToolOffer
-from moiety_wire.guides import CallForm, CallsForm, Guide, GuideKind
+from moiety_wire.grammars import GrammarKind, GrammarSpec, ToolCallGrammar, ToolCallsGrammar
 
 ANY_OBJECT: Mapping[str, str] = {"type": "object"}
 
 
 def guide_of_calls(
     way: ToolFormat, offer: ToolOffer, special: Mapping[str, int], free_ids: Sequence[int] = ()
-) -> Guide | None:
+) -> GrammarSpec | None:
     """For a model that writes calls in this way; None where what stands within its calls is more than can be said.
     `special`: the markers that are added tokens, with their ids; `free_ids`: the added tokens that may stand in the
     text beside calls. Tools that are not strict take any object."""
@@ -24,11 +24,11 @@ def guide_of_calls(
     opener = way.markers[0] if way.marks_calls else ""
     name = offer.first_call
     tools = [
-        CallForm(tool.name, msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode())
+        ToolCallGrammar(tool.name, msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode())
         for tool in offer.tools
         if tool.name in offer.names
     ]
-    form = CallsForm(
+    form = ToolCallsGrammar(
         tools=tools,
         opener=opener,
         before=way.to_name.removeprefix(opener),
@@ -42,4 +42,4 @@ def guide_of_calls(
         may_repeat=offer.max_calls is None,
         free_ids=list(free_ids),
     )
-    return Guide(GuideKind.CALLS, msgspec.json.encode(form).decode())
+    return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())

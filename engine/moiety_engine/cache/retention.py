@@ -1,0 +1,111 @@
+"""What is kept for conversations that will come back: evicted after all else, until its time is over.
+
+Half of a cache at most is kept, and that is divided among the tenants that have anything kept, by their weights: who
+keeps more than its share loses what it has kept longest. Keeping is an order of eviction and no reservation: blocks
+that a request needs are had, kept or not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+_PART = 0.5  # of a cache
+_SWEEP_INTERVAL_S = 10.0
+
+Key = TypeVar("Key", bytes, str)
+
+
+class _RetainedPrefix(NamedTuple):
+    size: int
+    until_s: float
+
+
+@dataclass(slots=True)
+class _TenantRetention(Generic[Key]):
+    weight: float
+    size: int = 0
+    pins: OrderedDict[Key, _RetainedPrefix] = field(default_factory=OrderedDict)  # that kept longest first
+
+
+class PrefixRetention(Generic[Key]):
+    """Of one cache, whose size is in blocks or bytes. Used by one thread."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        let_go: Callable[[Key], None] = lambda _key: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`let_go` is told what is kept no more."""
+        self.most = int(size * _PART)
+        self._let_go: Callable[[Key], None] = let_go
+        self._clock = clock
+        self._accounts: dict[bytes | str, _TenantRetention[Key]] = {}
+        self._owner_of: dict[Key, bytes | str] = {}
+        self._swept_s = 0.0
+
+    def __contains__(self, key: object) -> bool:
+        owner = self._owner_of.get(key)  # type: ignore[call-overload]
+        return owner is not None and self._accounts[owner].pins[key].until_s > self._clock()  # type: ignore[index]
+
+    @property
+    def size(self) -> int:
+        return sum(account.size for account in self._accounts.values())
+
+    def pin(self, owner: bytes | str, items: Iterable[tuple[Key, int]], keep_s: float, weight: float = 1.0) -> None:
+        """Keep these, (key, size), for so long, the most worth keeping last. What is kept longer already stays so."""
+        until_s = self._clock() + keep_s
+        account = self._accounts.get(owner) or _TenantRetention(weight)
+        account.weight = weight
+        for key, size in items:
+            before = self._forget(key)
+            self._accounts[owner] = account  # which has gone where that was all that it kept
+            account.pins[key] = _RetainedPrefix(size, until_s if before is None else max(until_s, before.until_s))
+            account.size += size
+            self._owner_of[key] = owner
+        self._hold_to_shares()
+
+    def drop(self, key: Key) -> None:
+        """It is not there any more."""
+        self._forget(key)
+
+    def forget(self) -> None:
+        """Nothing is there any more."""
+        self._accounts.clear()
+        self._owner_of.clear()
+
+    def sweep(self) -> None:
+        """Let go of what is past its time; now and then."""
+        now_s = self._clock()
+        if not self._owner_of or now_s - self._swept_s < _SWEEP_INTERVAL_S:
+            return
+        self._swept_s = now_s
+        for account in list(self._accounts.values()):
+            for key in [key for key, pin in account.pins.items() if pin.until_s <= now_s]:
+                self._forget(key)
+                self._let_go(key)
+
+    def _hold_to_shares(self) -> None:
+        total = sum(account.weight for account in self._accounts.values())
+        for account in list(self._accounts.values()):
+            share = self.most * account.weight / total
+            while account.size > share:
+                key = next(iter(account.pins))
+                self._forget(key)
+                self._let_go(key)
+
+    def _forget(self, key: Key) -> _RetainedPrefix | None:
+        owner = self._owner_of.pop(key, None)
+        if owner is None:
+            return None
+        account = self._accounts[owner]
+        pin = account.pins.pop(key)
+        account.size -= pin.size
+        if not account.pins:
+            del self._accounts[owner]
+        return pin

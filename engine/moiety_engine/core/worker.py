@@ -1,0 +1,45 @@
+"""`python -m moiety_engine.core.worker`: another rank than the first, started by rank 0 on its own host.
+
+It reads its settings and where to meet as one line of JSON from standard input, which then stays open as a life line:
+when it closes before the ranks have met, rank 0 is gone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import msgspec
+import structlog
+
+from moiety_engine.assembly import follow
+from moiety_engine.config import EngineConfig
+from moiety_engine.core.process import LOST_FRONT, REFUSED, end_with_front
+from moiety_engine.distribution.rendezvous_address import Rendezvous
+from moiety_engine.errors import EngineError
+from moiety_engine.logs import configure_logs
+
+
+def follow_until_end(config: EngineConfig, meeting: Rendezvous) -> int:
+    """The exit code of a process that is such a rank."""
+    log = structlog.get_logger()
+    try:
+        follow(config, meeting)
+    except EngineError as exc:
+        log.error("rank_refused", rank=meeting.rank, reason=str(exc))
+        return REFUSED
+    return 0
+
+
+def main() -> int:
+    configure_logs()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return LOST_FRONT
+    config, meeting = msgspec.json.decode(line, type=tuple[EngineConfig, Rendezvous])
+    threading.Thread(target=end_with_front, name="life-line", daemon=True).start()
+    return follow_until_end(config, meeting)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

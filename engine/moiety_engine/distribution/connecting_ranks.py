@@ -1,0 +1,159 @@
+"""Who has come to rank 0, before the ranks are a group: lines are taken and heard beside each other, so that one that
+says nothing keeps nobody waiting, and one whose rank has gone again is nobody's.
+
+Knows who may come, and not for how long they are waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from moiety_engine.distribution.rank_heartbeat import Line, RankFailed, RankHello
+from moiety_engine.errors import RanksError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+_TURN_S = 0.2
+_HELLO_S = 5.0  # for which one that has come may say nothing; and for which it may not hear what it is told
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """Who is at the other end of a line; no rank before it has said so."""
+
+    line: Line
+    until_s: float
+    hello: RankHello | None = None
+    held_back: bool = False
+
+
+class ConnectingRanks:
+    """Owns the lines until they are taken. Used by one thread."""
+
+    def __init__(
+        self, listener: socket.socket, own: RankHello, num_ranks: int, note: Callable[[int], None] | None
+    ) -> None:
+        """`note` is told of ranks that came and went again."""
+        self._listener, self._own, self._num_ranks, self._note = listener, own, num_ranks, note
+        self._callers: list[_Caller] = []
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that are not there, or held back."""
+        there = {caller.hello.rank for caller in self._callers if caller.hello and not caller.held_back}
+        return [rank for rank in range(1, self._num_ranks) if rank not in there]
+
+    @property
+    def held_back(self) -> set[int]:
+        return {caller.hello.rank for caller in self._callers if caller.hello and caller.held_back}
+
+    def turn(self, hold_back: Collection[int]) -> bool:
+        """Hear who comes and who goes; whether anybody did, else a moment has passed. Those to `hold_back` are not let
+        in. Raises RanksError where one came that cannot be, or does not belong to the others."""
+        found = {key.fileobj for key, _ in self._selector.select(_TURN_S)}
+        for caller in sorted(self._callers, key=lambda one: one.hello is None):  # first who has gone, then who comes
+            if caller.line.socket in found:
+                self._hear(caller, hold_back)
+            elif caller.hello is None and time.monotonic() > caller.until_s:
+                self._drop(caller)
+        if self._listener in found:
+            self._accept()
+        return bool(found)
+
+    def let_in(self) -> None:
+        """Those that were held back."""
+        for caller in self._callers:
+            caller.held_back = False
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """They are known to have ended."""
+        for caller in [one for one in self._callers if one.hello and one.hello.rank in ranks]:
+            self._drop(caller)
+
+    def dismiss(self, reasons: Mapping[int, str]) -> None:
+        """They, as far as they are there, are told why they take no part."""
+        for caller in [one for one in self._callers if one.hello and one.hello.rank in reasons]:
+            assert caller.hello is not None
+            with contextlib.suppress(OSError):
+                caller.line.send(RankFailed(reasons[caller.hello.rank]))
+            self._remove(caller)
+
+    def dismiss_all(self, reason: str) -> None:
+        self.dismiss({caller.hello.rank: reason for caller in self._callers if caller.hello})
+
+    def take(self) -> dict[int, Line]:
+        """The lines of those that are there, which the caller owns from now on."""
+        taken = {caller.hello.rank: caller.line for caller in self._callers if caller.hello and not caller.held_back}
+        self._callers = [caller for caller in self._callers if caller.line not in taken.values()]
+        return taken
+
+    def close(self) -> None:
+        for caller in self._callers:
+            caller.line.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone again
+            line = Line(self._listener.accept()[0])
+            line.socket.settimeout(_HELLO_S)
+            self._callers.append(_Caller(line, time.monotonic() + _HELLO_S))
+            self._selector.register(line.socket, selectors.EVENT_READ)
+
+    def _hear(self, caller: _Caller, hold_back: Collection[int]) -> None:
+        try:
+            words = caller.line.receive()
+        except (OSError, EOFError, msgspec.DecodeError):
+            self._drop(caller)
+            return
+        if caller.hello is not None or not words:
+            return
+        hello = words[0]
+        if not isinstance(hello, RankHello) or not secrets.compare_digest(
+            hello.secret.encode(), self._own.secret.encode()
+        ):
+            self._drop(caller)
+            return
+        known = any(other.hello and other.hello.rank == hello.rank for other in self._callers)
+        caller.hello, caller.held_back = hello, hello.rank in hold_back
+        if known or not 0 < hello.rank < self._num_ranks:
+            raise RanksError(f"a rank {hello.rank} of {self._num_ranks} came twice, or cannot be: see what started it")
+        _compare(self._own, hello)
+
+    def _drop(self, caller: _Caller) -> None:
+        """Its line has ended, or is to: it may come again."""
+        self._remove(caller)
+        if self._note is not None and caller.hello is not None and not caller.held_back:
+            self._note(caller.hello.rank)
+
+    def _remove(self, caller: _Caller) -> None:
+        self._callers.remove(caller)
+        self._selector.unregister(caller.line.socket)
+        caller.line.close()
+
+
+def _compare(own: RankHello, other: RankHello) -> None:
+    if own.settings != other.settings:
+        names = own.settings.keys() | other.settings.keys()
+        differing = "; ".join(
+            f"{name} is {other.settings.get(name)} there and {own.settings.get(name)} on rank 0"
+            for name in sorted(names)
+            if own.settings.get(name) != other.settings.get(name)
+        )
+        raise RanksError(f"rank {other.rank} was started with other settings: {differing}. Give all ranks the same")
+    if own.checkpoint != other.checkpoint:
+        raise RanksError(
+            f"rank {other.rank} has another checkpoint than rank 0: config.json or the safetensors files differ. Give "
+            "all ranks copies of the same"
+        )

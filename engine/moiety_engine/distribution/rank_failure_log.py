@@ -1,0 +1,68 @@
+"""Which ranks were lost, and when, in a file of rank 0's: so that one that comes back only to be lost again is known.
+
+The first line says whose losses they are. Then a line a loss: seconds since the epoch, and the rank; lines that are
+nothing of the kind are passed over. Lines are only ever added, so whoever empties the file has forgotten them all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from io import SEEK_END
+from pathlib import Path
+from typing import TextIO
+
+import structlog
+
+from moiety_engine.errors import InvalidConfig
+
+_ROUNDED_S = 0.001
+_HEAD = "lost ranks of "
+_MOST_BYTES = 1 << 20  # that are read; so many lines are of years, or it is no such file
+
+
+class RankFailureLog:
+    """Of one group. RankFailureLog are noted in one thread."""
+
+    def __init__(self, file: Path, group: str, *, within_s: float) -> None:
+        """`group`: in one line, which ranks these are. RankFailureLog count for so long. Raises InvalidConfig for a
+        file that cannot be written, or is another group's or none of losses."""
+        self._file, self._head, self._within_s = file, _HEAD + group, within_s
+        try:
+            with file.open("a+") as lines:
+                self._begin(lines)
+                lines.seek(0)
+                first, *self._lines = lines.read(_MOST_BYTES).splitlines() or [""]
+        except (OSError, UnicodeDecodeError) as exc:
+            reason = exc.strerror if isinstance(exc, OSError) else "it is no text"
+            raise InvalidConfig(f"--rank-failure-log {file} cannot be used: {reason}; choose another file") from exc
+        if first != self._head:
+            of = f"has the {first}, and these are of {group}" if first.startswith(_HEAD) else "is no file of lost ranks"
+            raise InvalidConfig(f"--rank-failure-log {file} {of}: choose another file, or empty this one")
+
+    def lost_often(self, times: int) -> dict[int, int]:
+        """The ranks that were lost so many times of late, or more, and how many; when it was opened."""
+        now = time.time() + _ROUNDED_S  # what lies beyond is of a clock that was set back since
+        counts = Counter(rank for at, rank in map(_read, self._lines) if now - self._within_s <= at <= now)
+        return {rank: count for rank, count in sorted(counts.items()) if count >= times}
+
+    def note(self, rank: int) -> None:
+        """It is lost now."""
+        try:
+            with self._file.open("a+") as lines:
+                self._begin(lines)
+                lines.write(f"{time.time():.3f} {rank}\n")
+        except OSError as exc:
+            structlog.get_logger().warning("rank_loss_not_noted", rank=rank, reason=str(exc))
+
+    def _begin(self, lines: TextIO) -> None:
+        if not lines.seek(0, SEEK_END):
+            lines.write(f"{self._head}\n")
+
+
+def _read(line: str) -> tuple[float, int]:
+    at, _, rank = line.partition(" ")
+    try:
+        return float(at), int(rank)
+    except ValueError:
+        return 0.0, 0

@@ -1,0 +1,155 @@
+"""The ranks of one model once they have met: their groups on one device mesh, rank 0's channel to the others, and the
+lifelines. Owns what is to be given up at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from moiety_engine.distribution.broadcast_channel import Channel
+from moiety_engine.distribution.collectives import (
+    DataParallelGroup,
+    ExpertExchange,
+    Pipeline,
+    RankCollectives,
+    Ranks,
+    RowExchange,
+)
+from moiety_engine.distribution.layout import Layout, Seat, without
+from moiety_engine.distribution.rank_heartbeat import explaining
+from moiety_engine.distribution.rendezvous import LONGEST_WAIT, ConnectedRanks, RankExclusion, meet, open_store
+from moiety_engine.loopback import keep_collectives_on_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from moiety_engine.distribution.rank_heartbeat import RankHeartbeat
+    from moiety_engine.distribution.rank_processes import RankProcesses
+    from moiety_engine.distribution.rendezvous_address import Rendezvous
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # control goes over processors in both cases
+
+
+@dataclass(slots=True)
+class RankGroup:
+    """One rank's view."""
+
+    ranks: Ranks
+    channel: Channel
+    lifeline: RankHeartbeat
+    store: Store  # rank 0's is the one that the others use
+    masked: tuple[int, ...] = ()  # the ranks that the group does without, as they were started
+    children: RankProcesses | None = field(default=None)
+
+    def close(self) -> None:
+        """The group ends in order; on rank 0 after the others have been told to stop."""
+        self.lifeline.close()
+        dist.destroy_process_group()
+        if self.children is not None:
+            self.children.wait()
+
+    def all_did(self, did: bool) -> bool:
+        """Whether each rank did what it was told; all of them ask at the same place."""
+        return not self.ranks.everyone.sum(torch.tensor([int(not did)])).item()
+
+    def waited_s(self) -> tuple[float, float]:
+        """How long the first rank, which this is, has waited for experts on ranks of their own, and those, on average,
+        for attention; they told it half a second ago."""
+        of_experts = sum(self.lifeline.waited_s.values())  # the others say 0
+        return self.ranks.waited.seconds, of_experts / max(1, self.ranks.seat.layout.ffn_ranks)
+
+    def abandon(self, reason: str, *, own: bool = False) -> None:
+        """This rank cannot go on: the others are told why. `own`: they might without it."""
+        self.lifeline.fail(reason, own=own)
+        dist.destroy_process_group()
+        if self.children is not None:
+            self.children.wait()
+
+
+def join(
+    layout: Layout,
+    meeting: Rendezvous,
+    *,
+    settings: dict[str, str],
+    checkpoint: str,
+    device_type: str,
+    timeout_s: float,
+    store: Store | None = None,
+    exclude_rank_after_s: float | None = None,
+    gone: Callable[[], Mapping[int, str]] = lambda: {},
+    note: Callable[[int], None] | None = None,
+) -> RankGroup:
+    """Meet the others and make the groups. `store`: the one that rank 0 has already opened. After
+    `exclude_rank_after_s` the
+    group does without those that have not come, if it can; then the others have new numbers. `gone` and `note`: as
+    `meet` has them. A loss while the groups are made ends the process. Raises RanksError."""
+    if meeting.is_local:
+        keep_collectives_on_loopback()
+    store = store or open_store(meeting, timeout_s)
+    sparing = None if exclude_rank_after_s is None else RankExclusion(layout, exclude_rank_after_s)
+    met = meet(meeting, store, settings, checkpoint, timeout_s=timeout_s, sparing=sparing, gone=gone, note=note)
+    with met.lifeline.guarding(), explaining():
+        return _rank_group_of(layout, meeting, store, met, device_type)
+
+
+def _rank_group_of(
+    layout: Layout, meeting: Rendezvous, store: Store, met: ConnectedRanks, device_type: str
+) -> RankGroup:
+    """All ranks make the same groups."""
+    lifeline, masked = met.lifeline, met.masked
+    layout, rank = without(layout, masked), meeting.rank - sum(one < meeting.rank for one in masked)
+    dist.init_process_group(
+        BACKENDS[device_type],
+        store=PrefixStore(f"torch/{meeting.attempt}", store),
+        rank=rank,
+        world_size=layout.num_ranks,
+        timeout=LONGEST_WAIT,
+    )
+    mesh = DeviceMesh(
+        device_type,
+        torch.arange(layout.attention_ranks).view(layout.pp, layout.dp, layout.tp),
+        mesh_dim_names=("pp", "dp", "tp"),
+    )
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    seat = Seat(layout, rank)
+    crossings = _crossings(seat)
+    if seat.expert_rank is not None:
+        ranks = Ranks(seat, everyone=RankCollectives(everyone), crossings=crossings)
+        lifeline.tell_of(ranks.waited)
+        return RankGroup(ranks, Channel(everyone), lifeline, store, masked)
+    tensor = RankCollectives(mesh.get_group("tp")) if layout.tp > 1 else RankCollectives()
+    column = range(rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
+    pipeline = Pipeline(column, seat.pp_rank)
+    exchange = _exchange(layout, device_type)
+    ranks = Ranks(seat, tensor, pipeline, RankCollectives(everyone), _across(seat), exchange, crossings)
+    return RankGroup(ranks, Channel(everyone), lifeline, store, masked)
+
+
+def _across(seat: Seat) -> DataParallelGroup:
+    first = seat.rank - seat.dp_rank * seat.layout.tp
+    return DataParallelGroup([first + group * seat.layout.tp for group in range(seat.layout.dp)], seat.dp_rank)
+
+
+def _exchange(layout: Layout, device_type: str) -> RowExchange | None:
+    if layout.dp == 1 or layout.ffn_ranks:
+        return None
+    stages = torch.arange(layout.num_ranks).view(layout.pp, layout.stage_size)
+    return RowExchange(DeviceMesh(device_type, stages, mesh_dim_names=("pp", "stage")).get_group("stage"))
+
+
+def _crossings(seat: Seat) -> tuple[ExpertExchange, ...]:
+    """Those that the rank is part of, by stage; all ranks make the groups of all of them together."""
+    layout, found = seat.layout, []
+    experts = range(layout.attention_ranks, layout.num_ranks)
+    for stage in range(layout.pp) if layout.ffn_ranks else ():
+        ranks = [*range(stage * layout.stage_size, (stage + 1) * layout.stage_size), *experts]
+        there, back = dist.new_group(ranks), dist.new_group(ranks)
+        if seat.rank in ranks:
+            found.append(ExpertExchange(RowExchange(there), RowExchange(back), layout.stage_size))
+    return tuple(found)

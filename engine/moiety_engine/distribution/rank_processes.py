@@ -1,0 +1,65 @@
+"""Rank 0 starts the other ranks itself, on its own host, where no launcher has.
+
+Each child gets its settings as one line of JSON on standard input, which then stays open: when rank 0 is gone it
+closes, and a child that has not met it yet ends too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MODULE = "moiety_engine.core.worker"
+END_GRACE_S = 5.0
+STANDARD_ERROR = 2
+
+
+class RankProcesses:
+    """The other ranks' processes. Used by one thread."""
+
+    def __init__(self, first_lines: Mapping[int, bytes]) -> None:
+        """One process for each rank."""
+        self._processes = {rank: self._start(line) for rank, line in first_lines.items()}
+
+    def ended(self) -> dict[int, str]:
+        """The ranks whose processes have ended, and what is to be said of it."""
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {
+            rank: f"rank {rank} ended with exit code {code} before all had joined: its log says why"
+            for rank, code in codes.items()
+            if code is not None
+        }
+
+    def wait(self) -> None:
+        """Until all have ended; they have been told to."""
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+    @staticmethod
+    def _start(line: bytes) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE],
+            stdin=subprocess.PIPE,
+            stdout=STANDARD_ERROR,  # standard output is rank 0's report
+            start_new_session=True,  # an interrupt from the terminal is for rank 0
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `check` says that it has ended
+            process.stdin.write(line + b"\n")
+            process.stdin.flush()
+        return process

@@ -1,0 +1,100 @@
+"""Where the ranks of a model meet. A launcher, torchrun or DeepSpeed's, starts all of them and says so in the
+environment; else rank 0 has started the others itself. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.loopback import LOOPBACK, is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moiety_engine.distribution.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """One rank's view of where all meet. `store_runs`: the launcher has it, so that rank 0 does not start it."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int = 0
+    local_num_ranks: int = 1  # on this host
+    host: str = "127.0.0.1"
+    port: int = 0
+    store_runs: bool = False
+    attempt: int = 0  # of a launcher that starts the ranks again
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks run on this host."""
+        return self.local_num_ranks >= self.num_ranks or is_loopback(self.host)
+
+    @property
+    def own_host(self) -> str:
+        """The address that this process listens on for the other ranks."""
+        return LOOPBACK if self.is_local and not is_loopback(self.host) else self.host
+
+    @property
+    def store_host(self) -> str:
+        """Where the store is: a launcher's own is where the launcher says."""
+        return self.host if self.store_runs else self.own_host
+
+
+def meeting_from(environ: Mapping[str, str]) -> Rendezvous | None:
+    """What a launcher says; None where there is none, or it started one process only. Raises InvalidConfig."""
+    if environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    try:
+        return Rendezvous(
+            rank=int(environ["RANK"]),
+            num_ranks=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            local_num_ranks=int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or "1"),
+            host=environ["MASTER_ADDR"],
+            port=int(environ["MASTER_PORT"]),
+            store_runs=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+    except (KeyError, ValueError) as exc:
+        raise InvalidConfig(
+            f"WORLD_SIZE says that a launcher started {environ['WORLD_SIZE']} ranks, but RANK, MASTER_ADDR and "
+            f"MASTER_PORT are not all there ({exc}): start with torchrun or deepspeed, or unset WORLD_SIZE"
+        ) from exc
+
+
+def require_ranks(layout: Layout, meeting: Rendezvous) -> None:
+    """Raises InvalidConfig where a launcher started another number of ranks than the layout has."""
+    if layout.num_ranks != meeting.num_ranks:
+        further = f", with --ffn-ranks {layout.ffn_ranks}," if layout.ffn_ranks else ""
+        raise InvalidConfig(
+            f"--pp {layout.pp} × --dp-attention {layout.dp} × --tp {layout.tp}{further} make {layout.num_ranks} ranks, "
+            f"and {meeting.num_ranks} were started: change the options or the launcher's number of processes"
+        )
+
+
+def require_hosts_apart(exclude_rank_after_s: float | None, meeting: Rendezvous) -> None:
+    """Raises InvalidConfig where ranks may be masked, and the launcher lets none start without the others."""
+    if exclude_rank_after_s is not None and meeting.store_runs:
+        raise InvalidConfig(
+            "--exclude-rank-after-s cannot be had under torchrun, which starts no rank before all hosts have "
+            "come: start the "
+            "ranks of each host by themselves, by deepspeed with --no_ssh or with RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT set, or leave it out"
+        )
+
+
+def require_private_ranks(meeting: Rendezvous, *, allowed: bool) -> None:
+    """Raises InvalidConfig where ranks talk to other hosts and nobody said that their network is private.
+
+    Neither the collectives of torch nor its store authenticate who connects.
+    """
+    if not meeting.is_local and not allowed:
+        raise InvalidConfig(
+            f"the ranks meet at {meeting.host}, which other machines reach, and links between ranks are not "
+            "authenticated: whoever reaches their ports reads and changes what they compute. Run all ranks on one "
+            "host, or, on a network of their own, say --allow-unauthenticated-ranks"
+        )

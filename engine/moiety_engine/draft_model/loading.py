@@ -1,0 +1,75 @@
+"""Loads what drafts, and sees that a second model speaks the language of the model that it drafts for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from moiety_engine.config import Speculate
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.families import read_spec
+from moiety_engine.model.loading import load_model, load_mtp
+from moiety_text.errors import TextError
+from moiety_text.folder import read_text_model
+from moiety_text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moiety_engine.config import EngineConfig
+    from moiety_engine.model.loading import LoadOptions
+    from moiety_engine.model.transformer import Transformer
+
+log = structlog.get_logger()
+
+
+def load_drafter(
+    config: EngineConfig, model: Transformer, progress: Callable[[int, int], None] | None = None
+) -> Transformer | None:
+    """What the configuration has draft for the model, in the same form: a second model, a layer of the checkpoint that
+    foretells, or neither. Raises InvalidConfig where their tokens differ, and what `load_model` raises."""
+    how: LoadOptions = {
+        "device": str(model.device),
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "moe_kernel": config.moe_kernel,
+        "load_format": config.load_format,
+        "progress": progress,
+        "max_context_tokens": config.max_context_tokens,
+    }
+    if config.speculate is Speculate.MTP:
+        return load_mtp(Path(config.model), model, **how)
+    if config.speculate is not Speculate.DRAFT:
+        return None
+    folder = Path(config.draft_model)
+    ours, its = model.spec.vocab_size, read_spec(folder).vocab_size
+    if ours != its:
+        raise InvalidConfig(
+            f"the draft model knows {its} tokens and the model {ours}: take a --draft-model of the same family, with "
+            "the same vocabulary, or --speculate ngram, which needs none"
+        )
+    _check_tokens(Path(config.model), folder)
+    return load_model(folder, **how)
+
+
+def _check_tokens(folder: Path, draft_folder: Path) -> None:
+    """As far as tokenizers tell: a checkpoint without one is taken at its word."""
+    found = []
+    for one in (folder, draft_folder):
+        try:
+            found.append(read_text_model(one).tokenizer_json)
+        except TextError as exc:
+            log.warning("draft_tokenizer_unchecked", reason=str(exc))
+            return
+    if found[0] == found[1]:
+        return
+    ours, its = (Tokenizer.from_json(text) for text in found)
+    for token_id in range(max(ours.vocab_size, its.vocab_size)):
+        mine, other = ours.find_token(token_id), its.find_token(token_id)
+        if mine != other:
+            raise InvalidConfig(
+                f"token {token_id} is {other!r} to the draft model and {mine!r} to the model: take a --draft-model of "
+                "the same family, with the same vocabulary, or --speculate ngram, which needs none"
+            )

@@ -1,0 +1,146 @@
+"""What a draft model's passes read, as the arrays that a batch is made of. What foretells from what the model made of
+each token reads in its place the token after it, `lag` places on.
+
+T tokens of the pass, S sequences of it, B blocks a row, D sequences that get a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from moiety_engine.moe.tenants import NOBODY
+from moiety_engine.runner.block_tables import BlockTables
+from moiety_engine.runner.inputs import HostBatch
+from moiety_engine.sequence import PENDING, Sequence
+
+_APART = 4  # tokens of a sequence that attend one by one, as decodes do: so most passes are of one kind
+
+
+class DraftChunk(NamedTuple):
+    """Places `first` to `end` - 1 of a sequence, to be taken in; `drafts` so many tokens after them."""
+
+    sequence: Sequence
+    first: int
+    end: int
+    drafts: int = 0
+
+
+class _DraftPart(NamedTuple):
+    """What the model takes for a sequence of the pass."""
+
+    piece: DraftChunk
+    first: int
+    num_tokens: int
+
+
+class DraftRows:
+    """The passes of one step's drafts. The longest draft is first, so that each pass has the first so many rows of the
+    one before."""
+
+    def __init__(self, pieces: Iterable[DraftChunk], block_size: int, tables: BlockTables, lag: int = 0) -> None:
+        self.pieces = sorted(pieces, key=lambda piece: -piece.drafts)
+        self._block_size, self._tables, self._lag = block_size, tables, lag
+        tables.keep_only([piece.sequence for piece in self.pieces])
+        self.drafting = [piece for piece in self.pieces if piece.drafts]
+        width = max((len(piece.sequence.blocks) for piece in self.drafting), default=1)
+        self._table_DB = np.zeros((len(self.drafting), width), dtype=np.int32)
+        for row, piece in enumerate(self.drafting):
+            self._table_DB[row, : len(piece.sequence.blocks)] = tables.of(piece.sequence)
+        self._ends_D = np.array([piece.end for piece in self.drafting], dtype=np.int64)
+        self._drafts_D = np.array([piece.drafts for piece in self.drafting], dtype=np.int64)
+
+    def first_pass(self) -> HostBatch:
+        """Takes in what the model is behind; the rows that are wanted are the last ones of those that get a draft."""
+        parts = sorted(self._parts(), key=lambda part: part.num_tokens > 1)
+        counts = np.array([part.num_tokens for part in parts], dtype=np.int32)
+        firsts = np.array([part.first for part in parts], dtype=np.int64)
+        starts = np.zeros(len(parts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=starts[1:])
+        table_SB = np.zeros((len(parts), max(len(part.piece.sequence.blocks) for part in parts)), dtype=np.int32)
+        for row, (piece, _, _) in enumerate(parts):
+            table_SB[row, : len(piece.sequence.blocks)] = self._tables.of(piece.sequence)
+        sequence_T = np.repeat(np.arange(len(parts)), counts)
+        positions_T = np.arange(starts[-1]) + (firsts - starts[:-1])[sequence_T]
+        lag = self._lag
+        tokens = [token for p, first, count in parts for token in p.sequence.tokens[first + lag : first + lag + count]]
+        token_ids_T = np.array(tokens, dtype=np.int64)
+        pending_P = np.flatnonzero(token_ids_T == PENDING)
+        token_ids_T[pending_P] = 0
+        last_row = {id(p): end - 1 for (p, first, n), end in zip(parts, starts[1:], strict=True) if first + n == p.end}
+        return self._batch(
+            token_ids_T,
+            positions_T,
+            table_SB,
+            sequence_T,
+            starts,
+            contexts_S=(firsts + counts).astype(np.int32),
+            wanted_L=np.array([last_row[id(piece)] for piece in self.drafting], dtype=np.int64),
+            pending_P=pending_P,
+            sampled_P=np.array([parts[s].piece.sequence.pending_row for s in sequence_T[pending_P]], dtype=np.int64),
+            num_decode=int((counts == 1).sum()),
+        )
+
+    def next_pass(self, number: int) -> HostBatch | None:
+        """Pass 1 and later: each takes in what the one before said, row by row, of those drafts that go on. None where
+        none does."""
+        count = int((self._drafts_D > number).sum())
+        if not count:
+            return None
+        rows = np.arange(count)
+        positions_T = self._ends_D[:count] + number - 1
+        return self._batch(
+            np.zeros(count, dtype=np.int64),
+            positions_T,
+            self._table_DB[:count],
+            rows,
+            np.arange(count + 1, dtype=np.int32),
+            contexts_S=(positions_T + 1).astype(np.int32),
+            wanted_L=rows,
+            pending_P=rows,
+            sampled_P=rows,
+            num_decode=count,
+        )
+
+    def _parts(self) -> Iterable[_DraftPart]:
+        for piece in self.pieces:
+            count = piece.end - piece.first
+            if count > _APART:
+                yield _DraftPart(piece, piece.first, count)
+            else:
+                for position in range(piece.first, piece.end):
+                    yield _DraftPart(piece, position, 1)
+
+    def _batch(
+        self,
+        token_ids_T: np.ndarray,
+        positions_T: np.ndarray,
+        table_SB: np.ndarray,
+        sequence_T: np.ndarray,
+        starts_S1: np.ndarray,
+        *,
+        contexts_S: np.ndarray,
+        wanted_L: np.ndarray,
+        pending_P: np.ndarray,
+        sampled_P: np.ndarray,
+        num_decode: int,
+    ) -> HostBatch:
+        in_block, offset = np.divmod(positions_T, self._block_size)
+        return HostBatch(
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+            slots_T=table_SB[sequence_T, in_block].astype(np.int64) * self._block_size + offset,
+            owner_T=np.full(len(token_ids_T), NOBODY, dtype=np.int64),
+            query_start_S1=starts_S1,
+            context_len_S=contexts_S,
+            block_table_SB=table_SB,
+            wanted_rows_L=wanted_L,
+            num_scored=0,
+            pending_rows_P=pending_P,
+            sampled_rows_P=sampled_P,
+            num_decode=num_decode,
+            max_context=int(contexts_S.max()),
+            max_query=int(np.diff(starts_S1).max()),
+        )

@@ -1,0 +1,133 @@
+"""All that one engine has of the exchange of KV with others, by its role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from moiety_engine.config import TransferConfig
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.kv_transfer.kv_receiver import KvReceiver
+from moiety_engine.kv_transfer.kv_sender import KvSender
+from moiety_engine.kv_transfer.receiver_thread import ReceiverThread
+from moiety_engine.kv_transfer.sender_thread import SenderThread
+from moiety_engine.kv_transfer.staging_buffer import StagingBuffer
+from moiety_engine.kv_transfer.transports import own_host
+from moiety_engine.memory import available_bytes
+from moiety_engine.messages import CoreFailure, CoreFinish, CoreOutput, CoreSubmit
+from moiety_engine.model.batch import KvCache
+from moiety_wire.messages import FinishReason
+from moiety_wire.roles import EngineRole
+
+_SHARE_OF_HOST = 0.1
+
+
+class KvConnector:
+    """`kv_sender` where prompts are computed for others, `arrivals` where others' are gone on with. Used by the step
+    loop's thread."""
+
+    def __init__(
+        self,
+        kv_sender: KvSender | None = None,
+        arrivals: KvReceiver | None = None,
+        zone: StagingBuffer | None = None,
+        receiver: ReceiverThread | None = None,
+    ) -> None:
+        self.kv_sender, self.arrivals = kv_sender, arrivals
+        self._zone, self._receiver = zone, receiver
+        self.handed_over_requests_total = 0
+
+    @property
+    def address(self) -> str:
+        """Where KV comes in; "" where none does."""
+        return "" if self._receiver is None else self._receiver.address
+
+    @property
+    def host(self) -> str:
+        return "" if self._receiver is None else own_host()
+
+    @property
+    def secret(self) -> str:
+        """By which gateways allow transfers; "" where no KV comes in."""
+        return "" if self._receiver is None else self._receiver.secret
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose KV has not come yet."""
+        return 0 if self.arrivals is None else self.arrivals.num_waiting
+
+    def serve(self, kv: KvCache | None) -> None:
+        """What comes is for that cache, or for none while the engine sleeps."""
+        if self._zone is not None:
+            self._zone.serve(kv)
+
+    def depart(self, submit: CoreSubmit) -> CoreSubmit:
+        """A request that is to be handed over, as it is to be served here: up to its next token."""
+        num_tokens = len(submit.resumed_ids or ()) + 1
+        if self.kv_sender is None or submit.embed or submit.max_tokens <= num_tokens:
+            return msgspec.structs.replace(submit, hand_over=None)
+        self.kv_sender.enter(submit)
+        return msgspec.structs.replace(submit, max_tokens=num_tokens)
+
+    def num_landing(self, key: int) -> int:
+        """Of so many tokens of a request KV has come."""
+        arrival = None if self.arrivals is None else self.arrivals.arrival_of(key)
+        return 0 if arrival is None else arrival.num_tokens
+
+    def told(self, outputs: list[CoreOutput], failures: list[CoreFailure]) -> list[CoreOutput]:
+        """What the front is told: of those that end, how their KV came, or why it did not go."""
+        if self.kv_sender is None and self.arrivals is None:
+            return outputs
+        for failure in failures:
+            self._ended(failure.key, prefill_done=False)
+        return [output if output.finish is None else self._end(output, output.finish) for output in outputs]
+
+    def close(self) -> None:
+        """The threads end."""
+        if self.kv_sender is not None:
+            self.kv_sender.close()
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def _end(self, output: CoreOutput, finish: CoreFinish) -> CoreOutput:
+        arrival = None if self.arrivals is None else self.arrivals.arrival_of(output.key)
+        prefill_done = finish.reason is FinishReason.PREFILL_DONE
+        self.handed_over_requests_total += prefill_done
+        problem = self._ended(output.key, prefill_done=prefill_done)
+        if arrival is None and not problem:
+            return output
+        finish = msgspec.structs.replace(finish, arrival=arrival, detail=problem or finish.detail)
+        return msgspec.structs.replace(output, finish=finish)
+
+    def _ended(self, key: int, *, prefill_done: bool) -> str:
+        if self.arrivals is not None:
+            self.arrivals.ended(key)
+        return "" if self.kv_sender is None else self.kv_sender.ended(key, prefill_done=prefill_done)
+
+
+NO_EXCHANGE = KvConnector()
+
+
+def exchange_of(config: TransferConfig) -> KvConnector:
+    """Raises InvalidConfig where the address or the key cannot be had."""
+    if config.role is EngineRole.BOTH and not config.listen:
+        return NO_EXCHANGE
+    key = _read_key(config.key_file)
+    max_bytes = config.buffer_bytes or max(1, int(available_bytes() * _SHARE_OF_HOST))
+    kv_sender = None
+    if config.role is EngineRole.PREFILL:
+        kv_sender = KvSender(SenderThread(config.way, max_bytes, key))
+    if not config.listen:
+        return KvConnector(kv_sender)
+    zone = StagingBuffer(max_bytes)
+    return KvConnector(kv_sender, KvReceiver(zone), zone, ReceiverThread(config.listen, zone, key))
+
+
+def _read_key(path: str) -> bytes | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes().strip()
+    except OSError as exc:
+        raise InvalidConfig(f"the key {path} cannot be read: {exc.strerror}") from exc

@@ -1,0 +1,135 @@
+"""The cache's content token by token, however its blocks are laid out: read on one engine, written on another, whose
+blocks may have another size and another type.
+
+n blocks, P places a block, T tokens, G key-value heads, d head width, L width of a latent row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moiety_engine.kv_transfer.messages import Form, TensorLayout
+from moiety_engine.model.batch import KvCache, LatentCache, LayerCache
+from moiety_kernels.kv_store import kv_store
+from moiety_kernels.latent_input.reference import scale_of, to_whole
+
+_NUM_SCALED_PARTS = 4  # keys, values, and a scale for each of either
+_NUM_SCALED_LATENT_PARTS = 3  # rows, and a scale for either part of each
+
+
+def form_of(kv: KvCache) -> Form:
+    """What each layer has for a token."""
+    return tuple(tuple(_form_of(layer, part) for part in layer.parts) for layer in kv.everything)
+
+
+def token_bytes(form: Form) -> int:
+    """Of one token over all layers."""
+    return sum(layer_bytes(layer) for layer in form)
+
+
+def layer_bytes(parts: Sequence[TensorLayout]) -> int:
+    """Of one token in one layer."""
+    return sum(math.prod(part.shape) * _dtype(part).itemsize for part in parts)
+
+
+def fits(form: Form, kv: KvCache) -> bool:
+    """Whether KV of that form is of the same model as the cache, whatever types either has."""
+    own = form_of(kv)
+    return len(form) == len(own) and all(
+        layer[0].shape == mine[0].shape
+        and len(layer) in (1, 2, _NUM_SCALED_LATENT_PARTS, _NUM_SCALED_PARTS)
+        and _is_latent(layer) == _is_latent(mine)
+        for layer, mine in zip(form, own, strict=True)
+    )
+
+
+def read(layer: LayerCache | LatentCache, blocks_n: Tensor, offset: int, num_tokens: int) -> list[Tensor]:
+    """Tokens from place `offset` of the first of these blocks on, contiguous, of each part of the layer's cache."""
+    rows = []
+    for part in layer.parts:
+        by_token = part.index_select(0, blocks_n).movedim(_token_dim(layer), 1)
+        rows.append(by_token.flatten(0, 1)[offset : offset + num_tokens].contiguous())
+    return rows
+
+
+def write(layer: LayerCache | LatentCache, rows: Sequence[Tensor], slots_T: Tensor) -> None:
+    """Token t's rows into slot slots_T[t] = block · P + place, in the cache's own types."""
+    if [part.dtype for part in layer.parts] == [part.dtype for part in rows]:
+        for part, values in zip(layer.parts, rows, strict=True):
+            by_token = part.movedim(_token_dim(layer), 1)
+            places = by_token.shape[1]
+            by_token[slots_T // places, slots_T % places] = values
+    elif isinstance(layer, LatentCache):
+        _write_latent(layer, rows, slots_T)
+    else:
+        k_TGd, v_TGd = _plain(rows)
+        kv_store(k_TGd, v_TGd, layer.k_NGPd, layer.v_NGPd, slots_T, layer.k_scale_NGP, layer.v_scale_NGP)
+
+
+def _write_latent(layer: LatentCache, rows: Sequence[Tensor], slots_T: Tensor) -> None:
+    values_TL, *scales = rows
+    parts = values_TL.float().tensor_split([layer.latent_width], dim=1)
+    if scales:
+        parts = tuple(part * scale_T[:, None] for part, scale_T in zip(parts, scales, strict=True))
+    if layer.latent_scale_NP is not None and layer.rotated_scale_NP is not None:
+        own = tuple(scale_of(part) for part in parts)
+        parts = tuple(to_whole(part, scale_T1) for part, scale_T1 in zip(parts, own, strict=True))
+        for scale_NP, scale_T1 in zip((layer.latent_scale_NP, layer.rotated_scale_NP), own, strict=True):
+            scale_NP.view(-1)[slots_T] = scale_T1.squeeze(1)
+    layer.rows_NPL.flatten(0, 1)[slots_T] = _within(torch.cat(parts, dim=1), layer.rows_NPL.dtype)
+
+
+def views(buffer_B: Tensor, parts: Sequence[TensorLayout], num_tokens: int) -> list[Tensor]:
+    """The parts of a piece that begins where the buffer does."""
+    found, begin = [], 0
+    for part in parts:
+        end = begin + num_tokens * math.prod(part.shape) * _dtype(part).itemsize
+        found.append(_typed(buffer_B[begin:end], _dtype(part)).view(num_tokens, *part.shape))
+        begin = end
+    return found
+
+
+def _typed(bytes_B: Tensor, dtype: torch.dtype) -> Tensor:
+    aligned = bytes_B.data_ptr() % dtype.itemsize == 0
+    return (bytes_B if aligned else bytes_B.clone()).view(dtype)
+
+
+def _plain(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values as numbers that need no scale."""
+    if len(rows) == _NUM_SCALED_PARTS:
+        k_TGd, v_TGd, k_scale_TG, v_scale_TG = rows
+        return k_TGd.float() * k_scale_TG[..., None], v_TGd.float() * v_scale_TG[..., None]
+    k_TGd, v_TGd = rows
+    return k_TGd.float(), v_TGd.float()
+
+
+def _is_latent(parts: Sequence[TensorLayout]) -> bool:
+    return len(parts) in (1, _NUM_SCALED_LATENT_PARTS)
+
+
+def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype is torch.float8_e4m3fn:
+        largest = torch.finfo(dtype).max
+        values = values.clamp(-largest, largest)
+    return values.to(dtype)
+
+
+def _form_of(layer: LayerCache | LatentCache, part: Tensor) -> TensorLayout:
+    shape = list(part.shape[1:])
+    del shape[_token_dim(layer) - 1]
+    return TensorLayout(str(part.dtype).removeprefix("torch."), tuple(shape))
+
+
+def _token_dim(layer: LayerCache | LatentCache) -> int:
+    return 1 if isinstance(layer, LatentCache) else 2
+
+
+def _dtype(part: TensorLayout) -> torch.dtype:
+    found = getattr(torch, part.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{part.dtype!r} is no type of numbers")
+    return found

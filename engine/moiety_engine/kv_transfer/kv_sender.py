@@ -1,0 +1,149 @@
+"""Prompts whose KV goes to another engine: what each step computes of them leaves layer by layer, while later layers
+and later parts of the prompt are computed.
+
+n blocks of a stretch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moiety_engine.kv_transfer.kv_layout import form_of, read, token_bytes
+from moiety_engine.kv_transfer.messages import Begin, KvChunk
+from moiety_engine.kv_transfer.sender_thread import SenderThread
+from moiety_engine.kv_transfer.staging_buffer import prompt_hash
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.batch import KvCache
+from moiety_engine.scheduling.plan import Plan
+from moiety_engine.staging import DeviceMark
+from moiety_wire.roles import KvHandoff
+
+
+@dataclass(slots=True)
+class _OutgoingPrompt:
+    hand_over: KvHandoff
+    tokens: list[int]
+    has_begun: bool = False
+    num_left: int = 0  # tokens that have gone, or are about to
+    offset: int = 0  # bytes, likewise
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Tokens of one prompt that leave with this step."""
+
+    departure: _OutgoingPrompt
+    first: int
+    end: int
+    blocks_n: Tensor
+    in_block: int  # place of the first token in its block
+
+
+class KvSender:
+    """Used by the step loop's thread only."""
+
+    def __init__(self, sender: SenderThread) -> None:
+        self._sender = sender
+        self._open: dict[int, _OutgoingPrompt] = {}  # by the requests' keys
+        self._problems: dict[int, str] = {}
+        self._stream: Any = None  # of a GPU, for copies to the host
+
+    def enter(self, submit: CoreSubmit) -> None:
+        """A request that is to be handed over."""
+        assert submit.hand_over is not None, "only what is handed over departs"
+        self._open[submit.key] = _OutgoingPrompt(submit.hand_over, [*submit.prompt_ids, *(submit.resumed_ids or ())])
+
+    def of(self, plan: Plan, kv: KvCache) -> StepSends | None:
+        """What leaves with this step, which is about to run; None if nothing does."""
+        if not self._open:
+            return None
+        stretches = []
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            departure = self._open.get(sequence.key)
+            end = sequence.num_computed + chunk.num_tokens
+            if departure is None or end <= departure.num_left or not self._has_begun(sequence.key, departure, kv):
+                continue
+            first, size = departure.num_left, kv.block_size  # what a cache had of the prompt goes with the first step
+            blocks = sequence.blocks[first // size : -(-end // size)]
+            device = kv.layers[0].parts[0].device
+            blocks_n = torch.tensor(blocks, device=device)
+            stretches.append(_Stretch(departure, first, end, blocks_n, first % size))
+            departure.num_left = end
+        if not stretches:
+            return None
+        device = kv.layers[0].parts[0].device
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return StepSends(self._sender, kv, stretches, self._stream)
+
+    def ended(self, key: int, *, prefill_done: bool) -> str:
+        """A request has ended. Why its KV does not go along with it, if it was to."""
+        problem = self._problems.pop(key, "")
+        departure = self._open.pop(key, None)
+        if departure is None:
+            return problem
+        transfer_id = departure.hand_over.transfer_id
+        if prefill_done and departure.num_left == len(departure.tokens):
+            return self._sender.end(transfer_id)
+        self._sender.cancel(transfer_id)
+        return "not all of it was computed" if prefill_done else ""
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _has_begun(self, key: int, departure: _OutgoingPrompt, kv: KvCache) -> bool:
+        """Announce what has not been announced: not before its prompt is computed, since room is kept for it there."""
+        if departure.has_begun:
+            return True
+        form, tokens = form_of(kv), departure.tokens
+        num_bytes = len(tokens) * token_bytes(form)
+        begin = Begin(
+            departure.hand_over.transfer_id,
+            len(tokens),
+            num_bytes,
+            prompt_hash(tokens),
+            form,
+            rotation=kv.rotation,
+            token=departure.hand_over.token,
+        )
+        problem = self._sender.begin(departure.hand_over, begin)
+        if problem:
+            self._problems[key] = problem
+            del self._open[key]
+        departure.has_begun = not problem
+        return departure.has_begun
+
+
+class StepSends:
+    """Of one step; called after each layer has stored its keys and values."""
+
+    def __init__(self, sender: SenderThread, kv: KvCache, stretches: Sequence[_Stretch], stream: Any) -> None:
+        """`stream`: for copies to the host, None where there is nothing to copy."""
+        self._sender, self._kv, self._stretches, self._stream = sender, kv, stretches, stream
+
+    def __call__(self, layer: int) -> None:
+        for stretch in self._stretches:
+            departure, num_tokens = stretch.departure, stretch.end - stretch.first
+            rows = read(self._kv.everything[layer], stretch.blocks_n, stretch.in_block, num_tokens)
+            piece = KvChunk(departure.hand_over.transfer_id, layer, stretch.first, stretch.end, departure.offset)
+            departure.offset += sum(row.nbytes for row in rows)
+            self._sender.put(piece, *self._on_host(rows))
+
+    def _on_host(self, rows: list[Tensor]) -> tuple[list[Tensor], DeviceMark]:
+        """On a GPU they get there while later layers are computed."""
+        stream = self._stream
+        if stream is None:
+            return rows, DeviceMark(None)
+        stream.wait_stream(torch.cuda.current_stream(rows[0].device))
+        with torch.cuda.stream(stream):
+            copies = []
+            for row in rows:
+                row.record_stream(stream)
+                copies.append(torch.empty_like(row, device="cpu", pin_memory=True).copy_(row, non_blocking=True))
+            return copies, DeviceMark(stream.record_event())

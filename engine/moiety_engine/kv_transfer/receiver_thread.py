@@ -1,0 +1,120 @@
+"""Where KV comes in: a socket and a thread that fills the landing zone. It wakes nobody: the step loop looks."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import threading
+
+import msgspec
+import structlog
+import zmq
+
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.kv_transfer.messages import Begin, Cancel, End, KvChunk, Received, Refused, ToReceiver, ToSender
+from moiety_engine.kv_transfer.peer_authentication import PeerAuthenticator, guard_receiver
+from moiety_engine.kv_transfer.staging_buffer import StagingBuffer
+from moiety_wire.roles import ANY_HOST, transfer_token
+
+MAX_FRAME_BYTES = 1 << 30  # a piece of one layer has fewer
+NOT_ALLOWED = "no gateway has allowed it: its token is of another transfer, engine or start of the engine"
+_NUM_LOGGED = 10  # transfers that no gateway has allowed; of further ones every thousandth is
+_WILDCARDS = ("0.0.0.0", "[::]")
+
+log = structlog.get_logger()
+
+
+class ReceiverThread:
+    """Owns its context, socket and thread, from its making to `close`."""
+
+    def __init__(self, listen: str, zone: StagingBuffer, secret_key: bytes | None) -> None:
+        """Raises InvalidConfig where the address cannot be had."""
+        self._zone = zone
+        self.secret = secrets.token_hex(32)
+        self.num_disallowed = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the senders
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        if secret_key is not None:
+            PeerAuthenticator(self._context, zmq.curve_public(secret_key))
+            guard_receiver(self._socket, secret_key)
+        try:
+            self._socket.bind(listen)
+        except zmq.ZMQError as exc:
+            self._socket.close(linger=0)
+            self._context.term()
+            raise InvalidConfig(f"cannot listen for KV on {listen}: {exc}; choose another --kv-listen") from exc
+        self.address = _as_told(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; what has come stays in the zone."""
+        self._context.term()  # its thread is told so by the socket, and closes it
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                frames = self._socket.recv_multipart(copy=False)
+                try:
+                    self._take(frames)
+                except zmq.ContextTerminated:
+                    raise
+                except Exception:  # the root of a thread: what a message made of it is lost, and computed again
+                    log.exception("kv_not_taken")
+        self._socket.close(linger=0)
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        identity = frames[0].bytes
+        try:
+            message = self._decoder.decode(frames[1].buffer)
+        except (msgspec.MsgspecError, IndexError) as exc:
+            log.warning("kv_message_undecodable", reason=str(exc))
+            return
+        match message:
+            case KvChunk():
+                self._zone.put(message, [frame.buffer for frame in frames[2:]], identity)
+            case Begin():
+                if not self._is_allowed(message):
+                    self._note_disallowed(message)
+                    self._answer(identity, Refused(message.transfer_id, NOT_ALLOWED))
+                    return
+                reason = self._zone.begin(message, identity)
+                if reason:
+                    log.warning("kv_refused", reason=reason, num_tokens=message.num_tokens, num_bytes=message.num_bytes)
+                    self._answer(identity, Refused(message.transfer_id, reason))
+            case End():
+                is_there = self._zone.end(message.transfer_id, identity)
+                answer = (
+                    Received(message.transfer_id) if is_there else Refused(message.transfer_id, "parts are missing")
+                )
+                self._answer(identity, answer)
+            case Cancel():
+                self._zone.cancel(message.transfer_id, identity)
+
+    def _is_allowed(self, begin: Begin) -> bool:
+        expected = transfer_token(self.secret, begin.transfer_id)
+        return hmac.compare_digest(begin.token.encode(), expected.encode())
+
+    def _note_disallowed(self, begin: Begin) -> None:
+        self.num_disallowed += 1
+        if self.num_disallowed <= _NUM_LOGGED or self.num_disallowed % 1000 == 0:
+            log.warning("kv_not_allowed", num_bytes=begin.num_bytes, num_disallowed=self.num_disallowed)
+
+    def _answer(self, identity: bytes, message: ToSender) -> None:
+        with contextlib.suppress(zmq.Again):  # a sender that does not listen finds out by itself
+            self._socket.send_multipart((identity, self._encoder.encode(message)), zmq.NOBLOCK)
+
+
+def _as_told(endpoint: str) -> str:
+    """Where it listens on all addresses, who is told puts in the one that it knows."""
+    for wildcard in _WILDCARDS:
+        endpoint = endpoint.replace(f"tcp://{wildcard}:", f"tcp://{ANY_HOST}:")
+    return endpoint

@@ -1,0 +1,214 @@
+"""Where KV goes out: a thread with a socket to each engine that any was sent to. The step loop hands it pieces and goes
+on computing while they go."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+import zmq
+from torch import Tensor
+
+from moiety_engine.config import KvTransport
+from moiety_engine.kv_transfer.messages import Begin, Cancel, End, KvChunk, Received, Refused, ToReceiver, ToSender
+from moiety_engine.kv_transfer.peer_authentication import present_sender
+from moiety_engine.kv_transfer.transports import SharedMemoryTransport, TcpTransport, Transport, own_host
+from moiety_engine.staging import DeviceMark
+from moiety_wire.roles import KvHandoff
+
+ANSWER_S = 30.0  # of the receiver, after all was sent
+POLL_S = 0.05  # how soon an answer is heard while nothing is sent
+LINGER_MS = 2000
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _OutgoingTransfer:
+    """One transfer. The step loop asks for `problem`; all else is the thread's."""
+
+    begin: Begin
+    address: str
+    way: Transport
+    heard_s: float  # when something was last done for it
+    problem: str = ""  # why it does not go on
+
+
+_Job = Callable[[], None]
+
+
+class SenderThread:
+    """Holds no more than `max_bytes` that have not arrived. Owns its thread from its making to `close`."""
+
+    def __init__(self, way: KvTransport, max_bytes: int, secret_key: bytes | None) -> None:
+        self._way = way
+        self._max_bytes = max_bytes
+        self._secret_key = secret_key
+        self._host = own_host()
+        self._lock = threading.Lock()
+        self._kv_sender: dict[str, _OutgoingTransfer] = {}
+        self._held_bytes = 0
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._links: dict[str, zmq.Socket[bytes]] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
+        self._thread.start()
+
+    # ── from the step loop ──
+
+    def begin(self, hand_over: KvHandoff, begin: Begin) -> str:
+        """Announce a transfer; why it cannot be, or ""."""
+        with self._lock:
+            if self._held_bytes + begin.num_bytes > self._max_bytes:
+                return f"{self._held_bytes} bytes of other KV have not arrived yet"
+            try:
+                way = self._choose_way(hand_over, begin.num_bytes)
+            except OSError as exc:
+                return f"there is no memory to share ({exc}); --kv-transport tcp does without"
+            begin = msgspec.structs.replace(begin, segment=way.segment, way=way.name.value)
+            departure = _OutgoingTransfer(begin, hand_over.address, way, time.monotonic())
+            self._kv_sender[begin.transfer_id] = departure
+            self._held_bytes += begin.num_bytes
+        self._jobs.put(lambda: self._tell(departure, begin))
+        return ""
+
+    def put(self, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
+        """Send what one layer has, in host memory once the mark has been passed."""
+        departure = self._kv_sender.get(piece.transfer_id)
+        if departure is not None and not departure.problem:
+            self._jobs.put(lambda: self._send(departure, piece, parts, mark))
+
+    def end(self, transfer_id: str) -> str:
+        """All pieces were put; why the other engine will not have them, if that is known by now."""
+        departure = self._kv_sender.get(transfer_id)
+        if departure is None:
+            return ""  # it has come already
+        if not departure.problem:
+            self._jobs.put(lambda: self._tell(departure, End(transfer_id)))
+            return ""
+        self.cancel(transfer_id)
+        return departure.problem
+
+    def cancel(self, transfer_id: str) -> None:
+        departure = self._kv_sender.get(transfer_id)
+        if departure is not None:
+            self._jobs.put(lambda: self._cancel(departure))
+
+    def close(self) -> None:
+        """What was put still goes out, if it is taken soon."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _choose_way(self, hand_over: KvHandoff, num_bytes: int) -> Transport:
+        if self._way is KvTransport.TCP:
+            return TcpTransport()
+        if self._way is KvTransport.MEMORY or (self._host and hand_over.host == self._host):
+            return SharedMemoryTransport(num_bytes)
+        return TcpTransport()
+
+    # ── the thread ──
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=POLL_S if self._kv_sender else None)
+                if job is None:
+                    break
+                job()
+            except queue.Empty:
+                pass
+            except Exception:  # the root of a thread: what did not go is lost, and computed again over there
+                log.exception("kv_not_sent")
+            self._give_up()
+            self._hear()
+        for socket in self._links.values():
+            socket.close(linger=LINGER_MS)
+        self._context.term()
+
+    def _tell(self, departure: _OutgoingTransfer, message: ToReceiver) -> None:
+        self._post(departure, message, [])
+
+    def _send(self, departure: _OutgoingTransfer, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
+        if not departure.problem:
+            mark.wait()
+            self._post(departure, piece, departure.way.put(piece.offset, parts))
+
+    def _post(self, departure: _OutgoingTransfer, message: ToReceiver, data: list[memoryview]) -> None:
+        departure.heard_s = time.monotonic()
+        link = self._link_to(departure.address)
+        if link is None:
+            departure.problem = f"{departure.address!r} is no address"
+            return
+        frames: list[bytes | memoryview] = [self._encoder.encode(message), *data]
+        link.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def _cancel(self, departure: _OutgoingTransfer) -> None:
+        self._tell(departure, Cancel(departure.begin.transfer_id))
+        self._forget(departure.begin.transfer_id)
+
+    def _hear(self) -> None:
+        """Answers that have come."""
+        for socket in self._links.values():
+            while True:
+                try:
+                    answer = self._decoder.decode(socket.recv(zmq.NOBLOCK))
+                except zmq.Again:
+                    break
+                except msgspec.MsgspecError as exc:
+                    log.warning("kv_answer_undecodable", reason=str(exc))
+                    continue
+                self._take(answer)
+
+    def _take(self, answer: ToSender) -> None:
+        match answer:
+            case Received():
+                self._forget(answer.transfer_id)
+            case Refused():
+                departure = self._kv_sender.get(answer.transfer_id)
+                if departure is not None:
+                    departure.problem = answer.reason
+                    log.warning("kv_was_refused", address=departure.address, reason=answer.reason)
+
+    def _give_up(self) -> None:
+        """What no engine answers to, is lost; and the link to it with all that waits there."""
+        now_s = time.monotonic()
+        for departure in list(self._kv_sender.values()):
+            if now_s - departure.heard_s > ANSWER_S:
+                log.warning("kv_not_answered", address=departure.address, num_bytes=departure.begin.num_bytes)
+                self._forget(departure.begin.transfer_id)
+                link = self._links.pop(departure.address, None)
+                if link is not None:
+                    link.close(linger=0)
+
+    def _forget(self, transfer_id: str) -> None:
+        with self._lock:
+            departure = self._kv_sender.pop(transfer_id, None)
+            if departure is not None:
+                self._held_bytes -= departure.begin.num_bytes
+        if departure is not None:
+            departure.way.close()
+
+    def _link_to(self, address: str) -> zmq.Socket[bytes] | None:
+        link = self._links.get(address)
+        if link is None:
+            link = self._context.socket(zmq.DEALER)
+            link.setsockopt(zmq.LINGER, 0)
+            link.setsockopt(zmq.IPV6, 1)
+            link.setsockopt(zmq.SNDHWM, 0)  # bounded by max_bytes
+            if self._secret_key is not None:
+                present_sender(link, self._secret_key)
+            with contextlib.suppress(zmq.ZMQError):
+                link.connect(address)
+                self._links[address] = link
+                return link
+            link.close()
+            return None
+        return link

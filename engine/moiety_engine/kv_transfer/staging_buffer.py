@@ -1,0 +1,229 @@
+"""KV that comes from other engines, in host memory until its request is scheduled. Shared by the thread that receives
+and the step loop's; all methods may be called from either."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from moiety_engine.cache.prefix import MARK_BYTES, block_hash
+from moiety_engine.kv_transfer.kv_layout import fits, layer_bytes, token_bytes, views, write
+from moiety_engine.kv_transfer.messages import Begin, KvChunk
+from moiety_engine.kv_transfer.transports import open_segment
+from moiety_engine.model.batch import KvCache
+from moiety_wire.roles import KvTransferTimes
+
+UNCLAIMED_S = 30.0  # after which what no request came for is thrown away
+STALLED_S = 5.0  # without a new piece
+MAX_REMEMBERED = 4096  # of those that are lost
+
+
+class Progress(IntEnum):
+    """Of one transfer."""
+
+    UNKNOWN = 0  # it was not announced
+    LOST = 1  # it was refused, cancelled or given up
+    COMING = 2
+    THERE = 3
+
+
+@dataclass(slots=True)
+class _Transfer:
+    begin: Begin
+    buffer_B: Tensor
+    begun_unix_ns: int
+    heard_s: float
+    sender: bytes  # the connection that began it
+    is_claimed: bool = False
+    ended_unix_ns: int = 0  # all is there
+    pieces: list[list[KvChunk]] = field(default_factory=list)  # of each layer
+
+
+def prompt_hash(token_ids: Sequence[int]) -> bytes:
+    """Of the tokens whose KV is meant."""
+    return block_hash(blake2b(digest_size=16, person=b"moiety-transfer").digest(), token_ids)[MARK_BYTES:]
+
+
+class StagingBuffer:
+    """Holds no more than `max_bytes`."""
+
+    def __init__(self, max_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._transfers: dict[str, _Transfer] = {}
+        self._lost: dict[str, None] = {}
+        self._kv: KvCache | None = None
+        self._held_bytes = 0
+
+    def serve(self, kv: KvCache | None) -> None:
+        """What comes is for that cache; None: for none, and nothing may come."""
+        with self._lock:
+            self._kv = kv
+
+    # ── from the sender ──
+
+    def begin(self, begin: Begin, sender: bytes = b"") -> str:
+        """Why it is not wanted; "" if it may come, from that connection. No transfer begins twice."""
+        with self._lock:
+            self._drop_unclaimed()
+            if begin.transfer_id in self._transfers:
+                return "a transfer of this name has begun already"
+            if begin.transfer_id in self._lost:
+                return "a transfer of this name has ended already"
+            complaint = self._complaint(begin)
+            if not complaint:
+                try:
+                    buffer_B = _buffer(begin)
+                except (OSError, ValueError, RuntimeError) as exc:  # the last is torch's, for want of memory
+                    complaint = f"its memory cannot be had ({exc}); --kv-transport tcp does without sharing any"
+            if complaint:
+                self._remember_lost(begin.transfer_id)
+                return complaint
+            pieces: list[list[KvChunk]] = [[] for _ in begin.form]
+            self._held_bytes += begin.num_bytes
+            begun_ns, now_s = time.time_ns(), self._clock()
+            self._transfers[begin.transfer_id] = _Transfer(begin, buffer_B, begun_ns, now_s, sender, pieces=pieces)
+            return ""
+
+    def put(self, piece: KvChunk, frames: Sequence[memoryview], sender: bytes = b"") -> None:
+        """A piece has come, and its bytes with it unless they are there already. One that does not fit ends all."""
+        transfer = self._transfers.get(piece.transfer_id)
+        if transfer is None or transfer.sender != sender or transfer.ended_unix_ns:
+            return
+        form, buffer_B = transfer.begin.form, transfer.buffer_B
+        is_right = 0 <= piece.layer < len(form) and 0 <= piece.first < piece.end <= transfer.begin.num_tokens
+        num_bytes = (piece.end - piece.first) * layer_bytes(form[piece.layer]) if is_right else 0
+        if not transfer.begin.segment:
+            is_right = is_right and sum(len(frame) for frame in frames) == num_bytes
+        if not is_right or not 0 <= piece.offset <= len(buffer_B) - num_bytes:
+            self.drop(piece.transfer_id)
+            return
+        begin = piece.offset
+        for frame in frames:
+            buffer_B[begin : begin + len(frame)].numpy()[:] = frame
+            begin += len(frame)
+        transfer.pieces[piece.layer].append(piece)
+        transfer.heard_s = self._clock()
+
+    def end(self, transfer_id: str, sender: bytes = b"") -> bool:
+        """All has been sent: whether all is there. If not, nothing is kept."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.sender != sender:
+            return False
+        num_tokens = transfer.begin.num_tokens
+        if any(sum(piece.end - piece.first for piece in layer) != num_tokens for layer in transfer.pieces):
+            self.drop(transfer_id)
+            return False
+        transfer.ended_unix_ns, transfer.heard_s = time.time_ns(), self._clock()
+        return True
+
+    def cancel(self, transfer_id: str, sender: bytes = b"") -> None:
+        """The connection that began it sends no more."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None and transfer.sender == sender:
+                self._drop(transfer_id)
+
+    def drop(self, transfer_id: str) -> None:
+        """Nobody wants it any more. Nothing happens where it is not known."""
+        with self._lock:
+            self._drop(transfer_id)
+
+    # ── from the step loop ──
+
+    def claim(self, transfer_id: str) -> Progress:
+        """How far it is; its request is here now, and will see to its end."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is None:
+                return Progress.LOST if transfer_id in self._lost else Progress.UNKNOWN
+            transfer.is_claimed = True
+            if transfer.ended_unix_ns:
+                return Progress.THERE
+            if self._clock() - transfer.heard_s > STALLED_S:
+                self._drop(transfer_id)
+                return Progress.LOST
+            return Progress.COMING
+
+    def arrival(self, transfer_id: str, hashed: bytes) -> KvTransferTimes | None:
+        """What has come; None, and nothing is kept, where it is of another prompt."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is None or not transfer.ended_unix_ns or transfer.begin.prompt_hash != hashed:
+                self._drop(transfer_id)
+                return None
+            begin = transfer.begin
+            ended_ns = transfer.ended_unix_ns
+            return KvTransferTimes(transfer.begun_unix_ns, ended_ns, begin.num_tokens, begin.num_bytes, begin.way)
+
+    @torch.inference_mode()
+    def land(self, transfer_id: str, first: int, blocks: Sequence[int]) -> None:
+        """Write tokens `first` and later into the cache: the blocks are those of the sequence from its start. On a GPU
+        work that is queued afterwards sees them. Frees the memory."""
+        with self._lock:
+            transfer, kv = self._transfers[transfer_id], self._kv
+        assert kv is not None, "KV lands where there is no cache"
+        device = kv.layers[0].parts[0].device
+        blocks_n = torch.tensor(blocks)
+        for cache, form, pieces in zip(kv.everything, transfer.begin.form, transfer.pieces, strict=True):
+            for piece in pieces:
+                begin = max(first, piece.first)
+                if begin >= piece.end:
+                    continue
+                rows = views(transfer.buffer_B[piece.offset :], form, piece.end - piece.first)
+                positions_T = torch.arange(begin, piece.end)
+                slots_T = blocks_n[positions_T // kv.block_size] * kv.block_size + positions_T % kv.block_size
+                write(cache, [part[begin - piece.first :].to(device) for part in rows], slots_T.to(device))
+        self.drop(transfer_id)
+
+    def _drop_unclaimed(self) -> None:
+        now_s = self._clock()
+        for transfer_id, transfer in list(self._transfers.items()):
+            if not transfer.is_claimed and now_s - transfer.heard_s > UNCLAIMED_S:
+                self._drop(transfer_id)
+
+    def _drop(self, transfer_id: str) -> None:
+        transfer = self._transfers.pop(transfer_id, None)
+        if transfer is not None:
+            self._held_bytes -= transfer.begin.num_bytes
+            self._remember_lost(transfer_id)
+
+    def _remember_lost(self, transfer_id: str) -> None:
+        self._lost[transfer_id] = None
+        if len(self._lost) > MAX_REMEMBERED:
+            del self._lost[next(iter(self._lost))]
+
+    def _complaint(self, begin: Begin) -> str:
+        if self._kv is None:
+            return "the engine sleeps"
+        try:
+            is_fit = fits(begin.form, self._kv)
+            num_bytes = begin.num_tokens * token_bytes(begin.form)
+        except (ValueError, IndexError) as exc:
+            return f"its form is not understood: {exc}"
+        if not is_fit or begin.rotation != self._kv.rotation:
+            angles = "its keys are turned by other angles: give both engines the same --max-context-tokens"
+            other = "it is of a model with other layers, heads or widths, or only one engine has --speculate mtp"
+            return angles if is_fit else other
+        if begin.num_tokens < 1 or begin.num_bytes != num_bytes:
+            return f"{begin.num_tokens} tokens have {num_bytes} bytes, not {begin.num_bytes}"
+        if self._held_bytes + begin.num_bytes > self._max_bytes:
+            return (
+                f"there is no room for {begin.num_bytes} bytes beside {self._held_bytes}: raise --kv-buffer-bytes, "
+                f"which is {self._max_bytes}"
+            )
+        return ""
+
+
+def _buffer(begin: Begin) -> Tensor:
+    if begin.segment:
+        return open_segment(begin.segment, begin.num_bytes)
+    return torch.empty(begin.num_bytes, dtype=torch.uint8)

@@ -1,0 +1,114 @@
+"""The ways of KV from one engine to another: memory that both see, or a TCP connection. Both fill one buffer at the
+receiver, piece by piece; they differ in who writes there."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moiety_engine.config import KvTransport
+
+_NAME = "moiety-kv"
+_SEGMENT = re.compile(r"/proc/\d+/fd/\d+")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PIDS = Path("/proc/self/ns/pid")
+
+
+def own_host() -> str:
+    """Equal where processes see each other's files under /proc, so that they can share memory; "" where none can."""
+    try:
+        return f"{_BOOT_ID.read_text().strip()}-{_PIDS.readlink()}-{os.getuid()}"
+    except OSError:
+        return ""
+
+
+class Transport(Protocol):
+    """Of one transfer, at the sender's end."""
+
+    @property
+    def name(self) -> KvTransport: ...
+
+    @property
+    def segment(self) -> str:
+        """What the receiver opens; "" where the bytes come with the messages."""
+        ...
+
+    def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
+        """Have the bytes of a piece at their offset of the receiver's buffer; what has to go with its message."""
+        ...
+
+    def close(self) -> None:
+        """The receiver has it, or will not."""
+        ...
+
+
+class TcpTransport:
+    """The bytes go with the messages."""
+
+    name = KvTransport.TCP
+    segment = ""
+
+    def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
+        return [_bytes_of(part) for part in parts]
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class SharedMemoryTransport:
+    """The bytes go into memory that the receiver opens, too. It has no name of its own: it is there as long as one of
+    the two processes has it, and nothing is left behind when both are killed."""
+
+    name = KvTransport.MEMORY
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises OSError where there is no such memory."""
+        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, num_bytes)
+        self._memory = mmap.mmap(self._descriptor, num_bytes)
+
+    @property
+    def segment(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
+        for part in parts:
+            data = _bytes_of(part)
+            torch.frombuffer(self._memory, dtype=torch.uint8, count=len(data), offset=offset).copy_(
+                torch.frombuffer(data, dtype=torch.uint8)
+            )
+            offset += len(data)
+        return []
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._memory.close()
+
+
+def open_segment(segment: str, num_bytes: int) -> Tensor:
+    """The memory that another process has made for this. Raises OSError or ValueError where it cannot be opened."""
+    if not (_SEGMENT.fullmatch(segment) and str(Path(segment).readlink()).startswith(f"/memfd:{_NAME}")):
+        raise ValueError(f"{segment[:64]!r} is no memory for KV")
+    descriptor = os.open(segment, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_size < num_bytes:
+            raise ValueError(f"{segment} has fewer than {num_bytes} bytes")
+        memory = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_WRITE)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _bytes_of(part: Tensor) -> memoryview:
+    values: np.ndarray = part.reshape(-1).view(torch.uint8).numpy()
+    return values.data

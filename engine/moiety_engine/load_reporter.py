@@ -1,0 +1,161 @@
+"""What a replica tells of its load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from moiety_engine.messages import CoreLoad
+
+if TYPE_CHECKING:
+    from moiety_engine.disk.tier import DiskTier
+    from moiety_engine.kv_transfer.connector import KvConnector
+    from moiety_engine.offload.cache import ExpertCache
+    from moiety_engine.runner.rebalancing import Rebalancing
+    from moiety_engine.scheduling.scheduler import Scheduler
+
+TENANTS_TOLD = 20
+TENANTS_COUNTED_EACH_NS = 250_000_000
+TOLD_EACH_NS = 50_000_000
+
+
+def load_of(
+    scheduler: Scheduler,
+    exchange: KvConnector,
+    disk: DiskTier | None,
+    experts: ExpertCache | None,
+    rebalancing: Rebalancing | None,
+    steps_total: int,
+    requests_total: int,
+    waited_s: tuple[float, float],
+    masked_ranks: int,
+    tenant_blocks: dict[str, int],
+    grammars: dict[str, float],
+) -> CoreLoad:
+    """The totals are since its start. `experts`: the cache of offloaded ones. `waited_s`: of attention and of experts,
+    each for the other. `masked_ranks`: that it does without. `tenant_blocks`: as `TenantBlocks` told them last.
+    `grammars`: figures of their compilation."""
+    load = _load_of(scheduler, exchange, steps_total, requests_total, waited_s, tenant_blocks)
+    if grammars:
+        load = msgspec.structs.replace(load, **grammars)
+    if masked_ranks:
+        load = msgspec.structs.replace(load, masked_ranks=masked_ranks)
+    if disk is not None:
+        load = _with_disk(load, disk)
+    if rebalancing is not None:
+        load = msgspec.structs.replace(load, **rebalancing.figures())
+    return load if experts is None else _with_experts(load, experts)
+
+
+def _with_disk(load: CoreLoad, disk: DiskTier) -> CoreLoad:
+    saver, restorer = disk.saver, disk.restorer
+    return msgspec.structs.replace(
+        load,
+        num_waiting=load.num_waiting + restorer.num_waiting,
+        disk_bytes_total=disk.index.max_bytes,
+        disk_bytes_used=disk.index.num_bytes,
+        disk_blocks_cached=disk.index.num_blocks,
+        disk_written_blocks_total=saver.written_blocks_total,
+        disk_written_bytes_total=saver.written_bytes_total,
+        disk_dropped_blocks_total=saver.dropped_blocks_total,
+        disk_failed_writes_total=saver.failed_writes_total,
+        disk_restored_blocks_total=restorer.restored_blocks_total,
+        disk_restored_bytes_total=restorer.restored_bytes_total,
+        disk_waited_requests_total=restorer.waited_requests_total,
+        disk_passed_over_requests_total=restorer.passed_over_total,
+        disk_lost_files_total=restorer.lost_files_total,
+    )
+
+
+def _with_experts(load: CoreLoad, experts: ExpertCache) -> CoreLoad:
+    traffic = experts.traffic
+    return msgspec.structs.replace(
+        load,
+        expert_slots=experts.num_slots,
+        expert_hits_total=traffic.hits_total,
+        expert_misses_total=traffic.misses_total,
+        prefetched_experts_total=traffic.prefetched_total,
+        prefetched_expert_hits_total=traffic.prefetch_hits_total,
+        expert_loaded_bytes_total=traffic.loaded_bytes_total,
+    )
+
+
+class TenantBlocks:
+    """Who holds the KV cache, counted a few times a second at most, since that goes through all sequences."""
+
+    def __init__(self) -> None:
+        self._counted: dict[str, int] = {}
+        self._counted_ns = 0
+
+    def read(self, scheduler: Scheduler, now_ns: int) -> dict[str, int]:
+        """Blocks by tenant; nobody has any when nothing is open."""
+        if scheduler.idle:
+            self._counted, self._counted_ns = {}, 0
+        elif now_ns - self._counted_ns >= TENANTS_COUNTED_EACH_NS:
+            self._counted, self._counted_ns = scheduler.places.tenant_blocks(TENANTS_TOLD), now_ns
+        return self._counted
+
+
+class LoadReporter:
+    """When the load goes along with a step's outputs: figures by the dozen, which the front needs some times a second,
+    would be a good part of what a short step takes beside the model."""
+
+    def __init__(self) -> None:
+        self._told_ns = -TOLD_EACH_NS
+
+    def is_due(self, now_ns: int, *, is_news: bool) -> bool:
+        """`is_news`: somebody came or went with this step. By the wall clock, which may be put back."""
+        if not is_news and 0 <= now_ns - self._told_ns < TOLD_EACH_NS:
+            return False
+        self._told_ns = now_ns
+        return True
+
+
+def _load_of(
+    scheduler: Scheduler,
+    exchange: KvConnector,
+    steps_total: int,
+    requests_total: int,
+    waited_s: tuple[float, float],
+    tenant_blocks: dict[str, int],
+) -> CoreLoad:
+    groups, arrivals = scheduler.groups, exchange.arrivals
+    return CoreLoad(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting + exchange.num_waiting,
+        num_paused=scheduler.num_paused,
+        kv_blocks_total=groups.num_blocks,
+        kv_blocks_used=groups.num_used,
+        kv_blocks_cached=sum(kv.pool.num_cached for kv in groups),
+        block_size=groups.first.block_size,
+        steps_total=steps_total,
+        prompt_tokens_total=scheduler.prompt_tokens_total,
+        cached_tokens_total=scheduler.cached_tokens_total,
+        output_tokens_total=scheduler.output_tokens_total,
+        requests_total=requests_total,
+        host_blocks_total=sum(host.num_blocks for host in groups.hosts),
+        host_blocks_used=sum(host.num_used for host in groups.hosts),
+        swapped_out_blocks_total=sum(kv.swapped_out_total for kv in groups),
+        swapped_in_blocks_total=sum(kv.swapped_in_total for kv in groups),
+        attention_waited_seconds_total=waited_s[0],
+        experts_waited_seconds_total=waited_s[1],
+        kv_blocks_kept=sum(kv.pins.size for kv in groups),
+        host_hit_blocks_total=sum(kv.host_hit_blocks_total for kv in groups),
+        classes=scheduler.class_loads(),
+        overshot_tokens_total=scheduler.overshot_tokens_total,
+        drafted_tokens_total=scheduler.drafted_tokens_total,
+        accepted_tokens_total=scheduler.accepted_tokens_total,
+        max_batch_tokens=scheduler.limits.max_batch_tokens,
+        max_running=scheduler.limits.max_running,
+        step_costs=scheduler.step_time.costs(),
+        prefill_seconds_total=scheduler.prefill_seconds_total,
+        decode_seconds_total=scheduler.decode_seconds_total,
+        tenant_kv_blocks=tenant_blocks,
+        handed_over_requests_total=exchange.handed_over_requests_total,
+        disaggregated_decode_requests_total=0 if arrivals is None else arrivals.disaggregated_decode_requests_total,
+        lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
+        speculative_tokens_total=scheduler.speculative_prefill.account.computed_total,
+        speculative_used_tokens_total=scheduler.speculative_prefill.account.used_total,
+        speculative_wasted_tokens_total=scheduler.speculative_prefill.account.wasted_total,
+    )

@@ -1,0 +1,66 @@
+"""Experts' weights from rank to rank while the model serves: a slot is given what another slot holds, whatever the
+weights are kept in.
+
+B bytes of a slot over all of a layer's tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.distribution.collectives import hand_over
+from moiety_engine.model.weight_offload import named_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from moiety_engine.distribution.layout import Seat
+    from moiety_engine.model.weights import MoeWeights
+    from moiety_placement.transition import Write
+
+
+class SlotWeights:
+    """All that a layer's slots hold on this rank. Used between steps only."""
+
+    def __init__(self, weights: MoeWeights, num_held: int) -> None:
+        held = weights.gate_up_E2FD, weights.down_EDF, weights.gate_up_bias_E2F, weights.down_bias_ED
+        tensors = (tensor for _, tensor in named_tensors(tuple(one for one in held if one is not None)))
+        self._tensors = sorted(tensors, key=lambda one: -one.itemsize)  # so that each begins where it may in a row
+        self._num_held = num_held
+
+    def write(self, writes: Sequence[Write], seat: Seat) -> int:
+        """Read all sources, on whichever ranks they are, and write the slots that are here. All ranks of the stage call
+        it together. Returns the bytes that this one has sent and received."""
+        own = seat.ep_rank
+        sends, receives, rows_B = [], [], {}
+        for write in writes:
+            (source, place), (target, _) = divmod(write.source, self._num_held), divmod(write.slot, self._num_held)
+            if source == own:
+                row_B = self._read(place)
+                if target == own:
+                    rows_B[write.slot] = row_B
+                else:
+                    sends.append((seat.peer(target), row_B))
+            elif target == own:
+                rows_B[write.slot] = self._empty()
+                receives.append((seat.peer(source), rows_B[write.slot]))
+        hand_over(sends, receives)
+        for slot, row_B in rows_B.items():
+            self._fill(slot % self._num_held, row_B)
+        return sum(row_B.nbytes for _, row_B in (*sends, *receives))
+
+    def _read(self, place: int) -> Tensor:
+        return torch.cat([tensor[place].contiguous().view(torch.uint8).flatten() for tensor in self._tensors])
+
+    def _empty(self) -> Tensor:
+        num_bytes = sum(tensor[0].nbytes for tensor in self._tensors)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._tensors[0].device)
+
+    def _fill(self, place: int, row_B: Tensor) -> None:
+        parts = torch.split(row_B, [tensor[place].nbytes for tensor in self._tensors])
+        for tensor, part in zip(self._tensors, parts, strict=True):
+            tensor[place].copy_(part.view(tensor.dtype).view(tensor[place].shape))

@@ -1,0 +1,79 @@
+"""The layer after a model's last one, which says what follows a token from what the model made of the one before it:
+multi-token prediction, as DeepSeek-V3 publishes it. It is loaded as a model of one layer, with the model's vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+
+from moiety_engine.config import LoadFormat
+from moiety_engine.model.checkpoint import tensor_files
+from moiety_engine.model.errors import UnsupportedModelError, WeightsError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from moiety_engine.model.spec import ModelSpec
+
+_NUM_COMPARED = 16  # rows of a vocabulary
+_INSTEAD = "take --speculate ngram, or --speculate draft with a --draft-model"
+
+
+def mtp_spec(spec: ModelSpec) -> ModelSpec:
+    """Of the layer by itself. Raises UnsupportedModelError where the model has none."""
+    if spec.mtp is None:
+        raise UnsupportedModelError(
+            f"--speculate mtp needs a layer that predicts further tokens, and this {spec.family} checkpoint has its "
+            f"{len(spec.layers)} layers and none after them: its config.json counts no num_nextn_predict_layers of a "
+            f"family that has them, which are deepseek_v3 and glm4_moe; {_INSTEAD}"
+        )
+    return replace(
+        spec,
+        layers=(spec.mtp,),
+        ignored_prefixes=("",),  # all else is the model's
+        mtp=None,
+        mtp_after=len(spec.layers),
+    )
+
+
+def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
+    """See that the checkpoint has the layer, before any is read. Raises ModelError."""
+    mtp_spec(spec)
+    if load_format is LoadFormat.DUMMY:
+        return
+    files, prefix = tensor_files(folder), f"model.layers.{len(spec.layers)}."
+    if f"{prefix}eh_proj.weight" not in files:
+        raise WeightsError(
+            f"config.json in {folder} counts a layer that predicts further tokens, but the files have no {prefix}"
+            "eh_proj.weight: transformers leaves such layers out; fetch the checkpoint as it was published, or "
+            f"{_INSTEAD}"
+        )
+    head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": head}
+    for name, of_model in copies.items():
+        if prefix + name in files and not _alike(files, prefix + name, of_model):
+            raise UnsupportedModelError(
+                f"{prefix}{name} is another one than {of_model}, and a layer that predicts further tokens is run with "
+                f"the model's own only: {_INSTEAD}"
+            )
+
+
+def _alike(files: dict[str, Path], name: str, of_model: str) -> bool:
+    """By some rows: a copy is as long as a vocabulary."""
+    if of_model not in files:
+        return True
+    one, other = (_some_rows(files[each], each) for each in (name, of_model))
+    return torch.equal(one, other)
+
+
+def _some_rows(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        rows = file.get_slice(name)
+        count = rows.get_shape()[0]
+        return torch.cat([rows[row : row + 1].float() for row in range(0, count, -(-count // _NUM_COMPARED))])

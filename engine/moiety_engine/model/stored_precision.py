@@ -1,0 +1,82 @@
+"""Products that keep the very numbers and scales that a checkpoint has: each beside the wide weight that it stands for,
+filled through the same places."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.names.tensor_mapping import TensorMapping
+from moiety_engine.model.tensor_shards import places_on_rank
+from moiety_engine.model.weights import allocate, products_of
+from moiety_kernels.quantization import QuantizedWeight
+from moiety_kernels.quantization.reference import pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.distribution.layout import Seat
+    from moiety_engine.model.names.tensor_mapping import Shares
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.model.weights import ModelWeights
+    from moiety_kernels.quantization import WeightFormat
+
+
+_STACKED = 3  # dimensions of a tensor that holds all experts
+
+
+class StoredPrecision:
+    """Owns the numbers and scales of `weights`' products until each is handed out whole. Memory is taken only by what
+    is filled. `weights` are those of the rank's `own` spec, of the whole `spec`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        own: ModelSpec,
+        seat: Seat,
+        weights: ModelWeights,
+        form: WeightFormat,
+        names: set[str],
+    ) -> None:
+        on_cpu = torch.device("cpu")
+        values = allocate(own, device=on_cpu, dtype=torch.float32, product_dtype=torch.uint8)
+        scales = allocate(own, device=on_cpu, dtype=torch.float32, groups=form.num_groups)
+        self._form = form
+        self._values = places_on_rank(spec, own, values, seat, names)
+        self._scales = places_on_rank(spec, own, scales, seat, names, form.num_groups)
+        three = zip(products_of(weights), products_of(values), products_of(scales), strict=True)
+        self._of_product = {id(wide): parts for wide, *parts in three}
+
+    def takes(self, name: str) -> bool:
+        """Whether the scales of that tensor go where its rows go, and of gate and up, where it stacks them, each begins
+        with a block of its own."""
+        values, scales = self._values[name], self._scales[name]
+        rows_alike = scales.shape == (*values.shape[:-1], self._form.num_groups(values.shape[-1]))
+        stacked = len(values.shape) == _STACKED
+        return (
+            isinstance(values, TensorMapping)
+            and rows_alike
+            and not (stacked and values.shape[1] // 2 % self._form.rows)
+        )
+
+    def places(self, name: str) -> tuple[TensorMapping | Shares, TensorMapping | Shares]:
+        """Where a tensor's bytes go, and the scales of its rows."""
+        return self._values[name], self._scales[name]
+
+    def hand_out(self, wide: Tensor, device: torch.device) -> QuantizedWeight:
+        """The product that stands for `wide`, on the device."""
+        values, scales = self._of_product.pop(id(wide))
+        kept = QuantizedWeight(self._numbers(values).to(device), scales.to(device), self._form)
+        for part, moved in ((values, kept.values_NK), (scales, kept.scales_NG)):
+            if moved.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
+                part.untyped_storage().resize_(0)  # gives the memory back, though places still have views of it
+        return kept
+
+    def _numbers(self, values: Tensor) -> Tensor:
+        """In the kernels' order; whole numbers are on disk plus half their range."""
+        if self._form.is_float8:
+            return values.view(torch.float8_e4m3fn)
+        if self._form.bits == 8:
+            return values.bitwise_xor_(self._form.half).view(torch.int8)
+        return pack(values.view(torch.int8) - self._form.half, self._form)

@@ -1,0 +1,278 @@
+"""What one rank of several has of a model: its own spec, narrower than the whole one, and the parts of a checkpoint's
+tensors that fill its own weights.
+
+A rank has some heads of attention, some columns of each feed-forward and of the vocabulary, and some experts, or pieces
+of them. Its weights are those of its own spec, so nothing that computes with them knows of other ranks. Where to cut a
+tensor follows from its whole shape and the shape of the rank's own part of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.distribution.layout import Seat, divide
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.names import placements
+from moiety_engine.model.names.tensor_mapping import Chosen, Shares, TensorMapping
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from moiety_engine.model.weights import ModelWeights, allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from moiety_engine.distribution.layout import Layout
+    from moiety_engine.model.spec import DenseSpec
+    from moiety_kernels.quantization import WeightFormat
+
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+_LAYER = re.compile(r"\blayers\.(-?\d+)\.")
+_OF_EXPERTS = re.compile(r"\bexperts\.|\b(?:input|output)_linear\.")
+_HALVES = re.compile(r"\b(?:experts\.gate_up_proj|input_linear\.weight)$")  # rows of gates, then as many of ups
+_MOST_PIECES = 64  # that are advised
+_ADDED_ONCE = ("o_proj.bias", "down_proj.bias", "down_proj_bias")  # to what all ranks' parts sum up to
+
+
+def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
+    """What of the model the rank has. Raises InvalidConfig where it cannot be divided so."""
+    if seat.layout.num_ranks == 1:
+        return spec
+    tp = seat.layout.tp
+    if tp * tp > spec.vocab_size:
+        raise InvalidConfig(f"a vocabulary of {spec.vocab_size} is too small for --tp {tp}")
+    if max(seat.layout.ep - 1, seat.layout.ffn_ranks) and not (spec.moe_layers or seat.layout.masked):
+        option = "--ffn-ranks could have" if seat.layout.ffn_ranks else "--ep could divide"
+        raise InvalidConfig(f"a {spec.family} model has no experts that {option}: leave it out")
+    if seat.layout.pp > len(spec.layers):
+        raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
+    layers = tuple(_own_layer(spec.layers[index], seat) for index in seat.layers_of(len(spec.layers)))
+    elsewhere = seat.pp_rank or seat.expert_rank is not None
+    return replace(spec, vocab_size=0 if elsewhere else -(-spec.vocab_size // tp), layers=layers)
+
+
+def own_places(
+    own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int, wholes: Mapping[str, TensorMapping | Shares]
+) -> dict[str, TensorMapping | Shares]:
+    """Name on disk → where the rank's part of the tensor goes; of what has no place all is on other ranks. `weights`
+    are those of the `own` spec, whose layers begin at `first_layer` of all; `wholes` are the places of whole tensors.
+    """
+    cut: dict[str, TensorMapping | Shares] = {}
+    present = {_of_layer(name, -first_layer) for name in wholes}
+    for own_name, place in placements(own, weights, present).items():
+        if not math.prod(place.shape):
+            continue
+        name = _of_layer(_of_expert(own, own_name), first_layer)
+        assert name not in cut, f"{name} would fill one of two places on a rank, and the other never"
+        cut[name] = _cut(name, place, wholes[name].shape, seat)
+    return cut
+
+
+def places_on_rank(
+    spec: ModelSpec,
+    own: ModelSpec,
+    weights: ModelWeights,
+    seat: Seat,
+    present: set[str],
+    groups: Callable[[int], int] | None = None,
+) -> dict[str, TensorMapping | Shares]:
+    """As `own_places`, of one rank too; `weights` may have `groups` in place of inputs."""
+    if own is spec:
+        return placements(spec, weights, present)
+    first_layer = seat.layers_of(len(spec.layers)).start
+    return own_places(own, weights, seat, first_layer, whole_places(spec, present, groups))
+
+
+def whole_places(
+    spec: ModelSpec, present: set[str], groups: Callable[[int], int] | None = None
+) -> dict[str, TensorMapping | Shares]:
+    """All names that a checkpoint of the model has, with the shapes of the whole tensors; nothing can be filled. With
+    `groups` products have so many of them in place of their inputs."""
+    nowhere = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16, groups=groups)
+    return placements(spec, nowhere, present)
+
+
+def check_cuts(form: WeightFormat, spec: ModelSpec, layout: Layout) -> None:
+    """Raise InvalidConfig where products in that form would be cut between numbers that are kept together: those that
+    share a scale, or lie in one pack. The layout must divide the model, as `own_spec` has it."""
+    for cut in _cuts(spec, layout):
+        if (form.of_experts_only and not cut.of_experts) or cut.keeps_whole(form, cut.num_pieces):
+            continue
+        numbers = (n for n in range(1, min(cut.width, _MOST_PIECES) + 1) if cut.width % n == 0)
+        possible = ", ".join(str(n) for n in numbers if cut.keeps_whole(form, n))
+        raise InvalidConfig(
+            f"{cut.option} {cut.num_pieces} cuts the model's {cut.width} {cut.what} into pieces of "
+            f"{cut.width // cut.num_pieces}, and {form.name} keeps each {math.lcm(form.pack, form.group or 1)} of them "
+            f"together: so many pieces can be had: {possible}; or take --quantization none, which widens weights"
+        )
+
+
+# ── where products are cut ──
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Inputs of products, and of experts the outputs of gate and up too, that some option cuts into pieces."""
+
+    what: str
+    width: int
+    option: str
+    num_pieces: int
+    of_experts: bool = False
+
+    def keeps_whole(self, form: WeightFormat, num_pieces: int) -> bool:
+        """Whether of so many pieces none begins inside of what is kept together, unless all of it lies there."""
+        piece = self.width // num_pieces
+        blocks = [form.group or 1, form.rows if self.of_experts else 1]
+        whole = all(piece % block == 0 or (form.is_float8 and block % piece == 0) for block in blocks)
+        return num_pieces == 1 or (whole and piece % form.pack == 0)
+
+
+def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
+    for layer in spec.layers:
+        attention, ffn = layer.attention, layer.ffn
+        head_width = attention.value_width if isinstance(attention, LatentAttentionSpec) else attention.head_dim
+        yield _Cut("columns of all heads", attention.num_heads * head_width, "--tp", layout.tp)
+        if not isinstance(ffn, MoeSpec):
+            yield _Cut("columns of a feed-forward", ffn.width, "--tp", layout.tp)
+            continue
+        yield _Cut(*_cut_experts(ffn, Seat(layout)), of_experts=True)
+        if ffn.shared is not None:
+            yield _Cut("columns of shared experts", ffn.shared.dense.width, "--tp", layout.tp)
+
+
+def _cut_experts(mixture: MoeSpec, seat: Seat) -> tuple[str, int, str, int]:
+    """What of them is cut, how many there are, by which option, and among how many ranks."""
+    option = "ffn-ranks ÷ ep =" if seat.layout.ffn_ranks else "dp-attention × tp ÷ ep ="
+    return "columns of an expert", mixture.width, option, seat.expert_cuts
+
+
+# ── the rank's own spec ──
+
+
+def _own_layer(layer: LayerSpec, seat: Seat) -> LayerSpec:
+    attention = _own_attention(layer.attention, seat.layout.tp)
+    ffn = _own_mixture(layer.ffn, seat) if isinstance(layer.ffn, MoeSpec) else _own_dense(layer.ffn, seat)
+    return replace(layer, attention=attention, ffn=ffn, only_experts=seat.expert_rank is not None)
+
+
+def _own_attention(attention: AttentionSpec | LatentAttentionSpec, tp: int) -> AttentionSpec | LatentAttentionSpec:
+    heads = divide(attention.num_heads, tp, "query heads", "--tp")
+    if isinstance(attention, LatentAttentionSpec):
+        return replace(attention, num_heads=heads)
+    if attention.qk_norm == "full" and tp > 1:
+        raise InvalidConfig(
+            "this model normalises the queries of all heads at once, so its heads cannot be divided: leave out --tp, "
+            "and divide its experts with --dp-attention and --ep"
+        )
+    num_kv = attention.num_kv_heads
+    if num_kv % tp and tp % num_kv:
+        raise InvalidConfig(
+            f"--tp {tp} and the model's {num_kv} key-value heads do not go together: one must divide the other"
+        )
+    return replace(attention, num_heads=heads, num_kv_heads=max(1, num_kv // tp))
+
+
+def _own_dense(dense: DenseSpec, seat: Seat) -> DenseSpec:
+    return replace(dense, width=divide(dense.width, seat.layout.tp, "columns of a feed-forward", "--tp"))
+
+
+def _own_mixture(mixture: MoeSpec, seat: Seat) -> MoeSpec:
+    shared = mixture.shared
+    held = seat.slots_of(mixture.routing.num_experts)
+    what, width, option, num_pieces = _cut_experts(mixture, seat)
+    return replace(
+        mixture,
+        width=divide(width, num_pieces, what, option),
+        held=() if seat.layout.ffn_ranks and seat.expert_rank is None else held,
+        shared=None if shared is None else replace(shared, dense=_own_dense(shared.dense, seat)),
+    )
+
+
+def _of_layer(name: str, further: int) -> str:
+    """The name of the same thing so many layers further."""
+    return _LAYER.sub(lambda found: f"layers.{int(found[1]) + further}.", name)
+
+
+def _of_expert(own: ModelSpec, name: str) -> str:
+    """What is called so on this rank, on disk: there each expert has a number among all."""
+    expert, layer = _EXPERT.search(name), _LAYER.search(name)
+    if expert is None or layer is None:
+        return name
+    ffn = own.layers[int(layer[1])].ffn
+    assert isinstance(ffn, MoeSpec) and ffn.held is not None
+    return f"{name[: expert.start(1)]}{ffn.held[int(expert[1])]}{name[expert.end(1) :]}"
+
+
+# ── the rank's parts of tensors ──
+
+
+def _cut(name: str, place: TensorMapping | Shares, whole: tuple[int, ...], seat: Seat) -> TensorMapping | Shares:
+    """The place takes the rank's part of a tensor that has the shape `whole`."""
+    of_experts = _OF_EXPERTS.search(name) is not None
+    index = seat.cut_rank if of_experts else seat.tp_rank
+    if name.endswith(_ADDED_ONCE) and index:
+        return _taking(place, whole, lambda source: torch.zeros(place.shape))
+    stacked = of_experts and _EXPERT.search(name) is None
+    if place.shape == whole and not stacked:
+        return place
+    parts = seat.expert_cuts if of_experts else seat.layout.tp
+    ranges = [_range(full, own, index, parts) for own, full in zip(place.shape, whole, strict=True)]
+    if stacked:
+        assert isinstance(place, TensorMapping)
+        return _of_stack(name, place, whole, ranges[1:], seat)
+    if (
+        isinstance(place, TensorMapping) and ranges[0].stop > whole[0]
+    ):  # the last ranks' parts of a vocabulary are smaller
+        num_rows = max(0, whole[0] - ranges[0].start)
+        place = replace(place, view=place.view[:num_rows])
+    return _taking(place, whole, lambda source: source[tuple(ranges)])
+
+
+def _range(full: int, own: int, index: int, parts: int) -> slice:
+    """The rank's part of a dimension. Parts are of one size, and where there are more ranks than parts some have the
+    same."""
+    start = index * own if own * (parts - 1) < full else index * full // parts // own * own
+    return slice(start, start + own) if own != full else slice(0, full)
+
+
+def _of_stack(
+    name: str, place: TensorMapping, whole: tuple[int, ...], ranges: list[slice], seat: Seat
+) -> TensorMapping:
+    """The rank's part of all experts' tensors in one: of those that its slots hold."""
+    held = seat.slots_of(whole[0])
+    in_order = held == tuple(range(held[0], held[0] + len(held)))
+    chosen = Chosen(slice(held[0], held[0] + len(held)) if in_order else list(held), whole[0])
+    width, index = place.shape[1] // 2, seat.cut_rank
+    columns = slice(index * width, (index + 1) * width)
+
+    def both_halves(source: Tensor) -> Tensor:
+        gate, up = source.chunk(2, dim=1)
+        return torch.cat((gate[:, columns], up[:, columns]), dim=1)
+
+    def in_ranges(source: Tensor) -> Tensor:
+        return source[(slice(None), *ranges)]
+
+    halves = _HALVES.search(name) is not None and place.shape[1] != whole[1]
+    part = _part(place, (len(held), *whole[1:]), both_halves if halves else in_ranges)
+    return replace(part, chosen=chosen)
+
+
+def _taking(
+    place: TensorMapping | Shares, whole: tuple[int, ...], part: Callable[[Tensor], Tensor]
+) -> TensorMapping | Shares:
+    """The place, of a tensor of which it wants a part."""
+    if isinstance(place, TensorMapping):
+        return _part(place, whole, part)
+    share = place.divide
+    return Shares(place.views, whole, lambda source: share(part(source)))
+
+
+def _part(place: TensorMapping, whole: tuple[int, ...], part: Callable[[Tensor], Tensor]) -> TensorMapping:
+    arrange = place.arrange
+    return TensorMapping(place.view, whole, part if arrange is None else lambda source: arrange(part(source)))

@@ -1,0 +1,151 @@
+"""Putting a decoder's products into few bits while they are read: each as soon as all of it has been filled, so that no
+more than a few are ever held in full."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.names.tensor_mapping import addresses
+from moiety_engine.model.weight_offload import named_tensors
+from moiety_engine.model.weights import ModelWeights, allocate, products_of
+from moiety_kernels.quantization import QuantizedWeight, quantize
+from moiety_kernels.quantization.weight import BLOCK, GPU_PACK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping
+    from moiety_engine.model.offloading import Offloading
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.model.stored_precision import StoredPrecision
+    from moiety_kernels.quantization import WeightFormat
+
+
+class WeightQuantizer:
+    """Owns, while a checkpoint is read, which weights wait for which tensors. `weights` are those that are filled, on a
+    CPU; those of products are emptied once they are in few bits, on `device`. What is made of a tensor whose name is
+    among `wide` stays wide. With `as_stored` products are not rounded but taken from there. With `offloading` those of
+    experts go to its store instead of the device; if they are there, they are left as they are.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        places: Mapping[str, TensorMapping | Shares],
+        form: WeightFormat,
+        device: torch.device,
+        wide: set[str],
+        as_stored: StoredPrecision | None = None,
+        offloading: Offloading | None = None,
+    ) -> None:
+        self._weights, self._form, self._device, self._as_stored = weights, form, device, as_stored
+        self._offloading = offloading
+        self._offloaded = set() if offloading is None else set(map(id, products_of(weights, experts_only=True)))
+        self._done: dict[int, QuantizedWeight] = {}  # by the product's identity, as is what follows
+        self._moved: dict[int, Tensor] = {}
+        products = {product.untyped_storage().data_ptr(): product for product in _products(weights, form)}
+        for name in wide:
+            for address in addresses(places[name]):
+                products.pop(address, None)
+        for product in products.values():
+            if not form.takes(product.shape[-1]):
+                raise UnsupportedModelError(
+                    f"{form.name} takes rows of a multiple of {form.group or BLOCK} numbers, and the model has some of "
+                    f"{product.shape[-1]}; load it without quantization, or in another one"
+                )
+        self._of_place = {
+            id(place): [products[address] for address in addresses(place) if address in products]
+            for place in places.values()
+        }
+        self._missing = Counter(id(product) for some in self._of_place.values() for product in some)
+
+    def places(
+        self, name: str, place: TensorMapping | Shares
+    ) -> tuple[TensorMapping | Shares, TensorMapping | Shares] | None:
+        """Where the numbers and the scales of a tensor go whose place that is; None if it is to be filled, wide."""
+        return self._as_stored.places(name) if self._as_stored is not None and self._of_place[id(place)] else None
+
+    def filled(self, place: TensorMapping | Shares) -> None:
+        """That place has been filled, or what stands for it."""
+        for product in self._of_place[id(place)]:
+            self._missing[id(product)] -= 1
+            if not self._missing[id(product)]:
+                self._done[id(product)] = self._narrow(product)
+                product.untyped_storage().resize_(0)  # gives the memory back, though places still have views of it
+
+    def _narrow(self, product: Tensor) -> QuantizedWeight:
+        if self._offloading is not None and id(product) in self._offloaded:
+            here = torch.device("cpu")
+            narrow = self._as_stored.hand_out(product, here) if self._as_stored else quantize(product, self._form)
+            kept = self._offloading.keep(narrow)
+            assert isinstance(kept, QuantizedWeight)
+            return kept
+        if self._as_stored is not None:
+            return self._as_stored.hand_out(product, self._device)
+        narrow = quantize(product, self._form)
+        return QuantizedWeight(narrow.values_NK.to(self._device), narrow.scales_NG.to(self._device), self._form)
+
+    def finish(self, dtype: torch.dtype) -> ModelWeights:
+        """All weights, on the device; products that are not in few bits have `dtype`."""
+        for product in products_of(self._weights):
+            if id(product) in self._done:
+                continue
+            if self._offloading is None or id(product) not in self._offloaded:
+                self._moved[id(product)] = product.to(self._device, dtype)
+            elif self._offloading.is_whole:
+                self._moved[id(product)] = product
+            else:
+                wide = self._offloading.keep(product.to(dtype))
+                assert isinstance(wide, Tensor)
+                self._moved[id(product)] = wide
+        finished: ModelWeights = self._finish(self._weights)
+        return finished
+
+    def _finish(self, part: Any) -> Any:
+        if isinstance(part, tuple):
+            return tuple(map(self._finish, part))
+        if isinstance(part, Tensor):
+            return self._done.get(id(part)) or self._moved.setdefault(id(part), part.to(self._device))
+        if not is_dataclass(part) or isinstance(part, type):
+            return part
+        return replace(part, **{field.name: self._finish(getattr(part, field.name)) for field in fields(part)})
+
+
+def bytes_in(form: WeightFormat, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Memory that the model's weights take with those of products in few bits."""
+    weights = allocate(spec, device=torch.device("meta"), dtype=dtype)
+    products = list(_products(weights, form))
+    plain = {id(tensor): tensor.nbytes for _, tensor in named_tensors(weights)}
+    rest = sum(plain.values()) - sum(plain[id(product)] for product in products)
+    scales = sum(4 * product.numel() // product.shape[-1] * form.num_groups(product.shape[-1]) for product in products)
+    return rest + scales + sum(product.numel() * form.bits // 8 for product in products)
+
+
+def products_among(weights: ModelWeights, places: Mapping[str, TensorMapping | Shares]) -> set[str]:
+    """The names of the tensors that products are made of."""
+    own = {product.untyped_storage().data_ptr() for product in products_of(weights)}
+    return {name for name, place in places.items() if addresses(place) & own}
+
+
+def takes_products(form: WeightFormat, spec: ModelSpec) -> bool:
+    """Whether the model's products are of widths that can be kept so."""
+    weights = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16)
+    return all(form.takes(product.shape[-1]) for product in _products(weights, form))
+
+
+def as_packed_for_a_gpu(form: WeightFormat, spec: ModelSpec) -> WeightFormat | None:
+    """The format whose four bits lie as a GPU's kernels read them, or None if some of the model's products are not as
+    wide as that asks for."""
+    packed = replace(form, pack=GPU_PACK)
+    return packed if takes_products(packed, spec) else None
+
+
+def _products(weights: ModelWeights, form: WeightFormat) -> Iterator[Tensor]:
+    """Those that are kept in `form`; of mxfp4 only the experts'."""
+    return products_of(weights, experts_only=form.of_experts_only)

@@ -1,0 +1,118 @@
+"""Expert load as the step loop keeps it: counted with each step, taken from the device every few seconds.
+
+The counts come to the host behind the step that was launched last, and are read once they have arrived, so that no step
+waits for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from moiety_engine.moe.history import INTERVAL_S, ExpertPace, LoadHistory
+from moiety_engine.moe.load import Counts, ExpertCounter
+from moiety_engine.moe.shape import ExpertShape
+from moiety_engine.moe.tenants import TenantSlots
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+
+TAKE_S = 2.0
+TELL_S = 10.0
+
+
+class DeviceEvent(Protocol):
+    """A point in the device's work."""
+
+    @property
+    def is_passed(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class CountTransfers(Protocol):
+    """From the device to host memory, without waiting."""
+
+    def download(self, tensor: Tensor) -> Tensor: ...
+
+    def mark(self) -> DeviceEvent: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    counts: Counts
+    names: dict[int, str]
+    steps: int
+    arrival: DeviceEvent
+
+
+class ExpertWatch:
+    """Owns the counter's and the tenants' turns, and the history. Used by the step loop's thread only."""
+
+    def __init__(self, shape: ExpertShape, counter: ExpertCounter, slots: TenantSlots, now_s: float) -> None:
+        self.history = LoadHistory(shape, now_s)
+        self._counter, self._slots = counter, slots
+        counter.take(lambda tensor: tensor)  # what others had counted
+        self._coming: _Coming | None = None
+        self._due_s = self._tell_s = 0.0
+        self._minute = int(now_s) // INTERVAL_S
+        self._is_news = False
+        self.pace: ExpertPace | None = None  # of the counts that were read last
+        self._picks_LE: np.ndarray | None = None  # of all tenants, since they were last taken
+
+    def look(self, now_s: float, ways: CountTransfers) -> None:
+        """To be called between steps: reads counts that have arrived, and has the next ones come when they are due."""
+        if self._coming is not None and self._coming.arrival.is_passed:
+            self._read(now_s)
+        if now_s >= self._due_s and self._coming is None:
+            self._due_s = now_s + TAKE_S
+            self._take(now_s, ways)
+
+    def finish(self, now_s: float, ways: CountTransfers) -> None:
+        """All that was counted so far is in the history when this returns; waits for the device."""
+        if self._coming is not None:
+            self._read(now_s)
+        self._take(now_s, ways)
+        if self._coming is not None:
+            self._read(now_s)
+
+    def load(self, ask: AskExperts, now_s: float) -> ExpertLoad:
+        return self.history.load(ask.ask_id, ask.minutes, ask.tenant_id, now_s)
+
+    def take_picks(self) -> np.ndarray | None:
+        """What all tenants' tokens picked since the last call, as far as it has been read; None if nothing has."""
+        picks_LE, self._picks_LE = self._picks_LE, None
+        return picks_LE
+
+    def take_balance(self, now_s: float) -> ExpertBalance | None:
+        """The balance, if there is anything new to tell and it is time."""
+        if not self._is_news or now_s < self._tell_s:
+            return None
+        self._is_news, self._tell_s = False, now_s + TELL_S
+        return self.history.balance(now_s)
+
+    def _take(self, now_s: float, ways: CountTransfers) -> None:
+        steps = self._slots.take_steps()
+        if steps:
+            self._coming = _Coming(self._counter.take(ways.download), self._slots.names(), steps, ways.mark())
+        minute = int(now_s) // INTERVAL_S
+        if minute != self._minute:
+            self._minute = minute
+            self._slots.turn()
+
+    def _read(self, now_s: float) -> None:
+        coming, self._coming = self._coming, None
+        assert coming is not None
+        coming.arrival.wait()
+        picks_SLE = coming.counts.picks_SLE.numpy()
+        picks_of = {name: picks_SLE[slot] for slot, name in coming.names.items() if picks_SLE[slot].any()}
+        self._slots.weigh({name: int(picks_LE[0].sum()) for name, picks_LE in picks_of.items()})
+        active_L = coming.counts.active_L.numpy()
+        self.history.add(picks_of, active_L, coming.steps, now_s)
+        if picks_of:
+            picks_LE = np.sum(list(picks_of.values()), axis=0)
+            self.pace = ExpertPace.of(picks_LE, active_L, coming.steps)
+            self._picks_LE = picks_LE if self._picks_LE is None else self._picks_LE + picks_LE
+        self.history.keep_apart(self._slots.names().values())
+        self._is_news = True

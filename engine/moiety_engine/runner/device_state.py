@@ -1,0 +1,169 @@
+"""All that a replica has on its device beside the weights: the KV cache, the ways there and back, captured graphs. It
+is made as one, and given up as one when the replica sleeps."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Mapping
+
+import structlog
+import torch
+
+from moiety_engine.cache.host import Copies
+from moiety_engine.errors import OutOfMemory
+from moiety_engine.kv_transfer.connector import NO_EXCHANGE, KvConnector
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
+from moiety_engine.runner.control_messages import Allocate, ControlSender
+from moiety_engine.runner.graphs import DecodeGraphs
+from moiety_engine.runner.kv_swap import HostKv
+from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit
+from moiety_engine.runner.runner import Runner
+from moiety_engine.runner.sizes import Sizes
+from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.scheduling.preemptor import SwapCost
+from moiety_engine.scheduling.speculative_decoding.costs import SIZES
+from moiety_engine.sequence import Sequence
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling
+
+log = structlog.get_logger()
+
+_SMALL = 8  # rows
+_TIMED_SMALL, _TIMED = 4, 7  # steps of a size, of which the first, or the first few, make what replays the others
+_TIMING_S = 1.0
+
+
+class DeviceState:
+    """Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has no room."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        sizes: Sizes,
+        orders: ControlSender,
+        tenants: TenantSlots | None = None,
+        *,
+        num_mask_words: int = 0,
+        exchange: KvConnector = NO_EXCHANGE,
+        adapters: Mapping[str, int] | None = None,
+        cutting: MicroBatchSplit = WHOLE,
+    ) -> None:
+        """`tenants`, `num_mask_words`, `adapters`, `cutting`: see Runner. `exchange`: of KV with other engines."""
+        self._model, self._sizes, self._orders = model, sizes, orders
+        self._arrivals = exchange.arrivals
+        scratch = int(sizes.graphs)  # a block that no sequence gets
+        with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
+            self._allocate(sizes.num_blocks + scratch)
+        self.runner = Runner(
+            model,
+            self.kv,
+            orders,
+            tenants,
+            num_mask_words=num_mask_words,
+            kv_sender=exchange.kv_sender,
+            adapters=adapters,
+            cutting=cutting,
+        )
+
+    def _allocate(self, num_blocks: int) -> None:
+        model, sizes = self._model, self._sizes
+        try:
+            self.kv = model.allocate_kv(num_blocks, sizes.block_size)
+        except RuntimeError as exc:  # which is what torch raises on a CPU
+            kv_gib = sizes.num_blocks * model.kv_bytes_per_block(sizes.block_size) / 2**30
+            raise OutOfMemory(
+                f"a KV cache of {kv_gib:.2f} GiB does not fit on {model.device}: lower --kv-memory-bytes, or leave it "
+                "out to have the free memory measured"
+            ) from exc
+        try:
+            self.host_kv = HostKv(self.kv, sizes.num_host_blocks) if sizes.num_host_blocks else None
+        except RuntimeError as exc:
+            raise OutOfMemory(
+                f"the host has no room for {sizes.num_host_blocks} blocks of its tier: lower --host-kv-memory-bytes"
+            ) from exc
+
+    def copy_blocks(self, plan: Plan) -> None:
+        """What the plan has copied between the cache and the host tier, and what lands from other engines, before it
+        runs."""
+        self.move(Copies(plan.swap_out, plan.swap_in))
+        for landing in plan.landings:
+            assert self._arrivals is not None, "KV lands where none comes"
+            self._arrivals.land(*landing)
+
+    def move(self, copies: Copies) -> None:
+        """Copy between the cache and the host tier, now."""
+        if self.host_kv is not None:
+            self._orders.swap(copies.outs, copies.ins)
+            self.host_kv.run_own(0, copies.outs, copies.ins)
+
+    def warm_up(self) -> SwapCost:
+        """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling
+        and lazy initialisation, and capture what is to be replayed. Leaves nothing behind; only before the first
+        request. Returns what swapping takes."""
+        cost = SwapCost()
+        if self.host_kv is not None:
+            cost = SwapCost(self.host_kv.block_bytes / self.host_kv.measure_bandwidth())
+        blank = CoreSubmit(0, "", STANDARD, [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
+        sequences = [Sequence(blank, order=0, seed=0) for _ in range(self._model.ranks.across.size)]
+        for group, sequence in enumerate(sequences):
+            sequence.group, sequence.blocks = group, list(range(-(-5 // self._sizes.block_size)))
+        for num_tokens, decodes in ((4, False), (1, True)):
+            chunks = [Chunk(sequence, num_tokens, samples=True) for sequence in sequences]
+            plan = Plan(chunks, len(chunks) if decodes else 0, num_tokens * len(chunks), [])
+            self.runner.collect(self.runner.launch(plan))
+            for sequence in sequences:
+                sequence.num_computed += num_tokens
+                sequence.tokens.append(0)
+        if self._sizes.graphs:
+            self._capture()
+        return cost
+
+    def time_decodes(self, clock_ns: Callable[[], int]) -> list[float]:
+        """Seconds of a step of decodes for as many of the sizes of steps with drafts as time allows; at least one.
+        What replays such steps is made on the way. Leaves nothing behind; only before the first request."""
+        blank = CoreSubmit(0, "", STANDARD, [0], Sampling(), 1, 0, [], 1, b"", 0)
+        sequence, found = Sequence(blank, order=0, seed=0), []
+        tokens = random.Random(0)
+        begin_ns = clock_ns()
+        for size in SIZES:
+            if size > min(self._sizes.max_batch_tokens, self._sizes.num_blocks * self._sizes.block_size):
+                break
+            sequence.blocks = list(range(-(-size // self._sizes.block_size)))
+            times_s = []
+            for _ in range(_TIMED_SMALL if size <= _SMALL else _TIMED):
+                draft = tuple(tokens.randrange(self._model.spec.vocab_size) for _ in range(size - 1))
+                plan = Plan([Chunk(sequence, size, samples=True, draft=draft)], 1, size, [])
+                began_ns = clock_ns()
+                self.runner.collect(self.runner.launch(plan))
+                times_s.append((clock_ns() - began_ns) / 1e9)
+            found.append(min(times_s))
+            if (clock_ns() - begin_ns) / 1e9 > _TIMING_S:
+                break
+        return found
+
+    def _capture(self) -> None:
+        sizes = self._sizes
+        graphs = DecodeGraphs(
+            self._model,
+            self.kv,
+            self.runner.staging,
+            scratch_block=sizes.num_blocks,
+            max_running=sizes.max_running,
+            max_context=sizes.max_context_tokens,
+        )
+        try:
+            graphs.capture()
+        except RuntimeError as exc:
+            log.warning("decode_steps_are_not_replayed", reason=str(exc), advice="--no-cuda-graphs says so on purpose")
+            return
+        self.runner.graphs = graphs
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """What nobody holds any more goes back from torch to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

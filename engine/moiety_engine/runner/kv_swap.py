@@ -1,0 +1,176 @@
+"""The host-memory tier's bytes: KV blocks copied out of the cache and back in.
+
+Owns the host memory (page-locked beside a GPU) and a small staging buffer on the device. A block's share of all layers
+stands together in one row, so that a block moves in one piece however many layers there are. Which block goes where is
+`cache.host`'s business.
+
+n blocks of a copy, E elements of a block over all layers, H host blocks of a slab.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from moiety_engine.model.batch import KvCache
+
+SLAB_BYTES = 1 << 30  # page-locked memory is handed out in powers of two; slabs keep what that wastes under one slab
+STAGING_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}  # a few large copies, not many small ones
+NUM_MEASURED_BLOCKS = 32
+
+
+class CopyMark:
+    """A moment in the copies of a HostKv, for whoever must know when those before it have run. Any thread may ask."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def is_over(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class HostKv:
+    """Host memory for `num_blocks` blocks of a cache. Used by the step loop's thread only."""
+
+    def __init__(
+        self, kv: KvCache, num_blocks: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int | None = None
+    ) -> None:
+        first = kv.layers[0].parts[0]
+        self._kv = kv
+        # as numbers of one type: an int8 cache has scales of another
+        self._views = [part.flatten(1).view(first.dtype) for layer in kv.everything for part in layer.parts]
+        self.block_bytes = self.bytes_of_a_block(kv)
+        width = self.block_bytes // first.element_size()
+        on_cuda = first.device.type == "cuda"
+        self.num_blocks = num_blocks
+        self._rows_per_slab = max(1, slab_bytes // self.block_bytes)
+        starts = range(0, num_blocks, self._rows_per_slab)
+        self._slabs_HE = [
+            torch.empty(min(self._rows_per_slab, num_blocks - start), width, dtype=first.dtype, pin_memory=on_cuda)
+            for start in starts
+        ]
+        staging_bytes = STAGING_BYTES[first.device.type] if staging_bytes is None else staging_bytes
+        self._staging_nE = torch.empty(
+            max(1, staging_bytes // self.block_bytes), width, dtype=first.dtype, device=first.device
+        )
+        self._device = first.device
+        self._stream = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def bytes_of_a_block(kv: KvCache) -> int:
+        return sum(part[0].numel() * part.element_size() for layer in kv.everything for part in layer.parts)
+
+    def view(self, host_block: int) -> memoryview:
+        """The bytes of a host block, to read and to write. Whoever does sees to it that no copy of the block runs."""
+        slab, row = divmod(host_block, self._rows_per_slab)
+        return self._slabs_HE[slab][row].view(torch.uint8).numpy().data
+
+    def mark(self) -> CopyMark:
+        """Over once the copies so far have run."""
+        return CopyMark(None if self._stream is None else self._stream.record_event())
+
+    def run_own(self, group: int, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
+        """Of a plan's copies those of this group of ranks: of each group, blocks are numbered after those of the groups
+        before it, on the device and on the host."""
+        device, host = group * self._kv.num_blocks, group * self.num_blocks
+        held = range(device, device + self._kv.num_blocks)
+        self.run(
+            [(block - device, to - host) for block, to in outs if block in held],
+            [(source - host, block - device) for source, block in ins if block in held],
+        )
+
+    @torch.inference_mode()
+    def run(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
+        """Copy `outs` (device block, host block), then `ins` (host block, device block). On a GPU this returns at
+        once, on a stream of its own: work queued on the current stream afterwards sees the blocks copied in and may
+        overwrite those copied out, and waits for no more than that needs."""
+        if not outs and not ins:
+            return
+        stream = self._stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self._on_stream():
+            for device_ids, host_ids in _portions(outs, len(self._staging_nE)):
+                self._gather(device_ids)
+                if stream is not None:
+                    ready = stream.record_event()
+                for slab_HE, row, first, count in self._runs(host_ids):
+                    slab_HE[row : row + count].copy_(self._staging_nE[first : first + count], non_blocking=True)
+            swapped = [(device, host) for host, device in ins]
+            for device_ids, host_ids in _portions(swapped, len(self._staging_nE)):
+                for slab_HE, row, first, count in self._runs(host_ids):
+                    self._staging_nE[first : first + count].copy_(slab_HE[row : row + count], non_blocking=True)
+                self._scatter(device_ids)
+                if stream is not None:
+                    ready = stream.record_event()
+        if stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(ready)
+
+    def measure_bandwidth(self) -> float:
+        """Bytes a second, there and back, of swapping a few blocks. Overwrites host blocks; only before the first
+        request."""
+        count = min(NUM_MEASURED_BLOCKS, self.num_blocks, self._kv.num_blocks)
+        pairs = [(block, block) for block in range(count)]
+        self.run(pairs, pairs)  # the first touch of the memory is not what later copies cost
+        self._synchronize()
+        begin = time.perf_counter()
+        self.run(pairs, pairs)
+        self._synchronize()
+        return 2 * count * self.block_bytes / (time.perf_counter() - begin)
+
+    def _gather(self, device_ids: list[int]) -> None:
+        """Device blocks into the first rows of the staging buffer."""
+        ids_n = self._on_device(device_ids)
+        begin = 0
+        for view in self._views:
+            end = begin + view.shape[1]
+            self._staging_nE[: len(device_ids), begin:end] = view.index_select(0, ids_n)
+            begin = end
+
+    def _scatter(self, device_ids: list[int]) -> None:
+        """The first rows of the staging buffer into device blocks."""
+        ids_n = self._on_device(device_ids)
+        begin = 0
+        for view in self._views:
+            end = begin + view.shape[1]
+            view.index_copy_(0, ids_n, self._staging_nE[: len(device_ids), begin:end])
+            begin = end
+
+    def _on_device(self, ids: list[int]) -> Tensor:
+        locked = torch.tensor(ids, pin_memory=self._stream is not None)  # from other memory the copy would wait
+        return locked.to(self._device, non_blocking=True)
+
+    def _runs(self, host_ids: list[int]) -> Iterator[tuple[Tensor, int, int, int]]:
+        """Consecutive host blocks as (slab, its first row, first staging row, count): one copy each."""
+        first = 0
+        while first < len(host_ids):
+            slab, row = divmod(host_ids[first], self._rows_per_slab)
+            room = min(len(host_ids) - first, self._rows_per_slab - row)
+            count = 1
+            while count < room and host_ids[first + count] == host_ids[first] + count:
+                count += 1
+            yield self._slabs_HE[slab], row, first, count
+            first += count
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _portions(pairs: list[tuple[int, int]], size: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(device blocks, host blocks) for as many pairs at a time as the staging buffer holds, by host block."""
+    ordered = sorted(pairs, key=lambda pair: pair[1])
+    for begin in range(0, len(ordered), size):
+        portion = ordered[begin : begin + size]
+        yield [device for device, _ in portion], [host for _, host in portion]

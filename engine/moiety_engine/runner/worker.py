@@ -1,0 +1,168 @@
+"""The life of another rank than the first: it does what rank 0 tells it, and decides nothing.
+
+L rows whose results are wanted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+import torch
+
+from moiety_engine.errors import OutOfMemory
+from moiety_engine.runner.control_messages import (
+    Allocate,
+    MoveExperts,
+    OffloadWeights,
+    Order,
+    Release,
+    ReloadWeights,
+    RunStep,
+    Stop,
+    Swap,
+)
+from moiety_engine.runner.device_state import free_cached_memory
+from moiety_engine.runner.inputs import BatchBuilder
+from moiety_engine.runner.kv_swap import HostKv
+from moiety_engine.runner.micro_batches import cut
+from moiety_engine.runner.scoring import in_turns
+from moiety_engine.staging import Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from moiety_engine.distribution.rank_group import RankGroup
+    from moiety_engine.model.batch import KvCache
+    from moiety_engine.model.remote_experts import ExpertServer
+    from moiety_engine.model.transformer import Transformer
+
+log = structlog.get_logger()
+
+
+class WorkerBase:
+    """What any such rank does: one order after the other. Owns the decoder of orders."""
+
+    def __init__(self, share: Transformer | ExpertServer, rank_group: RankGroup, *, overlaps: bool) -> None:
+        """`overlaps` as rank 0's loop has it."""
+        self._share, self._rank_group, self._overlaps = share, rank_group, overlaps
+        self._decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+
+    def run(self) -> None:
+        """Until rank 0 says stop."""
+        while True:
+            order = self._decoder.decode(self._rank_group.channel.receive())
+            if isinstance(order, Stop):
+                return
+            self._obey(order)
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case RunStep():
+                self._step(order)
+            case Swap():
+                self._swap(order)
+            case MoveExperts():
+                self._move_experts(order)
+            case Allocate():
+                self._release()
+                self._together(lambda: self._allocate(order))
+            case Release():
+                self._release()
+            case OffloadWeights():
+                self._together(self._leave)
+            case ReloadWeights():
+                self._together(self._come_back)
+
+    def _step(self, step: RunStep) -> None:
+        raise NotImplementedError
+
+    def _swap(self, swap: Swap) -> None: ...
+    def _move_experts(self, order: MoveExperts) -> None: ...
+    def _allocate(self, order: Allocate) -> None: ...
+    def _release(self) -> None: ...
+
+    def _together(self, do: Callable[[], None]) -> None:
+        """What may find no room; all ranks hear whether one did not."""
+        did = False
+        try:
+            do()
+            did = True
+        except (OutOfMemory, RuntimeError) as exc:  # torch raises the second
+            log.warning("rank_has_no_room", rank=self._rank_group.lifeline.rank, reason=str(exc))
+        self._rank_group.all_did(did)
+
+    def _leave(self) -> None:
+        if not self._share.away:
+            self._share.leave(lambda: None)
+            free_cached_memory(self._share.device)
+
+    def _come_back(self) -> None:
+        if self._share.away:
+            self._share.come_back(lambda: None)
+
+    def _hear_tokens(self, step: RunStep) -> Tensor | None:
+        """What the step samples, where rank 0 tells it."""
+        if not self._overlaps or not step.num_sampled:
+            return None
+        token_L = torch.empty(step.num_sampled, dtype=torch.int64, device=self._share.device)
+        return self._rank_group.ranks.everyone.copy_first(token_L)
+
+
+class Worker(WorkerBase):
+    """A rank with layers. Owns what it has on its device."""
+
+    def __init__(self, model: Transformer, rank_group: RankGroup, *, overlaps: bool) -> None:
+        super().__init__(model, rank_group, overlaps=overlaps)
+        self._model = model
+        self._group = rank_group.ranks.seat.dp_rank
+        self._kv: KvCache | None = None
+        self._host_kv: HostKv | None = None
+        self._sampled_L: Tensor | None = None
+        self._staging = Staging(model.device)
+
+    def _allocate(self, order: Allocate) -> None:
+        self._kv = self._model.allocate_kv(order.num_blocks, order.block_size)
+        self._host_kv = HostKv(self._kv, order.num_host_blocks) if order.num_host_blocks else None
+        self._builder = BatchBuilder(order.block_size, self._model.device, self._staging)
+
+    def _swap(self, swap: Swap) -> None:
+        assert self._host_kv is not None, "blocks are swapped, and there is no host tier"
+        self._host_kv.run_own(self._group, swap.outs, swap.ins)
+
+    def _move_experts(self, order: MoveExperts) -> None:
+        self._model.move_experts(order.layer, order.writes)
+
+    @torch.inference_mode()
+    def _step(self, step: RunStep) -> None:
+        assert self._kv is not None, "a step is to run, and there is no cache"
+        self._staging.turn()
+        host, spread = step.parts[self._group].batch(), step.spread(self._staging)
+        batch = self._builder.upload(host, self._sampled_L, spread, cut(host, step.num_micro_batches))
+        hidden_LD = self._model.hidden(batch, self._kv)
+        self._model.logits(hidden_LD[: step.num_sampled])
+        self._sampled_L = self._hear_tokens(step)
+        for rows_LD in in_turns(hidden_LD[len(hidden_LD) - step.num_scored :]):
+            self._model.logits(rows_LD)
+
+    def _release(self) -> None:
+        self._kv = self._host_kv = self._sampled_L = None
+        free_cached_memory(self._model.device)
+
+
+class ExpertWorker(WorkerBase):
+    """A rank with experts alone: it has no cache, and of a step it wants to know how many micro-batches it has."""
+
+    def __init__(self, experts: ExpertServer, rank_group: RankGroup, *, overlaps: bool) -> None:
+        super().__init__(experts, rank_group, overlaps=overlaps)
+        self._experts = experts
+
+    def _step(self, step: RunStep) -> None:
+        self._experts.answer(step.num_micro_batches)
+        self._hear_tokens(step)
+
+    def _move_experts(self, order: MoveExperts) -> None:
+        self._experts.move_experts(order.layer, order.writes)

@@ -1,0 +1,119 @@
+"""Who is let in: a new request is judged by the policy, queued or turned away, and the verdicts are kept until they
+are asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from moiety_engine.messages import CoreAdmission, CoreFailure, CoreSubmit
+from moiety_engine.scheduling.class_counters import ClassCounters
+from moiety_engine.scheduling.kv_groups import KvGroups
+from moiety_engine.scheduling.policy import AdmissionDecision, Policy
+from moiety_engine.scheduling.request_queues import RequestQueues
+from moiety_engine.sequence import Sequence
+from moiety_engine.structured_outputs.stepping import GrammarHandle
+from moiety_wire.messages import FailureCode
+from moiety_wire.notes import EventKind, Reason
+
+
+class AdmissionQueue:
+    """Makes sequences of requests, in order of arrival. `drop` is told of those that give up their place."""
+
+    def __init__(
+        self,
+        kv: KvGroups,
+        places: RequestQueues,
+        policy: Policy,
+        tally: ClassCounters,
+        max_waiting: int,
+        drop: Callable[[Sequence], None],
+    ) -> None:
+        self._kv = kv
+        self._places = places
+        self._policy = policy
+        self._tally = tally
+        self._max_waiting = max_waiting
+        self._drop = drop
+        self._num_seen = 0
+        self._admissions: list[CoreAdmission] = []
+        self._failures: list[CoreFailure] = []
+
+    def add(
+        self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: GrammarHandle | None = None, num_landing: int = 0
+    ) -> None:
+        """Queue a request, or turn it away."""
+        sequence = Sequence(
+            submit,
+            order=self._num_seen,
+            seed=seed,
+            queued_unix_ns=now_ns,
+            answer_apart=self._kv.first.answers_apart,
+            guide=guide,
+        )
+        self._num_seen += 1
+        sequence.num_uncached = len(sequence.tokens) - self._kv.num_cached(sequence)
+        sequence.set_deadlines()
+        verdict = self._judge(sequence, now_ns / 1e9)
+        service = verdict.service
+        if service is not None and len(self._places.waiting) >= self._max_waiting and not self._shed(service.rank):
+            service, verdict = None, self._policy.overflow(sequence)
+        if service is None:
+            self._tally.rejected(submit.service.name, verdict.reason)
+            self._failures.append(_refusal(submit.key, verdict.reason, verdict.retry_after_s))
+            return
+        if service is not sequence.service:
+            sequence.service = service
+            sequence.set_deadlines()
+            sequence.note(now_ns, EventKind.DOWNGRADED, verdict.reason)
+            self._tally.of(submit.service.name).downgraded += 1
+        sequence.note(now_ns, EventKind.ADMITTED, verdict.reason)
+        if submit.transfer_id:
+            self._take_over(sequence, num_landing, now_ns)
+        tally = self._tally.of(service.name)
+        tally.admitted += 1
+        tally.num_waiting += 1
+        self._admissions.append(CoreAdmission(submit.key, service.name, verdict.reason, verdict.predicted_ttft_s))
+        self._places.add(sequence)
+        self._policy.arrived(sequence, now_ns / 1e9)
+        if sequence.has_credit:
+            self._policy.push(sequence, now_ns / 1e9)
+
+    def take_verdicts(self) -> tuple[list[CoreAdmission], list[CoreFailure]]:
+        """Who was let in and who was turned away since the last call."""
+        taken = self._admissions, self._failures
+        self._admissions, self._failures = [], []
+        return taken
+
+    def _judge(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
+        """Whom another engine has admitted is let in: a promise to a client is not judged twice."""
+        if sequence.submit.transfer_id:
+            return AdmissionDecision(sequence.service, Reason.PREFILL_DONE)
+        if sequence.submit.resumed_ids is not None:
+            return AdmissionDecision(sequence.service, Reason.FAILED_OVER)
+        return self._policy.admit(sequence, now_s)
+
+    def _take_over(self, sequence: Sequence, num_landing: int, now_ns: int) -> None:
+        """Another engine has computed its prompt. What did not come of that is computed again."""
+        sequence.go_on(now_ns / 1e9)
+        sequence.num_landing = num_landing
+        sequence.peak_computed = len(sequence.tokens) - 1
+        if num_landing:
+            sequence.num_uncached = len(sequence.tokens) - num_landing
+        sequence.note(now_ns, EventKind.MIGRATED, Reason.TRANSFERRED if num_landing else Reason.KV_LOST)
+
+    def _shed(self, rank: int) -> bool:
+        """Drop the newest of the least critical waiting requests for one of this rank. False: none is less critical."""
+        victim = self._places.newest_of_worst_rank()
+        if victim is None or victim.service.rank <= rank:
+            return False
+        self._tally.rejected(victim.service.name, Reason.SHED)
+        self._failures.append(_refusal(victim.key, Reason.SHED, self._policy.overflow(victim).retry_after_s))
+        self._drop(victim)
+        return True
+
+
+def _refusal(key: int, reason: Reason, retry_after_s: float | None) -> CoreFailure:
+    when = "later" if retry_after_s is None else f"in {math.ceil(retry_after_s)} s"
+    message = f"the engine is at its limit for this class ({reason.value}); try again {when}"
+    return CoreFailure(key, FailureCode.OVERLOADED, message, 0, reason, retry_after_s)

@@ -1,0 +1,52 @@
+"""Whether a token ends its request, and what is told of one that has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moiety_engine.messages import CoreFinish
+from moiety_engine.sequence import Sequence
+from moiety_wire.messages import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteEnd:
+    """A request whose logits or vector were not finite, and the hashes of the blocks that were invalidated for it."""
+
+    key: int
+    adapter: str
+    num_output_tokens: int
+    hashes: list[bytes]
+
+
+def why_it_ends(sequence: Sequence, token_id: int) -> tuple[FinishReason, str] | None:
+    """Reason and detail, if the sequence ends with this token, its newest."""
+    num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
+    may_stop = num_output >= submit.min_tokens or sequence.guide is not None  # which has held it open
+    if may_stop and token_id in submit.stop_token_ids:
+        return FinishReason.STOP, "stop_token"
+    if num_output >= submit.max_tokens:
+        return (FinishReason.LENGTH, "max_tokens") if submit.hand_over is None else (FinishReason.PREFILL_DONE, "")
+    if sequence.credit_last and num_output >= sequence.credit_tokens:
+        return FinishReason.LENGTH, "credit_refused"
+    return None
+
+
+def finish_of(sequence: Sequence, reason: FinishReason, detail: str, embedding: bytes) -> CoreFinish:
+    """The end of a sequence, for the front."""
+    return CoreFinish(
+        reason=reason,
+        detail=detail,
+        num_cached_tokens=sequence.num_cached,
+        num_output_tokens=sequence.num_output,
+        scheduled_unix_ns=sequence.scheduled_unix_ns,
+        first_token_unix_ns=sequence.first_token_unix_ns,
+        finished_unix_ns=sequence.finished_unix_ns,
+        served_class=sequence.service.name,
+        events=sequence.events,
+        num_recomputed_tokens=sequence.num_recomputed,
+        embedding=embedding,
+        num_drafted_tokens=sequence.num_drafted,
+        num_accepted_tokens=sequence.num_accepted,
+        num_speculative_tokens=sequence.num_speculative,
+    )

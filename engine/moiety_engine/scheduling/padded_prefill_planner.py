@@ -1,0 +1,59 @@
+"""The padded strategy's price: every row of a batch takes the blocks of the longest prompt and the longest output."""
+
+from __future__ import annotations
+
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.policy import Policy
+from moiety_engine.scheduling.preemptor import Preemptor
+from moiety_engine.scheduling.prefill_planner import PrefillPlanner
+from moiety_engine.scheduling.step_planner import StepPlanner
+from moiety_engine.sequence import Sequence
+
+
+class PaddedPrefillPlanner:
+    """Starts a whole batch at once, rows reserved to the longest; then only goes on with its prefill."""
+
+    def __init__(self, kv: KvLedger, policy: Policy, room: Preemptor, filling: PrefillPlanner) -> None:
+        self._kv = kv
+        self._policy = policy
+        self._room = room
+        self._filling = filling
+
+    def fill(self, planner: StepPlanner, joinable: int, now_ns: int) -> None:
+        now_s = now_ns / 1e9
+        batch: list[Sequence] = []
+        unfinished: list[Sequence] = []
+        self._filling.go_on(planner, now_s)
+        while (sequence := self._policy.pop(now_s)) is not None:
+            if len(batch) < joinable and self._fits([*batch, sequence]) and self._start(sequence):
+                self._filling.mark_started(sequence, now_ns)  # at once: what runs keeps its blocks when others start
+                batch.append(sequence)
+            else:
+                unfinished.append(sequence)
+                break
+        longest, reserve = _padded_lengths(batch) if batch else (0, 0)
+        for sequence in batch:
+            sequence.num_padded, sequence.num_reserved = longest, reserve
+            self._room.reclaim(self._kv.blocks_for(reserve) - len(sequence.blocks), self._kv)
+            reserved = self._kv.grow(sequence, reserve)
+            assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
+        unfinished += [s for s in batch if not planner.add_prefill(s, planner.prefill_room(s))]
+        self._filling.put_back(unfinished, now_s)
+
+    def _start(self, sequence: Sequence) -> bool:
+        num_tokens = len(sequence.tokens)
+        return self._filling.take_blocks(sequence, num_tokens, None) or (
+            self._room.reclaim(self._kv.blocks_for(num_tokens), self._kv)
+            and self._filling.take_blocks(sequence, num_tokens, None)
+        )
+
+    def _fits(self, batch: list[Sequence]) -> bool:
+        """Whether the pool can hold the batch with every row as long as its longest; alone, a sequence always may."""
+        _, reserve = _padded_lengths(batch)
+        return len(batch) == 1 or len(batch) * self._kv.blocks_for(reserve) <= self._kv.pool.num_blocks
+
+
+def _padded_lengths(batch: list[Sequence]) -> tuple[int, int]:
+    """(longest prompt, that plus the longest output) of a batch."""
+    longest = max(len(s.tokens) for s in batch)
+    return longest, longest + max(s.submit.max_tokens - s.num_output for s in batch)

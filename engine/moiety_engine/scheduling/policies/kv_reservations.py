@@ -1,0 +1,120 @@
+"""Who must never lack blocks, and what that forbids others.
+
+*Reserved*: a request of a class that is not preempted holds back its predicted peak from the time it joins; it grows up
+to it undisturbed, and beyond it is protected no more. *Owed*: a request that was preempted as often as anyone may be,
+and can ask for its prompt and all of `max_tokens`. To hold all of that back would leave most of it unused, so the owed
+get blocks by the banker's rule (Dijkstra, "Cooperating sequential processes", 1965): only while there is an order in
+which each of them can grow to the most that it may ask for, and end, on what is free and what those before it gave
+back. Everything else can be preempted, so it counts as free. An order is not enough to go on at a good pace, so the
+owed join only where all of them find room for their predicted ends, and one for the most that it may ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moiety_engine.sequence import Sequence, SequenceState
+
+
+class KvReservations:
+    """Holds no blocks itself; of what is promised, only who runs in the batch counts, and has its blocks in the same
+    group of ranks."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._num_blocks = num_blocks
+        self._size = block_size
+        self._reserved: dict[Sequence, int] = {}  # blocks
+        self._reserved_total = 0
+        self._owed: dict[Sequence, int] = {}  # the most blocks that it may ask for
+
+    def protects(self, sequence: Sequence) -> bool:
+        """Whether its blocks may not be taken."""
+        return sequence in self._owed or (sequence in self._reserved and self._within(sequence))
+
+    def owes(self, sequence: Sequence) -> bool:
+        """Return whether it was preempted as often as allowed, so that it must stay in the batch until it ends."""
+        return sequence in self._owed
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        """Hold back so many tokens' blocks for it, from its start on."""
+        sequence.reserved_tokens = num_tokens
+        self._reserved[sequence] = -(-num_tokens // self._size)
+        self._reserved_total += self._reserved[sequence]
+
+    def owe(self, sequence: Sequence) -> None:
+        """It may not be preempted again."""
+        self._reserved_total -= self._reserved.pop(sequence, 0)
+        self._owed[sequence] = -(-(sequence.num_prompt + sequence.submit.max_tokens) // self._size)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It is over."""
+        self._reserved_total -= self._reserved.pop(sequence, 0)
+        self._owed.pop(sequence, None)
+
+    def can_join(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether it can be given blocks for so many tokens, or, if it is owed, to its predicted end, and every
+        guarantee be kept. Alone it always can."""
+        needed = -(-max(num_tokens, len(sequence.tokens)) // self._size)
+        if not self._owed and self._reserved_total + needed <= self._num_blocks:
+            return True  # even if all that was ever reserved ran now
+        firm = self._firm(sequence.group)
+        owed = self._owed_of(sequence.group)
+        if not firm and not owed:
+            return True
+        if sequence in self._owed:
+            owed.append(sequence)
+        else:
+            firm += needed
+        ends = [self._predicted(s) for s in owed]
+        unlikely = max((self._owed[s] - end for s, end in zip(owed, ends, strict=True)), default=0)
+        return firm + sum(ends) + unlikely <= self._num_blocks
+
+    def waiting_for_others(self, growing: Iterable[Sequence]) -> list[Sequence]:
+        """Of those of one group that need one more block now, the owed that must wait until others have ended."""
+        asking = [s for s in growing if s in self._owed]
+        if not asking:
+            return []
+        states = {s: self._state(s) for s in self._owed_of(asking[0].group)}
+        firm = self._firm(asking[0].group)
+        nearest = min(states, key=lambda s: (states[s][0], s.order))
+        held_up = []
+        for s in sorted(asking, key=lambda s: (states[s][0], s.order)):
+            left, held = states[s]
+            states[s] = left - 1, held + 1
+            if s is not nearest and not self._all_can_end(firm, list(states.values())):
+                states[s] = left, held
+                held_up.append(s)
+        return held_up
+
+    # ── within ──
+
+    def _owed_of(self, group: int) -> list[Sequence]:
+        return [s for s in self._owed if s.place is SequenceState.RUNNING and s.group == group]
+
+    def _firm(self, group: int) -> int:
+        """Blocks held back for those with a reservation."""
+        running = [(s, n) for s, n in self._reserved.items() if s.place is SequenceState.RUNNING and s.group == group]
+        return sum(n for s, n in running if self._within(s))
+
+    def _within(self, sequence: Sequence) -> bool:
+        return len(sequence.tokens) <= sequence.reserved_tokens
+
+    def _predicted(self, sequence: Sequence) -> int:
+        """Blocks that it is predicted to end with."""
+        num_output = max(sequence.predicted_output, sequence.num_output + 1.0)
+        return min(self._owed[sequence], -(-(sequence.num_prompt + int(num_output)) // self._size))
+
+    def _state(self, sequence: Sequence) -> tuple[int, int]:
+        """(blocks that it may still ask for, blocks that it holds or will hold once its tokens are computed)."""
+        held = len(sequence.blocks) if sequence.decoding else -(-len(sequence.tokens) // self._size)
+        return max(0, self._owed[sequence] - held), held
+
+    def _all_can_end(self, firm: int, owed: list[tuple[int, int]]) -> bool:
+        free = self._num_blocks - firm - sum(held for _, held in owed)
+        if free < 0:
+            return False
+        for left, held in sorted(owed):
+            if left > free:
+                return False
+            free += held
+        return True

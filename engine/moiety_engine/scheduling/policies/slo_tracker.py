@@ -1,0 +1,87 @@
+"""What classes of these minutes were promised, and how fast the engine is: figures that a step's decisions share."""
+
+from __future__ import annotations
+
+import math
+
+from moiety_engine.scheduling.admission import PromptFlow
+from moiety_engine.scheduling.policies.demand import DeadlineDemand
+from moiety_engine.scheduling.policies.tuning import Tuning
+from moiety_wire.classes import ServiceClass
+
+_REFRESH_S = 1.0
+
+
+class SloTracker:
+    """Refreshed once a second; a class that is new is reckoned with at once."""
+
+    def __init__(self, tuning: Tuning, flow: PromptFlow) -> None:
+        self._tuning = tuning
+        self._flow = flow
+        self._seen: dict[str, tuple[float, ServiceClass]] = {}  # when last
+        self._refresh_at_s = 0.0
+        self.tpot_s = math.inf  # the shortest promised of late
+        self.ttft_s = math.inf
+        self.best_rank = 0
+        self.best_tpot_s = math.inf  # the shortest that the best rank was promised of late
+        self.best_ttft_s = math.inf
+        self.token_s = 0.0  # predicted, of a prompt token in a full step
+        self.step_s = 0.0  # running mean
+        self.blend = 0.0  # seconds that a deadline moves for each second of work
+        self.by_work: dict[int, float] = {}  # the same for ranks that promise paces and ends, where some wait very long
+        self.demand = DeadlineDemand()
+
+    @property
+    def longest_step_s(self) -> float:
+        """Of a step's time, as much as a request that comes meanwhile can wait."""
+        if self.ttft_s == math.inf == self.tpot_s:
+            return self._tuning.unpromised_step_s
+        shortest_s, longest_s = self._tuning.step_range_s
+        usual_s = min(longest_s, max(shortest_s, self._tuning.ttft_part * self.ttft_s))
+        return min(usual_s, self._tuning.tight_ttft_part * self.best_ttft_s)
+
+    @property
+    def classes(self) -> list[ServiceClass]:
+        return [service for _, service in self._seen.values()]
+
+    def saw(self, service: ServiceClass, now_s: float) -> None:
+        """A request of this class came."""
+        self._seen[service.name] = (now_s, service)
+        self._reckon_with(service)
+
+    def stepped(self, seconds: float) -> None:
+        self.step_s += 0.05 * (seconds - self.step_s)
+
+    def refresh(self, now_s: float) -> None:
+        """Forget classes that were not seen of late, and price a token again."""
+        if now_s < self._refresh_at_s:
+            return
+        self._refresh_at_s = now_s + _REFRESH_S
+        oldest_s = now_s - self._tuning.remembered_s
+        self._seen = {name: seen for name, seen in self._seen.items() if seen[0] >= oldest_s}
+        self.tpot_s = self.ttft_s = self.best_tpot_s = self.best_ttft_s = math.inf
+        self.best_rank = min((service.rank for service in self.classes), default=0)
+        for service in self.classes:
+            self._reckon_with(service)
+        self.token_s = 1 / self._flow.best_per_s
+        waits_s = {service.rank: self._flow.wait_s(service.rank, math.inf) for service in self.classes}
+        self.blend = self._tuning.blend * min(1.0, max(waits_s.values(), default=0.0) / self._tuning.loaded_s)
+        paces = {service.rank for service in self.classes if service.ttft_s is not None}
+        ends = {service.rank for service in self.classes if service.ttft_s is None}
+        mixed = [rank for rank in paces & ends if waits_s[rank] >= self._tuning.loaded_s]
+        self.by_work = {rank: self._blend_of_mixed(rank, now_s) for rank in mixed}
+
+    def _reckon_with(self, service: ServiceClass) -> None:
+        self.tpot_s = min(self.tpot_s, service.tpot_s or math.inf)
+        self.ttft_s = min(self.ttft_s, service.ttft_s or math.inf)
+        if service.rank < self.best_rank:
+            self.best_rank, self.best_tpot_s, self.best_ttft_s = service.rank, math.inf, math.inf
+        if service.rank == self.best_rank:
+            self.best_tpot_s = min(self.best_tpot_s, service.tpot_s or math.inf)
+            self.best_ttft_s = min(self.best_ttft_s, service.ttft_s or math.inf)
+
+    def _blend_of_mixed(self, rank: int, now_s: float) -> float:
+        excess = self.demand.overload(rank, self._flow.served_per_s, now_s) - 1
+        (from_excess, to_excess), (least, most) = self._tuning.mixed_excess, self._tuning.mixed_blend
+        part = (excess - from_excess) / (to_excess - from_excess)
+        return least + (most - least) * max(0.0, min(1.0, part))

@@ -1,0 +1,228 @@
+"""Tenants' virtual token counters, and queues that serve the tenant with the lowest one first.
+
+The virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): what a tenant was
+served, prompt tokens that no cache held plus twice the output tokens, over its weight. A tenant that had nothing
+waiting is lifted to a little below the lowest counter among those that had: idleness earns the credit for a short
+burst, and no more.
+
+A part of an answer's expected length is charged ahead, when it starts, and set right when it ends: otherwise a tenant
+that is behind is given so many places at once that it is far ahead when they have run.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush, heapreplace
+from itertools import islice
+
+from moiety_engine.scheduling.entry_heap import EntryHeap
+from moiety_engine.sequence import Sequence
+
+_RATE_MEAN_S = 10.0
+_MAX_LOOKED_AT = 64  # tenants; of more, regularly chosen ones stand for all
+OUTPUT_WEIGHT = 2.0  # an output token's cost against a prompt token's, as in VTC
+
+
+class TenantCounter:
+    """One tenant among those of one rank."""
+
+    __slots__ = (
+        "active",
+        "counter",
+        "last_served_s",
+        "num_begun",
+        "num_queued",
+        "pending_tokens",
+        "tenant",
+        "version",
+        "weight",
+    )
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.weight = 1.0
+        self.counter = 0.0
+        self.active = 0  # requests here that have not ended
+        self.num_queued = 0
+        self.num_begun = 0  # those that have started and have not ended
+        self.pending_tokens = 0  # prompt tokens of requests that have not started
+        self.last_served_s = 0.0
+        self.version = 0  # raised when the counter falls: queues hold an entry at the old, higher one
+
+
+class TenantCounters:
+    """The accounts of one rank. Those that are idle and hold nothing worth keeping are forgotten."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, TenantCounter] = {}
+        self._waiting: list[tuple[float, str]] = []  # a heap; counters may have changed since
+        self._floor = 0.0  # the lowest counter among tenants with something waiting, as last seen
+        self.total_weight = 0.0  # of active tenants
+        self.num_queued = 0  # requests, of all tenants
+        self.credit = 0.0  # what a tenant keeps while it has nothing waiting
+        self._charged = 0.0  # since credit was last reckoned
+        self._rate = 0.0  # charged a second, running mean
+        self._queued: dict[TenantCounter, None] = {}  # those with something waiting
+        self._charge = 1.0  # a prompt token, with what is charged for the answer to it: a running mean
+
+    def arrived(self, tenant: str, sequence: Sequence, now_s: float) -> TenantCounter:
+        """A request of the tenant's came: its account."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = TenantCounter(tenant)
+        if account.active == 0:
+            account.weight = max(1e-6, sequence.submit.tenant_weight * sequence.service.weight)
+            account.last_served_s = now_s
+            self.total_weight += account.weight
+        account.active += 1
+        if account.num_queued == 0:
+            account.counter = max(account.counter, self.floor() - self.credit / account.weight)
+        return account
+
+    def queued(self, account: TenantCounter) -> None:
+        """One more of the account's requests waits."""
+        account.num_queued += 1
+        self.num_queued += 1
+        if account.num_queued > 1:
+            return
+        self._queued[account] = None
+        heappush(self._waiting, (account.counter, account.tenant))
+
+    def unqueued(self, account: TenantCounter) -> None:
+        """One of them waits no longer."""
+        account.num_queued -= 1
+        self.num_queued -= 1
+        if account.num_queued == 0:
+            del self._queued[account]
+
+    def charge(self, account: TenantCounter, num_prompt: int, num_output: float) -> None:
+        """The account is served a prompt, and an answer that is expected to be so long."""
+        cost = num_prompt + OUTPUT_WEIGHT * num_output
+        account.counter += cost / account.weight
+        self._charged += cost
+        self._charge += 0.01 * (cost / max(1, num_prompt) - self._charge)
+
+    def time_passed(self, seconds: float, burst_s: float, most: float) -> None:
+        """Reckon the credit that idleness leaves: what the rank is served in `burst_s`, or `most` if that is less."""
+        self._rate += min(1.0, seconds / _RATE_MEAN_S) * (self._charged / seconds - self._rate)
+        self._charged = 0.0
+        self.credit = min(most, burst_s * self._rate)
+
+    def ahead_of(self, account: TenantCounter | None, weight: float) -> float:
+        """Waiting prompt tokens that will be served before the next request of this account, by the counters: its own,
+        and of each other as much as brings its counter up to where its own will be by then."""
+        own = 0 if account is None else account.pending_tokens
+        counter = self.floor() - self.credit / weight
+        if account is not None:
+            counter = max(counter, account.counter)
+        until = counter + own * self._charge / weight
+        stride = 1 + len(self._queued) // _MAX_LOOKED_AT
+        ahead = 0.0
+        for other in islice(self._queued, 0, None, stride):
+            if other is not account:
+                ahead += min(other.pending_tokens, max(0.0, until - other.counter) * other.weight / self._charge)
+        return own + ahead * stride
+
+    def get(self, tenant: str) -> TenantCounter | None:
+        return self._accounts.get(tenant)
+
+    def ended(self, account: TenantCounter) -> None:
+        account.active -= 1
+        if account.active == 0:
+            self.total_weight -= account.weight
+            self._forget_idle()
+
+    def floor(self) -> float:
+        """The lowest counter among tenants with something waiting; the last such where there is none."""
+        heap = self._waiting
+        while heap:
+            counter, tenant = heap[0]
+            account = self._accounts.get(tenant)
+            if account is None or account.num_queued == 0:
+                heappop(heap)
+            elif counter != account.counter:
+                heapreplace(heap, (account.counter, tenant))
+                if account.counter < counter:
+                    break
+            else:
+                break
+        if heap:
+            self._floor = max(self._floor, heap[0][0])
+        return self._floor
+
+    def others_wait(self, account: TenantCounter) -> bool:
+        """Return whether any other tenant has requests waiting."""
+        return len(self._queued) > (account in self._queued)
+
+    def _forget_idle(self) -> None:
+        """What is not above the floor says nothing that an arrival would not say."""
+        if len(self._accounts) > 64 and len(self._accounts) > 4 * len(self._waiting):
+            floor = self.floor()
+            self._accounts = {t: a for t, a in self._accounts.items() if a.active or a.counter > floor}
+
+
+class FairQueue:
+    """Sequences by tenant: the tenant with the lowest counter first, within a tenant by key."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[TenantCounter, EntryHeap] = {}
+        self._order: list[tuple[float, int, int, TenantCounter]] = []  # (counter, tie, version, account)
+        self._ties = 0
+        self._held: set[TenantCounter] = set()
+        self._passed: dict[TenantCounter, int] = {}  # of them, those whose place in the order was given up; its version
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def push(self, account: TenantCounter, sequence: Sequence, key: float) -> None:
+        heap = self._heaps.get(account)
+        if heap is None:
+            heap = self._heaps[account] = EntryHeap()
+            self._enter(account)
+        heap.push(key, sequence)
+
+    def fell(self, account: TenantCounter) -> None:
+        """The account's counter was lowered (its version raised): it gets a new place in the order."""
+        if account in self._heaps:
+            self._enter(account)
+
+    def pop(self) -> Sequence | None:
+        """The first, out of the queue; None if there is none."""
+        while self._order:
+            counter, tie, version, account = self._order[0]
+            heap = self._heaps.get(account)
+            if heap is None or version != account.version:
+                heappop(self._order)
+                continue
+            if account in self._held:
+                self._passed[account] = version
+                heappop(self._order)
+                continue
+            if heap.first() is None:
+                del self._heaps[account]
+                heappop(self._order)
+            elif counter < account.counter:
+                heapreplace(self._order, (account.counter, tie, version, account))
+            else:
+                return heap.pop()
+        return None
+
+    def hold(self, account: TenantCounter) -> None:
+        """Pass over the account until `release`."""
+        self._held.add(account)
+
+    def release(self) -> None:
+        """Nobody is held any more."""
+        for account, version in self._passed.items():
+            if version == account.version:  # else it has got a new place already
+                self.fell(account)
+        self._passed.clear()
+        self._held.clear()
+
+    def pop_of(self, account: TenantCounter) -> Sequence | None:
+        """The first of one tenant's, out of its turn; None if it has none here."""
+        heap = self._heaps.get(account)
+        return None if heap is None else heap.pop()
+
+    def _enter(self, account: TenantCounter) -> None:
+        self._ties += 1
+        heappush(self._order, (account.counter, self._ties, account.version, account))

@@ -1,0 +1,249 @@
+"""The queue of our own policy: those at risk before the others, in each the ranks, in each rank those that gave way
+or are nearly done, and the tenants by their counters; of a tenant, what cannot keep its promise any more goes last.
+
+A request moves between buckets at times that are known when it enters, so that nothing is looked at before its time.
+Beside the order stands a lane of its own, with a small part of the engine's time: for requests that have waited beyond
+their class's bound and for tenants that have gone without service for long.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heappop, heappush
+
+from moiety_engine.scheduling.class_counters import ClassCounters
+from moiety_engine.scheduling.entry_heap import EntryHeap
+from moiety_engine.scheduling.policies.slo_tracker import SloTracker
+from moiety_engine.scheduling.policies.tenant_counters import FairQueue, TenantCounter, TenantCounters
+from moiety_engine.scheduling.policies.tuning import Tuning
+from moiety_engine.sequence import Sequence, SequenceState
+from moiety_wire.notes import EventKind, Reason
+
+AT_RISK, SAFE, DEMOTED = range(3)
+_AFTER_ALL = 1e12  # a key behind every deadline
+_PATIENT_S = 60.0  # a promise this far off lets others go before it without harm
+
+
+class UrgencyQueue:
+    """Who wants prefill. O(log n) to enter, to move and to leave."""
+
+    def __init__(
+        self, tuning: Tuning, pace: SloTracker, accounts: dict[int, TenantCounters], tally: ClassCounters
+    ) -> None:
+        self._tuning = tuning
+        self._pace = pace
+        self._accounts = accounts  # by rank
+        self._tally = tally
+        self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, has not begun)
+        self._levels: list[tuple[tuple[int, int, bool], FairQueue]] = []  # the same, in the order of their turns
+        self._holding: list[FairQueue] = []
+        self._moves = EntryHeap()  # when who goes into the next bucket
+        self._waited = EntryHeap()  # when who has waited too long
+        self._hungry: list[tuple[float, int, TenantCounter]] = []  # when which tenant will have gone without for long
+        self._lane_s = 0.0  # what the lane may spend
+        self._on_lane: dict[Sequence, int] = {}  # who took from it in this step, and what it lacked then
+        self._ties = 0
+        self.num_queued = 0
+
+    def push(self, sequence: Sequence, now_s: float) -> None:
+        account = sequence.account
+        if sequence.enter_queue():
+            self.num_queued += 1
+            self._accounts[sequence.service.rank].queued(account)
+            if account.num_queued == 1:
+                self._ties += 1
+                heappush(self._hungry, (account.last_served_s + self._tuning.hungry_s, self._ties, account))
+        self._enter(sequence, now_s)
+
+    def pop(self, now_s: float) -> Sequence | None:
+        while (sequence := self._moves.pop_until(now_s)) is not None:
+            sequence.enter_queue()  # its old place is void
+            self._enter(sequence, now_s)
+        found = self._pop_lane(now_s) if self._lane_s > 0 else None
+        if found is None:
+            for _, queue in self._levels:
+                if queue and (found := queue.pop()) is not None:
+                    break
+        if found is not None:
+            self._leave(found)
+        return found
+
+    def discard(self, sequence: Sequence) -> None:
+        if sequence.entry & 1:
+            self._leave(sequence)
+
+    def counter_fell(self, account: TenantCounter, rank: int) -> None:
+        """The account's counter was lowered: its place in every queue of its rank is a new one."""
+        account.version += 1
+        for level, queue in self._levels:
+            if level[1] == rank:
+                queue.fell(account)
+
+    def hold(self, account: TenantCounter, rank: int) -> None:
+        """Whoever is popped until `release` is not one of this account's, unless by the lane."""
+        for level, queue in self._levels:
+            if level[1] == rank:
+                queue.hold(account)
+                self._holding.append(queue)
+
+    def release(self) -> None:
+        """Nobody is held any more."""
+        for queue in self._holding:
+            queue.release()
+        self._holding.clear()
+
+    def time_passed(self, seconds: float) -> None:
+        """A step is over: give the lane its part, and back what was taken from it and not used."""
+        unused = sum(
+            min(lacked, s.num_uncomputed) for s, lacked in self._on_lane.items() if s.place is not SequenceState.ENDED
+        )
+        self._on_lane.clear()
+        self._lane_s += self._tuning.boost_part * seconds + unused * self._pace.token_s
+        self._lane_s = min(self._tuning.lane_saved_s, self._lane_s)
+
+    def has_at_risk(self, rank: int) -> bool:
+        """Whether anything of this rank may be at risk."""
+        queues = self._queues
+        return bool(queues.get((AT_RISK, rank, False)) or queues.get((AT_RISK, rank, True)))
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.num_queued -= sequence.leave_queue()
+        self._accounts[sequence.service.rank].unqueued(sequence.account)
+
+    def _enter(self, sequence: Sequence, now_s: float) -> None:
+        """Into the queue of its bucket, with the time at which it moves on. An older place of it is void."""
+        bucket, moves_at_s = self._bucket(sequence, now_s)
+        if bucket == DEMOTED and not sequence.demoted:
+            sequence.demoted = True
+            if sequence.scheduled_unix_ns == 0:
+                self._pace.demand.left(sequence.service, sequence.num_uncached)
+            sequence.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
+            self._tally.of(sequence.service.name).demoted += 1
+        sequence.bucket = bucket
+        rank = sequence.service.rank
+        # a stream of the best rank stays among the first though demoted: it yields to its own tenant's, not to others
+        first = bucket == AT_RISK or self._is_best_stream(sequence)
+        level = (AT_RISK if first else SAFE, rank, not self._goes_on(sequence))
+        queue = self._queues.get(level)
+        if queue is None:
+            queue = self._queues[level] = FairQueue()
+            self._levels = sorted(self._queues.items())  # those at risk first, rank by rank
+        queue.push(sequence.account, sequence, self._key(sequence))
+        has_begun = sequence.scheduled_unix_ns > 0
+        if not sequence.boosted:
+            since_s = now_s if has_begun else sequence.arrival_s
+            self._waited.push(since_s + sequence.service.max_queue_s, sequence)
+        elif sequence.place is SequenceState.RUNNING:
+            self._waited.push(0.0, sequence)  # the lane ends what it began: half of a prompt only holds a place
+        else:
+            self._waited.push(now_s, sequence)
+        if moves_at_s < math.inf:
+            self._moves.push(moves_at_s, sequence)
+
+    def _bucket(self, sequence: Sequence, now_s: float) -> tuple[int, float]:
+        """(bucket, when it moves on)."""
+        beyond_repair = DEMOTED if self._tuning.demotion else AT_RISK
+        need_s = sequence.num_uncomputed * self._pace.token_s
+        if sequence.service.ttft_s is not None:
+            if not sequence.on_time:
+                return beyond_repair, math.inf
+            deadline_s = sequence.due_s if sequence.num_output else sequence.first_deadline_s
+            if deadline_s == math.inf:
+                return SAFE, math.inf
+        else:
+            deadline_s = sequence.completion_deadline_s
+            longest = min(self._tuning.length_margin * sequence.predicted_output, sequence.submit.max_tokens)
+            need_s += max(1.0, longest - sequence.num_output) * self._pace.step_s
+        late_s = deadline_s - need_s
+        risk_s = deadline_s - self._tuning.risk_factor * need_s - 2 * self._pace.longest_step_s
+        if now_s >= late_s:
+            return beyond_repair, math.inf
+        demotes_at_s = late_s if self._tuning.demotion else math.inf
+        rank = sequence.service.rank
+        if rank in self._pace.by_work:  # nobody of it goes first for being nearly late
+            return (AT_RISK if rank <= self._pace.best_rank else SAFE), (risk_s if now_s < risk_s else demotes_at_s)
+        if now_s >= risk_s or self._is_best_stream(sequence):
+            return AT_RISK, demotes_at_s
+        return SAFE, risk_s
+
+    def _key(self, sequence: Sequence) -> float:
+        """Earliest deadline first, moved by the work that is left as the load grows; beyond repair, by arrival."""
+        if sequence.bucket == DEMOTED:
+            return _AFTER_ALL + sequence.arrival_s
+        interactive = sequence.service.ttft_s is not None
+        deadline_s = sequence.first_deadline_s if interactive else sequence.completion_deadline_s
+        blend = self._pace.by_work.get(sequence.service.rank)
+        if blend is None:
+            blend = self._pace.blend * min(1.0, (deadline_s - sequence.arrival_s) / _PATIENT_S)
+        return deadline_s + blend * sequence.num_uncomputed * self._pace.token_s
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether it has begun and comes before what has not: it gave way, or a step or so will complete it."""
+        if sequence.scheduled_unix_ns == 0:
+            return False
+        need_s = sequence.num_uncomputed * self._pace.token_s
+        return sequence.num_preemptions > 0 or need_s <= self._tuning.nearly_done_steps * self._pace.longest_step_s
+
+    def _is_best_stream(self, sequence: Sequence) -> bool:
+        rank = sequence.service.rank
+        return sequence.service.ttft_s is not None and rank <= self._pace.best_rank and rank not in self._pace.by_work
+
+    # ── the lane ──
+
+    def _pop_lane(self, now_s: float) -> Sequence | None:
+        found = self._pop_hungry(now_s) or self._pop_waited(now_s)
+        if found is not None:
+            self._lane_s -= found.num_uncomputed * self._pace.token_s + 0.001
+            self._on_lane[found] = found.num_uncomputed
+        return found
+
+    def _pop_waited(self, now_s: float) -> Sequence | None:
+        """For a request that has waited too long: itself if it was demoted, else the first of its rank."""
+        sequence = self._waited.pop_until(now_s)
+        if sequence is None:
+            return None
+        self._boost(sequence, now_s)
+        if sequence.demoted:
+            return sequence
+        found = self._pop_rank(sequence.service.rank)
+        if found is not sequence:
+            self._waited.push(now_s, sequence)  # its turn is to come
+        return found
+
+    def _pop_hungry(self, now_s: float) -> Sequence | None:
+        """For a tenant that has gone without for long: the first of its own."""
+        while self._hungry and self._hungry[0][0] <= now_s:
+            _, _, account = heappop(self._hungry)
+            if account.num_queued == 0:
+                continue
+            due_s = account.last_served_s + self._tuning.hungry_s
+            if due_s <= now_s:
+                due_s = now_s + self._tuning.hungry_s
+                found = self._pop_of(account)
+            else:
+                found = None
+            self._ties += 1
+            heappush(self._hungry, (due_s, self._ties, account))
+            if found is not None:
+                self._boost(found, now_s)
+                return found
+        return None
+
+    def _boost(self, sequence: Sequence, now_s: float) -> None:
+        if not sequence.boosted:
+            sequence.boosted = True
+            sequence.note(int(now_s * 1e9), EventKind.BOOSTED, Reason.WAITED_TOO_LONG)
+            self._tally.of(sequence.service.name).boosted += 1
+
+    def _pop_rank(self, rank: int) -> Sequence | None:
+        for level, queue in self._levels:
+            if level[1] == rank and (found := queue.pop()) is not None:
+                return found
+        return None
+
+    def _pop_of(self, account: TenantCounter) -> Sequence | None:
+        for _, queue in self._levels:
+            found = queue.pop_of(account)
+            if found is not None:
+                return found
+        return None

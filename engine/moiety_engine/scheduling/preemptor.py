@@ -1,0 +1,237 @@
+"""Making room: whose blocks are taken when blocks are short, and whether what was computed is kept in host memory.
+
+Blocks come first from those that are out of the batch anyway, parked before returning and the youngest first; then from
+running ones, in the policy's order of victims. What a sequence has computed is copied to the host tier where
+that and the way back are predicted to take less than computing it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from moiety_engine.scheduling.class_counters import ClassCounters
+from moiety_engine.scheduling.kv_groups import KvGroups
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.plan import Chunk
+from moiety_engine.scheduling.policy import Policy
+from moiety_engine.scheduling.request_queues import RequestQueues
+from moiety_engine.scheduling.step_planner import StepPlanner
+from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.sequence import Sequence
+from moiety_wire.notes import EventKind, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCost:
+    """What copying a block between device and host memory takes."""
+
+    seconds_per_block: float = 0.0
+
+
+class Preemptor:
+    """Takes blocks from sequences. Holds the preempted of the step that is being planned."""
+
+    def __init__(
+        self,
+        kv: KvGroups,
+        places: RequestQueues,
+        policy: Policy,
+        step_time: StepTimeModel,
+        tally: ClassCounters,
+        swap: SwapCost,
+    ) -> None:
+        self._kv = kv
+        self._places = places
+        self._policy = policy
+        self._step_time = step_time
+        self._tally = tally
+        self.swap = swap
+        self.preempted: list[Sequence] = []
+
+    def reclaim(self, num_blocks: int, kv: KvLedger) -> bool:
+        """See that a ledger has so many free blocks, at the cost of sequences that are not in the batch. False: all of
+        them together have too few."""
+        pool = kv.pool
+        if pool.num_free >= num_blocks:
+            return True
+        for holders in (self._places.parked, self._places.returning):
+            for sequence in reversed(holders):
+                if sequence.blocks and self._kv.of(sequence) is kv:
+                    self._take_blocks(sequence)
+                    if pool.num_free >= num_blocks:
+                        return True
+        return False
+
+    def secure_decodes(self, now_ns: int) -> list[Chunk]:
+        """Rows of the running sequences that can decode in this step, each with a block for its next token; others stay
+        out of the step, or give way to those."""
+        decoding = self._places.decoding
+        short = self._short_of_a_block()
+        if not short:
+            return list(decoding.values())
+        waiting: list[Sequence] = []
+        for kv in self._kv:
+            of_group = short if self._kv.count == 1 else [s for s in short if self._kv.of(s) is kv]
+            waiting += self._give_blocks(of_group, kv, now_ns) if of_group else []
+        self._places.filled = dict.fromkeys(waiting)
+        if waiting:
+            return [chunk for s, chunk in decoding.items() if s not in waiting]
+        return list(decoding.values())
+
+    def free_for(self, beneficiary: Sequence, num_blocks: int, planner: StepPlanner, now_ns: int) -> bool:
+        """Let running sequences give way to an urgent one until so many blocks are free. All or nothing."""
+        pool = self._kv.of(beneficiary).pool
+        chosen = []
+        gained = pool.num_free
+        for victim in self._policy.victims(self.peers(beneficiary.group), beneficiary, now_ns / 1e9):
+            if gained >= num_blocks:
+                break
+            if self._may_go(victim, planner):
+                chosen.append(victim)
+                gained += self._would_free(victim)
+        if gained < num_blocks:
+            return False
+        for victim in chosen:
+            planner.drop_decode(victim)
+            self.preempt(victim, _why(victim, beneficiary), now_ns, beneficiary, take_blocks=True)
+        return pool.num_free >= num_blocks
+
+    def place_victim(self, beneficiary: Sequence, planner: StepPlanner, now_ns: int) -> Sequence | None:
+        """Return the running sequence that would leave a full batch for the beneficiary: one of a worse rank, or one of
+        the same rank whose tenant holds more than its share of places. None if there is none."""
+        victims = self._policy.victims(self._places.running, beneficiary, now_ns / 1e9, takes_blocks=False)
+        return next((victim for victim in victims if self._may_go(victim, planner)), None)
+
+    def take_place(self, victim: Sequence, beneficiary: Sequence, planner: StepPlanner, now_ns: int) -> None:
+        """Take the victim out of the batch. It keeps its blocks while nobody needs them."""
+        planner.drop_decode(victim)
+        same_rank = victim.service.rank == beneficiary.service.rank
+        reason = Reason.OVER_SHARE if same_rank else Reason.BATCH_FULL
+        self.preempt(victim, reason, now_ns, beneficiary, take_blocks=False)
+
+    def break_deadlock(self, now_ns: int, group: int | None = None) -> bool:
+        """Half-filled sequences hold all blocks among them: the youngest gives way so that the others end."""
+        holders = [s for s in self._places.running if s.blocks and group in (None, s.group)]
+        num_of = Counter(s.group for s in holders)
+        holders = [s for s in holders if num_of[s.group] > 1]
+        if not holders:
+            return False
+        victims = self._policy.victims(holders, None, now_ns / 1e9) or sorted(holders, key=lambda s: -s.order)
+        self.preempt(victims[0], Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
+        return True
+
+    def preempt(
+        self, victim: Sequence, reason: Reason, now_ns: int, beneficiary: Sequence | None, *, take_blocks: bool
+    ) -> None:
+        """Take a running sequence out of the batch; it returns to its old place in the queue."""
+        cost_s = self._cost_s(victim) if take_blocks else 0.0
+        if take_blocks:
+            self._take_blocks(victim)
+        if victim.padding_row:
+            self._kv.of(victim).release(victim)
+            self._places.end(victim)
+            return
+        if take_blocks:
+            victim.num_preemptions += 1
+        else:
+            victim.num_pauses += 1
+        self._policy.preempted(victim, beneficiary, cost_s)
+        victim.note(now_ns, EventKind.PREEMPTED, reason, beneficiary.key if beneficiary else 0)
+        tally = self._tally.of(victim.service.name)
+        tally.preempted[reason.value] += 1
+        tally.num_running -= 1
+        tally.num_waiting += 1
+        self._places.send_back(victim)
+        self._policy.push(victim, now_ns / 1e9)
+        self.preempted.append(victim)
+
+    def peers(self, group: int) -> list[Sequence]:
+        """The running sequences that have their blocks in the group."""
+        running = self._places.running
+        return running if self._kv.count == 1 else [s for s in running if s.group == group]
+
+    def _give_blocks(self, short: list[Sequence], kv: KvLedger, now_ns: int) -> list[Sequence]:
+        """One more block of the ledger for each, or for as many as can have one. Returns the others."""
+        pool = kv.pool
+        waiting = self._policy.waiting_for_others(short)
+        if waiting:
+            short = [s for s in short if s not in waiting]
+        if len(short) > pool.num_free and not self.reclaim(len(short), kv):
+            self._free_for_decodes(short, kv, now_ns)
+        if len(short) > pool.num_free:
+            short.sort(key=_first_served)
+            waiting = waiting + short[pool.num_free :]
+            del short[pool.num_free :]
+        kv.grow_each(short)
+        return waiting
+
+    def _free_for_decodes(self, short: list[Sequence], kv: KvLedger, now_ns: int) -> None:
+        """Preempt until the decodes that are left have their blocks, or nobody may be preempted any more."""
+        pool, group = kv.pool, short[0].group
+        for victim in self._policy.victims(list(self.peers(group)), None, now_ns / 1e9):
+            if len(short) <= pool.num_free or self._num_decoding(group) < 2:
+                break
+            if victim in self._places.verifying:
+                continue
+            self.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
+            if victim in short:
+                short.remove(victim)
+
+    def _short_of_a_block(self) -> list[Sequence]:
+        """Decoding sequences whose blocks are full."""
+        size, decoding = self._kv.first.block_size, self._places.decoding
+        short = [
+            s
+            for s in self._places.filled
+            if not s.num_computed % size and s in decoding and s.num_computed >= len(s.blocks) * size
+        ]
+        self._places.filled = dict.fromkeys(short)
+        return short
+
+    def _num_decoding(self, group: int) -> int:
+        decoding = self._places.decoding
+        return len(decoding) if self._kv.count == 1 else sum(s.group == group for s in decoding)
+
+    def _take_blocks(self, sequence: Sequence) -> None:
+        kv = self._kv.of(sequence)
+        if self._swap_is_cheaper(sequence):
+            kv.swap_out(sequence)
+        else:
+            kv.release(sequence)
+
+    def _swap_is_cheaper(self, sequence: Sequence) -> bool:
+        return self._kv.of(sequence).can_swap_out(sequence) and self._swap_s(sequence) < self._recompute_s(sequence)
+
+    def _cost_s(self, sequence: Sequence) -> float:
+        """What it will take, all told, to take the sequence's blocks and to bring back what they held."""
+        again_s = self._recompute_s(sequence)
+        return min(again_s, self._swap_s(sequence)) if self._kv.of(sequence).can_swap_out(sequence) else again_s
+
+    def _swap_s(self, sequence: Sequence) -> float:
+        kv = self._kv.of(sequence)
+        out = kv.num_to_copy_out(sequence)
+        back = kv.blocks_for(sequence.num_computed)
+        return (out + back) * self.swap.seconds_per_block
+
+    def _recompute_s(self, sequence: Sequence) -> float:
+        empty = StepShape()
+        again = empty.with_prefill(sequence.num_computed, 0)
+        return self._step_time.predict_s(again) - self._step_time.predict_s(empty)
+
+    def _may_go(self, victim: Sequence, planner: StepPlanner) -> bool:
+        """Not if this step computes its prompt, or the running one verifies its draft."""
+        return not planner.prefills(victim) and victim not in self._places.verifying
+
+    def _would_free(self, sequence: Sequence) -> int:
+        return self._kv.of(sequence).num_unshared(sequence)
+
+
+def _why(victim: Sequence, beneficiary: Sequence) -> Reason:
+    """Within a rank nobody is more urgent than another: there it is the tenant's share that is given back."""
+    same_rank = victim.service.rank == beneficiary.service.rank
+    return Reason.OVER_SHARE if same_rank else Reason.URGENT_NEEDS_BLOCKS
+
+
+def _first_served(sequence: Sequence) -> tuple[int, int]:
+    return sequence.service.rank, sequence.order

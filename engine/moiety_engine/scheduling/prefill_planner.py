@@ -1,0 +1,233 @@
+"""PrefillPlanner a step with prefill: whom the policy names next joins, or goes on, as far as rows, time and blocks
+allow.
+
+What keeps a sequence from joining is remembered with it. One that finds no blocks lets others by only where the policy
+says so; one that waits for a prefix which this very step computes always does.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from moiety_engine.scheduling.class_counters import ClassCounters
+from moiety_engine.scheduling.kv_groups import KvGroups
+from moiety_engine.scheduling.kv_ledger import Hit
+from moiety_engine.scheduling.policy import BatchView, Policy
+from moiety_engine.scheduling.preemptor import Preemptor
+from moiety_engine.scheduling.request_queues import RequestQueues, by_arrival
+from moiety_engine.scheduling.speculative_prefill.speculative_prefill import SpeculativePrefill
+from moiety_engine.scheduling.step_planner import StepPlanner
+from moiety_engine.sequence import Sequence, SequenceState
+from moiety_wire.notes import EventKind, Reason
+
+MAX_LOOKS = 24  # sequences that one step may look at in vain
+
+
+class _Given(Enum):
+    """What a sequence got of a step."""
+
+    ALL = auto()  # its tokens are complete with it
+    SOME = auto()
+    NOTHING = auto()  # there is neither time nor a block for a single token
+
+
+class PrefillPlanner:
+    """Fills one step after the other."""
+
+    def __init__(
+        self,
+        kv: KvGroups,
+        places: RequestQueues,
+        policy: Policy,
+        room: Preemptor,
+        tally: ClassCounters,
+        speculative_prefill: SpeculativePrefill,
+    ) -> None:
+        self._kv = kv
+        self._places = places
+        self._policy = policy
+        self._room = room
+        self._tally = tally
+        self._speculative_prefill = speculative_prefill
+        self.cached_tokens_total = 0
+        self.prompt_tokens_total = 0
+
+    def fill(self, planner: StepPlanner, view: BatchView, joinable: int, now_ns: int) -> None:
+        """Prefill for running sequences, and for up to `joinable` that join the batch."""
+        now_s = now_ns / 1e9
+        set_aside: list[Sequence] = []
+        blocked: list[Sequence] = []
+        full: set[int] = set()  # groups of which the step takes no more
+        closed: set[int] = set()  # groups that nobody else may join
+        while planner.rows_left > 0 and len(set_aside) < MAX_LOOKS:
+            sequence = self._policy.pop(now_s)
+            if sequence is None:
+                break
+            reason = None
+            if self._must_wait(sequence, full, closed):
+                set_aside.append(sequence)
+                continue
+            if sequence.place is not SequenceState.RUNNING:
+                reason = self._join(sequence, planner, view, joinable, now_ns)
+                if reason is None:
+                    joinable -= 1
+                    for other in blocked:
+                        other.num_overtaken += 1
+            if reason is not None:
+                sequence.delay = reason
+                set_aside.append(sequence)
+                if reason is Reason.NO_BLOCKS:
+                    view.somebody_lacks_blocks = True
+                    blocked.append(sequence)
+                if self._ends_the_search(reason, sequence, view, now_s, closed, is_full=joinable <= 0):
+                    break
+                continue
+            given = self._advance(sequence, planner)
+            if given is not _Given.ALL:
+                set_aside.append(sequence)
+            if given is _Given.NOTHING and self._fills_the_last(sequence.group, full):
+                break
+        self.put_back(set_aside, now_s)
+        if planner.rows_left > 0 and len(full) < self._kv.count:
+            self.go_on(planner, now_s)
+
+    def go_on(self, planner: StepPlanner, now_s: float) -> None:
+        """Prefill for those already in the batch, whoever waits before them in the policy's queue."""
+        going = [s for s in self._places.prefilling if s.entry & 1 and not planner.prefills(s)]
+        full: set[int] = set()
+        for sequence in sorted(going, key=by_arrival):
+            if sequence.group in full:
+                continue
+            self._policy.discard(sequence)
+            given = self._advance(sequence, planner)
+            if given is not _Given.ALL:
+                self._policy.push(sequence, now_s)
+            if given is _Given.NOTHING and self._fills_the_last(sequence.group, full):
+                break
+            if planner.rows_left <= 0:
+                break
+
+    def _must_wait(self, sequence: Sequence, full: set[int], closed: set[int]) -> bool:
+        """Whether the sequence's group takes no more in this step. One that holds no blocks is put into the best group
+        first."""
+        if self._kv.count == 1:
+            return False
+        shut = full if sequence.place is SequenceState.RUNNING else full | closed
+        if not sequence.holds_blocks and len(shut) < self._kv.count:
+            self._kv.choose(sequence, self._places.running, shut)
+        return sequence.group in shut
+
+    def _fills_the_last(self, group: int, full: set[int]) -> bool:
+        """The group takes no more in this step; whether none does."""
+        full.add(group)
+        return len(full) == self._kv.count
+
+    def _ends_the_search(
+        self, reason: Reason, sequence: Sequence, view: BatchView, now_s: float, closed: set[int], *, is_full: bool
+    ) -> bool:
+        """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken, which
+        whoever joins another group than the one that has its blocks does not do."""
+        if reason is Reason.NO_BLOCKS:
+            if self._policy.may_overtake(sequence, view, now_s):
+                return False
+            closed.add(sequence.group)
+            return not sequence.holds_blocks or len(closed) == self._kv.count
+        if reason is not Reason.BATCH_FULL or sequence.boosted:  # which came out of its turn
+            return False
+        return not (is_full and self._policy.looks_past_full_batch(sequence, view.running))
+
+    def mark_started(self, sequence: Sequence, now_ns: int) -> None:
+        """A sequence joins the batch."""
+        tally = self._tally.of(sequence.service.name)
+        tally.num_waiting -= 1
+        tally.num_running += 1
+        self._places.run(sequence)
+        if sequence.scheduled_unix_ns == 0:
+            sequence.scheduled_unix_ns = now_ns
+            sequence.num_cached = min(sequence.num_computed - sequence.num_landed, sequence.num_prompt)
+            self._speculative_prefill.joined(sequence, now_ns)
+            self.cached_tokens_total += sequence.num_cached
+            self.prompt_tokens_total += sequence.num_prompt - min(sequence.num_landed, sequence.num_prompt)
+            if sequence.delay is not None:
+                sequence.note(now_ns, EventKind.DELAYED, sequence.delay)
+            self._policy.started(sequence, sequence.num_uncomputed, now_ns / 1e9)
+        elif sequence.num_preemptions or sequence.num_pauses:
+            again = Reason.RECOMPUTE if sequence.num_computed < sequence.peak_computed else Reason.SWAP
+            sequence.note(now_ns, EventKind.RESUMED, again)
+        sequence.delay = None
+
+    def put_back(self, sequences: list[Sequence], now_s: float) -> None:
+        """Queue them again: they have not got all that they want."""
+        for sequence in sequences:
+            if (
+                sequence.place is not SequenceState.ENDED and sequence not in self._places.decoding
+            ):  # that go on by themselves
+                self._policy.push(sequence, now_s)
+
+    def take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
+        """What it kept, what was swapped out, or its prefix hits, found if not handed in. False: nothing taken."""
+        if sequence.blocks:
+            return True  # it kept them, and grows as it goes
+        kv = self._kv.of(sequence)
+        if sequence.host_blocks:
+            return kv.swap_in(sequence, num_tokens)
+        if not kv.start(sequence, kv.find_prefix(sequence) if hits is None else hits, num_tokens):
+            return False
+        if sequence.num_landing:
+            kv.land(sequence)
+        return True
+
+    def _advance(self, sequence: Sequence, planner: StepPlanner) -> _Given:
+        """Give the sequence what it may have of this step."""
+        limit = planner.prefill_room(sequence)
+        if limit <= 0:
+            return _Given.NOTHING
+        kv = self._kv.of(sequence)
+        self._room.reclaim(kv.blocks_for(sequence.num_computed + limit) - len(sequence.blocks), kv)
+        if planner.add_prefill(sequence, limit):
+            return _Given.ALL
+        return _Given.SOME if planner.prefills(sequence) else _Given.NOTHING
+
+    def _join(
+        self, sequence: Sequence, planner: StepPlanner, view: BatchView, joinable: int, now_ns: int
+    ) -> Reason | None:
+        """Put a sequence into the batch, with its prefix hits or what it had computed; or say why not."""
+        now_s = now_ns / 1e9
+        victim = None
+        if joinable <= 0 and (victim := self._room.place_victim(sequence, planner, now_ns)) is None:
+            return Reason.BATCH_FULL
+        num_tokens, kv = len(sequence.tokens), self._kv.of(sequence)
+        hits: list[Hit] | None = None
+        if sequence.blocks:
+            num_new = kv.blocks_for(num_tokens) - len(sequence.blocks)
+        elif sequence.host_blocks:
+            num_new = kv.num_blocks_to_swap_in(sequence, num_tokens)
+        else:
+            hits = kv.find_prefix(sequence)
+            next_hash = None if sequence.num_landing else kv.next_hash(sequence, len(hits))
+            if planner.will_compute(next_hash, sequence.group):
+                return Reason.SHARED_PREFIX
+            num_new = kv.num_blocks_to_start(hits, num_tokens)
+        view.look_at(self._room.peers(sequence.group), kv.pool.num_free)
+        view.shape = planner.shape
+        view.worst_rank = self._places.worst_rank_running
+        reason = self._policy.delays(sequence, view, num_new, now_s)
+        if reason is not None:
+            return reason
+        if victim is not None:
+            self._room.take_place(victim, sequence, planner, now_ns)
+        if not self.take_blocks(sequence, num_tokens, hits) and not self._make_room(sequence, num_new, planner, now_ns):
+            return Reason.NO_BLOCKS
+        view.blocks_of_tenant = None
+        self.mark_started(sequence, now_ns)
+        return None
+
+    def _make_room(self, sequence: Sequence, num_blocks: int, planner: StepPlanner, now_ns: int) -> bool:
+        """Have others give way until the sequence has its blocks. False: it has none."""
+        kv, num_tokens = self._kv.of(sequence), len(sequence.tokens)
+        if (
+            self._room.reclaim(num_blocks, kv) or self._room.free_for(sequence, num_blocks, planner, now_ns)
+        ) and self.take_blocks(sequence, num_tokens, None):
+            return True
+        # its hits may have been blocks of those that gave way: what was free with them is then not enough
+        return self._room.reclaim(kv.blocks_for(num_tokens), kv) and self.take_blocks(sequence, num_tokens, None)

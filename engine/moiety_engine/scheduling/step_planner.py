@@ -1,0 +1,188 @@
+"""A step under construction: the rows taken so far, the chunks, and the prefix blocks that the step will complete."""
+
+from __future__ import annotations
+
+from moiety_engine.scheduling.kv_groups import KvGroups
+from moiety_engine.scheduling.plan import Chunk, DraftCatchUp, Plan
+from moiety_engine.scheduling.policy import StepBudget
+from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.sequence import Sequence
+
+
+class StepPlanner:
+    """Adds chunks as long as rows, blocks and the step's time allow. Lives for one step; what it holds may not lose its
+    blocks, unless it is dropped first."""
+
+    def __init__(
+        self, kv: KvGroups, budget_rows: int, step_time: StepTimeModel, max_answer_rows: int | None = None
+    ) -> None:
+        """`max_answer_rows`: tokens of answers that a step takes, decoded or computed once more; None: any number. Of
+        prompts each group of ranks takes what is left of its part of the rows."""
+        self._kv = kv
+        self._answer_rows_left = max_answer_rows
+        self._budget_rows = budget_rows
+        self._rows_of_group = -(-budget_rows // kv.count)
+        self._taken_of_group = [0] * kv.count
+        self._step_time = step_time
+        self._budget: StepBudget | None = None
+        self._decodes: list[Chunk] = []
+        self._decoding: set[Sequence] | None = None  # made when somebody asks
+        self._prefills: dict[Sequence, Chunk] = {}
+        self._in_flight: set[tuple[int, bytes]] = set()  # group, hash
+        self._unhashed: list[tuple[Sequence, int]] = []  # whose blocks up to which token are in flight, too
+        self._decode_context = 0
+        self.num_drafted = 0
+        self._taken_in: list[DraftCatchUp] = []
+        self._prefill_rows = 0
+        self._attended_pairs = 0
+        self.num_rows = 0
+
+    @property
+    def empty(self) -> bool:
+        return not self._decodes and not self._prefills
+
+    @property
+    def groups(self) -> set[int]:
+        """Of ranks: those that have anything in the step."""
+        return {chunk.sequence.group for chunk in (*self._decodes, *self._prefills.values())}
+
+    @property
+    def decodes(self) -> list[Chunk]:
+        return self._decodes
+
+    @property
+    def rows_left(self) -> int:
+        return self._budget_rows - self.num_rows
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(
+            len(self._decodes) + self.num_drafted, self._prefill_rows, self._decode_context, self._attended_pairs
+        )
+
+    def limit_time(self, budget: StepBudget | None) -> None:
+        self._budget = budget
+
+    def will_compute(self, block_hash: bytes | None, group: int = 0) -> bool:
+        """Whether this step fills the block with this hash in the group, so that it can be hit there in the next."""
+        if block_hash is None:
+            return False
+        for sequence, end in self._unhashed:
+            hashes = self._kv.of(sequence).completed_hashes(sequence, end)
+            self._in_flight.update((sequence.group, block_hash) for block_hash in hashes)
+        self._unhashed.clear()
+        return (group, block_hash) in self._in_flight
+
+    def prefills(self, sequence: Sequence) -> bool:
+        return sequence in self._prefills
+
+    def add_decodes(self, chunks: list[Chunk], context: int) -> None:
+        """One row for each decoding sequence, or padding_row, which read so many tokens' KV; its block is there."""
+        self._decodes += chunks
+        self._decoding = None
+        self._decode_context += context
+        self.num_rows += len(chunks)
+        self._take_answer_rows(len(chunks))
+        if self._kv.count > 1:
+            for chunk in chunks:
+                self._taken_of_group[chunk.sequence.group] += 1
+
+    def drop_decode(self, sequence: Sequence) -> None:
+        """Take back a decode of this step, so that its sequence can give way."""
+        if self._decodes_now(sequence):
+            self._decodes = [chunk for chunk in self._decodes if chunk.sequence is not sequence]
+            self._decoding = None
+            self._decode_context -= sequence.num_computed
+            self.num_rows -= 1
+            self._taken_of_group[sequence.group] -= 1
+            self._take_answer_rows(-1)
+
+    def draft(self, place: int, draft: list[int]) -> None:
+        """Let a decode of this step verify guesses of what follows its token; fewer where rows or blocks are few. What
+        others of the step may lack is left to them. Nothing may join the step afterwards."""
+        sequence = self._decodes[place].sequence
+        first, kv = sequence.num_computed, self._kv.of(sequence)
+        num_spare = max(0, kv.pool.num_free - len(self._decodes))
+        room = (len(sequence.blocks) + num_spare) * kv.block_size - first - 1
+        limit = min(len(draft), self.rows_left, room)
+        if self._answer_rows_left is not None:
+            limit = min(limit, self._answer_rows_left)
+        if limit <= 0:
+            return
+        grown = kv.grow(sequence, first + 1 + limit)
+        assert grown, "blocks that were free are not there"
+        self._decodes[place] = Chunk(sequence, 1 + limit, True, draft=tuple(draft[:limit]))
+        self.num_rows += limit
+        self.num_drafted += limit
+        self._decode_context += limit * first
+        self._take_answer_rows(limit)
+
+    def take_in(self, place: int, num_tokens: int) -> None:
+        """Let a draft model take in some tokens of a decode of this step, which it is behind."""
+        self._taken_in.append(DraftCatchUp(self._decodes[place].sequence, num_tokens))
+
+    def prefill_room(self, sequence: Sequence) -> int:
+        """How many of the sequence's uncomputed tokens rows and the step's time allow."""
+        limit = min(sequence.num_uncomputed, self.rows_left)
+        if self._kv.count > 1:
+            limit = min(limit, self._rows_of_group - self._taken_of_group[sequence.group])
+        if self._answer_rows_left is not None:
+            prompt_left = max(0, sequence.num_prompt - sequence.num_computed)
+            limit = min(limit, prompt_left + max(0, self._answer_rows_left))
+        if self._budget is None or limit <= 0:
+            return max(0, limit)
+        budget = self._budget.for_rank(sequence.service.rank)
+        context = sequence.num_computed
+        floor = min(limit, max(0, budget.floor_tokens - self._prefill_rows))
+        return max(floor, self._step_time.largest_prefill(self.shape, context, budget.seconds, limit))
+
+    def add_prefill(self, sequence: Sequence, limit: int) -> bool:
+        """As much of the sequence's uncomputed tokens as `limit` and free blocks allow, possibly nothing. True: its
+        tokens are complete with this step."""
+        kv = self._kv.of(sequence)
+        room = kv.room_tokens(sequence) - sequence.num_computed
+        num_tokens = min(limit, room)
+        if num_tokens <= 0:
+            return False
+        first = sequence.num_computed
+        end = first + num_tokens
+        grown = kv.grow(sequence, end)
+        assert grown, "room_tokens promised blocks that are not there"
+        ends = end == len(sequence.tokens)
+        pad = min(max(sequence.num_padded - end, 0), self.rows_left - num_tokens) if ends else 0
+        pad = min(pad, len(sequence.blocks) * kv.block_size - end)
+        self._unhashed.append((sequence, min(end, sequence.num_known)))
+        embeds = ends and sequence.submit.embed
+        self._prefills[sequence] = Chunk(sequence, num_tokens, ends and not embeds, pad, embeds)
+        self.num_rows += num_tokens + pad
+        self._taken_of_group[sequence.group] += num_tokens + pad
+        self._prefill_rows += num_tokens + pad
+        self._take_answer_rows(max(0, end - max(first, sequence.num_prompt)))
+        self._attended_pairs += num_tokens * (first + num_tokens // 2)
+        return ends
+
+    def _take_answer_rows(self, count: int) -> None:
+        if self._answer_rows_left is not None:
+            self._answer_rows_left -= count
+
+    def _decodes_now(self, sequence: Sequence) -> bool:
+        if sequence.num_output == 0:
+            return False  # only who has an output token can decode
+        if self._decoding is None:
+            self._decoding = {chunk.sequence for chunk in self._decodes}
+        return sequence in self._decoding
+
+    def finish(self, preempted: list[Sequence], planned_ns: int) -> Plan:
+        copies = self._kv.take_copies()
+        return Plan(
+            chunks=[*self._decodes, *self._prefills.values()],
+            num_decode=len(self._decodes),
+            num_rows=self.num_rows,
+            preempted=preempted,
+            shape=self.shape,
+            swap_out=copies.outs,
+            swap_in=copies.ins,
+            landings=self._kv.take_landings(),
+            planned_ns=planned_ns,
+            taken_in=self._taken_in,
+        )

@@ -1,0 +1,70 @@
+"""What the front tells every gateway of the engine: the model's card and the engine's load."""
+
+from __future__ import annotations
+
+import time
+
+from moiety_engine.messages import CoreHello, CoreLoad
+from moiety_text.folder import TextModel
+from moiety_wire.figures import Figures, Load, SleepState
+from moiety_wire.messages import ModelCard
+from moiety_wire.roles import EngineRole
+
+
+def make_load(
+    engine_id: str,
+    seq: int,
+    load: CoreLoad,
+    *,
+    draining: bool,
+    sleep: SleepState,
+    sleep_problem: str,
+    running_for_s: float,
+    unacknowledged_replicas: list[str],
+) -> Load:
+    return Load(
+        **{name: getattr(load, name) for name in Figures.__struct_fields__},
+        engine_id=engine_id,
+        seq=seq,
+        draining=draining,
+        sleep=sleep,
+        sleep_problem=sleep_problem,
+        running_for_s=running_for_s,
+        unacknowledged_replicas=unacknowledged_replicas,
+    )
+
+
+def make_card(
+    model: str,
+    engine_id: str,
+    text: TextModel,
+    hello: CoreHello,
+    role: EngineRole = EngineRole.BOTH,
+    adapters: tuple[str, ...] = (),
+) -> ModelCard:
+    return ModelCard(
+        engine_id=engine_id,
+        model=model,
+        family=hello.family,
+        tokenizer_json=text.tokenizer_json,
+        chat_template=text.chat_template,
+        special_tokens=text.special_tokens,
+        eos_token_ids=tuple(token_id for token_id in text.eos_token_ids if token_id < hello.vocab_size),
+        max_context_tokens=hello.max_context_tokens,
+        vocab_size=hello.vocab_size,
+        max_num_logprobs=hello.max_num_logprobs,
+        created_unix_s=int(time.time()),
+        dtype=hello.dtype,
+        device=hello.device,
+        embedding_width=hello.embedding_width,
+        follows_guides=hello.follows_guides,
+        role=role,
+        hands_over=hello.hands_over,
+        kv_address=hello.kv_address,
+        kv_host=hello.kv_host,
+        kv_secret=hello.kv_secret,
+        takes_adapters=hello.takes_adapters,
+        adapters=adapters,
+        speculative_prefill=hello.speculative_prefill,
+        forgets=True,
+    )

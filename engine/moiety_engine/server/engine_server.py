@@ -1,0 +1,465 @@
+"""The front of an engine: the socket for gateways, the line to the core, the timers, and an orderly end.
+
+All of it runs in one event loop, as callbacks: there is no task a request or a token. Text and requests are the desk's
+business, sending is the sessions'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import structlog
+import zmq
+
+from moiety_engine.messages import CoreForget, CoreHello, CoreLoad, CoreSlept, CoreState, CoreStep, ToCore, ToFront
+from moiety_engine.server.adapter_store import AdapterStore
+from moiety_engine.server.announcements import make_card, make_load
+from moiety_engine.server.core_link import CoreLink
+from moiety_engine.server.expert_queries import ExpertQueries
+from moiety_engine.server.metrics import ServerStats
+from moiety_engine.server.permissions import GatewayPermissions
+from moiety_engine.server.request_manager import RequestManager
+from moiety_engine.server.router import make_router
+from moiety_engine.server.sessions import GatewaySession, Sessions
+from moiety_engine.server.settings import ServerSettings
+from moiety_engine.server.sleep_mode import SleepMode
+from moiety_engine.server.unacknowledged_usage_log import FLUSH_S, UnacknowledgedUsageLog
+from moiety_engine.server.usage_journal import UsageJournal
+from moiety_engine.server.usage_meter import UsageMeter
+from moiety_engine.server.validation import ModelLimits
+from moiety_engine.server.zmq_reader import ZmqReader
+from moiety_text.folder import TextModel
+from moiety_text.tokenizer import Tokenizer
+from moiety_wire.codec import decode_to_engine
+from moiety_wire.errors import UndecodableMessage
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.figures import SleepState
+from moiety_wire.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AdapterPart,
+    Extend,
+    Failed,
+    FailureCode,
+    Forget,
+    Heartbeat,
+    Hello,
+    MeteredUsage,
+    ModelCard,
+    SleepCommand,
+    Submit,
+    ToEngine,
+    ToGateway,
+    UnacknowledgedUsage,
+    UsageAcknowledgement,
+)
+from moiety_wire.permissions import SenderRole, may_send
+
+log = structlog.get_logger()
+
+OUTBOX_RETRY_S = 0.005
+ABORT_GRACE_S = 5.0
+LINGER_MS = 2000
+LOADING = CoreLoad(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+class Ending(IntEnum):
+    """How the front ended; its process's exit code."""
+
+    DRAINED = 0
+    CORE_DIED = 70  # while serving: start again
+    CORE_DID_NOT_START = 71  # it will not help to start again as is
+
+
+class EngineServer:
+    """One engine's front. `start`, then `wait`; `begin_drain` asks for the end."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        engine_id: str,
+        text: TextModel,
+        core: CoreLink,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        unacknowledged: UnacknowledgedUsageLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.engine_id = engine_id
+        self.address = ""  # as bound
+        self.num_undecodable = 0
+        self.card: ModelCard | None = None
+        self._text = text
+        self._core = core
+        self._clock = clock
+        self._started_s = clock()
+        self._permissions = GatewayPermissions(settings.gateway_keys_file)
+        self._socket = make_router(context, settings)
+        self._sessions = Sessions(self._socket, max_outbox_messages=settings.max_outbox_messages)
+        self._journal = UsageJournal(settings.usage_journal, engine_id) if settings.usage_journal else None
+        self._unacknowledged = unacknowledged
+        self._meter = UsageMeter(clock, self._journal, unacknowledged)
+        tokenizer = Tokenizer.from_json(text.tokenizer_json)
+        self._shelf = AdapterStore(settings.adapter_disk_bytes, settings.adapters)
+        self._desk = RequestManager(tokenizer, self._post, self._meter, adapters=self._shelf)
+        self._shelf.in_use = self._desk.adapters_in_use
+        self._experts = ExpertQueries(self._post)
+        self._rest = SleepMode()
+        self._sleep = SleepState.AWAKE  # as gateways were told
+        self._num_tellings = 0
+        self._load = LOADING
+        self._refusal = ""
+        self._drain_until_s: float | None = None
+        self._retry_is_due = False
+        self._reader: ZmqReader | None = None
+        self._beat: asyncio.TimerHandle | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[ModelCard] = self._loop.create_future()
+        self._ended: asyncio.Future[Ending] = self._loop.create_future()
+
+    @property
+    def num_open(self) -> int:
+        return self._desk.num_open
+
+    def stats(self) -> ServerStats:
+        """What it tells as metrics. From any thread."""
+        num_gateways = sum(1 for session in self._sessions.all() if session.has_card)
+        num_refused = self._permissions.num_refused
+        counts = num_gateways, self.num_open, self._meter.num_unacknowledged, self.num_undecodable, num_refused
+        return ServerStats(self._load, *counts, is_ready=self.card is not None and self._desk.is_awake)
+
+    async def start(self) -> None:
+        """Bind, and start the core. Raises zmq.ZMQError if the address cannot be had."""
+        self._socket.bind(self.settings.listen)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        has_users = self.settings.curve_secret_key is not None
+        self._reader = ZmqReader(self._socket, self._take_frames, self._settle, has_users=has_users)
+        self._beat = self._loop.call_later(self.settings.heartbeat_interval_s, self._on_beat)
+        if self._unacknowledged is not None:
+            self._writer = asyncio.create_task(self._write_unacknowledged(), name="unacknowledged-writer")
+        await self._core.start(self)
+
+    async def wait_ready(self) -> bool:
+        """Whether the engine came up; False if it ended before."""
+        ends: set[asyncio.Future[Any]] = {self._ready, self._ended}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return self._ready.done()
+
+    def begin_drain(self, timeout_s: float | None = None) -> None:
+        """Take no more requests, finish the open ones, then end. A second call can shorten the time."""
+        timeout_s = self.settings.drain_timeout_s if timeout_s is None else timeout_s
+        first = self._drain_until_s is None
+        self._drain_until_s = self._clock() + timeout_s
+        self._desk.is_draining = True
+        self._desk.forgo()
+        if first:
+            log.info("engine_draining", num_open=self.num_open, timeout_s=timeout_s)
+            self._send_loads()
+        self._on_drain_time(timeout_s)
+
+    async def wait(self) -> Ending:
+        """Until the front has ended; everything is freed then."""
+        try:
+            return await self._ended
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """End at once. Open requests are failed."""
+        self._desk.fail_all(FailureCode.ENGINE_FAILED, "the engine was shut down; send the request to another one")
+        if self._beat is not None:
+            self._beat.cancel()
+        self._sessions.flush()  # what was failed is told before the core's end is waited for
+        await self._core.stop()
+        self._sessions.flush()
+        self._sessions.retry()
+        if self._reader is not None:
+            self._reader.close()
+        self._shelf.close()
+        if not self._socket.closed:
+            self._socket.close(linger=LINGER_MS)
+            if self._journal is not None:
+                self._journal.close()
+        self._closing.set()
+        if self._writer is not None:
+            await self._writer
+            self._writer = None
+
+    # ── from gateways ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_frames(self, frames: list[bytes], public_key: str) -> None:
+        identity, data = frames[0], frames[-1]
+        try:
+            if len(frames) != 2:
+                raise UndecodableMessage(f"{len(frames) - 1} frames where one was expected")
+            messages = decode_to_engine(data)
+        except UndecodableMessage:
+            self.num_undecodable += 1
+            log.warning("gateway_message_undecodable", num_bytes=len(data), num_undecodable=self.num_undecodable)
+            return
+        roles = self._permissions.roles_of(public_key)
+        if not roles:  # its key was taken out of the list, or is new there
+            self._reload_keys()
+            roles = self._permissions.roles_of(public_key)
+        if not roles:
+            session = GatewaySession(identity, self._clock(), public_key)
+            for message in messages:
+                self._permissions.note_refusal(session, message, "its key is not on the list")
+            return
+        session = self._sessions.heard(identity, self._clock(), public_key)
+        for message in messages:
+            if may_send(roles, message):
+                self._take(session, message)
+            else:
+                self._refuse(session, message)
+
+    def _refuse(self, session: GatewaySession, message: ToEngine) -> None:
+        """Refuse a message that the gateway's roles do not allow; say so where the protocol has an answer."""
+        self._permissions.note_refusal(session, message, "its key lacks the role")
+        match message:
+            case Submit():
+                text = "the engine takes no requests with this gateway's key; send the request to another one"
+                self._post(session, Failed(message.request_id, 0, FailureCode.ENGINE_FAILED, text))
+            case SleepCommand():
+                session.rest_refusal = "this gateway's key lacks the role administration"
+                self._send_load(session)
+            case _:
+                pass
+
+    def _take(self, session: GatewaySession, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._shelf.used(message.adapter, message.tenant_id)
+                self._desk.submit(session, message)
+            case AdapterPart():
+                self._shelf.take(session.identity, message)
+            case Extend():
+                self._desk.extend(session, message)
+            case Abort():
+                self._desk.abort(session, message)
+            case Hello():
+                self._greet(session, message)
+            case SleepCommand():
+                log.info("engine_rest_asked", asleep=message.asleep, num_open=self.num_open)
+                self._rest.ask(asleep=message.asleep)
+                self._desk.forgo()
+            case AskExperts():
+                self._experts.ask(session, message)
+            case Forget():
+                self._shelf.forget(message.tenant_ids)
+                self._core.send([CoreForget(message.tenant_ids)])
+            case UsageAcknowledgement():
+                num_refused = self._meter.settle_for(session.replica_id, message.replica_id, message.request_ids)
+                if num_refused:
+                    self._permissions.note_refusal(session, message, "usage of another gateway")
+            case Heartbeat():
+                pass  # being heard is all
+
+    def _greet(self, session: GatewaySession, hello: Hello) -> None:
+        if not self._permissions.claim_replica(hello.replica_id, session.public_key):
+            self._permissions.note_refusal(session, hello, "another key speaks for this replica_id")
+            return
+        if session.gateway_id and session.gateway_id != hello.gateway_id:
+            self._desk.abort_session(session)  # another process has taken the identity
+        if hello.protocol_version != PROTOCOL_VERSION:
+            log.warning("gateway_protocol_differs", theirs=hello.protocol_version, ours=PROTOCOL_VERSION)
+        session.gateway_id, session.replica_id = hello.gateway_id, hello.replica_id
+        session.wants_card = True
+        if self.card is not None:
+            self._send_card(session, self.card)
+
+    def _send_card(self, session: GatewaySession, card: ModelCard) -> None:
+        session.wants_card, session.has_card = False, True
+        if not self._serves_requests(session):
+            card = msgspec.structs.replace(card, kv_secret="")  # which is for those that submit requests
+        self._post(session, card)
+        self._sessions.flush()  # alone in its frame, so that a gateway of another release can read which this one is
+        self._send_load(session)
+        self._experts.greet(session)
+
+    # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def on_message(self, message: ToFront) -> None:
+        match message:
+            case CoreStep():
+                self._load = message.load or self._load
+                self._desk.take_step(message)
+            case ExpertLoad():
+                self._experts.answer(message)
+            case ExpertBalance():
+                self._experts.tell(self._sessions.all(), message)
+            case CoreSlept():
+                log.info("core_rested", asleep=message.asleep, problem=message.problem)
+                self._rest.done(message)
+            case CoreHello(state=CoreState.READY):
+                self._become_ready(message)
+            case CoreHello(state=CoreState.REFUSED):
+                self._refusal = message.message
+            case CoreHello():
+                log.info("core_loading", progress=message.message)
+        self._settle()
+
+    def on_death(self, reason: str) -> None:
+        was_ready = self.card is not None
+        log.error("core_died", reason=self._refusal or reason, was_ready=was_ready, num_open=self.num_open)
+        message = "the engine's core process died; send the request again"
+        self._desk.fail_all(FailureCode.ENGINE_FAILED, message, self._core.first_step_keys())
+        self._end(Ending.CORE_DIED if was_ready else Ending.CORE_DID_NOT_START)
+
+    def _become_ready(self, hello: CoreHello) -> None:
+        settings = self.settings
+        self.card = make_card(settings.model, self.engine_id, self._text, hello, settings.role, settings.adapters)
+        self._desk.limits = ModelLimits.of(self.card)
+        for session in self._sessions.all():
+            if session.wants_card:
+                self._send_card(session, self.card)
+        if not self._ready.done():
+            self._ready.set_result(self.card)
+
+    # ── sending, timers, the end ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _post(self, session: GatewaySession, message: ToGateway) -> None:
+        self._sessions.post(session, message)
+
+    def _settle(self) -> None:
+        """After every turn: pass on what it brought."""
+        self._sessions.flush()
+        for session in self._sessions.take_gone():
+            self._desk.abort_session(session)
+            self._shelf.left(session.identity)
+        commands = self._desk.take_commands()
+        if self.card is not None:
+            commands = [*self._shelf.take_commands(), *commands, *self._keep_rest(), *self._experts.take_asks()]
+        if commands:
+            self._core.send(commands)
+        if self._reader is not None:
+            self._reader.read_soon()
+        if self._sessions.has_outbox and not self._retry_is_due:
+            self._retry_is_due = True
+            self._loop.call_later(OUTBOX_RETRY_S, self._retry)
+        if self._desk.is_draining and not self.num_open:
+            self._end(Ending.DRAINED)
+
+    def _keep_rest(self) -> list[ToCore]:
+        """What the core must be told to sleep or wake as it is to; gateways are told how far it is."""
+        command = self._rest.next_command(self.num_open)
+        state = self._rest.state
+        self._desk.is_awake = state is SleepState.AWAKE
+        if state is not self._sleep:
+            self._sleep = state
+            self._send_loads()
+            self._sessions.flush()
+        return [] if command is None else [command]
+
+    def _retry(self) -> None:
+        self._retry_is_due = False
+        if not self._socket.closed:
+            self._sessions.retry()
+            self._settle()
+
+    def _on_beat(self) -> None:
+        self._beat = self._loop.call_later(self.settings.heartbeat_interval_s, self._on_beat)
+        now_s = self._clock()
+        self._permissions.begin_interval()
+        self._reload_keys()
+        connected = {session.replica_id for session in self._sessions.all()}
+        self._permissions.release_replicas(connected | self._meter.replicas)
+        for session in self._sessions.all():
+            if now_s - session.heard_at_s <= self.settings.silence_limit_s:
+                continue
+            if session.open_keys:
+                self._desk.abort_session(session)  # it is told, should it listen after all, and forgotten thereafter
+            else:
+                self._sessions.lose(session, "silent")
+        self._send_loads()
+        self._tell_what_was_left()
+        self._settle()
+
+    def _reload_keys(self) -> None:
+        """End the sessions of keys that were taken out of the list."""
+        if self._permissions.reload():
+            for session in self._sessions.all():
+                session.rest_refusal = ""
+                if not self._permissions.roles_of(session.public_key):
+                    self._sessions.lose(session, "its key is not on the list any more")
+
+    async def _write_unacknowledged(self) -> None:
+        while not self._closing.is_set():
+            await self._meter.write()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), FLUSH_S)
+        await self._meter.write()
+
+    def _tell_what_was_left(self) -> None:
+        """What gateways that are gone have not settled, to one that is there; and to each what it seems to have
+        forgotten."""
+        sessions = [
+            session
+            for session in self._sessions.all()
+            if session.has_card and not session.outbox and self._serves_requests(session)
+        ]
+        if not sessions:
+            return
+        for session in sessions:
+            forgotten = self._meter.forgotten_by(session.replica_id)
+            if forgotten:
+                self._send_unacknowledged(session, forgotten)
+        records = self._meter.left_behind({session.replica_id for session in self._sessions.all()})
+        if records:
+            self._num_tellings += 1  # one that does not store them is not asked alone
+            self._send_unacknowledged(sessions[self._num_tellings % len(sessions)], records)
+
+    def _serves_requests(self, session: GatewaySession) -> bool:
+        return SenderRole.INFERENCE in self._permissions.roles_of(session.public_key)
+
+    def _send_unacknowledged(self, session: GatewaySession, records: list[MeteredUsage]) -> None:
+        self._meter.note_told(session.replica_id, records)
+        self._post(session, UnacknowledgedUsage(self.engine_id, records))
+
+    def _send_loads(self) -> None:
+        for session in self._sessions.all():
+            if session.has_card:
+                self._send_load(session)
+
+    def _send_load(self, session: GatewaySession) -> None:
+        message = make_load(
+            self.engine_id,
+            session.num_loads,
+            self._load,
+            draining=self._desk.is_draining,
+            sleep=self._rest.state,
+            sleep_problem=session.rest_refusal or self._rest.problem,
+            running_for_s=self._clock() - self._started_s,
+            unacknowledged_replicas=sorted(self._meter.replicas | self._replicas_with_open()),
+        )
+        session.num_loads += 1
+        self._post(session, message)
+
+    def _replicas_with_open(self) -> set[str]:
+        return {session.replica_id for session in self._sessions.all() if session.open_keys and session.replica_id}
+
+    def _on_drain_time(self, wait_s: float) -> None:
+        """Ends the drain if nothing is open; aborts what is open if the time is over; else comes back then."""
+        if self._ended.done() or self._drain_until_s is None:
+            return
+        left_s = self._drain_until_s - self._clock()
+        if self.num_open and left_s <= 0:
+            log.warning("drain_timed_out", num_open=self.num_open)
+            self._desk.abort_all()
+            self._loop.call_later(ABORT_GRACE_S, self._end, Ending.DRAINED)
+        elif self.num_open:
+            self._loop.call_later(wait_s, self._on_drain_time, max(left_s, 0.0))
+        self._settle()
+
+    def _end(self, ending: Ending) -> None:
+        if not self._ended.done():
+            self._ended.set_result(ending)

@@ -1,0 +1,98 @@
+"""Permissions of connected gateways: the roles of their keys, and which usage they may acknowledge.
+
+With CURVE a gateway is known by the public key that authenticated its connection, and a message never counts as that of
+another key's gateway. Roles come from the file of gateway keys, which is read again when it changes, so a key that was
+taken out loses its sessions without a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import structlog
+
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.server.gateway_keys import read_gateway_keys
+from moiety_engine.server.sessions import GatewaySession
+from moiety_wire.permissions import GATEWAY_ROLES, SenderRole
+
+LOGGED_PER_INTERVAL = 5  # refusals in the log between two heartbeats; all are counted
+_NO_ROLES: frozenset[SenderRole] = frozenset()
+
+log = structlog.get_logger()
+
+
+class GatewayPermissions:
+    """Roles of each public key and the gateway processes that each key speaks for. One thread."""
+
+    def __init__(self, keys_file: Path | None) -> None:
+        """Without a file every gateway has all roles. Raises InvalidConfig if the file cannot be used."""
+        self._keys_file = keys_file
+        self._roles: dict[str, frozenset[SenderRole]] = {}
+        self._version: tuple[int, ...] = ()
+        self._key_of: dict[str, str] = {}  # gateway process → public key
+        self._num_logged = 0
+        self.num_refused = 0
+        if keys_file is not None:
+            self._version = _version_of(keys_file)
+            self._roles = _read_roles(keys_file)
+
+    def roles_of(self, public_key: str) -> frozenset[SenderRole]:
+        return GATEWAY_ROLES if self._keys_file is None else self._roles.get(public_key, _NO_ROLES)
+
+    def reload(self) -> bool:
+        """Read the file if it has changed; return whether it was read. A file that cannot be used changes nothing."""
+        if self._keys_file is None:
+            return False
+        version = _version_of(self._keys_file)
+        if version == self._version:
+            return False
+        self._version = version
+        try:
+            self._roles = _read_roles(self._keys_file)
+        except InvalidConfig as exc:
+            log.error("gateway_keys_unusable", error=str(exc), kept=len(self._roles))
+            return False
+        log.info("gateway_keys_read", num_keys=len(self._roles))
+        return True
+
+    def claim_replica(self, replica_id: str, public_key: str) -> bool:
+        """Return whether this key speaks for the gateway process; the first key that says so does."""
+        return not replica_id or self._key_of.setdefault(replica_id, public_key) == public_key
+
+    def release_replicas(self, needed: Collection[str]) -> None:
+        """Forget the processes that are neither connected nor have usage that is not acknowledged."""
+        self._key_of = {one: key for one, key in self._key_of.items() if one in needed}
+
+    def begin_interval(self) -> None:
+        """Let refusals be logged again."""
+        self._num_logged = 0
+
+    def note_refusal(self, session: GatewaySession, message: object, why: str) -> None:
+        """Count a refused message, and log it within the bound."""
+        self.num_refused += 1
+        self._num_logged += 1
+        if self._num_logged > LOGGED_PER_INTERVAL:
+            return
+        log.warning(
+            "gateway_message_refused",
+            message=type(message).__name__,
+            why=why,
+            gateway_id=session.gateway_id,
+            public_key=session.public_key,
+            num_refused=self.num_refused,
+        )
+
+
+def _read_roles(path: Path) -> dict[str, frozenset[SenderRole]]:
+    return {gateway.public_key: gateway.roles for gateway in read_gateway_keys(path).values()}
+
+
+def _version_of(path: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

@@ -1,0 +1,122 @@
+"""The life of a front process: event loop, signals, the report of readiness, the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import uuid
+from collections.abc import Callable
+
+import msgspec
+import structlog
+import zmq
+
+from moiety_engine.server.core_link import CoreLink
+from moiety_engine.server.engine_server import Ending, EngineServer
+from moiety_engine.server.metrics import MetricsServer
+from moiety_engine.server.settings import ServerSettings
+from moiety_engine.server.unacknowledged_usage_log import UnacknowledgedUsageLog
+from moiety_text.folder import TextModel
+
+log = structlog.get_logger()
+
+MakeCore = Callable[[zmq.Context[zmq.Socket[bytes]]], CoreLink]
+
+
+class ReadyReport(msgspec.Struct, frozen=True):
+    """Printed as one line of JSON when the engine can serve."""
+
+    event: str
+    engine_id: str
+    address: str
+    model: str
+    family: str
+    max_context_tokens: int
+    dtype: str
+    device: str
+    curve_public_key: str
+    metrics_url: str
+
+
+def run_front(settings: ServerSettings, text: TextModel, make_core: MakeCore, *, say: Callable[[str], None]) -> Ending:
+    """Serve until told to stop by SIGTERM or SIGINT, or until the core dies. `say` prints the report of readiness.
+    Raises InvalidConfig where the settings' file of unacknowledged usage or the port of metrics cannot be had."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(settings, text, make_core, say))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    import uvloop  # noqa: PLC0415 - optional
+
+    return uvloop.new_event_loop
+
+
+async def _serve(settings: ServerSettings, text: TextModel, make_core: MakeCore, say: Callable[[str], None]) -> Ending:
+    engine_id = f"engine-{uuid.uuid4().hex[:12]}"
+    stack = contextlib.ExitStack()
+    unacknowledged = None
+    if settings.unacknowledged_usage is not None:
+        unacknowledged = UnacknowledgedUsageLog(settings.unacknowledged_usage)
+        stack.callback(unacknowledged.close)
+    metrics = MetricsServer.listen(settings.metrics_listen) if settings.metrics_listen else None
+    if metrics is not None:
+        stack.callback(metrics.close)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        core = make_core(context)
+        front = EngineServer(settings, engine_id, text, core, context, unacknowledged=unacknowledged)
+        _drain_on_signals(front)
+        if metrics is not None:
+            metrics.serve(front.stats)
+        try:
+            await front.start()
+            if await front.wait_ready():
+                _report(settings, front, metrics.url if metrics else "", say)
+        except BaseException:  # a stop as well: the core's process must not outlive this one
+            await front.close()
+            raise
+        return await front.wait()
+    finally:
+        stack.close()
+        context.term()
+
+
+def _drain_on_signals(front: EngineServer) -> None:
+    """The first signal drains, the second ends what is open."""
+    num_signals = 0
+
+    def on_signal() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        front.begin_drain(None if num_signals == 1 else 0.0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+
+def _report(settings: ServerSettings, front: EngineServer, metrics_url: str, say: Callable[[str], None]) -> None:
+    card = front.card
+    assert card is not None
+    public = zmq.curve_public(settings.curve_secret_key).decode() if settings.curve_secret_key else ""
+    report = ReadyReport(
+        event="engine_ready",
+        engine_id=front.engine_id,
+        address=front.address,
+        model=card.model,
+        family=card.family,
+        max_context_tokens=card.max_context_tokens,
+        dtype=card.dtype,
+        device=card.device,
+        curve_public_key=public,
+        metrics_url=metrics_url,
+    )
+    if settings.address_file is not None:
+        partial = settings.address_file.with_name(f".{settings.address_file.name}.{os.getpid()}")
+        partial.write_text(front.address + "\n")
+        partial.replace(settings.address_file)
+    say(msgspec.json.encode(report).decode())

@@ -1,0 +1,251 @@
+"""The requests of all gateways: taken in, handed to the core, answered, ended.
+
+Every request that comes in gets exactly one Finished or Failed while its gateway can hear it. The desk knows no
+sockets: it posts messages to sessions and collects commands for the core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Container
+
+import msgspec
+import structlog
+
+from moiety_engine.messages import (
+    CoreAbort,
+    CoreAdmission,
+    CoreExtend,
+    CoreFailure,
+    CoreFinish,
+    CoreStep,
+    ToCore,
+    TracedStep,
+)
+from moiety_engine.server.request import OpenRequest, TokenTable
+from moiety_engine.server.sessions import GatewaySession
+from moiety_engine.server.usage_meter import UsageMeter
+from moiety_engine.server.validation import ModelLimits, Refusal, find_refusal, to_core
+from moiety_text.tokenizer import Tokenizer
+from moiety_wire.codec import encode_step
+from moiety_wire.messages import Abort, Extend, Failed, FailureCode, FinishReason, Submit, ToGateway
+from moiety_wire.notes import Reason
+
+log = structlog.get_logger()
+
+Post = Callable[[GatewaySession, ToGateway], None]
+
+SILENT_GATEWAY = "silent_gateway"
+DRAINED = "draining"
+FORGONE = "forgone"
+MAX_REMEMBERED = 16_384
+FORGOTTEN = "forgotten"
+
+
+class RequestManager:
+    """Owns the open requests. One thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        post: Post,
+        meter: UsageMeter,
+        *,
+        adapters: Container[str] = (),
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """`adapters`: those that requests may name."""
+        self.limits: ModelLimits | None = None  # None until the core is ready
+        self.is_draining = False
+        self.is_awake = True
+        self._tokenizer = tokenizer
+        self._table = TokenTable(tokenizer)
+        self._post = post
+        self._meter = meter
+        self._adapters = adapters
+        self._clock_ns = clock_ns
+        self._open: dict[int, tuple[OpenRequest, GatewaySession]] = {}
+        self._ended: dict[int, str] = {}  # key → request id, of the last that ended: events may still name them
+        self._commands: list[ToCore] = []
+        self._num_keys = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def adapters_in_use(self) -> set[str]:
+        """Of all requests that are open."""
+        return {request.submit.adapter for request, _ in self._open.values()} - {""}
+
+    def take_commands(self) -> list[ToCore]:
+        """What the core has to be told since the last call."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    # ── from gateways ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, session: GatewaySession, submit: Submit) -> None:
+        refusal = self._refuse(session, submit)
+        if refusal is not None or self.limits is None:
+            code, message = refusal or (FailureCode.OVERLOADED, "the engine is still loading its model; try again soon")
+            self._post(session, Failed(submit.request_id, 0, code, message))
+            return
+        self._num_keys += 1
+        key = self._num_keys  # from 1: an event's 0 names nobody
+        command = to_core(submit, self.limits, key)
+        request = OpenRequest(
+            submit,
+            key,
+            self._tokenizer,
+            self._table,
+            max_tokens=command.max_tokens,
+            now_unix_ns=self._clock_ns(),
+        )
+        self._open[key] = (request, session)
+        session.open_keys[submit.request_id] = key
+        ended = request.resume(submit.resumed_ids or [], command.stop_token_ids)
+        if ended is None:
+            self._commands.append(command)
+        else:
+            admission = CoreAdmission(key, submit.service.name, Reason.FAILED_OVER, None)
+            self._post(session, request.accept(admission))
+            self._finish(request, session, ended)
+
+    def _refuse(self, session: GatewaySession, submit: Submit) -> tuple[FailureCode, str] | None:
+        if self.limits is None:
+            return None
+        if self.is_draining:
+            return FailureCode.DRAINING, "the engine is shutting down; send the request to another one"
+        if not self.is_awake:
+            return (
+                FailureCode.DRAINING,
+                "the engine sleeps or is about to; wake it, or send the request to another one",
+            )
+        if submit.bill and not session.gateway_id:
+            return FailureCode.ENGINE_FAILED, "this connection was given up meanwhile; say Hello, and send it again"
+        if submit.request_id in session.open_keys:
+            return FailureCode.INVALID_REQUEST, "a request with this id is still open; choose another id"
+        refusal = find_refusal(submit, self.limits)
+        if refusal is None and submit.adapter and submit.adapter not in self._adapters:
+            refusal = Refusal(FailureCode.ADAPTER_MISSING, "the engine does not have this adapter; send it once more")
+        return None if refusal is None else (refusal.code, refusal.message)
+
+    def extend(self, session: GatewaySession, extend: Extend) -> None:
+        key = session.open_keys.get(extend.request_id)
+        if key is not None:
+            request, _ = self._open[key]
+            request.credit_tokens = max(request.credit_tokens, extend.credit_tokens)
+            self._commands.append(CoreExtend(key, extend.credit_tokens, extend.last))
+
+    def abort(self, session: GatewaySession, abort: Abort) -> None:
+        """Nothing happens if the request has already ended: the two messages have crossed."""
+        key = session.open_keys.get(abort.request_id)
+        if key is not None:
+            self._abort(key, "")
+
+    def abort_session(self, session: GatewaySession, detail: str = SILENT_GATEWAY) -> None:
+        for key in list(session.open_keys.values()):
+            self._abort(key, detail)
+
+    def forgo(self) -> None:
+        """What is foreseen is not waited for."""
+        for key, (request, _) in list(self._open.items()):
+            if request.submit.speculative_prefill is not None:
+                self._abort(key, FORGONE)
+
+    def abort_all(self) -> None:
+        for key in list(self._open):
+            self._abort(key, DRAINED)
+
+    def _abort(self, key: int, detail: str) -> None:
+        request, _ = self._open[key]
+        if request.stopped_by is None:  # else the core is ending it already
+            request.abort_detail = request.abort_detail or detail
+            self._commands.append(CoreAbort(key, FinishReason.ABORT))
+
+    # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_step(self, step: CoreStep) -> None:
+        for admission in step.admissions:
+            found = self._open.get(admission.key)
+            if found is not None:
+                request, session = found
+                self._post(session, request.accept(admission))
+                self._meter.begin(session.replica_id, request)
+        for (
+            traced
+        ) in step.traced:  # after the admissions, which tell the classes, and before the ends, which tell steps
+            self._tell_step(traced)
+        for output in step.outputs:
+            found = self._open.get(output.key)
+            if found is None:
+                continue
+            request, session = found
+            if output.scores is not None:
+                request.take_scores(output.scores)
+                continue
+            tokens = request.take_tokens(output)
+            if tokens is not None:
+                self._post(session, tokens)
+                if request.stopped_by is not None and output.finish is None:
+                    self._commands.append(CoreAbort(output.key, FinishReason.STOP))
+            if output.finish is not None:
+                self._finish(request, session, output.finish)
+        for failure in step.failures:
+            found = self._open.get(failure.key)
+            if found is not None:
+                self._fail(*found, failure)
+
+    def _tell_step(self, traced: TracedStep) -> None:
+        """To each request that ran in it."""
+        requests = [found[0] for key in traced.keys if (found := self._open.get(key)) is not None]
+        classes = Counter(request.served_class for request in requests if request.submit.speculative_prefill is None)
+        packed = encode_step(msgspec.structs.replace(traced.step, classes=dict(classes)))
+        for request in requests:
+            request.ran_in(packed)
+
+    def fail_all(self, code: FailureCode, message: str, first_step_keys: Container[int] | None = None) -> None:
+        """The core is gone. `first_step_keys`: requests whose first token it computed as it died, if that is known."""
+        for request, session in list(self._open.values()):
+            in_first_step = None if first_step_keys is None else request.key in first_step_keys
+            self._fail(request, session, CoreFailure(request.key, code, message, in_first_step=in_first_step))
+        self._commands.clear()
+
+    def _finish(self, request: OpenRequest, session: GatewaySession, finish: CoreFinish) -> None:
+        self._close(request, session)
+        self._release(request, session)
+        message = request.finish(finish, self._name_of)
+        self._meter.note(session.replica_id, request.submit, message, request.served_class)
+        self._post(session, message)
+
+    def _fail(self, request: OpenRequest, session: GatewaySession, failure: CoreFailure) -> None:
+        if request.stopped_by is not None:  # all of its answer was sent: what failed later does not concern it
+            ended = CoreFinish(
+                FinishReason.STOP, "", 0, request.num_output, 0, 0, self._clock_ns(), request.served_class, [], 0
+            )
+            self._finish(request, session, ended)
+            return
+        self._close(request, session)
+        self._release(request, session)
+        message = request.fail(failure)
+        self._meter.note(session.replica_id, request.submit, message, request.served_class)
+        self._post(session, message)
+
+    def _release(self, request: OpenRequest, session: GatewaySession) -> None:
+        """What is held goes out before the end does."""
+        tokens = request.release()
+        if tokens is not None:
+            self._post(session, tokens)
+
+    def _close(self, request: OpenRequest, session: GatewaySession) -> None:
+        del self._open[request.key]
+        del session.open_keys[request.request_id]
+        self._ended[request.key] = request.request_id
+        if len(self._ended) > MAX_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+
+    def _name_of(self, key: int) -> str:
+        """The id of a request that an event names, open or ended; "forgotten" if it ended long ago."""
+        found = self._open.get(key)
+        return self._ended.get(key, FORGOTTEN) if found is None else found[0].request_id

@@ -1,0 +1,186 @@
+"""What ended requests used, kept until a gateway has stored it.
+
+The engine's own count is the proof of what a gateway that died has left unsaid: what it neither settled nor will, since
+nothing was heard of it for a while, is told to another. With a log, that holds beyond the engine's own death: what an
+engine before this one has left there counts as ended with it. A gateway that is still there settles that by itself too,
+and is asked for what it seems to have forgotten, since a `Settled` may have died with the engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from operator import itemgetter
+
+import structlog
+
+from moiety_engine.server.request import OpenRequest
+from moiety_engine.server.unacknowledged_usage_log import Key, UnacknowledgedUsageLog
+from moiety_engine.server.usage_journal import UsageJournal, UsageLine
+from moiety_wire.messages import Failed, Finished, MeteredUsage, Submit
+
+MAX_RECORDS = 200_000
+RECORDS_AT_ONCE = 256  # in one message
+GRACE_S = 10.0  # after a gateway was last heard of; it may come back and settle by itself
+REPEAT_S = 5.0
+
+log = structlog.get_logger()
+
+
+class UsageMeter:
+    """Owns the records, by gateway process and request. One thread. Without a `bill` nothing is kept."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        journal: UsageJournal | None = None,
+        unacknowledged: UnacknowledgedUsageLog | None = None,
+        *,
+        max_records: int = MAX_RECORDS,
+    ) -> None:
+        self._clock = clock
+        self._journal = journal
+        self._log = unacknowledged
+        self._max_records = max_records
+        self._running: dict[Key, OpenRequest] = {}  # that were let in, and have a bill
+        self._records: dict[Key, MeteredUsage] = {}
+        self._inherited: set[Key] = set()  # the records of an engine before this one
+        self._changed: set[Key] = set()  # records, or former ones, that the log does not have so
+        self._num_of: defaultdict[str, int] = defaultdict(int)  # records of each process
+        self._heard_at_s: dict[str, float] = {}  # of processes with records
+        self._told_at_s: dict[Key, float] = {}
+        self._told_to: defaultdict[Key, set[str]] = defaultdict(set)  # processes that were told of a record
+        self.num_lost = 0
+        self._began_at_s = clock()
+        for record in unacknowledged.read() if unacknowledged is not None else ():
+            self._inherited.add((record.replica_id, record.request_id))
+            self._keep(record)
+
+    @property
+    def replicas(self) -> set[str]:
+        """The processes that have something unacknowledged."""
+        return set(self._num_of)
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """Ended requests that no gateway has said it stored."""
+        return len(self._records)
+
+    def begin(self, replica_id: str, request: OpenRequest) -> None:
+        """A request was let in."""
+        if self._log is not None and request.submit.bill:
+            key = replica_id, request.request_id
+            self._running[key] = request
+            self._inherited.discard(key)  # it was resumed where it had ended
+
+    def note(self, replica_id: str, submit: Submit, end: Finished | Failed, served_class: str) -> None:
+        """A request that was let in has ended."""
+        if not served_class:
+            return
+        num_cached = end.num_cached_tokens if isinstance(end, Finished) else 0
+        self._write_down(replica_id, submit, served_class, num_cached, end.num_output_tokens)
+        if not submit.bill:
+            return
+        self._running.pop((replica_id, submit.request_id), None)
+        self._keep(
+            MeteredUsage(replica_id, submit.request_id, submit.bill, served_class, num_cached, end.num_output_tokens)
+        )
+
+    def _keep(self, record: MeteredUsage) -> None:
+        key = record.replica_id, record.request_id
+        if key not in self._records:
+            self._num_of[record.replica_id] += 1
+        self._records[key] = record
+        self._note_change(key)
+        self._heard_at_s.setdefault(record.replica_id, self._clock())
+        if len(self._records) > self._max_records:
+            lost = self._records[next(iter(self._records))]
+            self.num_lost += 1
+            log.error("usage_forgotten", request_id=lost.request_id, replica_id=lost.replica_id)
+            self.settle(lost.replica_id, [lost.request_id])
+
+    def _write_down(self, replica_id: str, submit: Submit, served_class: str, num_cached: int, num_output: int) -> None:
+        if self._journal is None:
+            return
+        line = UsageLine(
+            at_unix_ns=0,
+            engine_id="",
+            replica_id=replica_id,
+            request_id=submit.request_id,
+            tenant_id=submit.tenant_id,
+            model=submit.model,
+            served_class=served_class,
+            prompt_tokens=len(submit.prompt_ids),
+            cached_tokens=num_cached,
+            output_tokens=num_output,
+        )
+        try:
+            self._journal.add(line)
+        except OSError as error:
+            log.error("usage_journal_failed", error=str(error), request_id=submit.request_id, output_tokens=num_output)
+
+    def settle_for(self, sender: str, replica_id: str, request_ids: Collection[str]) -> int:
+        """Settle what the process `sender` may: its own, and what it was told of. Return how many it may not."""
+        if sender == replica_id:
+            self.settle(replica_id, request_ids)
+            return 0
+        known = [one for one in request_ids if (replica_id, one) in self._records]
+        allowed = [one for one in known if sender in self._told_to.get((replica_id, one), ())]
+        self.settle(replica_id, allowed)
+        return len(known) - len(allowed)
+
+    def note_told(self, replica_id: str, records: Iterable[MeteredUsage]) -> None:
+        """That process was told of these, and may settle them."""
+        for record in records:
+            self._told_to[record.replica_id, record.request_id].add(replica_id)
+
+    def settle(self, replica_id: str, request_ids: Iterable[str]) -> None:
+        """What these used is stored. What is not known does no harm."""
+        for request_id in request_ids:
+            key = replica_id, request_id
+            if self._records.pop(key, None) is None:
+                continue
+            self._note_change(key)
+            self._inherited.discard(key)
+            self._told_at_s.pop(key, None)
+            self._told_to.pop(key, None)
+            self._num_of[replica_id] -= 1
+            if self._num_of[replica_id] == 0:
+                del self._num_of[replica_id]
+                self._heard_at_s.pop(replica_id, None)
+
+    def left_behind(self, connected: Collection[str]) -> list[MeteredUsage]:
+        """What is to be told to another gateway now, given the processes that are connected."""
+        now_s = self._clock()
+        for replica_id in connected:
+            if replica_id in self._heard_at_s:
+                self._heard_at_s[replica_id] = now_s
+        gone = {replica_id for replica_id, at_s in self._heard_at_s.items() if now_s - at_s > GRACE_S}
+        return self._due((key for key in self._records if key[0] in gone), now_s) if gone else []
+
+    def forgotten_by(self, replica_id: str) -> list[MeteredUsage]:
+        """What an engine before this one has left of a gateway process that is connected, and has settled nothing of
+        it since."""
+        now_s = self._clock()
+        if not self._inherited or now_s - self._began_at_s <= GRACE_S:
+            return []
+        return self._due((key for key in self._inherited if key[0] == replica_id), now_s)
+
+    async def write(self) -> None:
+        """Bring the log up to date. Never raises; wait for one call before the next."""
+        if self._log is not None:
+            changed, self._changed = self._changed, set()
+            await self._log.write(self._running, self._records, changed)
+
+    def _note_change(self, key: Key) -> None:
+        if self._log is not None:
+            self._changed.add(key)
+
+    def _due(self, keys: Iterable[Key], now_s: float) -> list[MeteredUsage]:
+        """Of these, what was not told lately, that which was not told for the longest first."""
+        told = ((self._told_at_s.get(key, float("-inf")), key) for key in keys)
+        due = [(at_s, key) for at_s, key in told if now_s - at_s >= REPEAT_S]
+        chosen = [key for _, key in heapq.nsmallest(RECORDS_AT_ONCE, due, key=itemgetter(0))]
+        self._told_at_s |= dict.fromkeys(chosen, now_s)
+        return [self._records[key] for key in chosen]

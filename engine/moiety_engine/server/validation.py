@@ -1,0 +1,273 @@
+"""Which requests an engine can serve: a pure check of a Submit against the model, and its form for the core."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from moiety_engine.messages import CoreSubmit
+from moiety_wire.classes import ServiceClass
+from moiety_wire.grammars import MAX_GUIDE_BYTES
+from moiety_wire.messages import FailureCode, ModelCard, Sampling, SpeculativePrefillRequest, Stopping, Submit
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 4096
+MAX_PENALTY = 1000.0
+MIN_REPETITION_PENALTY = 1 / MAX_PENALTY  # logits are divided by it
+MAX_BIAS = 1e30  # times a penalty, over the least temperature, it is still finite in float32
+MAX_CLASS_NAME_LENGTH = 64  # a name labels the engine's counters
+MAX_KEEP_S = 7 * 86_400.0
+TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    model: str
+    max_context_tokens: int
+    vocab_size: int
+    max_num_logprobs: int
+    eos_token_ids: tuple[int, ...]
+    makes_embeddings: bool
+    follows_guides: bool = False
+    hands_over: bool = False
+    takes_over: bool = False
+    speculative_prefill: bool = False
+
+    @classmethod
+    def of(cls, card: ModelCard) -> ModelLimits:
+        return cls(
+            model=card.model,
+            max_context_tokens=card.max_context_tokens,
+            vocab_size=card.vocab_size,
+            max_num_logprobs=card.max_num_logprobs,
+            eos_token_ids=card.eos_token_ids,
+            makes_embeddings=card.embedding_width > 0,
+            follows_guides=card.follows_guides,
+            hands_over=card.hands_over,
+            takes_over=bool(card.kv_address),
+            speculative_prefill=card.speculative_prefill,
+        )
+
+
+@dataclass(frozen=True)
+class Refusal:
+    code: FailureCode
+    message: str
+
+
+def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
+    """Why this request cannot be served; None if it can."""
+    if submit.model != limits.model:
+        return Refusal(FailureCode.UNKNOWN_MODEL, f"this engine serves {limits.model!r}, not {submit.model!r}")
+    num_prompt = len(submit.prompt_ids)
+    if num_prompt + (0 if submit.embed else 1) > limits.max_context_tokens:
+        message = (
+            f"the prompt has {num_prompt} tokens, but the context of {limits.model!r} is {limits.max_context_tokens} "
+            "tokens for prompt and output together; shorten the prompt"
+        )
+        return Refusal(FailureCode.CONTEXT_LENGTH_EXCEEDED, message)
+    complaint = (
+        _prompt_complaint(submit, limits)
+        or _resumed_complaint(submit, limits)
+        or _shown_complaint(submit, limits)
+        or _service_complaint(submit)
+        or _sampling_complaint(submit.sampling, limits)
+        or _length_complaint(submit, limits)
+        or _stopping_complaint(submit.stopping, limits)
+        or _guide_complaint(submit, limits)
+        or _transfer_complaint(submit, limits)
+        or _keep_complaint(submit)
+    )
+    return Refusal(FailureCode.INVALID_REQUEST, complaint) if complaint else None
+
+
+def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
+    """A checked request for the core, its length clipped to the context."""
+    stopping = submit.stopping
+    stop_ids = set(stopping.stop_token_ids)
+    if not stopping.ignore_eos:
+        stop_ids.update(limits.eos_token_ids)
+    return CoreSubmit(
+        key=key,
+        tenant_id=submit.tenant_id,
+        service=submit.service,
+        prompt_ids=submit.prompt_ids,
+        sampling=submit.sampling,
+        max_tokens=min(stopping.max_tokens, limits.max_context_tokens - len(submit.prompt_ids)),
+        min_tokens=stopping.min_tokens,
+        stop_token_ids=sorted(stop_ids),
+        credit_tokens=submit.credit_tokens,
+        cache_salt=submit.cache_salt,
+        arrival_unix_ns=submit.arrival_unix_ns,
+        deadline_unix_ns=submit.deadline_unix_ns,
+        tenant_weight=submit.tenant_weight,
+        fallback=submit.fallback,
+        resumed_ids=submit.resumed_ids,
+        guide=submit.guide,
+        embed=submit.embed,
+        sibling_tokens=submit.sibling_tokens,
+        hand_over=submit.hand_over,
+        transfer_id=submit.transfer_id,
+        adapter=submit.adapter,
+        speculative_prefill=submit.speculative_prefill,
+        keep_s=submit.keep_s,
+    )
+
+
+def _prompt_complaint(submit: Submit, limits: ModelLimits) -> str:
+    ids = submit.prompt_ids
+    if not ids:
+        return "the prompt has no tokens; send at least one"
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        return f"a prompt token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if submit.credit_tokens < 0:
+        return f"credit_tokens must be 0 or more, not {submit.credit_tokens}"
+    if submit.sibling_tokens < 0:
+        return f"sibling_tokens must be 0 or more, not {submit.sibling_tokens}"
+    if not (math.isfinite(submit.tenant_weight) and submit.tenant_weight > 0):
+        return f"tenant_weight must be above 0, not {submit.tenant_weight}"
+    return ""
+
+
+def _resumed_complaint(submit: Submit, limits: ModelLimits) -> str:
+    ids = submit.resumed_ids
+    if not ids:
+        return ""
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        return f"a resumed token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    longest = min(submit.stopping.max_tokens, limits.max_context_tokens - len(submit.prompt_ids))
+    if len(ids) > longest:
+        return f"{len(ids)} tokens of output are to be resumed, but this engine allows {longest} in all"
+    return ""
+
+
+def _shown_complaint(submit: Submit, limits: ModelLimits) -> str:
+    if any(not 0 <= token_id < limits.vocab_size for token_id in submit.shown_ids):
+        return f"a token id to be shown is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    return ""
+
+
+def _service_complaint(submit: Submit) -> str:
+    for field, service in (("service", submit.service), ("fallback", submit.fallback)):
+        complaint = "" if service is None else _class_complaint(service)
+        if complaint:
+            return f"{field}: {complaint}"
+    return ""
+
+
+def _class_complaint(service: ServiceClass) -> str:
+    if not 0 < len(service.name) <= MAX_CLASS_NAME_LENGTH:
+        return f"a class's name must have 1 to {MAX_CLASS_NAME_LENGTH} characters, not {len(service.name)}"
+    return service.complaint()
+
+
+def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
+    ranges = (
+        ("temperature", sampling.temperature, 0.0, 100.0),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, MIN_REPETITION_PENALTY, MAX_PENALTY),
+        ("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+        ("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+    )
+    for name, value, low, high in ranges:
+        if not low <= value <= high:  # NaN is in no range
+            return f"{name} must be between {low:g} and {high:g}, not {value}"
+    if sampling.top_k < 0:
+        return f"top_k must be 0 (off) or more, not {sampling.top_k}"
+    for name, count in (
+        ("num_logprobs", sampling.num_logprobs),
+        ("num_prompt_logprobs", sampling.num_prompt_logprobs),
+    ):
+        if count is not None and not 0 <= count <= limits.max_num_logprobs:
+            return f"{name} must be between 0 and {limits.max_num_logprobs}, not {count}"
+    return _bias_complaint(sampling, limits)
+
+
+def _bias_complaint(sampling: Sampling, limits: ModelLimits) -> str:
+    if any(not 0 <= token_id < limits.vocab_size for token_id in sampling.logit_bias):
+        return f"a logit_bias token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    for bias in sampling.logit_bias.values():
+        if not -MAX_BIAS <= bias <= MAX_BIAS:  # NaN is in no range
+            return f"a logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, not {bias}"
+    return ""
+
+
+def _length_complaint(submit: Submit, limits: ModelLimits) -> str:
+    max_tokens = submit.stopping.max_tokens
+    if submit.speculative_prefill is not None:
+        return _speculative_prefill_error(submit, submit.speculative_prefill, limits)
+    if not submit.embed:
+        return "" if max_tokens >= 1 else f"max_tokens must be at least 1, not {max_tokens}"
+    if not limits.makes_embeddings:
+        return "this engine makes no embeddings; send the request to one that does"
+    return f"an embedding generates no tokens: max_tokens must be 0, not {max_tokens}" if max_tokens else ""
+
+
+def _speculative_prefill_error(submit: Submit, seen: SpeculativePrefillRequest, limits: ModelLimits) -> str:
+    if not limits.speculative_prefill:
+        return (
+            "speculative prefill is not available on this engine; send speculative_prefill only to an engine whose "
+            "model card says that it takes it"
+        )
+    if submit.embed or submit.stopping.max_tokens:
+        return "nothing is generated for what is foreseen: leave embed out, and let max_tokens be 0"
+    if submit.resumed_ids or submit.guide or submit.hand_over or submit.transfer_id or submit.adapter:
+        return "what is foreseen is a prompt alone: leave resumed_ids, guide, hand_over, transfer_id and adapter out"
+    ids = seen.other_ids
+    if not 0 <= seen.num_shared <= len(submit.prompt_ids) or not 0 <= seen.num_asked <= seen.num_shared + len(ids):
+        return "num_shared counts tokens of the prompt, and num_asked tokens of the request before"
+    if len(ids) > limits.max_context_tokens or (ids and (min(ids) < 0 or max(ids) >= limits.vocab_size)):
+        return f"other_ids are token ids of the model's vocabulary, 0 to {limits.vocab_size - 1}, a context at most"
+    return ""
+
+
+def _guide_complaint(submit: Submit, limits: ModelLimits) -> str:
+    if submit.guide is None:
+        return ""
+    if not limits.follows_guides:
+        return "this engine cannot hold an answer to a form; send the request to one that does, or leave the form out"
+    if submit.embed:
+        return "an embedding generates no tokens: it cannot have a form"
+    if submit.stopping.ignore_eos:
+        return "an answer that is held to a form ends with it; leave ignore_eos out"
+    if len(submit.guide.text.encode(errors="replace")) > MAX_GUIDE_BYTES:
+        return f"the form of an answer may have {MAX_GUIDE_BYTES:,} bytes; shorten it"
+    return ""
+
+
+def _keep_complaint(submit: Submit) -> str:
+    if not 0 <= submit.keep_s <= MAX_KEEP_S:
+        return f"keep_s must lie between 0 and {MAX_KEEP_S:.0f} seconds"
+    return ""
+
+
+def _transfer_complaint(submit: Submit, limits: ModelLimits) -> str:
+    if submit.hand_over is not None:
+        if not limits.hands_over:
+            return "this engine hands nothing over; send hand_over to one whose card says that it does"
+        if submit.sampling.num_prompt_logprobs is not None:
+            return "a prompt whose tokens are scored is not handed over; leave hand_over out"
+        if not TRANSFER_ID.fullmatch(submit.hand_over.transfer_id):
+            return "a transfer_id is 32 hexadecimal digits"
+    if submit.transfer_id and not limits.takes_over:
+        return "this engine takes no KV from others; send transfer_id to one whose card has a kv_address"
+    if submit.transfer_id and not submit.resumed_ids:
+        return "what is taken over from another engine has at least one token: send resumed_ids"
+    return ""
+
+
+def _stopping_complaint(stopping: Stopping, limits: ModelLimits) -> str:
+    if not 0 <= stopping.min_tokens <= stopping.max_tokens:
+        return f"min_tokens must be between 0 and max_tokens ({stopping.max_tokens}), not {stopping.min_tokens}"
+    if len(stopping.stop) > MAX_STOP_STRINGS:
+        return f"at most {MAX_STOP_STRINGS} stop strings are allowed, not {len(stopping.stop)}"
+    if any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stopping.stop):
+        return f"a stop string must have 1 to {MAX_STOP_LENGTH} characters"
+    if any(not 0 <= token_id < limits.vocab_size for token_id in stopping.stop_token_ids):
+        return f"a stop token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    marks = () if stopping.thought is None else (stopping.thought.opener, stopping.thought.closer)
+    if any(not 0 < len(mark) <= MAX_STOP_LENGTH for mark in marks):
+        return f"a mark around thoughts must have 1 to {MAX_STOP_LENGTH} characters"
+    return ""

@@ -1,0 +1,100 @@
+"""What is to be done for a batch as a whole: checked at its beginning, ended when its time is over, closed at last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from moiety_platform.batches.claims import OpenBatch, claim_batch
+from moiety_platform.batches.closing import EXPIRED, begin_closing, close_batch, fail_unanswered
+from moiety_platform.batches.lines import Limits
+from moiety_platform.batches.models import BatchStatus
+from moiety_platform.batches.validation import Validation
+from moiety_platform.db.now import now_ms
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.files.store import Now
+
+LEASE_S = 60.0
+MAX_AT_ONCE = 4  # validations and closings in one process, one of a tenant
+
+log = structlog.get_logger(__name__)
+
+
+class BatchMaintenance:
+    """Owned by the worker, which says what there is; one event loop. It works in tasks beside the worker, so that a
+    large file holds no line up, and at one batch of a tenant at a time, so that many files hold no other tenant up."""
+
+    def __init__(
+        self,
+        database: Database,
+        limits: Limits,
+        *,
+        lease_s: float = LEASE_S,
+        now: Now = now_ms,
+    ) -> None:
+        self._database = database
+        self.limits = limits  # may be set to others, for the files that are looked at from then on
+        self._lease_ms = round(lease_s * 1000)
+        self._now = now
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def tend(self, batches: Sequence[OpenBatch], on_change: Callable[[], None]) -> None:
+        """Begin what is to be done for these, and is not being done. `on_change` is called when something was."""
+        for batch in batches:
+            if len(self._tasks) >= MAX_AT_ONCE:
+                break
+            if batch.tenant_id not in self._tasks and self._needs(batch):
+                self._begin(batch.tenant_id, self._tend(batch), on_change)
+
+    async def stop(self) -> None:
+        """What is half done is done anew by whoever comes next."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _needs(self, batch: OpenBatch) -> bool:
+        if batch.status == BatchStatus.IN_PROGRESS:
+            return batch.is_due
+        return batch.is_free
+
+    def _begin(self, tenant_id: str, work: Coroutine[Any, Any, None], on_change: Callable[[], None]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except Unavailable as error:
+                log.warning("batch_store_away", reason=str(error), tenant_id=tenant_id)
+            except Exception:  # the root of a task: told, and tried again once its lease is over
+                log.exception("batch_tending_failed", tenant_id=tenant_id)
+            else:
+                on_change()
+            finally:
+                self._tasks.pop(tenant_id, None)
+
+        self._tasks[tenant_id] = asyncio.create_task(run(), name="batch-tending")
+
+    async def _tend(self, batch: OpenBatch) -> None:
+        if batch.is_due and batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+            async with self._database.write() as session:
+                await begin_closing(session, batch.id, BatchStatus.EXPIRED, EXPIRED, self._now)
+            return
+        async with self._database.write() as session:
+            if not await claim_batch(session, batch, self._lease_ms, self._now):
+                return
+        if batch.status == BatchStatus.VALIDATING:
+            await Validation(self._database, batch, self.limits, self._lease_ms, self._now).run()
+        else:
+            await self._close(batch)
+
+    async def _close(self, batch: OpenBatch) -> None:
+        is_done = False
+        while not is_done:
+            async with self._database.write() as session:
+                is_done = await fail_unanswered(session, batch.id)
+        async with self._database.write() as session:
+            ended_as = await close_batch(session, batch.id, self._now)
+        if ended_as is not None:
+            log.info("batch_ended", batch_id=batch.id, status=ended_as.value)

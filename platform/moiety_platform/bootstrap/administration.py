@@ -1,0 +1,115 @@
+"""What the admin API has beside tenants, keys and limits: engines, webhooks, adapters, simulations, settings."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from ipaddress import ip_network
+from types import TracebackType
+from typing import Self
+
+from litestar.handlers import HTTPRouteHandler
+
+from moiety_platform.adapters.cache import AdapterCache
+from moiety_platform.adapters.controller import AdapterRoom, adapter_routes
+from moiety_platform.auth.pepper import PepperRotation
+from moiety_platform.clock import Clock
+from moiety_platform.db.session import Database
+from moiety_platform.experts.controller import expert_routes
+from moiety_platform.experts.service import ExpertService
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.reloading.controller import settings_routes
+from moiety_platform.reloading.reloader import Reloader
+from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.routing.controller import engine_routes
+from moiety_platform.routing.replicas import Replicas
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.simulations.controller import simulation_routes
+from moiety_platform.simulations.runner import Simulations
+from moiety_platform.tenant_deletion.controller import erasure_routes
+from moiety_platform.tenant_deletion.engine_notice import EngineNotice
+from moiety_platform.webhooks.addresses import AddressPolicy, Network
+from moiety_platform.webhooks.controller import webhook_routes
+from moiety_platform.webhooks.poster import WebhookClient
+from moiety_platform.webhooks.sender import AlertSender
+
+
+class Administration:
+    """Entered by the entry point: until it is left alerts are sent, engines hear who is erased, simulations run."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        database: Database,
+        looked_at: Database,
+        peppers: tuple[bytes, PepperRotation],
+        clock: Clock,
+        adapters: AdapterCache,
+        replicas: Replicas,
+    ) -> None:
+        """`looked_at` is the same store for those who look; `peppers` are the present one and those beside it."""
+        self._database = database
+        self._pepper, self._turn = peppers
+        self._clock = clock
+        self._adapters = adapters
+        self._replicas = replicas
+        self._teller = EngineNotice(database, replicas.connected)
+        self._reach = AddressPolicy(networks_of(settings))
+        self._room = AdapterRoom(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
+        self.simulations = Simulations(
+            looked_at, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
+        )
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        poster = await self._stack.enter_async_context(WebhookClient(self._reach))
+        alerts = AlertSender(self._database, poster, self._pepper, self._clock, previous_pepper=self._turn.previous)
+        await alerts.start()
+        self._stack.push_async_callback(alerts.stop)
+        self._stack.push_async_callback(self.simulations.stop)
+        self._teller.start()
+        self._stack.push_async_callback(self._teller.stop)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def routes(
+        self,
+        traces: Database | None,
+        source: SettingsSource[GatewaySettings],
+        live: LiveSettings[GatewaySettings],
+        reloader: Reloader[GatewaySettings] | None,
+    ) -> list[HTTPRouteHandler]:
+        """For the admin router to take in."""
+        return [
+            *engine_routes(self._replicas),
+            *expert_routes(ExpertService(self._replicas, self._clock)),
+            *simulation_routes(self.simulations, self._replicas.states),
+            *webhook_routes(self._reach, self._pepper),
+            *erasure_routes(traces=traces, on_begun=self._teller.wake),
+            *adapter_routes(self._adapters, self._room),
+            *settings_routes(source, live, reloader),
+        ]
+
+    def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
+        live.follow(["webhook_networks"], self._use_networks)
+        live.follow(["max_adapter_bytes", "max_adapter_bytes_per_tenant"], self._use_room)
+        live.follow(["simulation_limit_s", "simulation_niceness"], self._use_patience)
+
+    def _use_networks(self, settings: GatewaySettings) -> None:
+        self._reach.networks = networks_of(settings)
+
+    def _use_room(self, settings: GatewaySettings) -> None:
+        self._room.max_bytes = settings.max_adapter_bytes
+        self._room.max_tenant_bytes = settings.max_adapter_bytes_per_tenant
+
+    def _use_patience(self, settings: GatewaySettings) -> None:
+        self.simulations.limit_s = settings.simulation_limit_s
+        self.simulations.niceness = settings.simulation_niceness
+
+
+def networks_of(settings: GatewaySettings) -> tuple[Network, ...]:
+    """That webhooks may go to beside the public internet."""
+    return tuple(map(ip_network, settings.webhook_networks))

@@ -1,0 +1,201 @@
+"""The engines of the settings, connected: which come and go with the file, and with the names in it. One that left the
+file serves on until another one of its model is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+import structlog
+import zmq
+
+from moiety_platform.adapters.contents import AdapterContents
+from moiety_platform.clock import SystemClock
+from moiety_platform.engine_addresses import ExternalAddress, identity, is_foreign, is_name
+from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.engine_client.curve import CurveKeys
+from moiety_platform.engine_client.transport import ZmqEngineClient
+from moiety_platform.external_engines.client import ExternalEngineClient
+from moiety_platform.live_settings import CannotFollow, Ready
+from moiety_platform.periodic_task import PeriodicTask
+from moiety_platform.routing.discovery import DnsWatch
+from moiety_platform.routing.replicas import Replicas
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.usage.metering import MeterReader
+from moiety_text.errors import TextError
+
+LOOK_EVERY_S = 0.5
+LEAVE_S = 60.0  # for which an engine that is not wanted any more waits for others of its model
+
+log = structlog.get_logger(__name__)
+
+
+class CannotUseEngine(CannotFollow):
+    """A file that the address of an engine names is missing or unusable, or the address; the message says which."""
+
+
+class Engines:
+    """Owns the links. Entered before the first request and left after the last."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        clock: SystemClock,
+        replica_id: str,
+        meter: MeterReader,
+        adapters: AdapterContents,
+    ) -> None:
+        """Raises CannotUseEngine."""
+        self._settings = settings
+        self._clock = clock
+        self._replica_id = replica_id
+        self._meter = meter
+        self._adapters = adapters
+        self._curve = curve_of(settings)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self.replicas = Replicas([self._client_of(one, settings) for one in settings.engines if not is_name(one)])
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._watches = {name: self._watch_of(name) for name in settings.engines if is_name(name)}
+        self._unwanted: dict[str, float] = {}  # until when at most they get requests all the same
+        self._leaving = PeriodicTask("engines-left", self._let_go, LOOK_EVERY_S)
+
+    async def __aenter__(self) -> Self:
+        await self.replicas.__aenter__()
+        for watch in self._watches.values():
+            watch.begin()
+        self._leaving.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._leaving.cancel()
+            for watch in self._watches.values():
+                await watch.stop()
+            await self.replicas.__aexit__(None, None, None)
+        finally:
+            self._context.destroy(linger=0)
+
+    async def follow(self, wanted: GatewaySettings) -> Ready:
+        """Connect to what is new, before anything of it gets a request. Raises CannotUseEngine."""
+        before, after = self._settings.engines, wanted.engines
+        clients: list[EngineClient] = []
+
+        async def undo() -> None:
+            for client in clients:
+                await client.close()
+
+        try:
+            keys = {address: self._key_of(ExternalAddress.parse(address), wanted) for address in foreign_of(after)}
+            new = [address for address in after if address not in before]
+            clients.extend(self._client_of(address, wanted) for address in new if not is_name(address))
+            watches = {name: self._watch_of(name) for name in new if is_name(name) and name not in self._watches}
+            for client in clients:
+                await self.replicas.start(client)
+        except zmq.ZMQError as exc:
+            await undo()
+            raise CannotUseEngine(f"an engine cannot be connected to: {exc}; check the addresses in engines") from exc
+        except BaseException:
+            await undo()
+            raise
+
+        def commit() -> None:
+            self._settings = wanted
+            for client in clients:
+                self.replicas.admit(client)
+                for watch in self._watches.values():
+                    watch.disown(client.address)
+            now_s = self._clock.monotonic()
+            kept = {identity(address) for address in after}
+            gone = [address for address in before if identity(address) not in kept]
+            self._unwanted = {one: until_s for one, until_s in self._unwanted.items() if one not in kept}
+            self._unwanted |= {identity(address): now_s + LEAVE_S for address in gone}
+            for name, watch in watches.items():
+                self._watches[name] = watch
+                watch.begin()
+            for address, key in keys.items():
+                found = self.replicas.find(ExternalAddress.parse(address).name)
+                if isinstance(found, ExternalEngineClient):
+                    found.use_key(key)
+
+        return Ready(commit, undo)
+
+    async def _let_go(self) -> None:
+        """What is not wanted any more gets no more requests once others can take those for its model, and its link is
+        closed once it has none."""
+        now_s = self._clock.monotonic()
+        for name, until_s in list(self._unwanted.items()):
+            watch = self._watches.get(name)
+            ours = [name] if watch is None else watch.addresses
+            if now_s < until_s and any(self._is_needed(one) for one in ours):
+                continue
+            del self._unwanted[name]
+            if watch is not None:
+                del self._watches[name]
+                await watch.leave({identity(address) for address in self._settings.engines})
+            elif not any(other.adopt(name) for at, other in self._watches.items() if at not in self._unwanted):
+                self.replicas.retire(name)
+        await self.replicas.close_retired()
+
+    def _is_needed(self, address: str) -> bool:
+        """Whether nobody else that stays serves its model."""
+        leaving = set(self._unwanted).union(*(self._watches[one].addresses for one in self._unwanted if is_name(one)))
+        states = {state.address: state for state in self.replicas.states() if state.healthy and not state.draining}
+        mine = states.get(address)
+        if mine is None or mine.card is None:
+            return False
+        others = [state.card for at, state in states.items() if at not in leaving and state.card is not None]
+        return all(card.model != mine.card.model for card in others)
+
+    def _watch_of(self, name: str) -> DnsWatch:
+        return DnsWatch(name, self.replicas, lambda address: self._client_of(address, self._settings))
+
+    def _client_of(self, address: str, settings: GatewaySettings) -> EngineClient:
+        """Raises CannotUseEngine."""
+        if is_foreign(address):
+            return self._foreign_client(ExternalAddress.parse(address), settings)
+        return ZmqEngineClient(
+            address,
+            self._context,
+            self._clock,
+            self._curve,
+            replica_id=self._replica_id,
+            on_unacknowledged=self._meter.take,
+            adapters=self._adapters.parts,
+        )
+
+    def _foreign_client(self, address: ExternalAddress, settings: GatewaySettings) -> ExternalEngineClient:
+        try:
+            return ExternalEngineClient(address, self._clock, self._key_of(address, settings))
+        except (TextError, OSError, UnicodeDecodeError) as exc:
+            raise CannotUseEngine(f"engine {address.name}: {exc}") from exc
+
+    def _key_of(self, address: ExternalAddress, settings: GatewaySettings) -> str | None:
+        """Raises CannotUseEngine."""
+        if address.key_file is None:
+            return settings.external_engine_api_key.get_secret_value() if settings.external_engine_api_key else None
+        try:
+            return address.key_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise CannotUseEngine(f"engine {address.name}: {exc}") from exc
+
+
+def curve_of(settings: GatewaySettings) -> CurveKeys | None:
+    """None where links are not encrypted."""
+    if not (settings.curve_server_key and settings.curve_public_key and settings.curve_secret_key):
+        return None
+    secret = settings.curve_secret_key.get_secret_value()
+    return CurveKeys(settings.curve_server_key.encode(), settings.curve_public_key.encode(), secret.encode())
+
+
+def foreign_of(engines: Iterable[str]) -> list[str]:
+    return [address for address in engines if is_foreign(address)]
+
+
+def key_files(settings: GatewaySettings) -> list[Path]:
+    """Which hold the API keys of servers of others."""
+    found = [ExternalAddress.parse(address).key_file for address in foreign_of(settings.engines)]
+    return [path for path in found if path is not None]

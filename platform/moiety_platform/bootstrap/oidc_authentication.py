@@ -1,0 +1,52 @@
+"""Tokens of an identity provider: who checks them, while the settings name one."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from moiety_platform.auth.oidc import FETCH_TIMEOUT_S, OidcTerms, OidcVerifier
+from moiety_platform.clock import Clock
+from moiety_platform.db.session import Database
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.settings import GatewaySettings
+
+NAMES = ("oidc_issuer", "oidc_audience", "oidc_roles_claim", "oidc_tenant_claim")
+
+
+class OidcAuthentication:
+    """Entered by the entry point. A token that is being checked is checked by the issuer that it came to."""
+
+    def __init__(self, settings: GatewaySettings, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+        self._http = httpx.AsyncClient(timeout=FETCH_TIMEOUT_S)
+        self._verifier = self._of(settings)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    def find(self) -> OidcVerifier | None:
+        """None where no tokens are taken."""
+        return self._verifier
+
+    def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
+        live.follow(NAMES, self.use)
+
+    def use(self, settings: GatewaySettings) -> None:
+        self._verifier = self._of(settings)
+
+    def _of(self, settings: GatewaySettings) -> OidcVerifier | None:
+        if settings.oidc_issuer is None or settings.oidc_audience is None:
+            return None
+        terms = OidcTerms(
+            settings.oidc_issuer, settings.oidc_audience, settings.oidc_roles_claim, settings.oidc_tenant_claim
+        )
+        return OidcVerifier(terms, self._database, self._http, self._clock)

@@ -1,0 +1,309 @@
+"""The client of one server of others: watched by a heartbeat, and a connection of its own for each request.
+
+The server is there while it answers its health endpoint, or while its streams flow. One that refuses gets no new
+requests, but those that it has may go on: a server that drains does that. One of which nothing is heard for the
+heartbeat's `silence_s` has lost them all. A stream that breaks ends itself alone. Knows nothing of routing or of what
+the tokens mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import structlog
+
+from moiety_platform.clock import Clock
+from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.inbox import Inbox
+from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.errors import BadRequest, Conflict, EngineFailed, Unavailable
+from moiety_platform.external_engines.answer import ExternalAnswer
+from moiety_platform.external_engines.completions import Completions
+from moiety_platform.external_engines.content_encoding import NO_ENCODING
+from moiety_platform.external_engines.exchange import ExternalRequest
+from moiety_platform.external_engines.figures import ExternalFigures
+from moiety_platform.external_engines.liveness import Liveness
+from moiety_platform.external_engines.llama_cpp import LlamaCpp
+from moiety_platform.external_engines.piece import Dialect
+from moiety_platform.external_engines.probe import ModelsUnlisted, Prober, Silent, Unwell
+from moiety_platform.external_engines.waiting import Ends, class_loads
+from moiety_wire.classes import ServiceClass
+from moiety_wire.figures import Load
+from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Extend, ModelCard, Submit
+
+CONNECT_TIMEOUT_S = 5.0
+WRITE_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 2.0  # shorter than these servers', so that none is closed under a new request
+LINGER_S = 0.1  # after the end of an answer, for the end of its connection's use
+STREAM_SILENCE_S = 600.0  # within an answer: a request may wait for its first token, or between two when preempted
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """How a server is watched: asked again so long after each answer, which is waited for so long. `silence_s` without
+    an answer or a byte of a stream loses its requests."""
+
+    interval_s: float = 1.0
+    timeout_s: float = SILENCE_LIMIT_S
+    silence_s: float = SILENCE_LIMIT_S
+
+
+HEARTBEAT = Heartbeat()
+
+
+class ExternalEngineClient:
+    """One server at one address. Implements EngineClient."""
+
+    def __init__(
+        self, address: ExternalAddress, clock: Clock, api_key: str | None = None, heartbeat: Heartbeat = HEARTBEAT
+    ) -> None:
+        """Raises moiety_text's errors where the tokenizer of the address cannot be used."""
+        self._address = address
+        self._heartbeat = heartbeat
+        self._clock = clock
+        self._http = httpx.AsyncClient(
+            headers=NO_ENCODING | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            timeout=httpx.Timeout(STREAM_SILENCE_S, connect=CONNECT_TIMEOUT_S, write=WRITE_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_S),
+            follow_redirects=False,
+            trust_env=False,
+        )
+        self._dialect: Dialect = LlamaCpp(address) if address.kind is ExternalKind.LLAMA_CPP else Completions(address)
+        self._prober = Prober(address, self._http, self._dialect.max_num_logprobs, heartbeat.timeout_s)
+        self._running: dict[str, tuple[EngineStream, ExternalAnswer, asyncio.Task[None]]] = {}
+        self._on_change: Callable[[], None] = lambda: None
+        self._is_healthy = False
+        self._reason = "not connected yet"
+        self._card: ModelCard | None = None
+        self._figures: ExternalFigures | None = None
+        self._load: Load | None = None
+        self._num_loads = 0
+        self._num_ended = 0
+        self._ends = Ends()
+        self._admitted: dict[str, tuple[ServiceClass, int]] = {}  # ours, by class
+        self._num_connections = 0
+        self._liveness = Liveness(clock, heartbeat.silence_s)
+        self._load_at_s = self._since_s = clock.monotonic()
+        self._has_broken = False  # a stream, since the server was last asked: it may have been restarted
+        self._probe_now = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return self._address.name
+
+    @property
+    def state(self) -> EngineState:
+        now_s = self._clock.monotonic()
+        return EngineState(
+            self.address,
+            self._is_healthy,
+            "" if self._is_healthy else self._reason,
+            self._card,
+            self._load,
+            len(self._running),
+            now_s - self._load_at_s,
+            self._num_connections,
+            now_s - self._since_s if self._is_healthy else 0.0,
+        )
+
+    def use_key(self, api_key: str | None) -> None:
+        """Of the API, for the requests from now on."""
+        self._http.headers.pop("Authorization", None)
+        if api_key:
+            self._http.headers["Authorization"] = f"Bearer {api_key}"
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+
+    def settled(self, request_id: str) -> None:
+        """Such a server remembers nothing."""
+
+    def forget(self, tenant_ids: Collection[str]) -> None:
+        """Such a server cannot be told: what its cache has under the tenant's salt, which nobody sends any more, gives
+        way in its turn."""
+
+    def rest(self, *, asleep: bool) -> None:
+        raise Conflict(
+            f"the server at {self.address} is not an engine of ours and cannot be told to sleep; stop it there"
+        )
+
+    async def expert_load(self, minutes: int, tenant_id: str | None) -> None:
+        """Such a server tells nothing of its experts."""
+
+    async def start(self) -> None:
+        self._watcher = asyncio.create_task(self._keep_watch(), name=f"engine watch {self.address}")
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait({self._watcher})
+            self._watcher = None
+        if tasks := self._fail_all():
+            await asyncio.wait(tasks)
+        await self._http.aclose()
+
+    @asynccontextmanager
+    async def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> AsyncIterator[EngineStream]:
+        """Raises BadRequest as well, for what this kind of server cannot do."""
+        if not self._is_healthy:
+            raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
+        stream = EngineStream(submit, inbox, self._take)
+        stream.begins_by_output = True
+        stream.credit_is_last = True  # such a server is told once how many tokens it may make
+        answer = ExternalAnswer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock)
+        refusal = "adapters" if submit.adapter else self._dialect.refusal(submit)
+        if refusal:
+            message = f"the engine of {submit.model!r} does not know {refusal}; leave that out"
+            if submit.resumed_ids is None:
+                raise BadRequest(message)
+            stream.fail(BadRequest(message))  # another engine has begun it
+            yield stream
+            return
+        url = self._address.root_url + self._dialect.path
+        exchange = ExternalRequest(
+            self._http,
+            url,
+            self._dialect,
+            submit,
+            answer,
+            stream,
+            self._clock,
+            self._liveness.hear_stream,
+            self._suspect,
+        )
+        task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
+        self._running[submit.request_id] = stream, answer, task
+        name = submit.service.name
+        self._admitted[name] = submit.service, self._admitted.get(name, (submit.service, 0))[1] + 1
+        try:
+            yield stream
+        finally:
+            stream.abort()
+            try:
+                await self._give_up(task)
+            finally:
+                self._running.pop(submit.request_id, None)
+                self._num_ended += 1
+
+    async def _give_up(self, task: asyncio.Task[None]) -> None:
+        """Return when the request's connection is free again, or closed where that does not come by itself."""
+        try:
+            if not task.done():
+                await asyncio.wait({task}, timeout=LINGER_S)
+        finally:
+            task.cancel()
+
+    def _take(self, message: Extend | Abort) -> None:
+        running = self._running.get(message.request_id)
+        if running is None or isinstance(message, Extend):
+            return
+        stream, answer, task = running
+        task.cancel()  # which closes the connection
+        stream.deliver(answer.abort())
+
+    async def _keep_watch(self) -> None:
+        while True:
+            self._probe_now.clear()
+            try:
+                await self._probe()
+            except Exception as error:  # the root of a task: told, and tried again; such an engine gets no requests
+                log.exception("engine_probe_failed", engine=self.address)
+                self._lost(f"its answers cannot be read: {error}")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat.interval_s):
+                    await self._probe_now.wait()
+
+    async def _probe(self) -> None:
+        has_broken, self._has_broken = self._has_broken, False
+        try:
+            await self._prober.check_health()
+            self._liveness.hear()
+            card = None if self._is_healthy and not has_broken else await self._prober.card()
+            self._figures = await self._prober.figures()
+            self._note_load()
+            if card is not None:
+                self._connected(card)
+        except Unwell as error:
+            self._liveness.hear()
+            if isinstance(error, ModelsUnlisted) and self._is_healthy and self._liveness.streams_flow:
+                return
+            self._lost(str(error))
+        except Silent as error:
+            self._has_broken |= has_broken
+            if self._liveness.is_lost:
+                self._lost(str(error))
+                self._fail_all()
+
+    def _connected(self, card: ModelCard) -> None:
+        self._card, self._is_healthy = card, True
+        self._num_connections += 1
+        self._since_s = self._clock.monotonic()
+        log.info("engine_connected", engine=self.address, engine_id=card.engine_id, model=card.model)
+        self._on_change()
+
+    def _lost(self, reason: str) -> None:
+        was_healthy, self._is_healthy = self._is_healthy, False
+        if was_healthy or reason != self._reason:
+            log.warning("engine_lost", engine=self.address, reason=reason, num_streams=len(self._running))
+        self._reason = reason
+        if was_healthy:
+            self._on_change()
+
+    def _suspect(self, reason: str) -> None:
+        """A connection has broken: the server is asked at once whether it is there. The others may be well."""
+        log.warning("engine_connection_broken", engine=self.address, reason=reason, num_streams=len(self._running))
+        self._has_broken = True
+        self._probe_now.set()
+
+    def _fail_all(self) -> list[asyncio.Task[None]]:
+        """The tasks whose end is still to come."""
+        tasks = []
+        for stream, _, task in list(self._running.values()):
+            stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
+            task.cancel()
+            tasks.append(task)
+        return tasks
+
+    def _note_load(self) -> None:
+        self._load_at_s = self._clock.monotonic()
+        told = self._figures.requests_total if self._figures is not None else 0
+        self._ends.note(self._load_at_s, told or self._num_ended)
+        self._load = self._make_load()
+        self._num_loads += 1
+
+    def _make_load(self) -> Load:
+        """What it has just said; of one that says nothing, what this gateway has given it."""
+        figures = self._figures or ExternalFigures(num_running=len(self._running), requests_total=self._num_ended)
+        classes = class_loads(
+            ((answer.service, answer.has_started) for _, answer, _ in self._running.values()),
+            dict(self._admitted.values()),
+            figures.num_waiting,
+            self._ends.seconds_each,
+            by_priority=self._address.priority,
+        )
+        return Load(
+            engine_id=self.address,
+            seq=self._num_loads,
+            num_running=figures.num_running,
+            num_waiting=figures.num_waiting,
+            num_paused=0,
+            kv_blocks_total=figures.kv_blocks_total,
+            kv_blocks_used=figures.kv_blocks_used,
+            kv_blocks_cached=0,
+            block_size=figures.block_size,
+            steps_total=0,
+            prompt_tokens_total=figures.prompt_tokens_total,
+            cached_tokens_total=figures.cached_tokens_total,
+            output_tokens_total=figures.output_tokens_total,
+            requests_total=figures.requests_total,
+            classes=classes,
+        )

@@ -1,0 +1,200 @@
+"""OpenAI's `/v1/completions` with streams, as vLLM and SGLang extend it, and as everyone has it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
+from moiety_platform.errors import PlatformError
+from moiety_platform.external_engines.failures import ended_by_error, error_of_event
+from moiety_platform.external_engines.piece import (
+    FAILED_FINISH,
+    FINISH_REASONS,
+    AnswerDelta,
+    DeltaLogprob,
+    MalformedAnswer,
+    Token,
+    are_ids,
+    count_of,
+    form_refusal,
+    sent_stops,
+)
+from moiety_wire.grammars import GrammarKind, GrammarSpec
+from moiety_wire.messages import Submit
+
+ID_PREFIX = "token_id:"  # by which vLLM spells a token that was asked for as an id
+MAX_STOP_STRINGS = 4  # that OpenAI documents
+_JSON = frozenset({GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA})
+_FORMS = {
+    ExternalKind.VLLM: _JSON | {GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.GRAMMAR},
+    ExternalKind.SGLANG: _JSON | {GrammarKind.REGEX},
+}
+
+
+class Completions:
+    """Implements Dialect."""
+
+    path = "/v1/completions"
+    keeps_alive = True
+
+    def __init__(self, address: ExternalAddress) -> None:
+        self._model = address.model
+        self._kind = address.kind
+        self._has_priority = address.priority
+
+    @property
+    def max_num_logprobs(self) -> int:
+        return 5 if self._kind is ExternalKind.GENERIC else 20
+
+    def refusal(self, submit: Submit) -> str:
+        if self._kind is not ExternalKind.GENERIC:
+            return form_refusal(submit, _FORMS[self._kind])
+        sampling, stopping = submit.sampling, submit.stopping
+        asked = {
+            "top_k": sampling.top_k != 0,
+            "min_p": sampling.min_p != 0,
+            "repetition_penalty": sampling.repetition_penalty != 1,
+            "min_tokens": stopping.min_tokens != 0,
+            "stop_token_ids": bool(stopping.stop_token_ids),
+            "ignore_eos": stopping.ignore_eos,
+            "a form of answers": submit.guide is not None,
+            "tools": bool(submit.shown_ids),
+            f"more than {MAX_STOP_STRINGS} stop strings": len(sent_stops(stopping)) > MAX_STOP_STRINGS,
+        }
+        return ", ".join(name for name, is_asked in asked.items() if is_asked)
+
+    def body(self, submit: Submit, prompt_ids: list[int], max_tokens: int, min_tokens: int) -> dict[str, Any]:
+        sampling, stopping = submit.sampling, submit.stopping
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": prompt_ids,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": sampling.temperature if sampling.top_p else 0.0,  # top_p 0 is the best token alone, which
+            "top_p": sampling.top_p or 1.0,  # these servers know as temperature 0
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        if sampling.logit_bias:
+            body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias.items()}
+        if sampling.num_logprobs is not None:
+            body["logprobs"] = max(1, sampling.num_logprobs)
+        if stops := sent_stops(stopping):
+            body["stop"] = stops
+        if self._kind is not ExternalKind.GENERIC:
+            body |= self._more(submit, min_tokens)
+        return body
+
+    def _more(self, submit: Submit, min_tokens: int) -> dict[str, Any]:
+        """What both vLLM and SGLang have beyond OpenAI. All is said, for a server's own defaults may be others."""
+        sampling, stopping = submit.sampling, submit.stopping
+        more: dict[str, Any] = {
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "return_token_ids": True,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "min_tokens": min_tokens,
+            "stop_token_ids": list(stopping.stop_token_ids),
+            "ignore_eos": stopping.ignore_eos,
+        }
+        if submit.guide is not None:
+            more |= _form(self._kind, submit.guide)
+        if submit.cache_salt:
+            more["cache_salt"] = base64.urlsafe_b64encode(submit.cache_salt).decode()
+        if submit.shown_ids:  # for a version that tells text only
+            more["skip_special_tokens"] = False
+        if self._has_priority:
+            more["priority"] = submit.service.rank
+        if self._kind is ExternalKind.VLLM and sampling.num_logprobs is not None:
+            more["return_tokens_as_token_ids"] = True
+        return more
+
+    def read(self, event: dict[str, Any]) -> AnswerDelta | PlatformError:
+        error = event.get("error")
+        if error is not None:
+            return error_of_event(error)
+        usage = event.get("usage")
+        num_output, num_cached = _counts(usage)
+        choices = event.get("choices") or None
+        if choices is not None and (not isinstance(choices, list) or len(choices) > 1):
+            raise MalformedAnswer("an event has no list of one choice")
+        if choices is None or choices == [None]:
+            is_usage = isinstance(usage, dict)
+            return AnswerDelta(text="", num_output_tokens=num_output, num_cached_tokens=num_cached, is_usage=is_usage)
+        choice = choices[0]
+        if not isinstance(choice, dict):
+            raise MalformedAnswer("a choice is no object")
+        text, token_ids = choice.get("text"), choice.get("token_ids")
+        if token_ids is not None and not are_ids(token_ids):
+            raise MalformedAnswer("token_ids is no list of ids")
+        if not isinstance(text, str | None):
+            raise MalformedAnswer("the text of a choice is no string")
+        finish = choice.get("finish_reason")
+        if isinstance(finish, str) and finish in FAILED_FINISH:
+            return ended_by_error(finish)
+        stopped = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's word and SGLang's
+        return AnswerDelta(
+            text=text or "" if token_ids is None else None,
+            token_ids=token_ids,
+            logprobs=_logprobs(choice.get("logprobs")),
+            num_output_tokens=num_output,
+            num_cached_tokens=num_cached,
+            finish=FINISH_REASONS.get(finish) if isinstance(finish, str) else None,
+            stop_string=stopped if isinstance(stopped, str) else None,
+        )
+
+
+def _form(kind: ExternalKind, guide: GrammarSpec) -> dict[str, Any]:
+    """What the answer must be, in the server's own field. vLLM has it under this name since 0.11."""
+    if kind is ExternalKind.VLLM:
+        match guide.kind:
+            case GrammarKind.JSON_OBJECT:
+                return {"structured_outputs": {"json_object": True}}
+            case GrammarKind.JSON_SCHEMA:
+                return {"structured_outputs": {"json": guide.text}}
+            case GrammarKind.CHOICE:
+                return {"structured_outputs": {"choice": msgspec.json.decode(guide.text)}}
+        return {"structured_outputs": {guide.kind.value: guide.text}}
+    schema = '{"type":"object"}' if guide.kind is GrammarKind.JSON_OBJECT else guide.text
+    return {"regex": schema} if guide.kind is GrammarKind.REGEX else {"json_schema": schema}
+
+
+def _counts(usage: Any) -> tuple[int | None, int | None]:
+    """(output tokens, cached prompt tokens), as far as they are told."""
+    if not isinstance(usage, dict):
+        return None, None
+    details = usage.get("prompt_tokens_details")
+    num_cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return count_of(usage.get("completion_tokens")), count_of(num_cached)
+
+
+def _logprobs(found: Any) -> list[DeltaLogprob] | None:
+    """OpenAI's lists beside each other: tokens, their logprobs, and a map of the best for each."""
+    if found is None:
+        return []
+    try:
+        tokens, values = found["tokens"], found["token_logprobs"]
+        tops = found.get("top_logprobs") or [None] * len(tokens)
+        return [
+            DeltaLogprob(_token(token), float(value), _best(top or {}))
+            for token, value, top in zip(tokens, values, tops, strict=True)
+        ]
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
+
+
+def _best(top: Mapping[str, float]) -> list[tuple[Token, float]]:
+    return sorted(((_token(token), float(value)) for token, value in top.items()), key=lambda one: -one[1])
+
+
+def _token(spelled: str) -> Token:
+    number = spelled.removeprefix(ID_PREFIX)
+    return int(number) if number != spelled and number.isdecimal() else spelled

@@ -1,0 +1,130 @@
+"""Server-sent events of a stream of bytes, decoded from JSON: a parser without input and output of its own.
+
+Follows the specification of event streams (https://html.spec.whatwg.org/multipage/server-sent-events.html): a byte
+order mark at the start, lines that end by LF, CR or CRLF, data of several lines. Beyond it, the data of one line is an
+event at once, without the empty line that should follow, the last event needs no end of its line, and a line that is a
+JSON object without a field name is an event too, as of a server that answers whole although it was asked for a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from moiety_platform.external_engines.piece import MalformedAnswer
+
+MAX_EVENT_BYTES = 4 * 1024 * 1024
+BOM = b"\xef\xbb\xbf"
+DONE: Final = None  # the event `[DONE]`, by which a server says that nothing follows
+
+Event = dict[str, Any] | None
+
+_decode = msgspec.json.Decoder().decode
+
+
+class EventParser:
+    """Raises MalformedAnswer for what is no JSON object, and for a line or an event of more than MAX_EVENT_BYTES."""
+
+    def __init__(self) -> None:
+        self._is_at_start = True
+        self._skips_newline = False  # the last line ended by CR, so that LF belongs to its end
+        self._rest: list[bytes] = []  # the parts of a line that has not ended
+        self._rest_bytes = 0
+        self._data: list[bytes] = []  # lines of an event that has not ended
+        self._data_bytes = 0
+        self._type = b""
+
+    def feed(self, chunk: bytes) -> Iterator[Event]:
+        """The events that these bytes complete, each before what comes after it is looked at. To be read to its end."""
+        if self._is_at_start:
+            chunk = self._after_mark(chunk)
+        if self._skips_newline and chunk:
+            chunk = chunk.removeprefix(b"\n")
+            self._skips_newline = False
+        if b"\r" in chunk:
+            self._skips_newline = chunk.endswith(b"\r")
+            chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        first, *lines = chunk.split(b"\n")
+        self._rest.append(first)
+        self._rest_bytes += len(first)
+        if self._rest_bytes > MAX_EVENT_BYTES:
+            raise MalformedAnswer(f"a line of more than {MAX_EVENT_BYTES} bytes came")
+        if not lines:
+            return
+        lines.insert(0, b"".join(self._rest))
+        self._rest, self._rest_bytes = [lines.pop()], 0
+        self._rest_bytes = len(self._rest[0])
+        for line in lines:
+            yield from self._take(line)
+
+    def end(self) -> list[Event]:
+        """The event that the end of the stream completes. One that is cut off is none."""
+        rest, self._rest = b"".join(self._rest), []
+        try:
+            return [*self._take(rest), *self._take(b"")]
+        except MalformedAnswer:
+            return []
+
+    def _after_mark(self, chunk: bytes) -> bytes:
+        """What follows a byte order mark; nothing as long as these bytes may be the beginning of one."""
+        chunk = b"".join(self._rest) + chunk
+        self._rest, self._rest_bytes = [], 0
+        if len(chunk) < len(BOM) and BOM.startswith(chunk):
+            self._rest = [chunk]
+            return b""
+        self._is_at_start = False
+        return chunk.removeprefix(BOM)
+
+    def _take(self, line: bytes) -> list[Event]:
+        if not line:
+            return self._dispatch()
+        if line.startswith(b"{") and not self._data:
+            return self._begin(line)
+        name, _, value = line.partition(b":")
+        value = value.strip()
+        match name:
+            case b"data" if self._data:
+                self._data.append(value)
+                self._data_bytes += len(value) + 1
+                if self._data_bytes > MAX_EVENT_BYTES:
+                    raise MalformedAnswer(f"an event of more than {MAX_EVENT_BYTES} bytes came")
+            case b"data" if value == b"[DONE]":
+                return [DONE]
+            case b"data" if value:
+                return self._begin(value)
+            case b"event":
+                self._type = value
+            case b"error":  # as llama.cpp's server once told its errors
+                return [{"error": _object(value)}]
+        return []
+
+    def _begin(self, value: bytes) -> list[Event]:
+        """An object in one line is whole, since nothing can follow it."""
+        try:
+            event = _object(value)
+        except MalformedAnswer:
+            self._data, self._data_bytes = [value], len(value)
+            return []
+        return [self._typed(event)]
+
+    def _dispatch(self) -> list[Event]:
+        lines, self._data = self._data, []
+        events: list[Event] = [self._typed(_object(b"\n".join(lines)))] if lines else []
+        self._type = b""
+        return events
+
+    def _typed(self, event: dict[str, Any]) -> dict[str, Any]:
+        """An event of the type `error` is one, whatever its data is."""
+        return {"error": event} if self._type == b"error" and event.get("error") is None else event
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = _decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedAnswer(f"an event is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise MalformedAnswer("an event is no object")
+    return found

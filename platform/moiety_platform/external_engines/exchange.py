@@ -1,0 +1,195 @@
+"""One request over HTTP: put to the server, its stream read to the end, its failures told to the stream.
+
+Owns the connection for as long as the request lives: leaving it closes it, which is how such a server learns that
+nobody wants the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import httpx
+import msgspec
+import structlog
+
+from moiety_platform.clock import Clock
+from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.errors import EngineFailed, PlatformError, Unavailable
+from moiety_platform.external_engines.answer import ExternalAnswer
+from moiety_platform.external_engines.content_encoding import content_of
+from moiety_platform.external_engines.events import DONE, Event, EventParser
+from moiety_platform.external_engines.failures import cleaned, error_of_answer
+from moiety_platform.external_engines.piece import Dialect, MalformedAnswer
+from moiety_wire.messages import Submit
+
+MAX_ERROR_BYTES = 64 * 1024
+GRACE_S = 1.0  # after the finish reason, for the counts and the end of the stream, before the connection is closed
+PROTOCOL_VIOLATION = "engine_protocol_violation"
+
+log = structlog.get_logger(__name__)
+
+
+class ExternalRequest:
+    """Delivers to one stream. Made for one call of `run`."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        url: str,
+        dialect: Dialect,
+        submit: Submit,
+        answer: ExternalAnswer,
+        stream: EngineStream,
+        clock: Clock,
+        on_bytes: Callable[[], None],
+        on_break: Callable[[str], None],
+    ) -> None:
+        """`on_bytes` is called for whatever comes, `on_break` is told why the connection broke."""
+        self._http = http
+        self._url = url
+        self._dialect = dialect
+        self._submit = submit
+        self._answer = answer
+        self._stream = stream
+        self._clock = clock
+        self._on_bytes = on_bytes
+        self._on_break = on_break
+
+    async def run(self) -> None:
+        """Ask, and deliver what comes until the end or a failure. May be cancelled at any time."""
+        try:
+            await self._ask()
+        except PlatformError as error:
+            self._fail_or_end(error)
+        except MalformedAnswer as error:
+            message = f"the engine broke the protocol: {error}"
+            self._fail_or_end(EngineFailed(message, code=PROTOCOL_VIOLATION))
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            self._on_break(f"cannot be reached: {error}")
+            self._fail(Unavailable("the engine cannot be reached; try again shortly", retry_after_s=1))
+        except httpx.HTTPError as error:
+            if self._answer.has_finished:
+                self._end()
+                return
+            self._on_break(f"the connection broke: {error or type(error).__name__}")
+            self._fail(EngineFailed("the engine was lost while it answered; send the request again"))
+        except Exception:  # the root of a task, for which the stream waits: told there, logged whole
+            log.exception("engine_exchange_failed", request_id=self._submit.request_id)
+            self._stream.fail(EngineFailed("the engine's answer could not be read; send the request again"))
+
+    def _fail_or_end(self, error: PlatformError) -> None:
+        """What comes after the finish reason does not undo the answer."""
+        if self._answer.has_finished:
+            self._end()
+        else:
+            self._fail(error)
+
+    def _fail(self, error: PlatformError) -> None:
+        """Tell the operator what the server said, and the stream what clients may know of it."""
+        if self._stream.ended:
+            return
+        upstream = error.upstream
+        if upstream is not None:
+            key = self._http.headers.get("authorization", "").removeprefix("Bearer ")
+            error.upstream = upstream = cleaned(upstream, (key,))
+        log.warning(
+            "engine_request_failed",
+            engine=self._url,
+            request_id=self._submit.request_id,
+            error_code=error.code,
+            error=error.message,
+            upstream_status=None if upstream is None else upstream.status,
+            upstream_message=None if upstream is None else upstream.message,
+        )
+        self._stream.fail(error)
+
+    async def _ask(self) -> None:
+        answer, submit = self._answer, self._submit
+        if answer.resume():
+            self._stream.deliver(answer.accept())
+            self._stream.deliver(answer.end())
+            return
+        body = self._dialect.body(submit, answer.prompt_ids, answer.num_left, answer.num_min_left)
+        headers = {"Content-Type": "application/json", "X-Request-Id": submit.request_id}
+        if not self._dialect.keeps_alive:
+            headers["Connection"] = "close"
+        if submit.traceparent:
+            headers["traceparent"] = submit.traceparent
+        async with self._http.stream("POST", self._url, content=msgspec.json.encode(body), headers=headers) as response:
+            if response.status_code != 200:
+                raise error_of_answer(
+                    response.status_code, await _beginning(response), response.headers, self._clock.now()
+                )
+            self._stream.deliver(answer.accept())
+            await self._relay(response)
+
+    async def _relay(self, response: httpx.Response) -> None:
+        """Deliver the events. Once the answer is over it is read on until the server ends the stream, so that the
+        connection can serve another request, but no longer than GRACE_S."""
+        patience = asyncio.timeout(None)
+        try:
+            async with patience, aclosing(_events_of(response, self._on_bytes)) as events:
+                async for event in events:
+                    if self._take(event):
+                        return
+                    if self._answer.has_finished and patience.when() is None:
+                        patience.reschedule(asyncio.get_running_loop().time() + GRACE_S)
+        except TimeoutError:
+            if not self._answer.has_finished:
+                raise
+        self._end()
+
+    def _take(self, event: Event) -> bool:
+        """Deliver what one event brings; whether nothing that may follow belongs to the answer."""
+        answer = self._answer
+        if event is DONE:
+            self._end()
+            return False
+        piece = self._dialect.read(event)
+        if isinstance(piece, PlatformError):
+            raise piece
+        tokens = answer.take(piece)
+        if tokens is not None:
+            self._stream.deliver(tokens)
+        if answer.is_complete:
+            self._stream.deliver(answer.end())
+            return True
+        if piece.is_last or (piece.is_usage and answer.has_finished):
+            self._end()
+        return False
+
+    def _end(self) -> None:
+        """The server has said all that it will."""
+        if self._stream.ended:
+            return
+        if not self._answer.has_finished:
+            raise EngineFailed("the engine broke off its answer; send the request again")
+        self._stream.deliver(self._answer.end())
+
+
+async def _events_of(response: httpx.Response, on_bytes: Callable[[], None]) -> AsyncGenerator[Event]:
+    """The events of the body. Raises MalformedAnswer."""
+    parser = EventParser()
+    async with aclosing(content_of(response)) as content:
+        async for piece in content:
+            on_bytes()
+            for event in parser.feed(piece):
+                yield event
+    for event in parser.end():
+        yield event
+
+
+async def _beginning(response: httpx.Response) -> bytes:
+    """Of the body of an error, enough to know it by; nothing where it cannot be read."""
+    body = b""
+    try:
+        async with aclosing(content_of(response)) as content:
+            async for piece in content:
+                body += piece
+                if len(body) > MAX_ERROR_BYTES:
+                    break
+    except (MalformedAnswer, httpx.HTTPError):
+        return body[:MAX_ERROR_BYTES]
+    return body[:MAX_ERROR_BYTES]

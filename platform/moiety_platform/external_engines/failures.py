@@ -1,0 +1,179 @@
+"""From an external engine's errors to the platform's: one table for HTTP statuses and for error events of streams.
+
+What the server says is for the operator only (`PlatformError.upstream`), and `cleaned` takes secrets out of it. Clients
+are told in words of the gateway, since the server's own may name inner addresses, keys and accounts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import msgspec
+
+from moiety_platform.errors import (
+    UNSUPPORTED_RESPONSE_FORMAT,
+    BadRequest,
+    ContextTooLong,
+    EngineFailed,
+    EngineOverloaded,
+    EngineRefused,
+    PlatformError,
+    UpstreamError,
+)
+from moiety_platform.external_engines.piece import count_of
+from moiety_platform.redaction import redact_text
+
+MAX_READ_CHARS = 4096  # of a message, before secrets are taken out of it
+MAX_MESSAGE_CHARS = 500
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 3600.0
+
+OVERLOADED = (429, 503, 529)
+ABOUT_REQUEST = (400, 413, 422)
+PASSING = (408, 425, 499)  # of the client errors, those that another try may end
+STATUSES = {  # of errors in streams, whose code is a word
+    "context_length_exceeded": 400,
+    "invalid_request_error": 400,
+    "invalid_api_key": 401,
+    "authentication_error": 401,
+    "insufficient_quota": 402,
+    "permission_error": 403,
+    "model_not_found": 404,
+    "not_found_error": 404,
+    "rate_limit_exceeded": 429,
+    "rate_limit_error": 429,
+    "overloaded_error": 529,
+}
+OUT_OF_FUNDS = ("insufficient_quota", "billing_")
+CONTEXT_WORDS = (
+    "context length", "context size", "context window", "maximum model length", "max_model_len",
+    "exceed_context_size", "context_length_exceeded",
+)  # fmt: skip
+FILTER_WORDS = ("content_filter", "content_policy", "responsibleaipolicy")
+FORM_WORDS = ("grammar", "json schema", "json_schema", "structured output", "guided", "regex")
+PARAMETERS = frozenset(
+    {
+        "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias", "logprobs", "max_tokens", "min_tokens",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos",
+    }
+)  # fmt: skip
+_CONTEXT_SIZE = re.compile(r"(?:context (?:length|size|window)|model length)[^0-9]{0,40}(\d{1,9})")
+
+
+def error_of_answer(status: int, body: bytes, headers: Mapping[str, str], now: datetime) -> PlatformError:
+    """For an HTTP answer that is no success."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = body.decode(errors="replace")
+    error = found.get("error", found) if isinstance(found, dict) else found
+    return _error_of(status, error, retry_seconds(headers.get("retry-after"), now))
+
+
+def error_of_event(error: Any) -> PlatformError:
+    """For the error that a stream ends with."""
+    status = 500
+    if isinstance(error, dict):
+        for told in (error.get("code"), error.get("status"), error.get("type")):
+            number = count_of(told)
+            if number is not None and 400 <= number < 600:
+                status = number
+                break
+            if isinstance(told, str) and told in STATUSES:
+                status = STATUSES[told]
+                break
+    return _error_of(status, error, None)
+
+
+def ended_by_error(word: str) -> PlatformError:
+    """For an answer whose finish reason says that it failed."""
+    error = EngineFailed("the engine ended its answer with an error; send the request again")
+    error.upstream = UpstreamError(200, f"finish_reason {word[:MAX_MESSAGE_CHARS]!r}")
+    return error
+
+
+def _error_of(status: int, error: Any, retry_after_s: float | None) -> PlatformError:
+    message, kind, param = _words_of(error)
+    made = _judged(status, message.lower(), kind.lower(), param, retry_after_s)
+    made.upstream = UpstreamError(status, message)
+    return made
+
+
+def _judged(status: int, message: str, kind: str, param: str, retry_after_s: float | None) -> PlatformError:
+    if status in OVERLOADED and not any(words in kind for words in OUT_OF_FUNDS):
+        return EngineOverloaded(
+            "the engine has no room now; try again later",
+            retry_after_s=MIN_RETRY_S if retry_after_s is None else retry_after_s,
+            asks_to_wait=retry_after_s is not None,
+        )
+    fault = _fault_of_request(message, kind, param) if status in ABOUT_REQUEST else None
+    if fault is not None:
+        return fault
+    if 300 <= status < 500 and status not in PASSING:
+        advice = "sending it again does not help: ask the operator"
+        return EngineRefused(f"the engine refuses the request with status {status}; {advice}", upstream_status=status)
+    return EngineFailed(f"the engine answered with status {status}; send the request again")
+
+
+def _fault_of_request(message: str, kind: str, param: str) -> BadRequest | None:
+    """What the client can mend, as far as it is known by its words."""
+    said = f"{message} {kind}"
+    if any(words in said for words in CONTEXT_WORDS):
+        return _context_too_long(message)
+    if any(words in kind for words in FILTER_WORDS):
+        return BadRequest("the engine's content filter refuses the prompt; change it", code="content_filter")
+    if param in PARAMETERS:
+        return BadRequest(f"the engine refuses the value of {param!r}; change it or leave it out", param=param)
+    if any(words in said for words in FORM_WORDS):
+        told = "the engine cannot follow the grammar, schema or expression of the answer; simplify it"
+        return BadRequest(told, code=UNSUPPORTED_RESPONSE_FORMAT)
+    return None
+
+
+def _context_too_long(message: str) -> ContextTooLong:
+    size = _CONTEXT_SIZE.search(message)
+    most = "" if size is None else f" of {size[1]} tokens"
+    return ContextTooLong(
+        f"the prompt and the output do not fit the engine's context{most}; shorten the prompt or lower max_tokens"
+    )
+
+
+def _words_of(error: Any) -> tuple[str, str, str]:
+    """(message, type and code, name of the field) of an error, in whichever form it is told."""
+    if isinstance(error, str):
+        return error[:MAX_READ_CHARS], "", ""
+    if not isinstance(error, dict):
+        return "", "", ""
+    message = error.get("message") or error.get("detail") or error.get("msg")
+    kind = " ".join(str(word)[:100] for word in (error.get("type"), error.get("code")) if isinstance(word, str | int))
+    param = error.get("param")
+    text = message if isinstance(message, str) else "" if message is None else msgspec.json.encode(message).decode()
+    return text[:MAX_READ_CHARS], kind, param if isinstance(param, str) else ""
+
+
+def cleaned(upstream: UpstreamError, secrets: Iterable[str]) -> UpstreamError:
+    """The same with its message in one line and without secrets: those given, and whatever has the shape of one."""
+    message = redact_text(upstream.message[:MAX_READ_CHARS], secrets)
+    shown = "".join(one if one.isprintable() else " " for one in message)
+    return upstream._replace(message=shown[:MAX_MESSAGE_CHARS])
+
+
+def retry_seconds(told: str | None, now: datetime) -> float | None:
+    """Seconds of a Retry-After header: an integer, a decimal, or a date. What is none of them counts as absent."""
+    if told is None or len(told) > 100:
+        return None
+    try:
+        seconds = float(told)
+    except ValueError:
+        try:
+            moment = parsedate_to_datetime(told)
+        except (ValueError, OverflowError, IndexError, TypeError):
+            return None
+        seconds = (moment.replace(tzinfo=moment.tzinfo or UTC) - now).total_seconds()
+    if not math.isfinite(seconds):
+        return None
+    return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)

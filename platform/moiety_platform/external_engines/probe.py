@@ -1,0 +1,155 @@
+"""What a server of others says of itself: whether it is there, its model, and its load."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import msgspec
+
+from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
+from moiety_platform.external_engines.content_encoding import content_of
+from moiety_platform.external_engines.events import BOM
+from moiety_platform.external_engines.figures import NAMES, ExternalFigures, read_figures
+from moiety_platform.external_engines.piece import MalformedAnswer, count_of
+from moiety_text.folder import TextModel, read_text_model
+from moiety_text.tokenizer import Tokenizer
+from moiety_wire.messages import ModelCard
+
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+
+
+class Unwell(Exception):
+    """The server is there, and cannot be used; the message says why."""
+
+
+class ModelsUnlisted(Unwell):
+    """A server without a health endpoint answers its list of models with an error that may pass, which says nothing of
+    its answers to requests."""
+
+
+class Silent(Exception):
+    """Nothing was heard of the server."""
+
+
+class Prober:
+    """Asks one server."""
+
+    def __init__(
+        self, address: ExternalAddress, http: httpx.AsyncClient, max_num_logprobs: int, timeout_s: float
+    ) -> None:
+        """Reads the tokenizer. Raises moiety_text's errors where it cannot be used."""
+        self._address = address
+        self._http = http
+        self._max_num_logprobs = max_num_logprobs
+        self._timeout_s = timeout_s
+        folder = address.tokenizer.parent if address.tokenizer.name == "tokenizer.json" else address.tokenizer
+        self._text: TextModel = read_text_model(folder)
+        self.tokenizer = Tokenizer.from_json(self._text.tokenizer_json)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._text.eos_token_ids
+
+    async def check_health(self) -> None:
+        """Raises Unwell or Silent."""
+        await self._get("/v1/models" if self._address.kind is ExternalKind.GENERIC else "/health")
+
+    async def card(self) -> ModelCard:
+        """Raises Unwell or Silent."""
+        address, text = self._address, self._text
+        model = self._find(await self._get_json("/v1/models"))
+        created = model.get("created")
+        return ModelCard(
+            engine_id=address.name,
+            model=address.model,
+            family=address.kind.value,
+            tokenizer_json=text.tokenizer_json,
+            chat_template=text.chat_template,
+            special_tokens=text.special_tokens,
+            eos_token_ids=text.eos_token_ids,
+            max_context_tokens=await self._context_tokens(model),
+            vocab_size=self.tokenizer.vocab_size,
+            max_num_logprobs=self._max_num_logprobs,
+            created_unix_s=count_of(created) or 0,
+            dtype="unknown",
+            device="unknown",
+            extensible=False,
+        )
+
+    async def figures(self) -> ExternalFigures | None:
+        """Its load; None where it does not tell it. Raises Silent."""
+        if self._address.kind not in NAMES:
+            return None
+        try:
+            text = (await self._get("/metrics")).decode(errors="replace")
+        except Unwell:
+            return await self._slots() if self._address.kind is ExternalKind.LLAMA_CPP else None
+        return read_figures(self._address.kind, text)
+
+    async def _slots(self) -> ExternalFigures | None:
+        """llama.cpp has metrics only where it was started with them."""
+        try:
+            slots = await self._get_json("/slots")
+        except Unwell:
+            return None
+        if not isinstance(slots, list):
+            return None
+        return ExternalFigures(
+            num_running=sum(isinstance(slot, dict) and slot.get("is_processing") is True for slot in slots)
+        )
+
+    async def _context_tokens(self, model: dict[str, Any]) -> int:
+        told = model.get("max_model_len")
+        if self._address.kind is ExternalKind.LLAMA_CPP:
+            props = await self._get_json("/props")
+            settings = props.get("default_generation_settings") if isinstance(props, dict) else None
+            told = settings.get("n_ctx") if isinstance(settings, dict) else None
+        known = [n for n in (count_of(told), self._address.context_tokens) if n is not None and n > 1]
+        if not known:
+            raise Unwell("does not say the length of its context; add context=TOKENS to its address")
+        return min(known)
+
+    def _find(self, answer: Any) -> dict[str, Any]:
+        """The model among those that are served. llama.cpp serves one, and calls it by its file's name."""
+        listed = answer.get("data") if isinstance(answer, dict) else answer
+        models = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        named = [one for one in models if one.get("id") == self._address.model]
+        if named:
+            return named[0]
+        if self._address.kind is ExternalKind.LLAMA_CPP and models:
+            return models[0]
+        served = ", ".join(sorted(str(one.get("id")) for one in models)) or "none"
+        raise Unwell(f"does not serve {self._address.model!r}, but {served}; correct model= in its address")
+
+    async def _get_json(self, path: str) -> Any:
+        try:
+            return msgspec.json.decode((await self._get(path)).removeprefix(BOM))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Unwell(f"answers {path} with what is not JSON") from error
+
+    async def _get(self, path: str) -> bytes:
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._http.stream("GET", self._address.root_url + path) as response,
+            ):
+                if response.status_code in (401, 403):
+                    raise Unwell("refuses the API key; set external_engine_api_key, or key_file= in its address")
+                if response.status_code != 200:
+                    may_pass = response.status_code == 429 or response.status_code >= 500
+                    kind = ModelsUnlisted if may_pass and self._address.kind is ExternalKind.GENERIC else Unwell
+                    raise kind(f"answers {path} with status {response.status_code}")
+                body = bytearray()
+                async for chunk in content_of(response):
+                    body += chunk
+                    if len(body) > MAX_ANSWER_BYTES:
+                        raise Unwell(f"answers {path} with more than {MAX_ANSWER_BYTES} bytes")
+                return bytes(body)
+        except MalformedAnswer as error:
+            raise Unwell(f"answers {path} with what cannot be read: {error}") from error
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise Silent(f"did not answer {path} within {self._timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise Unwell(f"cannot be reached: {error or type(error).__name__}") from error

@@ -1,0 +1,177 @@
+"""The keys of one gateway process: claimed in the database, and renewed while their requests run.
+
+All gateways go by the rows of one database, so a key is held once, wherever its requests come in. A claim that nobody
+renews, since its gateway was killed, is free again when it expires. Fails closed: while the database is away, a request
+with a key is turned away (503) before anything is generated. An answer that could not be stored is sent all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused
+from moiety_platform.idempotency.keys import KeyBinding, hash_of
+from moiety_platform.idempotency.models import State
+from moiety_platform.idempotency.store import Found, KeptAnswer, KeyStore
+from moiety_platform.periodic_task import PeriodicTask
+from moiety_platform.settings import GatewaySettings
+
+CLAIM_S = 30.0
+
+INLINE_BYTES = 64 * 1024  # a larger body is hashed in a thread
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepingLimits:
+    """How much is kept, and for how long."""
+
+    ttl_s: float
+    max_answer_bytes: int
+    max_keys_per_tenant: int
+    max_bytes_per_tenant: int
+
+    @classmethod
+    def of(cls, settings: GatewaySettings) -> KeepingLimits:
+        return cls(
+            ttl_s=settings.idempotency_ttl_s,
+            max_answer_bytes=settings.idempotency_max_answer_bytes,
+            max_keys_per_tenant=settings.idempotency_max_keys_per_tenant,
+            max_bytes_per_tenant=settings.idempotency_max_bytes_per_tenant,
+        )
+
+
+class KeyClaim:
+    """A key that one running request holds. Owned by whoever answers it: notes what is sent; is kept or released."""
+
+    def __init__(self, keeper: IdempotencyKeys, tenant_id: str, max_bytes: int) -> None:
+        self.claim_id = secrets.token_hex(16)
+        self.tenant_id = tenant_id
+        self._keeper = keeper
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._parts: list[bytes] = []
+        self._is_over = False
+
+    def note(self, data: bytes) -> None:
+        """A part of the answer's body. Of an answer that is too large, nothing is held."""
+        self._num_bytes += len(data)
+        if self._num_bytes <= self._max_bytes:
+            self._parts.append(data)
+        else:
+            self._parts.clear()
+
+    async def keep(self, status: int, headers: Mapping[str, str]) -> None:
+        """The answer is whole: store it. Where the database is away, the claim is left to expire."""
+        self._is_over = True
+        is_small = self._num_bytes <= self._max_bytes
+        await self._keeper.end(self, KeptAnswer(status, headers, b"".join(self._parts)) if is_small else None)
+
+    async def release(self) -> None:
+        """Unless the answer was kept, the key may be used again."""
+        if not self._is_over:
+            self._is_over = True
+            await self._keeper.give_back(self)
+
+
+class IdempotencyKeys:
+    """Owned by the entry point; one event loop. `start` before the first request, `stop` after the last."""
+
+    def __init__(
+        self,
+        database: Database,
+        store: KeyStore,
+        limits: KeepingLimits,
+        *,
+        claim_s: float = CLAIM_S,
+    ) -> None:
+        self._database = database
+        self._store = store
+        self.limits = limits  # may be set to others, for the keys that are claimed from then on
+        self._claim_ms = round(claim_s * 1000)
+        self._running: set[str] = set()
+        self._renewing = PeriodicTask("idempotency-renew", self.renew, claim_s / 3)
+
+    # ── a request ──
+
+    async def claim(self, key: bytes, asked: KeyBinding) -> KeyClaim | KeptAnswer:
+        """Hold the key, or what its first request was answered with. Raises KeyReused, KeyInUse, AnswerNotKept,
+        TooManyKeys, or Unavailable."""
+        is_small = len(asked.body) <= INLINE_BYTES
+        bound_to = asked.fingerprint() if is_small else await asyncio.to_thread(asked.fingerprint)
+        claim = KeyClaim(self, asked.tenant_id, self.limits.max_answer_bytes)
+        async with self._database.write() as session:
+            found = await self._store.claim(
+                session,
+                tenant_id=asked.tenant_id,
+                key_hash=hash_of(key),
+                fingerprint=bound_to,
+                claim_id=claim.claim_id,
+                ttl_ms=self._claim_ms,
+                max_keys=self.limits.max_keys_per_tenant,
+            )
+        if found is not None:
+            return _answer_of(found, bound_to)
+        self._running.add(claim.claim_id)
+        return claim
+
+    async def end(self, claim: KeyClaim, answer: KeptAnswer | None) -> None:
+        """Store the answer, or that it is too large to be stored."""
+        self._running.discard(claim.claim_id)
+        try:
+            async with self._database.write() as session:
+                is_held = await self._store.keep(
+                    session,
+                    claim.tenant_id,
+                    claim.claim_id,
+                    answer,
+                    ttl_ms=round(self.limits.ttl_s * 1000),
+                    max_bytes=self.limits.max_bytes_per_tenant,
+                )
+        except Unavailable as error:
+            log.warning("idempotent_answer_lost", tenant_id=claim.tenant_id, reason=str(error))
+        else:
+            if not is_held:
+                log.warning("idempotent_claim_lost", tenant_id=claim.tenant_id)
+
+    async def give_back(self, claim: KeyClaim) -> None:
+        """The request has no answer that is kept: whoever repeats it is served."""
+        self._running.discard(claim.claim_id)
+        try:
+            async with self._database.write() as session:
+                await self._store.release(session, claim.claim_id)
+        except Unavailable as error:
+            log.warning("idempotent_claim_left", tenant_id=claim.tenant_id, reason=str(error))
+
+    # ── its own life ──
+
+    async def start(self) -> None:
+        self._renewing.start()
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        await self._renewing.cancel()
+
+    async def renew(self) -> None:
+        """Put off the expiry of what runs here. Raises Unavailable."""
+        if self._running:
+            async with self._database.write() as session:
+                await self._store.renew(session, list(self._running), self._claim_ms)
+
+
+def _answer_of(found: Found, bound_to: bytes) -> KeptAnswer:
+    if found.fingerprint != bound_to:
+        raise KeyReused
+    if found.state == State.RUNNING:
+        raise KeyInUse
+    if found.answer is None:
+        raise AnswerNotKept
+    return found.answer

@@ -1,0 +1,86 @@
+"""Work that a process does again and again in the background, all its life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from moiety_platform.errors import Unavailable
+
+log = structlog.get_logger(__name__)
+
+
+class PeriodicTask:
+    """Does `work`, logged as `name`, every `every_s`, and at once when woken.
+    Owned by whose work it is; one event loop.
+
+    What a round raises does not end the work: that the database is away is told once, anything else each time, and for
+    `pause_s` nobody can wake it."""
+
+    def __init__(
+        self, name: str, work: Callable[[], Awaitable[object]], every_s: float, *, pause_s: float = 0.0
+    ) -> None:
+        self._name = name
+        self._work = work
+        self.every_s = every_s  # may be set to another, for the rounds after the next
+        self._pause_s = pause_s
+        self._woken = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=self._name)
+
+    def wake(self) -> None:
+        """Something is to be done: make a round at once, or another one after this."""
+        self._woken.set()
+
+    async def stop(self) -> bool:
+        """Return when the round that is being made has come to its end, the last one; False if nothing was running."""
+        if self._task is None:
+            return False
+        self._stopping.set()
+        self._woken.set()
+        await self._task
+        self._task = None
+        return True
+
+    async def cancel(self) -> None:
+        """Stop at once, in the middle of a round. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._task = None
+
+    async def _run(self) -> None:
+        is_away = False
+        while True:
+            await _wait(self._woken, self.every_s)
+            if self.is_stopping:
+                return
+            self._woken.clear()
+            try:
+                await self._work()
+            except Unavailable as error:
+                if not is_away:
+                    log.warning("store_away", what=self._name, reason=str(error))
+                is_away = True
+                await _wait(self._stopping, self._pause_s)
+            except Exception:  # the root of a task that lives as long as the process: told, and tried again
+                log.exception("round_failed", what=self._name)
+                await _wait(self._stopping, self._pause_s)
+            else:
+                is_away = False
+
+
+async def _wait(event: asyncio.Event, at_most_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(at_most_s):
+            await event.wait()

@@ -1,0 +1,76 @@
+"""The chores: every table that grows with traffic, and what makes its rows go; and days of usage, summed up once they
+are over. `docs/administration.md` says the same.
+
+What is not here stays: the ledger, the sums of hours and the audit log; and the single requests, unless a setting says
+for how long.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from functools import partial
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.adapters.service import erase_some as erase_deleted_adapters
+from moiety_platform.batches.purge import purge_batches
+from moiety_platform.batches.results import BatchFiles
+from moiety_platform.db.now import now_ms
+from moiety_platform.db.session import Database
+from moiety_platform.files.service import Files
+from moiety_platform.files.store import give_ends, read_clock
+from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.quota.purge import purge_forsaken, purge_windows
+from moiety_platform.responses_api.store import ResponseStore
+from moiety_platform.retention.leases import Now
+from moiety_platform.retention.service import RetentionJob
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.simulations import store as simulations
+from moiety_platform.usage.days import sum_up_some
+from moiety_platform.usage.minutes import KEPT_HOURS, purge_minutes
+from moiety_platform.usage.purge import purge_requests
+from moiety_platform.webhooks.deliveries import forget_alerts, forget_old
+
+DAY_MS = 24 * 3600 * 1000
+
+
+def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) -> list[RetentionJob]:
+    """What one gateway process does, in this order: what is known by other rows goes before them."""
+
+    async def purge_old_windows(session: AsyncSession) -> int:
+        before = await _ago(session, timedelta(days=settings.keep_limit_windows_days), now)
+        return await forget_alerts(session, before) or await purge_windows(session, before)
+
+    async def purge_old_requests(session: AsyncSession) -> int:
+        return await purge_requests(session, await _ago(session, timedelta(days=settings.keep_requests_days), now))
+
+    async def purge_old_minutes(session: AsyncSession) -> int:
+        return await purge_minutes(session, await _ago(session, timedelta(hours=KEPT_HOURS), now))
+
+    async def sum_up_days(session: AsyncSession) -> int:
+        return await sum_up_some(session, await _ago(session, timedelta(), now))
+
+    chores = [
+        RetentionJob("idempotent_requests", KeyStore(now=now).purge),
+        RetentionJob("responses", ResponseStore(now).purge),
+        RetentionJob("files", Files(database, BatchFiles(database), now).purge),
+        RetentionJob("batches", partial(purge_batches, keep_ms=settings.keep_batches_days * DAY_MS, now=now)),
+        RetentionJob("webhook_deliveries", partial(forget_old, now=now)),
+        RetentionJob("usage_minutes", purge_old_minutes),
+        RetentionJob("usage_days", sum_up_days),
+        RetentionJob("adapters", partial(erase_deleted_adapters, now=now)),
+        RetentionJob("simulations", partial(simulations.purge, now=now)),
+        RetentionJob("quota_windows", purge_old_windows),
+        RetentionJob("forsaken_limits", purge_forsaken),
+    ]
+    if settings.keep_files_s is not None:
+        chores.insert(1, RetentionJob("files_without_end", partial(give_ends, keep_s=settings.keep_files_s, now=now)))
+    if settings.keep_requests_days:
+        chores.append(RetentionJob("usage", purge_old_requests))
+    return chores
+
+
+async def _ago(session: AsyncSession, span: timedelta, now: Now) -> datetime:
+    """By the database's clock."""
+    moment = datetime.fromtimestamp(await read_clock(session, now) / 1000, UTC)
+    return moment - span

@@ -1,0 +1,240 @@
+"""Has engines compute what conversations are likely to go on with, for tenants that want it.
+
+When an answer of a chat has come to its end, what the next turn's prompt will begin with is known: with a model that
+thinks it is not what the engine has in its cache, since later prompts leave thoughts out. That beginning is sent to the
+engine that answered, which decides whether it is likely to come, and computes it while it has nothing else to do.
+Nobody waits for it, and it is no request. Where it cannot be done, it is not, and that is counted.
+
+What was computed is stored in a row of its own, once; it is charged, where the tenant is, at the price of input, under
+the tenant's limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Self
+
+import structlog
+
+from moiety_platform.clock import Clock
+from moiety_platform.completions.generation import Conversation
+from moiety_platform.completions.quota_reservation import UsedTokens, scopes_of
+from moiety_platform.completions.request_record import RequestRecord
+from moiety_platform.completions.request_recorder import UsageSink
+from moiety_platform.completions.run import Run
+from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.errors import BadRequest, PlatformError, RequestExceedsQuota, forget_frames
+from moiety_platform.metrics import SpeculativePrefillMetrics
+from moiety_platform.quota.errors import QuotaExceeded
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.kinds import Unit
+from moiety_platform.quota.lease import Charge, Hold
+from moiety_platform.randomness import ordered_hex
+from moiety_platform.speculative_prefill.next_turn import has_called, next_turns, num_shared
+from moiety_platform.tenants.models import SpeculativePrefillMode
+from moiety_platform.usage.row import UsageRow
+from moiety_text.errors import TextError
+from moiety_text.tools.deltas import Parts
+from moiety_wire.classes import SPECULATIVE_PREFILL
+from moiety_wire.messages import ModelCard, Sampling, SpeculativePrefillRequest, Stopping, Submit
+from moiety_wire.roles import EngineRole
+
+WAIT_S = 60.0  # that an engine has for it; then it is given up
+MAX_OPEN = 512  # in this process; what ends beyond that is not followed
+MAX_DEPTH = 3  # turns of a conversation, beyond which they are not told apart
+REFUSED, LIMITED, LOST, TIMED_OUT, CROWDED = "refused", "limited", "lost", "timed_out", "crowded"
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One that has ended: of whom, what was asked and answered, and the engine whose cache has it."""
+
+    record: RequestRecord
+    run: Run
+    asked: Conversation
+    output_ids: list[int]
+    client: EngineClient
+
+
+class NextTurnPrefill:
+    """Of one gateway process, entered in its event loop; left before the usage recorder stops."""
+
+    def __init__(self, usage: UsageSink, quotas: QuotaKeeper, metrics: SpeculativePrefillMetrics, clock: Clock) -> None:
+        self._usage = usage
+        self._quotas = quotas
+        self._metrics = metrics
+        self._clock = clock
+        self._open: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Give up what is open; what engines computed of it is stored."""
+        for task in self._open:
+            task.cancel()
+        if self._open:
+            await asyncio.wait(self._open)
+
+    def ended(self, record: RequestRecord, run: Run) -> None:
+        """A request was answered whole. Returns at once and never raises."""
+        turn = _turn_of(record, run)
+        if turn is None:
+            return
+        if len(self._open) >= MAX_OPEN:
+            self._metrics.observe(record.base_model, CROWDED)
+            return
+        task = asyncio.create_task(self._follow(turn), name="speculative_prefill")
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _follow(self, turn: _Turn) -> None:
+        record = turn.record
+        try:
+            submit = await self._submit_of(turn)
+            outcome = REFUSED if submit is None else await self._have_computed(turn, submit)
+        except (BadRequest, TextError):  # the template does not take what the model has said, or it is too long
+            outcome = REFUSED
+        except (QuotaExceeded, RequestExceedsQuota):
+            outcome = LIMITED
+        except PlatformError as error:
+            forget_frames(error)
+            log.debug("speculative_prefill_failed", request_id=record.request_id, code=error.code)
+            outcome = LOST
+        except Exception:  # the root of a task: nobody waits for it
+            log.exception("speculative_prefill_failed", request_id=record.request_id)
+            outcome = LOST
+        self._metrics.observe(record.base_model, outcome)
+
+    async def _submit_of(self, turn: _Turn) -> Submit | None:
+        """What the engine is asked to compute; None where nothing is known of the next turn."""
+        record, run, asked = turn.record, turn.run, turn.asked
+        asked_ids, output_ids = run.prompts[0], turn.output_ids
+        assert record.generation is not None and record.chosen is not None, "it was answered"
+        answer = await run.text.read_answer(record.generation, run.prompts, output_ids)
+        first, second = await run.text.encode(next_turns(asked, answer))
+        prompt_ids = first[: num_shared(first, second)]
+        before = [*asked_ids, *output_ids]
+        shared = num_shared(prompt_ids, before)
+        if not prompt_ids:
+            return None
+        principal = record.principal
+        return Submit(
+            request_id=f"fore-{ordered_hex()}",
+            seq=0,
+            model=record.base_model,
+            tenant_id=principal.tenant_id,
+            service=record.chosen,
+            prompt_ids=prompt_ids,
+            sampling=Sampling(),
+            stopping=Stopping(max_tokens=0),
+            credit_tokens=0,
+            cache_salt=principal.cache_salt,
+            arrival_unix_ns=self._clock.unix_ns(),
+            tenant_weight=principal.weight,
+            speculative_prefill=SpeculativePrefillRequest(
+                _habit_of(turn, answer), shared, before[shared:], len(asked_ids)
+            ),
+        )
+
+    async def _have_computed(self, turn: _Turn, submit: Submit) -> str:
+        """See it through at the engine, and store what came of it. How it ended."""
+        record = turn.record
+        is_charged = record.principal.speculative_prefill is SpeculativePrefillMode.CHARGED
+        price = record.spending.cost if is_charged else _free
+        most = UsedTokens(record.service_class, len(submit.prompt_ids), 0, 0)
+        if is_charged:  # is there room? Nothing stays held while the engine waits for time
+            room = await self._reserve(record, most, price(most))
+            room.settle({Unit.TOKENS: 0, Unit.MONEY: 0})
+        stream: EngineStream | None = None
+        try:
+            async with asyncio.timeout(WAIT_S), turn.client.open(submit) as stream:
+                async for _ in stream.messages():
+                    pass
+        except TimeoutError:
+            return TIMED_OUT
+        finally:  # it has ended at the engine, however this is left
+            finished = None if stream is None else stream.finished
+            computed = 0 if finished is None else min(finished.num_speculative_tokens, most.prompt_tokens)
+            if computed:
+                used = UsedTokens(record.service_class, computed, 0, 0)
+                cost, charges = await self._charge(record, used, price(used)) if is_charged else (0, ())
+                self._usage.record(self._row(record, submit.request_id, used, cost, charges))
+        return LOST if finished is None else finished.detail
+
+    async def _charge(self, record: RequestRecord, used: UsedTokens, cost: int) -> tuple[int, tuple[Charge, ...]]:
+        """What it costs, and of which limits it was taken; nothing where the room was taken by requests meanwhile."""
+        try:
+            hold = await self._reserve(record, used, cost)
+        except PlatformError:
+            return 0, ()
+        return cost, hold.settle({Unit.TOKENS: used.prompt_tokens, Unit.MONEY: cost})
+
+    async def _reserve(self, record: RequestRecord, most: UsedTokens, cost: int) -> Hold:
+        """Raises QuotaExceeded where a limit has no room, or Unavailable."""
+        return await self._quotas.hold(scopes_of(record.principal), {Unit.TOKENS: most.prompt_tokens, Unit.MONEY: cost})
+
+    def _row(
+        self, record: RequestRecord, row_id: str, used: UsedTokens, cost: int, charges: tuple[Charge, ...]
+    ) -> UsageRow:
+        principal = record.principal
+        return UsageRow(
+            request_id=row_id,
+            tenant_id=principal.tenant_id,
+            project_id=principal.project_id,
+            key_id=principal.key_id,
+            endpoint=SPECULATIVE_PREFILL,
+            model=record.served_model,
+            service_class=SPECULATIVE_PREFILL,
+            started_at=self._clock.now(),
+            outcome="foreseen",
+            http_status=0,
+            num_choices=0,
+            prompt_tokens=0,
+            cached_tokens=0,
+            output_tokens=0,
+            queue_ms=None,
+            ttft_ms=None,
+            duration_ms=0.0,
+            cost_nanodollars=cost,
+            speculative_tokens=used.prompt_tokens,
+            charges=charges,
+        )
+
+
+def _turn_of(record: RequestRecord, run: Run) -> _Turn | None:
+    """What there is to go by; None where the tenant does not want it, or it is not a turn that may be followed by
+    another."""
+    generation = record.generation
+    if (
+        record.principal.speculative_prefill is SpeculativePrefillMode.OFF
+        or generation is None
+        or generation.num_sequences != 1
+    ):
+        return None
+    (asked,), output_ids = generation.prompts, run.whole_answer()
+    is_adapted = record.base_model != record.served_model
+    if not isinstance(asked, Conversation) or asked.prefill or output_ids is None or is_adapted:
+        return None
+    client = next((client for client, _ in reversed(record.sequences) if _prefills_ahead(client.state.card)), None)
+    return None if client is None else _Turn(record, run, asked, output_ids, client)
+
+
+def _prefills_ahead(card: ModelCard | None) -> bool:
+    """Not an engine that only goes on where others have computed a prompt."""
+    return card is not None and card.speculative_prefill and card.role is not EngineRole.DECODE
+
+
+def _habit_of(turn: _Turn, answer: Parts) -> str:
+    """Whose conversations go on alike: those of a key, after as many turns, and after calls of tools apart."""
+    depth = sum(message["role"] == "assistant" for message in turn.asked.messages)
+    kind = "call" if has_called(answer) else "turn"
+    return f"{turn.record.principal.root_key_id}:{kind}:{min(depth, MAX_DEPTH)}"
+
+
+def _free(_: UsedTokens) -> int:
+    return 0

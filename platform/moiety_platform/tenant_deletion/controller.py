@@ -1,0 +1,50 @@
+"""`/admin/v1/tenants/{id}/data`: erases it. The door is the admin router's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from litestar import Response, delete
+from litestar.di import NamedDependency
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath
+
+from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.audit.trail import AuditedStore
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.db.session import Database
+from moiety_platform.openapi.described import JSON, Described, describes
+from moiety_platform.tenant_deletion.schemas import TenantDeletionView
+from moiety_platform.tenant_deletion.service import TenantDeleter
+
+BUDGET_S = 10.0
+
+_ANSWERS = describes(Described(answers={200: {JSON: TenantDeletionView}, 202: {JSON: TenantDeletionView}}))
+
+
+def erasure_routes(
+    budget_s: float = BUDGET_S, traces: Database | None = None, on_begun: Callable[[], None] = lambda: None
+) -> list[HTTPRouteHandler]:
+    """The handlers, for the admin router to take in. `traces` is the store of traces, where that is another database;
+    `on_begun` is called once it is known that a tenant is to be erased."""
+
+    @delete(
+        "/tenants/{tenant_id:str}/data",
+        status_code=200,
+        tags=["tenants"],
+        name="erase_tenant_data",
+        opt=needs(AdminAction.ERASE_TENANTS) | _ANSWERS,
+    )
+    async def erase_tenant_data(
+        store: NamedDependency[AuditedStore], authenticator: NamedDependency[Authenticator], tenant_id: FromPath[str]
+    ) -> Response[TenantDeletionView]:
+        """Revoke a tenant's keys and erase its content and names, for good; what it used stays as numbers. While there
+        is more to do the answer is 202: ask again, until it is 200."""
+        eraser = TenantDeleter(store, tenant_id, traces)
+        for key_id in await eraser.begin():
+            authenticator.forget(key_id)
+        on_begun()
+        view = TenantDeletionView.of(await eraser.work(budget_s))
+        return Response(view, status_code=202 if view.ended_at is None else 200)
+
+    return [erase_tenant_data]

@@ -1,0 +1,79 @@
+"""What is deleted whole: files, batches with their lines and answers, and the tenant's rows of every table of which
+nobody has said here that it stays. Within the caller's transaction, some rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sqlalchemy import ColumnElement, CursorResult, delete, exists, inspect, select, tuple_, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
+from moiety_platform.audit.models import AuditEntry
+from moiety_platform.auth.reach import SHARED, rows_of
+from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus
+from moiety_platform.db.base import Base
+from moiety_platform.files.models import FileChunk, FileState, StoredFile
+from moiety_platform.quota.models import Quota, QuotaAlert, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
+from moiety_platform.retention.models import RetentionJobRecord
+from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantDeletion
+from moiety_platform.trace_store.models import SpanRecord, TraceRecord
+from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
+from moiety_platform.webhooks.models import Webhook, WebhookDelivery
+
+Table = type[Base]
+
+ROWS_AT_ONCE = 500
+_ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64, AdapterChunk: 16})  # a quarter of a MB, one MB
+
+_NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, UsageDay, UsageCut}) | frozenset(
+    {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert}
+)
+_BLANKED: frozenset[Table] = frozenset({Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour, UsageDay})
+_OURS: frozenset[Table] = frozenset({TenantDeletion, Webhook, WebhookDelivery, RetentionJobRecord})
+KEPT_ELSEWHERE: frozenset[Table] = frozenset({SpanRecord, TraceRecord})  # where traces have a database of their own
+KEPT: frozenset[Table] = _NUMBERS | _BLANKED | _OURS
+
+
+async def stop_growth(session: AsyncSession, tenant_id: str) -> None:
+    """Nothing is added any more to the files, adapters and batches that there are. Waits for those that are adding just
+    now."""
+    adapters = Adapter.tenant_id == tenant_id, Adapter.state != AdapterState.DELETED
+    await session.execute(update(Adapter).where(*adapters).values(state=AdapterState.DELETED))
+    files = StoredFile.tenant_id == tenant_id, StoredFile.state != FileState.DELETED
+    await session.execute(update(StoredFile).where(*files).values(state=FileState.DELETED))
+    batches = Batch.tenant_id == tenant_id, Batch.status.in_(OPEN)
+    await session.execute(update(Batch).where(*batches).values(status=BatchStatus.CANCELLED))
+
+
+def doomed() -> list[Table]:
+    """The tables whose rows go, those first whose rows are known by others'."""
+    tables = {mapper.class_ for mapper in Base.registry.mappers} - KEPT - SHARED
+    return sorted(tables, key=lambda table: ("tenant_id" in table.__mapper__.columns, table.__tablename__))
+
+
+async def delete_some(session: AsyncSession, table: Table, tenant_id: str) -> int:
+    """Delete some of the tenant's rows, but for what still grows or has parts; how many."""
+    key = inspect(table).primary_key
+    condition = rows_of(table, tenant_id), *_WHOLE.get(table, ())
+    wanted = select(*key).where(*condition).limit(_ROWS_AT_ONCE.get(table, ROWS_AT_ONCE))
+    connection = await session.connection()
+    result: CursorResult[Any] = await connection.execute(delete(table).where(tuple_(*key).in_(wanted)))
+    return result.rowcount
+
+
+_WHOLE: Mapping[Table, tuple[ColumnElement[bool], ...]] = MappingProxyType(
+    {  # a part that is added later would be nobody's
+        Adapter: (Adapter.state == AdapterState.DELETED, ~exists().where(AdapterChunk.adapter_id == Adapter.id)),
+        StoredFile: (StoredFile.state == FileState.DELETED, ~exists().where(FileChunk.file_id == StoredFile.id)),
+        Batch: (Batch.status.not_in(OPEN), ~exists().where(BatchLine.batch_id == Batch.id)),
+    }
+)
+
+
+def name_of(table: Any) -> str:
+    """As counts call it."""
+    return str(table.__tablename__)

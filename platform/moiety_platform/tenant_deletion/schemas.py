@@ -1,0 +1,25 @@
+"""What the admin API says of erasures."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import msgspec
+
+from moiety_platform.tenants.models import TenantDeletion
+
+
+class TenantDeletionView(msgspec.Struct, frozen=True):
+    """How far it is: `erasing` until nothing is left, then `erased`. `counts` are rows that were deleted or blanked
+    since the beginning, by table."""
+
+    tenant_id: str
+    state: str
+    begun_at: datetime
+    ended_at: datetime | None
+    counts: dict[str, int]
+
+    @classmethod
+    def of(cls, erasure: TenantDeletion) -> TenantDeletionView:
+        state = "erasing" if erasure.ended_at is None else "erased"
+        return cls(erasure.tenant_id, state, erasure.begun_at, erasure.ended_at, erasure.counts)

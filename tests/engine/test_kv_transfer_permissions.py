@@ -1,0 +1,160 @@
+"""Who may bring KV, over real sockets: a transfer needs its token, and belongs to the connection that began it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from moiety_engine.kv_transfer.kv_layout import form_of, token_bytes
+from moiety_engine.kv_transfer.messages import Begin, Cancel, End, KvChunk, Received, Refused, ToReceiver, ToSender
+from moiety_engine.kv_transfer.peer_authentication import present_sender
+from moiety_engine.kv_transfer.receiver_thread import NOT_ALLOWED, ReceiverThread
+from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer, prompt_hash
+from moiety_engine.model.batch import KvCache, LayerCache
+from moiety_wire.roles import transfer_token
+
+NUM_TOKENS = 4
+WAIT_MS = 30_000
+
+
+class Link:
+    """A connection that speaks as senders do."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, key: bytes | None = None) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if key is not None:
+            present_sender(self.socket, key)
+        self.socket.connect(address)
+
+    def send(self, message: ToReceiver, *frames: bytes) -> None:
+        self.socket.send_multipart([msgspec.msgpack.encode(message), *frames])
+
+    def answer(self) -> ToSender:
+        assert self.socket.poll(WAIT_MS), "no answer came"
+        return msgspec.msgpack.decode(self.socket.recv(), type=ToSender)
+
+    def ask(self, message: ToReceiver) -> ToSender:
+        self.send(message)
+        return self.answer()
+
+
+Connect = Callable[..., Link]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    links: list[Link] = []
+
+    def make(address: str, key: bytes | None = None) -> Link:
+        links.append(Link(context, address, key))
+        return links[-1]
+
+    yield make
+    for link in links:
+        link.socket.close()
+    context.term()
+
+
+@pytest.fixture
+def kv() -> KvCache:
+    both = torch.zeros(2, 4, 2, 4, 8)
+    return KvCache((LayerCache(both[0], both[1], None, None),), 4, 4)
+
+
+@pytest.fixture
+def zone(kv: KvCache) -> StagingBuffer:
+    found = StagingBuffer(1 << 20)
+    found.serve(kv)
+    return found
+
+
+@pytest.fixture
+def receiver(zone: StagingBuffer) -> Iterator[ReceiverThread]:
+    found = ReceiverThread("tcp://127.0.0.1:0", zone, None)
+    yield found
+    found.close()
+
+
+def begin_of(kv: KvCache, transfer_id: str, token: str) -> Begin:
+    form = form_of(kv)
+    num_bytes = NUM_TOKENS * token_bytes(form)
+    return Begin(transfer_id, NUM_TOKENS, num_bytes, prompt_hash(range(NUM_TOKENS)), form, token=token)
+
+
+def test_who_was_given_no_token_by_a_gateway_begins_nothing(
+    connect: Connect, receiver: ReceiverThread, zone: StagingBuffer, kv: KvCache
+) -> None:
+    stranger = connect(receiver.address)
+    for token in ("", "ü" * 16, transfer_token("guessed", "a"), transfer_token(receiver.secret, "b")):
+        assert stranger.ask(begin_of(kv, "a", token)) == Refused("a", NOT_ALLOWED)
+        assert zone.claim("a") is Progress.UNKNOWN, "it keeps nobody else from beginning"
+    own = connect(receiver.address)
+    own.send(begin_of(kv, "a", transfer_token(receiver.secret, "a")))
+    own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), secrets.token_bytes(NUM_TOKENS * token_bytes(form_of(kv))))
+    assert own.ask(End("a")) == Received("a")
+
+
+def test_another_connection_neither_writes_into_a_transfer_nor_ends_it(
+    connect: Connect, receiver: ReceiverThread, zone: StagingBuffer, kv: KvCache
+) -> None:
+    own, other = connect(receiver.address), connect(receiver.address)
+    begin = begin_of(kv, "a", transfer_token(receiver.secret, "a"))
+    data = torch.arange(begin.num_bytes // 4, dtype=torch.float32).numpy().tobytes()
+    own.send(begin)
+    own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), data)
+    assert isinstance(own.ask(End("nothing")), Refused), "the first two were taken"
+    other.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), bytes(len(data)))
+    other.send(Cancel("a"))
+    assert isinstance(other.ask(End("a")), Refused)
+    assert isinstance(other.ask(begin), Refused)
+    assert own.ask(End("a")) == Received("a")
+    own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), bytes(len(data)))
+    assert isinstance(own.ask(End("nothing")), Refused)
+    assert zone.arrival("a", begin.prompt_hash) is not None
+    zone.land("a", 0, [2])
+    stored = torch.cat([part[2].flatten() for part in kv.layers[0].parts])
+    assert sorted(stored.tolist()) == list(range(begin.num_bytes // 4))
+
+
+def test_a_token_is_good_for_one_transfer(
+    connect: Connect, receiver: ReceiverThread, zone: StagingBuffer, kv: KvCache
+) -> None:
+    link = connect(receiver.address)
+    begin = begin_of(kv, "a", transfer_token(receiver.secret, "a"))
+    link.send(begin)
+    link.send(Cancel("a"))
+    assert link.ask(begin) == Refused("a", "a transfer of this name has ended already")
+    assert zone.claim("a") is Progress.LOST
+
+
+def test_with_keys_a_link_without_one_or_with_another_is_not_even_heard(
+    connect: Connect, zone: StagingBuffer, kv: KvCache
+) -> None:
+    key = zmq.curve_keypair()[1]
+    receiver = ReceiverThread("tcp://127.0.0.1:0", zone, key)
+    try:
+        begin = begin_of(kv, "a", transfer_token(receiver.secret, "a"))
+        strangers = [connect(receiver.address), connect(receiver.address, zmq.curve_keypair()[1])]
+        for stranger in strangers:
+            stranger.send(begin)
+        own = connect(receiver.address, key)
+        own.send(begin)
+        own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), bytes(begin.num_bytes))
+        assert own.ask(End("a")) == Received("a")
+        assert not any(stranger.socket.poll(0) for stranger in strangers)
+    finally:
+        receiver.close()
+
+
+def test_each_start_of_an_engine_has_a_secret_of_its_own(zone: StagingBuffer, receiver: ReceiverThread) -> None:
+    other = ReceiverThread("tcp://127.0.0.1:0", zone, None)
+    other.close()
+    assert len({receiver.secret, other.secret, ""}) == 3
+    assert transfer_token("", "a") == ""

@@ -1,0 +1,328 @@
+"""A layer of the checkpoint that predicts further tokens drafts for it: nothing that anybody gets changes, and what
+such a layer reads goes wherever the KV goes.
+
+Two checkpoints are made for it. In one the layer is the model's only one over again, and reads tokens: it says the same
+but for the first token, which it lacks, and some noise. In the other tokens follow each other in a circle, and the
+layer knows them by nothing but what the model made of the ones before: it is right if that is there, and only then.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moiety_engine.config import EngineConfig, LoadFormat, Overlap, PolicyName, Speculate, TransferConfig
+from moiety_engine.loop import EngineLoop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.offline import Result, run_all
+from moiety_engine.scheduling.speculative_decoding.costs import MOST_BEHIND
+from moiety_engine.scheduling.speculative_decoding.drafted_kv import DraftedKv
+from moiety_engine.sequence import Sequence
+from moiety_engine.startup import load_loop
+from moiety_wire.classes import BATCH
+from moiety_wire.messages import Sampling
+from moiety_wire.roles import EngineRole, KvHandoff, transfer_token
+
+BLOCK_SIZE = 4
+VOCABULARY = WIDTH = 64
+STEP = 5  # from a token to the one that follows it in the circle
+LIMIT_S = 120.0
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 1,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+KINDS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.7, top_p=0.9, seed=4, repetition_penalty=1.1),
+    Sampling(temperature=0.8, top_k=5, min_p=0.05, seed=5, num_logprobs=1),
+]
+
+
+def write(folder: Path, family: str, **more: Any) -> dict[str, torch.Tensor]:
+    """What transformers writes, and the same layer once more."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(SMALL | more))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"num_nextn_predict_layers": 1}))
+    tensors = load_file(folder / "model.safetensors")
+    again = {
+        name.replace("layers.0.", "layers.1."): one.clone() for name, one in tensors.items() if "layers.0." in name
+    }
+    norms = {f"model.layers.1.{name}.weight": torch.ones(WIDTH) for name in ("enorm", "hnorm", "shared_head.norm")}
+    return tensors | again | norms
+
+
+def write_one_that_reads_tokens(folder: Path) -> None:
+    tensors = write(folder, "deepseek_v3", **LATENT)
+    for name, one in tensors.items():
+        if name.endswith("o_proj.weight"):
+            one.mul_(0.2)  # so that the first token matters little
+    rows = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = rows / rows.square().mean(-1, keepdim=True).sqrt()
+    noise = 0.01 * torch.randn(WIDTH, WIDTH)
+    tensors["model.layers.1.eh_proj.weight"] = torch.cat((torch.eye(WIDTH), noise), dim=1)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def write_one_that_reads_what_was_made(folder: Path) -> None:
+    tensors = write(folder, "glm4_moe", head_dim=16)
+    for name, one in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            one.zero_()
+    one_each, following = torch.eye(WIDTH), (torch.arange(VOCABULARY) + STEP) % VOCABULARY
+    tensors["model.embed_tokens.weight"] = 8 * one_each
+    tensors["lm_head.weight"] = 4 * one_each[(torch.arange(VOCABULARY) - STEP) % VOCABULARY]
+    tensors["model.layers.1.eh_proj.weight"] = torch.cat((0 * one_each, one_each[:, following]), dim=1)
+    save_file(tensors, folder / "model.safetensors")
+
+
+class Foretelling:
+    """Loops over one checkpoint, with the layer and without, each loaded once."""
+
+    def __init__(self, folder: Path, *, always_right: bool) -> None:
+        self.folder, self.always_right = folder, always_right
+        self.plain_model = load_loop(self._config(speculate=Speculate.OFF)).model
+        loop = load_loop(self._config())
+        assert loop._draft is not None
+        self.model, self.layer = loop.model, loop._draft.model
+
+    def plain(self, **settings: Any) -> EngineLoop:
+        return EngineLoop(self.plain_model, self._config(speculate=Speculate.OFF, **settings))
+
+    def make(self, **settings: Any) -> EngineLoop:
+        ticks = count(10**18, 10**7)  # a clock by which all steps take the same
+        config = self._config(**settings)
+        return EngineLoop(self.model, config, clock_ns=lambda: next(ticks), draft_model=self.layer)
+
+    def check(self, loop: EngineLoop) -> None:
+        """So much came true as must."""
+        load = loop.load()
+        least = load.drafted_tokens_total * (1.0 if self.always_right else 0.2)
+        assert load.accepted_tokens_total >= max(1, least)
+
+    def _config(self, **settings: Any) -> EngineConfig:
+        usual = {"dtype": "float32", "block_size": BLOCK_SIZE, "speculate": Speculate.MTP}
+        return EngineConfig(model=str(self.folder), name="tiny", device="cpu", **usual | settings)
+
+
+@pytest.fixture(scope="module")
+def of_what_was_made(tmp_path_factory: pytest.TempPathFactory) -> Foretelling:
+    folder = tmp_path_factory.mktemp("made")
+    write_one_that_reads_what_was_made(folder)
+    return Foretelling(folder, always_right=True)
+
+
+@pytest.fixture(scope="module")
+def of_tokens(tmp_path_factory: pytest.TempPathFactory) -> Foretelling:
+    folder = tmp_path_factory.mktemp("tokens")
+    write_one_that_reads_tokens(folder)
+    return Foretelling(folder, always_right=False)
+
+
+@pytest.fixture(params=["of_what_was_made", "of_tokens"])
+def mtp(request: pytest.FixtureRequest) -> Foretelling:
+    found: Foretelling = request.getfixturevalue(request.param)
+    return found
+
+
+def make_submit(key: int, *, num_prompt: int = 22, max_tokens: int = 40, **more: Any) -> CoreSubmit:
+    prompt = [3 + (key * 31 + i * 7) % 60 for i in range(num_prompt)]
+    sampling = KINDS[key % len(KINDS)]
+    submit = CoreSubmit(key, "t", BATCH, prompt, sampling, max_tokens, 0, [], max_tokens, b"s", 0)
+    return msgspec.structs.replace(submit, **more)
+
+
+def told(results: dict[int, Result]) -> dict[int, tuple[list[int], list[Any]]]:
+    return {key: (result.token_ids, result.logprobs) for key, result in results.items()}
+
+
+def settle(loop: EngineLoop, is_busy: Callable[[], bool]) -> None:
+    limit_s = time.monotonic() + LIMIT_S
+    while is_busy():
+        loop.step()
+        assert time.monotonic() < limit_s, "something is on its way for ever"
+
+
+@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
+def test_every_kind_of_sampling_gives_the_same_in_fewer_steps(mtp: Foretelling, overlap: Overlap) -> None:
+    submits = [make_submit(key) for key in range(4)]
+    expected = told(run_all(mtp.plain(), submits))
+    loop = mtp.make(overlap=overlap)
+    results = run_all(loop, submits)
+    assert told(results) == expected
+    mtp.check(loop)
+    assert loop.steps_total < (20 if mtp.always_right else 40)
+    finishes = [result.finish for result in results.values() if result.finish]
+    assert sum(finish.num_drafted_tokens for finish in finishes) == loop.load().drafted_tokens_total > 40
+    assert sum(finish.num_accepted_tokens for finish in finishes) == loop.load().accepted_tokens_total
+
+
+@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
+@pytest.mark.parametrize("num_host_blocks", [0, 60])
+def test_preempted_and_swapped_requests_go_on_with_what_was_made_of_their_tokens(
+    mtp: Foretelling, overlap: Overlap, num_host_blocks: int
+) -> None:
+    submits = [make_submit(key) for key in range(7)]
+    expected = told(run_all(mtp.plain(), submits))
+    block_bytes = mtp.model.kv_bytes_per_block(BLOCK_SIZE)
+    own_bytes = mtp.layer.kv_bytes_per_block(BLOCK_SIZE)
+    loop = mtp.make(
+        overlap=overlap,
+        kv_memory_bytes=36 * (block_bytes + own_bytes),
+        host_kv_memory_bytes=num_host_blocks * block_bytes,
+        max_context_tokens=100,
+        policy=PolicyName.FCFS,
+    )
+    results = run_all(loop, submits)
+    assert told(results) == expected
+    events = [event for result in results.values() if result.finish for event in result.finish.events]
+    assert any(event.kind == "preempted" for event in events)
+    mtp.check(loop)
+
+
+def test_what_requests_share_of_a_prefix_is_not_taken_in_again(mtp: Foretelling) -> None:
+    loop = mtp.make()
+    long = make_submit(0, num_prompt=MOST_BEHIND + 44)
+
+    def drafted_after_two_steps(submit: CoreSubmit) -> int:
+        before = loop.load().drafted_tokens_total
+        loop.submit(submit)
+        loop.step()  # its prompt
+        loop.step()  # a decode; as much is taken in beside it as may be, or a guess is verified
+        return loop.load().drafted_tokens_total - before
+
+    def answer_of(key: int) -> list[int]:
+        settle(loop, lambda: not loop.scheduler.idle)
+        step = loop.take_outputs()
+        assert step is not None
+        return [token for output in step.outputs if output.key == key for token in output.token_ids]
+
+    assert drafted_after_two_steps(long) == 0
+    first = answer_of(0)
+    assert first == run_all(mtp.plain(), [long])[0].token_ids
+    longer = make_submit(1, prompt_ids=long.prompt_ids + first[:20])
+    assert drafted_after_two_steps(longer) > 0
+    assert answer_of(1) == run_all(mtp.plain(), [longer])[1].token_ids
+    mtp.check(loop)
+
+
+def test_what_was_made_of_tokens_comes_back_from_the_disk_after_a_restart(
+    of_what_was_made: Foretelling, tmp_path: Path
+) -> None:
+    submit = make_submit(0, num_prompt=60)
+    expected = told(run_all(of_what_was_made.plain(), [submit]))
+    for num_cached in (0, 56):
+        loop = of_what_was_made.make(disk_cache=str(tmp_path))
+        results = run_all(loop, [submit])
+        assert told(results) == expected
+        assert results[0].finish is not None
+        assert results[0].finish.num_cached_tokens == num_cached
+        of_what_was_made.check(loop)
+        settle(loop, lambda loop=loop: loop.waits_for_others)
+        loop.close()
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_prompt_that_is_handed_over_brings_it_along_or_is_computed_again(
+    of_what_was_made: Foretelling, alike: bool
+) -> None:
+    submit = make_submit(0, num_prompt=60)
+    expected = run_all(of_what_was_made.plain(), [submit])[0].token_ids
+    to = TransferConfig(role=EngineRole.PREFILL)
+    prefill = of_what_was_made.make(transfer=to) if alike else of_what_was_made.plain(transfer=to)
+    with (
+        prefill,
+        of_what_was_made.make(transfer=TransferConfig(role=EngineRole.DECODE, listen="tcp://127.0.0.1:0")) as decode,
+    ):
+        exchange = decode.exchange
+        transfer_id = secrets.token_hex(16)
+        there = KvHandoff(transfer_id, exchange.address, exchange.host, transfer_token(exchange.secret, transfer_id))
+        begun = run_all(prefill, [msgspec.structs.replace(submit, hand_over=there)])[0]
+        assert begun.finish is not None
+        transfer_id = "" if begun.finish.detail else there.transfer_id
+        goes_on = msgspec.structs.replace(submit, resumed_ids=begun.token_ids, transfer_id=transfer_id)
+        ended = run_all(decode, [goes_on])[0]
+        assert begun.token_ids + ended.token_ids == expected
+        assert ended.finish is not None
+        assert (ended.finish.arrival is not None) is alike
+        of_what_was_made.check(decode)
+
+
+def test_all_memory_is_given_back_asleep_and_it_drafts_on_when_woken(of_what_was_made: Foretelling) -> None:
+    ticks = count(10**18, 10**7)
+    loop = load_loop(of_what_was_made.make().config, clock_ns=lambda: next(ticks))
+    before = told(run_all(loop, [make_submit(0)]))
+    assert loop._draft is not None
+    loop.sleep()
+    assert loop.model.away and loop._draft.model.away
+    assert loop._draft._made_NPD is None
+    loop.wake()
+    loop._draft.proposer.passes.measured([])  # by this clock each takes as long as a step
+    drafted = loop.load().drafted_tokens_total
+    assert told(run_all(loop, [make_submit(0)])) == before
+    assert loop.load().accepted_tokens_total == loop.load().drafted_tokens_total > drafted > 0
+
+
+def test_random_weights_will_do_and_a_checkpoint_without_the_layer_is_refused(
+    of_tokens: Foretelling, checkpoint: Path
+) -> None:
+    settings = {"name": "t", "device": "cpu", "dtype": "float32", "load_format": LoadFormat.DUMMY}
+    submits = [make_submit(key) for key in range(2)]
+    both = [
+        told(run_all(load_loop(EngineConfig(model=str(of_tokens.folder), speculate=speculate, **settings)), submits))  # type: ignore[arg-type]
+        for speculate in (Speculate.OFF, Speculate.MTP)
+    ]
+    assert both[0] == both[1]
+    with pytest.raises(UnsupportedModelError, match=r"qwen3_moe checkpoint has its 2 layers.*--speculate ngram"):
+        load_loop(EngineConfig(model=str(checkpoint), speculate=Speculate.MTP, **settings))  # type: ignore[arg-type]
+
+
+def test_the_last_place_of_a_block_is_taken_in_again_since_it_hangs_on_the_next_token() -> None:
+    def sequence(tokens: list[int], blocks: list[int]) -> Sequence:
+        made = Sequence(CoreSubmit(0, "t", BATCH, tokens, Sampling(), 50, 0, [], 50, b"s", 0), order=0, seed=0)
+        made.blocks = blocks
+        return made
+
+    held = DraftedKv(block_size=2, lag=1)
+    one = sequence([1, 2, 3, 4, 5], [7, 8, 9])
+    assert (held.num_there(one), held.num_behind(one)) == (0, 4)
+    held.took_in(one, 0, 4, [6, 9])
+    assert (held.num_there(one), held.num_behind(one)) == (3, 1), "the newest one is always taken in"
+    one.tokens += [6, 9]  # guesses came true, which it said from what it had made of them itself
+    one.blocks.append(3)
+    assert (held.num_there(one), held.num_behind(one)) == (4, 2)
+    assert held.num_there(sequence([1, 2, 3, 4, 7], [7, 8, 2])) == 3
+    assert held.num_there(sequence([1, 2, 9, 9, 9], [7, 8, 2])) == 1
+    assert held.num_there(sequence([1, 2, 3], [5, 8])) == 0

@@ -1,0 +1,184 @@
+"""What is kept for conversations that come back: evicted last, within shares, and in nobody's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.host import HostTier
+from moiety_engine.cache.retention import PrefixRetention
+from moiety_engine.disk.index import DiskIndex, Stored
+from moiety_engine.disk.records import Kept
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.sequence import Sequence
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def cached(pool: BlockPool, *names: bytes) -> None:
+    """Blocks that nobody holds, the least recently used first."""
+    for name in names:
+        (block,) = pool.allocate(1)
+        pool.seal(block, name)
+        pool.free([block])
+
+
+def found(pool: BlockPool, *names: bytes) -> list[bytes]:
+    return [name for name in names if pool.find(name) is not None]
+
+
+def test_what_is_kept_is_evicted_last_and_a_request_gets_its_blocks_all_the_same() -> None:
+    pool = BlockPool(4)
+    pool.kept = {b"a", b"c"}
+    cached(pool, b"a", b"b", b"c", b"d")
+    pool.free(pool.allocate(2))
+    assert found(pool, b"a", b"b", b"c", b"d") == [b"a", b"c"]
+    assert len(pool.allocate(3)) == 3
+    assert found(pool, b"a", b"c") == [b"c"]
+    assert pool.num_free == 1
+
+
+def test_what_is_kept_no_more_goes_next() -> None:
+    pool = BlockPool(3)
+    pool.kept = {b"a"}
+    cached(pool, b"a", b"b", b"c")
+    pool.allocate(1)
+    pool.kept = set()
+    pool.let_go(b"a")
+    pool.allocate(1)
+    assert found(pool, b"a", b"b", b"c") == [b"c"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_no_block_is_lost_and_nothing_kept_goes_before_anything_else(data: st.DataObject) -> None:
+    pool, kept = BlockPool(6), set[bytes]()
+    pool.kept = kept
+    held: list[int] = []
+    names = [bytes([i]) for i in range(8)]
+    for _ in range(data.draw(st.integers(1, 40))):
+        name = data.draw(st.sampled_from(names))
+        action = data.draw(st.sampled_from(["cache", "hold", "give", "keep", "let go"]))
+        if action == "keep":
+            kept.add(name)
+        elif action == "let go":
+            kept.discard(name)
+            pool.let_go(name)
+        elif action == "give" and held:
+            pool.free([held.pop(data.draw(st.integers(0, len(held) - 1)))])
+        elif action == "hold" and (block := pool.find(name)) is not None:
+            pool.share(block)
+            held.append(block)
+        elif action == "cache" and pool.num_free:
+            free_before = {one for one in names if (block := pool.find(one)) is not None and pool.is_free(block)}
+            (block,) = pool.allocate(1)
+            gone = free_before - set(found(pool, *names))
+            assert not gone & kept or free_before <= kept
+            pool.seal(block, name)
+            held.append(block)
+        assert pool.num_used == len(set(held))
+        assert pool.num_cached <= pool.num_free == 6 - len(set(held))
+    pool.free(held)
+    assert len(set(pool.allocate(6))) == 6
+
+
+def test_a_tenant_keeps_its_share_of_half_by_weight_and_loses_what_it_kept_longest() -> None:
+    gone: list[bytes] = []
+    pins: PrefixRetention[bytes] = PrefixRetention(24, let_go=gone.append, clock=Clock())
+    pins.pin("acme", [(bytes([i]), 1) for i in range(20)], 60.0)
+    assert gone == [bytes([i]) for i in range(8)]
+    pins.pin("globex", [(bytes([100 + i]), 1) for i in range(20)], 60.0, weight=2.0)
+    assert pins.size == 12
+    assert sum(bytes([i]) in pins for i in range(20)) == 4
+    assert sum(bytes([100 + i]) in pins for i in range(20)) == 8
+
+
+def test_what_is_kept_is_let_go_when_its_time_is_over_and_not_before_however_it_was_asked_again() -> None:
+    clock, gone = Clock(), list[bytes]()
+    pins: PrefixRetention[bytes] = PrefixRetention(8, let_go=gone.append, clock=clock)
+    pins.pin("t", [(b"a", 1), (b"b", 1)], 3600.0)
+    pins.pin("t", [(b"a", 1), (b"c", 1)], 300.0)
+    clock.now_s = 301.0
+    assert [name for name in (b"a", b"b", b"c") if name in pins] == [b"a", b"b"]
+    pins.sweep()
+    assert gone == [b"c"]
+    clock.now_s = 3700.0
+    pins.sweep()
+    assert (sorted(gone), pins.size) == ([b"a", b"b", b"c"], 0)
+
+
+def leave(ledger: KvLedger, first: int, keep_s: float = 0.0) -> Sequence:
+    """A request of four blocks comes, is computed, and goes."""
+    fields: dict[str, Any] = {"keep_s": keep_s}
+    prompt = [first + i for i in range(9)]
+    submit = CoreSubmit(first, "t", STANDARD, prompt, Sampling(), 1, 0, [], 1, b"s", 0, **fields)
+    sequence = Sequence(submit, order=0, seed=0)
+    assert ledger.start(sequence, ledger.find_prefix(sequence), 9)
+    assert ledger.grow(sequence, 9)
+    sequence.num_computed = 9
+    ledger.seal(sequence)
+    ledger.release(sequence)
+    ledger.take_copies()
+    return sequence
+
+
+def test_a_conversation_that_said_it_comes_back_is_found_after_others_came_and_others_are_not() -> None:
+    ledger = KvLedger(BlockPool(16), 2, prefix_caching=True)
+    back, other = leave(ledger, 0, keep_s=300.0), leave(ledger, 20)
+    for first in range(40, 100, 20):
+        leave(ledger, first)
+    assert [len(ledger.find_prefix(one)) for one in (back, other)] == [4, 0]
+
+
+def test_it_is_found_in_host_memory_too() -> None:
+    ledger = KvLedger(BlockPool(5), 2, prefix_caching=True, host=HostTier(8))
+    back = leave(ledger, 0, keep_s=300.0)
+    for first in range(40, 200, 20):
+        leave(ledger, first)
+    assert [hit.on_host for hit in ledger.find_prefix(back)][:2] == [True, True]
+
+
+def test_files_that_are_kept_are_passed_over_within_half_of_the_disk() -> None:
+    index = DiskIndex(100)
+    files = [Stored(str(number), 20, (bytes([number]),), b"acme", 0.0) for number in range(9)]
+    for stored in files[:4]:
+        index.add(stored)
+        index.keep(stored, Kept(300.0, 1.0), 0.0)
+    gone = [one.name for stored in files[4:] for one in index.add(stored)]
+    assert gone == ["0", "1", "4", "5"], "two of them fit half of the disk, the last two"
+    assert index.find(bytes([3])) is files[3]
+
+
+def test_what_is_kept_on_disk_goes_all_the_same_once_nobody_used_it_for_its_time() -> None:
+    index = DiskIndex(1000)
+    kept = Stored("kept", 100, (b"kept",), b"a", 0.0)
+    index.add(kept)
+    index.keep(kept, Kept(86_400.0, 1.0), 0.0)
+    for second in range(1, 200):  # so full that it is passed over again and again
+        index.add(Stored(str(second), 100, (b"%d" % second,), b"b", float(second)))
+        index.take_unused_since(second - 60.0)
+    assert index.find(b"kept") is None
+
+
+def test_what_is_not_there_any_more_takes_nothing_of_a_tenants_share() -> None:
+    ledger = KvLedger(BlockPool(20), 16, prefix_caching=True)
+    first, second = [b"first %d" % place for place in range(5)], [b"second %d" % place for place in range(5)]
+    cached(ledger.pool, *first, *second)
+    ledger.pins.pin("t", [(one, 1) for one in (*first, *second)], 86_400.0)
+    assert all(ledger.blank(one) for one in second)
+    cached(ledger.pool, b"third")
+    ledger.pins.pin("t", [(b"third", 1)], 86_400.0)
+    assert all(one in ledger.pins for one in (*first, b"third"))
+    ledger.pool.allocate(20)
+    assert ledger.pins.size == 0

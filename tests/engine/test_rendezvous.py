@@ -1,0 +1,389 @@
+"""How ranks meet, over sockets that break a message into pieces."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from moiety_engine.assembly import losses_of
+from moiety_engine.config import EngineConfig
+from moiety_engine.distribution.layout import Layout
+from moiety_engine.distribution.rank_failure_log import RankFailureLog
+from moiety_engine.distribution.rank_heartbeat import (
+    LOST_RANK,
+    Beat,
+    Bye,
+    Line,
+    Loaded,
+    RankFailed,
+    RankHeartbeat,
+    RankHello,
+    Welcome,
+)
+from moiety_engine.distribution.rendezvous import ConnectedRanks, RankExclusion, meet, open_store
+from moiety_engine.distribution.rendezvous_address import Rendezvous
+from moiety_engine.errors import InvalidConfig, RanksError
+
+SETTINGS = {"path": "x" * 200_000}  # more than one read takes, as on a network a line of a few kilobytes is
+
+
+def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() -> None:
+    store, met = HashStore(), []
+    first = threading.Thread(
+        target=lambda: met.append(meet(Rendezvous(0, 2), store, SETTINGS, "same", timeout_s=60)), daemon=True
+    )
+    first.start()
+    host, port, secret = msgspec.json.decode(PrefixStore("moiety/0", store).get("lifeline"))
+    stranger = socket.create_connection((host, port))
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    guessing = Line(socket.create_connection((host, port)))
+    guessing.send(RankHello(1, "sécret", SETTINGS, "same"))
+    line = Line(socket.create_connection((host, port), timeout=60))
+    line.send(RankHello(1, secret, SETTINGS, "same"))
+    words = line.receive()
+    assert words[0] == Welcome()
+    line.send(Loaded())
+    first.join(60)
+    assert met[0].masked == ()
+    met[0].lifeline.wait_loaded()
+    line.send(Bye())
+    met[0].lifeline.close()
+    for end in (stranger, guessing, line):
+        end.close()
+
+
+def lines() -> tuple[Line, Line]:
+    """The two ends of one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname(), timeout=60)
+        far, _ = server.accept()
+        far.settimeout(60)
+        return Line(near), Line(far)
+
+
+def test_ranks_that_have_not_heard_a_goodbye_hear_it_before_the_line_ends() -> None:
+    (first, one), (second, other) = lines(), lines()
+    lifeline = RankHeartbeat(0, {1: first, 2: second})
+    one.send(Bye())
+    while not lifeline._over:  # else it would say goodbye to both, whatever it has heard
+        time.sleep(0.01)
+    lifeline.close()
+    heard = []
+    try:
+        while True:
+            heard += other.receive()
+    except EOFError:
+        pass
+    assert heard[-1] == Bye()
+    assert set(map(type, heard[:-1])) <= {Beat}
+    one.close()
+    other.close()
+
+
+class Late:
+    """Ranks of a group of four with experts on two of their own, which meet in threads."""
+
+    def __init__(self, after_s: float, gone: dict[int, str], timeout_s: float = 60) -> None:
+        self.store = HashStore()
+        self.met: dict[int, ConnectedRanks] = {}
+        self.refused: dict[int, str] = {}
+        sparing = RankExclusion(Layout(dp=2, ep=2, ffn_ranks=2), after_s)
+        self._first = self.start(0, sparing=sparing, gone=lambda: gone, timeout_s=timeout_s)
+
+    def start(self, rank: int, timeout_s: float = 60, **how: Any) -> threading.Thread:
+        def run() -> None:
+            try:
+                self.met[rank] = meet(Rendezvous(rank, 4), self.store, SETTINGS, "same", timeout_s=timeout_s, **how)
+            except RanksError as exc:
+                self.refused[rank] = str(exc)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    def end(self, *threads: threading.Thread) -> None:
+        for thread in (self._first, *threads):
+            thread.join(60)
+        for rank in sorted(self.met):
+            self.met[rank].lifeline.close()
+
+
+def test_a_rank_that_comes_too_late_hears_that_the_others_have_started_without_it() -> None:
+    group = Late(after_s=5, gone={})
+    group.end(*(group.start(rank) for rank in (1, 2)))
+    assert {rank: met.masked for rank, met in group.met.items()} == {0: (3,), 1: (3,), 2: (3,)}
+    late = group.start(3)
+    late.join(60)
+    assert "rank 3 came after the others had started without it" in group.refused[3]
+
+
+def test_a_rank_that_is_given_up_takes_part_where_the_others_cannot_start_otherwise() -> None:
+    group = Late(after_s=5, gone={2: "it was lost too often"})
+    group.end(*(group.start(rank) for rank in (1, 2)))
+    assert {rank: met.masked for rank, met in group.met.items()} == {0: (3,), 1: (3,), 2: (3,)}
+
+
+def test_where_a_rank_is_given_up_and_another_does_not_come_both_are_named_with_the_reason() -> None:
+    group = Late(after_s=1, gone={2: "rank 2 was lost too often"}, timeout_s=2)
+    group.end(group.start(1))
+    for said in (group.refused[0], group.refused[1]):
+        assert "of 4 ranks these did not come in time: 3. See" in said
+        assert "rank 2 was lost too often. The others cannot start without: no rank with experts is left" in said
+
+
+def test_a_rank_that_nobody_can_do_without_ends_the_others_as_soon_as_it_cannot_come() -> None:
+    group = Late(after_s=60, gone={2: "one has ended", 3: "another has ended"})
+    group.end(group.start(1))
+    assert set(group.refused.values()) == {
+        "one has ended; another has ended. The others cannot start without: no rank with experts is left"
+    }
+    assert set(group.refused) == {0, 1}
+
+
+class Hall:
+    """Rank 0 of four groups that share the experts, which looks who has come whenever it is told to; and the others'
+    lines, without what is behind them."""
+
+    def __init__(self, after_s: float = 0.0) -> None:
+        self.gone: dict[int, str] = {}
+        self.noted: list[int] = []
+        self.met: list[ConnectedRanks] = []
+        self._looks, self._num_asked = threading.Semaphore(0), 0
+        store = HashStore()
+        self._first = threading.Thread(
+            target=self._meet, args=(store, RankExclusion(Layout(dp=4, ep=4), after_s)), daemon=True
+        )
+        self._first.start()
+        self._where = msgspec.json.decode(PrefixStore("moiety/0", store).get("lifeline"))
+
+    def _meet(self, store: HashStore, sparing: RankExclusion) -> None:
+        how: dict[str, Any] = {"sparing": sparing, "gone": self._gone, "note": self.noted.append, "timeout_s": 60}
+        self.met.append(meet(Rendezvous(0, 4), store, {}, "same", **how))
+
+    def _gone(self) -> dict[int, str]:
+        self._num_asked += 1
+        self._looks.acquire()
+        return self.gone
+
+    def come(self, rank: int) -> Line:
+        line = Line(socket.create_connection(tuple(self._where[:2]), timeout=60))
+        line.send(RankHello(rank, self._where[2], {}, "same"))
+        return line
+
+    def look(self, times: int) -> None:
+        """So often, once; returns when it has."""
+        self._looks.release(times)
+        while self._num_asked <= times:
+            time.sleep(0.01)
+
+    def look_until_met(self) -> ConnectedRanks:
+        while self._first.is_alive():
+            self._looks.release()
+            self._first.join(0.1)
+        return self.met[0]
+
+
+def end_of(line: Line) -> None:
+    line.close()
+
+
+def reset_of(line: Line) -> None:
+    line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    line.close()
+
+
+@pytest.mark.parametrize("lose", [end_of, reset_of])
+def test_a_rank_that_came_and_is_lost_while_another_is_waited_for_is_done_without_too(
+    lose: Callable[[Line], None],
+) -> None:
+    hall = Hall(after_s=5)
+    first, second = hall.come(1), hall.come(2)
+    hall.look(6)  # both are let in, and some time passes
+    lose(second)
+    met = hall.look_until_met()
+    assert met.masked == (2, 3)
+    assert first.receive()[0] == Welcome((2, 3))
+    assert hall.noted == [2]
+    first.close()
+    with pytest.raises(RanksError, match="rank 1 is lost"):
+        met.lifeline.wait_loaded()
+    met.lifeline.close()
+    assert hall.noted == [2, 1]
+
+
+def test_a_rank_that_came_and_was_lost_may_come_again() -> None:
+    hall = Hall(after_s=60)
+    before = hall.come(2)
+    hall.look(3)
+    before.close()
+    lines = [hall.come(rank) for rank in (1, 2, 3)]
+    met = hall.look_until_met()
+    assert met.masked == ()
+    assert hall.noted == [2]
+    met.lifeline.close()
+    for line in lines:
+        line.close()
+
+
+def test_ranks_that_are_there_when_the_time_is_over_are_not_masked() -> None:
+    hall = Hall(after_s=0)
+    lines = [hall.come(rank) for rank in (1, 2, 3)]
+    met = hall.look_until_met()
+    assert met.masked == ()
+    met.lifeline.close()
+    for line in lines:
+        line.close()
+
+
+def test_one_that_comes_and_says_nothing_costs_the_ranks_no_time() -> None:
+    hall = Hall(after_s=4)
+    stranger = socket.create_connection(tuple(hall._where[:2]))
+    lines = [hall.come(rank) for rank in (1, 2, 3)]
+    met = hall.look_until_met()
+    assert met.masked == ()
+    met.lifeline.close()
+    stranger.close()
+    for line in lines:
+        line.close()
+
+
+def test_a_rank_that_is_given_up_is_not_waited_for_and_hears_why_when_the_others_start() -> None:
+    hall = Hall(after_s=60)
+    hall.gone[2] = "it was lost too often"
+    came = hall.come(2)
+    hall.look(3)
+    lines = [hall.come(rank) for rank in (1, 3)]
+    met = hall.look_until_met()
+    assert met.masked == (2,)
+    assert came.receive() == [RankFailed("it was lost too often")]
+    assert hall.noted == []
+    met.lifeline.close()
+    for line in (came, *lines):
+        line.close()
+
+
+def test_a_rank_that_ends_after_it_came_is_masked_at_once() -> None:
+    hall = Hall(after_s=60)
+    lines = [hall.come(rank) for rank in (1, 3)]
+    hall.look(6)
+    hall.gone[3] = "rank 3 ended with exit code 9"
+    lines.append(hall.come(2))
+    met = hall.look_until_met()
+    assert met.masked == (3,)
+    assert lines[0].receive()[0] == Welcome((3,))
+    met.lifeline.close()
+    for line in lines:
+        line.close()
+
+
+JOINING = """
+from moiety_engine.distribution.rank_group import join
+from moiety_engine.distribution.rendezvous import open_store
+from moiety_engine.distribution.layout import Layout
+from moiety_engine.distribution.rendezvous_address import Rendezvous
+
+meeting = Rendezvous(0, 2)
+store = open_store(meeting, 60)
+print(store.port, flush=True)
+join(Layout(dp=2), meeting, settings={}, checkpoint="same", device_type="cpu", timeout_s=60, store=store)
+"""
+
+
+def test_a_rank_that_is_lost_while_the_groups_are_made_ends_the_first_one_too() -> None:
+    first = subprocess.Popen([sys.executable, "-c", JOINING], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert first.stdout is not None
+    port = int(next(line for line in first.stdout if line.strip().isdigit()))
+    store = open_store(Rendezvous(1, 2, port=port), 60)
+    host, port, secret = msgspec.json.decode(PrefixStore("moiety/0", store).get("lifeline"))
+    line = Line(socket.create_connection((host, port), timeout=60))
+    line.send(RankHello(1, secret, {}, "same"))
+    assert line.receive()[0] == Welcome()
+    line.close()
+    said = first.communicate(timeout=60)[0].decode()
+    assert "rank 1 is lost: its process has ended" in said
+    assert first.returncode == LOST_RANK
+
+
+def noted_when(happens: Callable[[list[Line]], None]) -> list[int]:
+    """Whom rank 0 notes as lost, of three others."""
+    ends, noted = [lines() for _ in range(3)], list[int]()
+    far = [other for _, other in ends]
+    lifeline = RankHeartbeat(0, {rank: near for rank, (near, _) in enumerate(ends, 1)}, noted.append)
+    happens(far)
+    with pytest.raises(RanksError):
+        lifeline.wait_loaded()
+    lifeline.close()
+    for line in far:
+        line.close()
+    return noted
+
+
+def test_all_ranks_that_are_lost_together_are_noted() -> None:
+    assert noted_when(lambda far: (far[0].close(), far[2].close())[0]) == [1, 3]
+
+
+def test_a_rank_that_cannot_go_on_and_says_so_is_noted_but_not_one_that_has_lost_the_first() -> None:
+    assert noted_when(lambda far: far[1].send(RankFailed("its disk is full", own=True))) == [2]
+    assert noted_when(lambda far: far[1].send(RankFailed("rank 0 has said nothing"))) == []
+
+
+def test_losses_are_counted_for_so_long_over_restarts(tmp_path: Path) -> None:
+    file = tmp_path / "losses"
+    for rank in (1, 2, 1):
+        RankFailureLog(file, "these", within_s=600).note(rank)
+    assert RankFailureLog(file, "these", within_s=600).lost_often(2) == {1: 2}
+    assert RankFailureLog(file, "these", within_s=600).lost_often(1) == {1: 2, 2: 1}
+    now = time.time()
+    strange = f"{now - 700} 3\n" * 5 + "no line of ours\n\n" + "inf 4\nnan 4\n" * 5 + f"{now + 9000} 5\n" * 5
+    file.write_text(file.read_text() + strange)
+    assert RankFailureLog(file, "these", within_s=600).lost_often(2) == {1: 2}
+    assert RankFailureLog(file, "these", within_s=6000).lost_often(2) == {1: 2, 3: 5}
+    with pytest.raises(InvalidConfig, match="No such file or directory; choose another file"):
+        RankFailureLog(tmp_path / "no folder" / "losses", "these", within_s=600)
+
+
+def test_a_file_of_losses_is_of_one_group_and_what_was_in_it_is_forgotten_once_it_is_empty(tmp_path: Path) -> None:
+    file = tmp_path / "losses"
+    losses = RankFailureLog(file, "these", within_s=600)
+    losses.note(1)
+    with pytest.raises(InvalidConfig, match="has the lost ranks of these, and these are of those: choose another file"):
+        RankFailureLog(file, "those", within_s=600)
+    file.write_text("")
+    losses.note(2)
+    assert RankFailureLog(file, "these", within_s=600).lost_often(1) == {2: 1}
+    for other in (b"a diary\n", b"\xff\xfe\n"):
+        file.write_bytes(other)
+        with pytest.raises(InvalidConfig, match="choose another file"):
+            RankFailureLog(file, "these", within_s=600)
+        assert file.read_bytes() == other
+
+
+def test_of_ranks_that_were_lost_often_each_is_given_up_that_the_others_can_do_without(tmp_path: Path) -> None:
+    how: dict[str, Any] = {
+        "tp": 2,
+        "dp_attention": 2,
+        "exclude_rank_after_s": 5,
+        "rank_failure_log": str(tmp_path / "losses"),
+    }
+    config = EngineConfig(model="m", name="n", **how, mask_after_losses=2, rank_losses_within_s=60)
+    losses, given_up = losses_of(config, Layout(dp=2, tp=2), Rendezvous(0, 4))
+    assert losses is not None and given_up == {}
+    for rank in (1, 3, 1, 3, 1):
+        losses.note(rank)
+    _, given_up = losses_of(config, Layout(dp=2, tp=2), Rendezvous(0, 4))
+    assert given_up.keys() == {3}  # rank 0 cannot do without rank 1
+    assert "rank 3 was lost 2 times in 60 s" in given_up[3]
+    with pytest.raises(InvalidConfig, match=r"n at 127.0.0.1, tp 2, dp 2, ep 1, .* these are of n at 127.0.0.1, tp 1"):
+        losses_of(config, Layout(dp=4), Rendezvous(0, 4))

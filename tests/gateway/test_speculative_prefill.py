@@ -1,0 +1,201 @@
+"""A next turn is foreseen: what is sent to the engine, what it costs, and that nobody is asked who did not want it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from anthropic import AsyncAnthropic
+
+from moiety_platform.engine_client.fake import FakeEngineClient, admit
+from moiety_text.tokenizer import Tokenizer
+
+from .test_quotas import admin, limit, used
+from .test_tool_loops import OPENAI_TOOLS, hermes, prompt_of
+
+FIRST = [{"role": "user", "content": "Is it warm?"}]
+SAID = "<think>\nHm, 17.\n</think>\n\nYes, quite."
+
+
+@pytest.fixture
+def foreseeing(start_gateway, thinking_card, until):
+    """A gateway whose model thinks, and whose one tenant has its next turns foreseen; the prompts of requests and those
+    that were foreseen are told as texts."""
+
+    @asynccontextmanager
+    async def start(speculative_prefill="free", *, able=True, answer=SAID, **settings):
+        engine = FakeEngineClient(msgspec.structs.replace(thinking_card, speculative_prefill=able))
+        tokenizer = Tokenizer.from_json(thinking_card.tokenizer_json)
+        ids = tokenizer.encode(answer)
+        engine.script = lambda submit: [(one, tokenizer.decode([one], skip_special_tokens=False)) for one in ids]
+        async with start_gateway([engine], stores_usage=True, **settings) as gateway:
+            (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
+            changed = await admin(
+                gateway, "PATCH", f"/tenants/{tenant['id']}", {"speculative_prefill": speculative_prefill}
+            )
+            assert changed["speculative_prefill"] == speculative_prefill
+            gateway.forget_keys()
+            gateway.tenant_id = tenant["id"]
+
+            def prompts(*, foreseen):
+                wanted = [one for one in engine.submits if (one.speculative_prefill is not None) == foreseen]
+                return [prompt_of(one, engine) for one in wanted]
+
+            async def outcomes():
+                text = gateway.metrics.render().decode()
+                return [line for line in text.splitlines() if line.startswith("moiety_speculative_prefill_total")]
+
+            async def told():
+                """When a turn that was followed has come to its end."""
+                await until(lambda: b"moiety_speculative_prefill_total{" in gateway.metrics.render())
+                return await outcomes()
+
+            gateway.prompts, gateway.outcomes, gateway.told = prompts, outcomes, told
+            yield gateway
+
+    return start
+
+
+async def ask(gateway, messages=FIRST, **more):
+    return await gateway.client.chat.completions.create(model="hermes", messages=messages, **more)
+
+
+async def sums(gateway, by="tenant"):
+    await gateway.rows.flush()
+    return (await admin(gateway, "GET", f"/usage?group_by={by}"))["data"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_foreseen_is_how_the_next_turns_prompt_begins(foreseeing, stream):
+    async with foreseeing() as gateway:
+        answer = await ask(gateway, stream=stream)
+        if stream:
+            [chunk async for chunk in answer]
+        assert await gateway.told() == ['moiety_speculative_prefill_total{model="hermes",outcome="computed"} 1.0']
+        (foreseen,) = gateway.prompts(foreseen=True)
+        assert "Yes, quite." in foreseen
+        assert "Hm, 17." not in foreseen, "later prompts leave thoughts out"
+        turn = [*FIRST, {"role": "assistant", "content": "Yes, quite."}, {"role": "user", "content": "How warm?"}]
+        await ask(gateway, turn)
+        first, second = gateway.prompts(foreseen=False)
+        assert second.startswith(foreseen)
+        assert second[len(foreseen) :].startswith("How warm?"), "all but the new words was foreseen"
+        (submit,) = [one for one in gateway.engine.submits if one.speculative_prefill is not None][:1]
+        before = submit.prompt_ids[: submit.speculative_prefill.num_shared] + submit.speculative_prefill.other_ids
+        assert Tokenizer.from_json(gateway.engine.card.tokenizer_json).decode(before, skip_special_tokens=False) == (
+            first + SAID
+        )
+
+
+async def test_it_is_no_request_and_what_came_true_is_counted_with_the_turn_that_it_was_for(foreseeing):
+    async with foreseeing() as gateway:
+        await ask(gateway)
+        await gateway.told()
+        size = len(next(one for one in gateway.engine.submits if one.speculative_prefill is not None).prompt_ids)
+        (before,) = await sums(gateway)
+        assert (before["totals"]["requests"], before["totals"]["speculative_tokens"]) == (1, size)
+        assert before["totals"]["speculative_used_tokens"] == 0
+        prompt = before["totals"]["prompt_tokens"]
+        assert prompt == len(gateway.engine.submits[0].prompt_ids)
+        turn = [*FIRST, {"role": "assistant", "content": "Yes, quite."}, {"role": "user", "content": "?"}]
+        await ask(gateway, turn, n=2)  # two answers at once are followed by no turn that could be known
+        by_class = {one["group"]["service_class"]: one["totals"] for one in await sums(gateway, "service_class")}
+        assert (by_class["speculative_prefill"]["requests"], by_class["speculative_prefill"]["speculative_tokens"]) == (
+            0,
+            size,
+        )
+        (served,) = [totals for name, totals in by_class.items() if name != "speculative_prefill"]
+        assert (served["requests"], served["speculative_used_tokens"], served["speculative_tokens"]) == (2, size, 0)
+        rows = (await admin(gateway, "GET", "/usage/requests"))["data"]
+        assert [row["speculative_used_tokens"] for row in rows] == [size, 0]
+        books = await admin(gateway, "GET", "/usage/reconciliation")
+        assert (books["agrees"], books["total"]["requests"]) == (True, 2)
+
+
+async def test_who_pays_pays_the_price_of_input_once_under_its_limits(foreseeing):
+    async with foreseeing("charged") as gateway:
+        price = {"model": "hermes", "input": "1", "cached_input": "0.1", "output": "1"}
+        await admin(gateway, "PUT", "/prices", price)
+        day = await limit(gateway, "tenant", 10_000)
+        await limit(gateway, "tenant", 1, "requests_per_minute")
+        await ask(gateway)
+        assert await gateway.told() == ['moiety_speculative_prefill_total{model="hermes",outcome="computed"} 1.0'], (
+            "no request"
+        )
+        asked, foreseen = gateway.engine.submits
+        groups = {one["group"]["service_class"]: one["totals"] for one in await sums(gateway, "service_class")}
+        assert groups["speculative_prefill"]["cost_nanodollars"] == 1000 * len(foreseen.prompt_ids)
+        answer = len(Tokenizer.from_json(gateway.engine.card.tokenizer_json).encode(SAID))
+        assert await used(gateway, day) == len(asked.prompt_ids) + answer + len(foreseen.prompt_ids)
+        assert (await admin(gateway, "GET", "/usage/reconciliation"))["agrees"]
+
+
+async def test_where_a_limit_has_no_room_nothing_is_computed_that_would_be_charged(foreseeing, until):
+    async with foreseeing("charged") as gateway:
+        size = (await ask(gateway)).usage.total_tokens
+        await gateway.told()
+        day = await limit(gateway, "tenant", size + 5)
+        await ask(gateway)
+        await until(
+            lambda: (
+                b'moiety_speculative_prefill_total{model="hermes",outcome="limited"} 1.0' in gateway.metrics.render()
+            )
+        )
+        assert await used(gateway, day) == size
+        assert len(gateway.prompts(foreseen=True)) == 1
+
+
+@pytest.mark.parametrize(("speculative_prefill", "able"), [("off", True), ("free", False)])
+async def test_nothing_is_foreseen_unless_the_tenant_wants_it_and_the_engine_can(foreseeing, speculative_prefill, able):
+    async with foreseeing(speculative_prefill, able=able) as gateway:
+        await ask(gateway)
+        await ask(gateway)
+        assert (len(gateway.engine.submits), await gateway.outcomes()) == (2, [])
+
+
+async def test_after_a_call_of_a_tool_the_turn_with_its_result_is_foreseen(foreseeing):
+    async with foreseeing(answer=hermes(("now", "{}"))) as gateway:
+        said = (await ask(gateway, tools=OPENAI_TOOLS)).choices[0].message
+        await gateway.told()
+        (foreseen,) = gateway.prompts(foreseen=True)
+        assert [one.speculative_prefill.habit[-7:] for one in gateway.engine.submits if one.speculative_prefill] == [
+            ":call:0"
+        ]
+        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "noon"}
+        await ask(gateway, [*FIRST, said.model_dump(exclude_none=True), result], tools=OPENAI_TOOLS)
+        assert gateway.prompts(foreseen=False)[1].startswith(foreseen)
+
+
+async def test_other_apis_conversations_are_foreseen_as_well(foreseeing):
+    async with foreseeing() as gateway:
+        async with AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
+            await client.messages.create(model="hermes", max_tokens=100, messages=FIRST)
+        await gateway.told()
+        (foreseen,) = gateway.prompts(foreseen=True)
+        assert "Yes, quite." in foreseen
+
+
+async def test_an_engine_that_dies_while_it_foresees_costs_nobody_anything(foreseeing):
+    async with foreseeing("charged") as gateway:
+        day = await limit(gateway, "tenant", 10_000)
+
+        def verdict(submit):
+            if submit.speculative_prefill is not None:
+                gateway.engine.die()
+            return admit(submit)
+
+        gateway.engine.verdict = verdict
+        size = (await ask(gateway)).usage.total_tokens
+        assert await gateway.told() == ['moiety_speculative_prefill_total{model="hermes",outcome="lost"} 1.0']
+        assert await used(gateway, day) == size
+        (totals,) = await sums(gateway)
+        assert totals["totals"]["speculative_tokens"] == 0
+
+
+@pytest.mark.parametrize("speculative_prefill", ["on", "", 1])
+async def test_a_tenants_foresight_is_one_of_three_words(foreseeing, speculative_prefill):
+    async with foreseeing() as gateway:
+        path = f"/tenants/{gateway.tenant_id}"
+        told = await admin(gateway, "PATCH", path, {"speculative_prefill": speculative_prefill}, expect=400)
+        assert "speculative_prefill" in told["error"]["message"]

@@ -1,0 +1,229 @@
+"""The layer after the last one, against plain torch: h' = eh_proj([enorm(embed(t_{i+1})); hnorm(h_i)]), a decoder layer
+over its own keys and values, a norm, and the model's head (DeepSeek-V3, section 2.2). The decoder layer is
+transformers'.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moiety_engine.config import LoadFormat
+from moiety_engine.model.batch import Batch, KvCache
+from moiety_engine.model.errors import UnsupportedModelError, WeightsError
+from moiety_engine.model.loading import load_model, load_mtp
+from moiety_engine.model.transformer import Transformer
+
+FAMILIES = ["deepseek_v3, as wide as blocks", "glm4_moe"]
+BLOCK_SIZE = 16
+TOKENS = [3 + (i * i * 31 + i * 7) % 370 for i in range(100)]
+COUNTED = "num_nextn_predict_layers"
+
+
+@dataclass
+class Published:
+    """A checkpoint with such a layer, written as published, and how to compute it."""
+
+    folder: Path
+    oracle: Any  # whose last layer is the one that foretells
+    extra: dict[str, Tensor]
+
+    @torch.no_grad()
+    def made(self, token_ids: list[int]) -> Tensor:
+        """What the model makes of each token, after its final norm."""
+        inner = self.oracle.model
+        x_TD = inner.embed_tokens(torch.tensor([token_ids]))
+        for layer in inner.layers[:-1]:
+            x_TD = self._through(layer, x_TD)
+        return inner.norm(x_TD)[0]
+
+    @torch.no_grad()
+    def foretold(self, token_ids: list[int], before_TD: Tensor) -> Tensor:
+        """What the layer makes of each token and what was made of the one before it, after its norm."""
+        inner, extra = self.oracle.model, self.extra
+        token_TD = self._normed(inner.embed_tokens(torch.tensor(token_ids)), extra["enorm.weight"])
+        both_TJ = torch.cat((token_TD, self._normed(before_TD, extra["hnorm.weight"])), dim=1)
+        x_TD = self._through(inner.layers[-1], (both_TJ @ extra["eh_proj.weight"].T)[None])[0]
+        return self._normed(x_TD, extra["shared_head.norm.weight"])
+
+    @torch.no_grad()
+    def logprobs(self, hidden_TD: Tensor) -> Tensor:
+        return self.oracle.lm_head(hidden_TD).log_softmax(-1)
+
+    def _through(self, layer: Any, x_TD: Tensor) -> Tensor:
+        places = torch.arange(x_TD.shape[1])[None]
+        later = torch.full((x_TD.shape[1], x_TD.shape[1]), float("-inf")).triu(1)[None, None]
+        turned = self.oracle.model.rotary_emb(x_TD, places)
+        found = layer(x_TD, attention_mask=later, position_embeddings=turned, position_ids=places)
+        return found[0] if isinstance(found, tuple) else found
+
+    def _normed(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
+        return x_TD * torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + self.oracle.config.rms_norm_eps) * weight_D
+
+
+@pytest.fixture(params=FAMILIES)
+def published(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Any]) -> Published:
+    """transformers writes one layer more than the model has, which becomes the one that foretells."""
+    checkpoint = make_checkpoint(request.param)
+    folder, width = checkpoint.folder, checkpoint.oracle.config.hidden_size
+    num_layers = checkpoint.oracle.config.num_hidden_layers - 1
+    extra = {name: torch.rand(width) + 0.5 for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    extra["eh_proj.weight"] = torch.randn(width, 2 * width) * 0.1
+    tensors = load_file(folder / "model.safetensors")
+    copies = {
+        "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        "shared_head.head.weight": tensors["lm_head.weight"].clone(),
+    }
+    of_layer = {f"model.layers.{num_layers}.{name}": tensor for name, tensor in (extra | copies).items()}
+    save_file(tensors | of_layer, folder / "model.safetensors")
+    edit_config(folder, **{"num_hidden_layers": num_layers, COUNTED: 1})
+    return Published(folder, checkpoint.oracle, extra)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+class Driver:
+    """Both, over one sequence in blocks that are out of order."""
+
+    def __init__(self, folder: Path, **how: Any) -> None:
+        self.model = load_model(folder, device="cpu", keeps_hidden=True, **how)
+        self.mtp = load_mtp(folder, self.model, device="cpu", **how)
+        self.blocks = [5, 2, 7, 0, 4, 1, 3, 6]
+        self.kv, self.own_kv = (one.allocate_kv(8, BLOCK_SIZE) for one in (self.model, self.mtp))
+        for layer in self.own_kv.layers:
+            for part in layer.parts:
+                part.fill_(float("nan"))
+
+    def read(self, first: int, token_ids: list[int]) -> None:
+        """The model does, and keeps what it makes of them."""
+        self._run(self.model, self.kv, first, token_ids)
+
+    def foretell(self, first: int, token_ids: list[int], before_TD: Tensor | None = None) -> Tensor:
+        """The layer reads tokens, each beside what was made of the one before it, from place `first` on."""
+        assert self.kv.hidden is not None
+        before_TD = (
+            self.kv.hidden.rows_NPL.flatten(0, 1)[self._slots(first, token_ids)] if before_TD is None else before_TD
+        )
+        return self._run(self.mtp, self.own_kv, first, token_ids, before_TD=before_TD)
+
+    def _slots(self, first: int, token_ids: list[int]) -> Tensor:
+        places_T = torch.arange(first, first + len(token_ids))
+        return torch.tensor(self.blocks)[places_T // BLOCK_SIZE] * BLOCK_SIZE + places_T % BLOCK_SIZE
+
+    def _run(self, model: Transformer, kv: KvCache, first: int, token_ids: list[int], **more: Any) -> Tensor:
+        count = len(token_ids)
+        batch = Batch(
+            token_ids_T=torch.tensor(token_ids),
+            positions_T=torch.arange(first, first + count),
+            slots_T=self._slots(first, token_ids),
+            query_start_S1=torch.tensor([0, count], dtype=torch.int32),
+            context_len_S=torch.tensor([first + count], dtype=torch.int32),
+            block_table_SB=torch.tensor([self.blocks], dtype=torch.int32),
+            wanted_rows_L=torch.arange(count),
+            num_decode=int(count == 1),
+            max_context=first + count,
+            max_query=count,
+        )
+        return model.hidden(batch, kv, **more)
+
+
+def test_it_says_what_plain_torch_says_in_chunks_and_after_its_own_guesses(published: Published) -> None:
+    driver = Driver(published.folder, dtype="float32")
+    expected_TD = published.foretold(TOKENS[1:], published.made(TOKENS)[:-1])
+    first, found = 0, []
+    for count in (40, 1, 1, 7, 50):
+        driver.read(first, TOKENS[first : first + count])
+        found.append(driver.foretell(first, TOKENS[first + 1 : first + 1 + count]))
+        first += count
+    assert first == len(TOKENS) - 1
+    error = driver.mtp.logits(torch.cat(found)).log_softmax(-1) - published.logprobs(expected_TD)
+    assert error.abs().max() <= 1e-4
+    guesses, said_TD, before_TD = [9, 250, 17], found[-1][-1:], published.made(TOKENS)[:-1]
+    for number, guess in enumerate(guesses):
+        before_TD = torch.cat((before_TD, expected_TD[-1:]))
+        expected_TD = published.foretold(TOKENS[1:] + guesses[: number + 1], before_TD)
+        said_TD = driver.foretell(first + number, [guess], said_TD)
+        error = driver.mtp.logits(said_TD).log_softmax(-1) - published.logprobs(expected_TD[-1:])
+        assert error.abs().max() <= 1e-4
+
+
+def test_it_is_kept_in_the_form_of_the_model_and_shares_its_vocabulary(published: Published) -> None:
+    plain, narrow = (Driver(published.folder, dtype="float32", quantization=one) for one in ("none", "int8"))
+    for driver in (plain, narrow):
+        driver.read(0, TOKENS[:-1])
+    both = [driver.mtp.logits(driver.foretell(0, TOKENS[1:])).softmax(-1) for driver in (plain, narrow)]
+    assert 0 < (both[0] - both[1]).abs().max() < 0.1
+    assert plain.mtp.vocabulary is plain.model.vocabulary
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_float8_it_says_what_it_says_of_the_same_numbers_written_out(published: Published, dtype: str) -> None:
+    """As DeepSeek-V3 is published; its eh_proj is wide there, and here narrow, too."""
+    folder, block = published.folder, 32
+
+    def narrow(tensors: dict[str, Tensor], *, written_out: bool) -> None:
+        for name, weight in list(tensors.items()):
+            if weight.dim() == 2 and "proj" in name and "gate.weight" not in name:
+                small = (weight / 0.01).to(torch.float8_e4m3fn)
+                scales = [-(-side // block) for side in weight.shape]
+                tensors[name] = small.float() * 0.01 if written_out else small
+                tensors |= {} if written_out else {f"{name}_scale_inv": torch.full(scales, 0.01)}
+
+    wide = load_file(folder / "model.safetensors")
+    said = []
+    for written_out in (True, False):
+        tensors = dict(wide)
+        narrow(tensors, written_out=written_out)
+        save_file(tensors, folder / "model.safetensors")
+        if not written_out:
+            edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [block, block]})
+        driver = Driver(folder, dtype=dtype)
+        driver.read(0, TOKENS[:-1])
+        said.append(driver.mtp.logits(driver.foretell(0, TOKENS[1:])).softmax(-1))
+    assert (said[0] - said[1]).abs().max() <= 1e-4
+
+
+def test_without_being_asked_for_it_is_left_on_disk(published: Published) -> None:
+    model = load_model(published.folder, device="cpu", dtype="float32")
+    assert len(model.spec.layers) == published.oracle.config.num_hidden_layers - 1
+    assert model.allocate_kv(1, BLOCK_SIZE).hidden is None
+
+
+def test_a_checkpoint_without_it_is_refused_with_what_it_has(
+    published: Published, make_checkpoint: Callable[..., Any]
+) -> None:
+    folder = published.folder
+    how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "keeps_hidden": True}
+    edit_weights(folder, lambda tensors: tensors[next(n for n in tensors if n.endswith("head.weight"))].mul_(2))
+    with pytest.raises(
+        UnsupportedModelError, match=r"head.weight is another one than lm_head.weight.*--speculate ngram"
+    ):
+        load_model(folder, **how)
+    edit_weights(folder, lambda tensors: tensors.pop(next(n for n in tensors if n.endswith("eh_proj.weight"))))
+    with pytest.raises(
+        WeightsError, match=r"counts a layer .* have no model.layers.1.eh_proj.weight.*as it was published"
+    ):
+        load_model(folder, **how)
+    load_model(folder, load_format=LoadFormat.DUMMY, **how)
+    edit_config(folder, **{COUNTED: 0})
+    with pytest.raises(
+        UnsupportedModelError, match=r"checkpoint has its 1 layers and none after them.*--speculate ngram"
+    ):
+        load_model(folder, **how)
