@@ -23,15 +23,6 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
-from moiety_platform.completions.client_disconnect import ClientDisconnected
-from moiety_platform.completions.controller import completion_routes
-from moiety_platform.completions.handler import HandlerServices
-from moiety_platform.completions.idempotency import IdempotentRequests
-from moiety_platform.completions.model_texts import ModelTexts
-from moiety_platform.completions.pipeline import Pipeline
-from moiety_platform.completions.request_record import CLIENT_CLOSED_REQUEST
-from moiety_platform.completions.request_recorder import RequestRecorder, UsageSink
-from moiety_platform.completions.shape_limits import ShapeLimits
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.direct import GatewayApp
 from moiety_platform.embeddings.controller import embedding_route
@@ -46,10 +37,19 @@ from moiety_platform.http_errors import (
     answer_unexpected_error,
 )
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
+from moiety_platform.inference.client_disconnect import ClientDisconnected
+from moiety_platform.inference.handler import HandlerServices
+from moiety_platform.inference.idempotency import IdempotentRequests
+from moiety_platform.inference.model_texts import ModelTexts
+from moiety_platform.inference.pipeline import Pipeline
+from moiety_platform.inference.request_record import CLIENT_CLOSED_REQUEST
+from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
+from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelServices, model_routes
+from moiety_platform.openai_api.controller import completion_routes
 from moiety_platform.openapi.controller import schema_routes
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.reloading.reloader import Reloader

@@ -32,12 +32,12 @@ from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
 from moiety_platform.bootstrap.telemetry import Telemetry
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import SystemClock
-from moiety_platform.completions.request_recorder import RequestRecorder
 from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import CHECKING, LOOKING, SERVING, Database
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging, set_log_level

@@ -18,17 +18,17 @@ from moiety_platform.admission.turns import Turns
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
-from moiety_platform.completions.body_fields import ModelName, StrictBody, TokenIds, refuse, shows
-from moiety_platform.completions.chat_messages import Messages
-from moiety_platform.completions.generation import Conversation, Prompt
-from moiety_platform.completions.model_texts import ModelTexts
-from moiety_platform.completions.request_body import receive_body
-from moiety_platform.completions.schemas import FORMS
-from moiety_platform.completions.shape_limits import ShapeLimits
-from moiety_platform.completions.tools.fields import TemplateVariables
-from moiety_platform.completions.tools.schemas import ChatTools, offer_of
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
+from moiety_platform.inference.body_fields import ModelName, StrictBody, TokenIds, refuse, shows
+from moiety_platform.inference.generation import Conversation, Prompt
+from moiety_platform.inference.model_texts import ModelTexts
+from moiety_platform.inference.request_body import receive_body
+from moiety_platform.inference.shape_limits import ShapeLimits
+from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
+from moiety_platform.openai_api.chat_messages import Messages
+from moiety_platform.openai_api.schemas import FORMS
+from moiety_platform.openai_api.tools import ChatTools, offer_of
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found

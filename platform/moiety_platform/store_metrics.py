@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moiety_platform.clock import Clock
-from moiety_platform.completions.request_recorder import RequestRecorder
 from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder

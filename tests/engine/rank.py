@@ -23,14 +23,15 @@ import numpy as np
 from moiety_engine import memory
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
-from moiety_engine.distribution import lifeline
+from moiety_engine.distribution import rank_heartbeat as lifeline
 from moiety_engine.distribution.layout import Layout, layout_of
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import EngineError, OutOfMemory
 from moiety_engine.logs import configure_logs
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreSubmit
-from moiety_engine.model import apart, residence
+from moiety_engine.model import remote_experts as apart
+from moiety_engine.model import weight_offload
 from moiety_engine.model.weight_offload import WeightOffload, named_tensors
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
@@ -115,7 +116,7 @@ def lacking(what: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         if what == "host":
-            stack.enter_context(patch.object(residence, "available_bytes", lambda: 0))
+            stack.enter_context(patch.object(weight_offload, "available_bytes", lambda: 0))
         if what == "weights":
             stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
         if what == "device":

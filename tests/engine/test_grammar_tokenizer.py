@@ -16,8 +16,8 @@ from moiety_demo import checkpoint_path
 from moiety_engine.scripted.text_model import END_ID, scripted_text_model
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
-from moiety_platform.completions.generation import Conversation
-from moiety_platform.completions.model_texts import ModelText
+from moiety_platform.inference.generation import Conversation
+from moiety_platform.inference.model_texts import ModelText
 from moiety_text.folder import TextModel, read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call

@@ -23,7 +23,7 @@ from moiety_engine.sampling.allowed import Allowed, ban_others, write_out
 from moiety_engine.startup import load_loop
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.errors import GrammarRefused
-from moiety_platform.completions.tools.strict import guide_of_calls
+from moiety_platform.inference.strict_tools import guide_of_calls
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call

@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from moiety_engine.config import KvTransport, Overlap, PolicyName, TransferConfig
-from moiety_engine.kv_transfer import sender
+from moiety_engine.kv_transfer import sender_thread as sender
 from moiety_engine.kv_transfer.kv_layout import form_of, layer_bytes, read, token_bytes
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
 from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer, prompt_hash

@@ -16,7 +16,7 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.memory import Memory
 from moiety_engine.messages import CoreSleep, CoreSlept, CoreSubmit
-from moiety_engine.model import residence
+from moiety_engine.model import weight_offload
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.weight_offload import named_tensors, require_fit, weight_bytes
@@ -74,7 +74,7 @@ def test_a_host_without_room_for_the_weights_leaves_the_replica_awake(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = own_loop(checkpoint)
-    monkeypatch.setattr(residence, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(weight_offload, "available_bytes", lambda: 1000)
     with pytest.raises(OutOfMemory, match="they stay"):
         loop.sleep()
     assert not loop.asleep

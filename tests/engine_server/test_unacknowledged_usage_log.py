@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.scripted.script import Script
-from moiety_engine.server import meter as meter_module
 from moiety_engine.server import unacknowledged_usage_log as module
+from moiety_engine.server import usage_meter as meter_module
 from moiety_engine.server.frame_file import FrameFile
 from moiety_engine.server.unacknowledged_usage_log import UnacknowledgedUsageLog
 from moiety_engine.server.usage_meter import GRACE_S, UsageMeter

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moiety_engine.server import meter as module
+from moiety_engine.server import usage_meter as module
 from moiety_engine.server.usage_meter import GRACE_S, RECORDS_AT_ONCE, REPEAT_S, UsageMeter
 from moiety_wire.messages import Finished, FinishReason, Hello, Stopping, UnacknowledgedUsage, UsageAcknowledgement
 from moiety_wire.notes import Phases

@@ -20,11 +20,11 @@ MAX_DEPTH = 64
 def bodies_of(*names: str) -> Take:
     """The bodies of these APIs, by the first byte, and what they ask an engine for."""
     from moiety_platform.anthropic_api.schemas import MessagesBody
-    from moiety_platform.completions.request_body import decode_body
-    from moiety_platform.completions.schemas import ChatBody, CompletionBody
-    from moiety_platform.completions.shape_limits import DEFAULT_SHAPE
     from moiety_platform.embeddings.schemas import EmbeddingBody
     from moiety_platform.errors import PlatformError
+    from moiety_platform.inference.request_body import decode_body
+    from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
+    from moiety_platform.openai_api.schemas import ChatBody, CompletionBody
     from moiety_platform.responses_api.schemas import ResponsesBody
 
     bodies = {
@@ -52,7 +52,7 @@ def bodies_of(*names: str) -> Take:
 def open_batch_lines() -> Take:
     from moiety_platform.batches.endpoints import ENDPOINTS
     from moiety_platform.batches.lines import Checker, Limits, Splitter
-    from moiety_platform.completions.shape_limits import DEFAULT_SHAPE
+    from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
 
     limits = Limits(max_lines=50, max_line_bytes=1024, max_json_depth=MAX_DEPTH, shape=DEFAULT_SHAPE)
     endpoints = list(ENDPOINTS.values())
@@ -281,9 +281,9 @@ def open_templates() -> Take:
     """A template that comes with a checkpoint; and what clients write, rendered by templates that are in use."""
     from fuzz.words import tokenizer_json
 
-    from moiety_platform.completions.request_body import decode_body
-    from moiety_platform.completions.schemas import ChatBody
     from moiety_platform.errors import PlatformError
+    from moiety_platform.inference.request_body import decode_body
+    from moiety_platform.openai_api.schemas import ChatBody
     from moiety_text.chat import ChatTemplate
     from moiety_text.conversation import ConversationEncoder
     from moiety_text.errors import TextError

@@ -28,7 +28,6 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class, load_classes
 from moiety_platform.clock import SystemClock
-from moiety_platform.completions.request_recorder import RequestRecorder
 from moiety_platform.connections import ConnectionLimits
 from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
@@ -39,6 +38,7 @@ from moiety_platform.experts.service import ExpertService
 from moiety_platform.gateway import GatewayServer
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.listening import bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging

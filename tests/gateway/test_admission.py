@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from moiety_platform.admission.decide import refuse_hopeless
 from moiety_platform.admission.gate import AdmissionGate
 from moiety_platform.clock import ManualClock
-from moiety_platform.completions.slo import SloProgress, is_broken, is_kept
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
 from moiety_platform.errors import Overloaded
+from moiety_platform.inference.slo import SloProgress, is_broken, is_kept
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD
 from moiety_wire.figures import ClassLoad
 from moiety_wire.messages import Failed, FailureCode

@@ -9,12 +9,12 @@ import threading
 import pytest
 from pydantic import ValidationError
 
-from moiety_platform.completions import body as body_module
-from moiety_platform.completions import text as text_module
-from moiety_platform.completions.model_texts import ModelText, texts_of
-from moiety_platform.completions.request_body import INLINE_BYTES
-from moiety_platform.completions.schemas import ChatBody, CompletionBody
+from moiety_platform.inference import model_texts as text_module
+from moiety_platform.inference import request_body as body_module
+from moiety_platform.inference.model_texts import ModelText, texts_of
+from moiety_platform.inference.request_body import INLINE_BYTES
 from moiety_platform.models_api import DetokenizeBody, TokenizeBody
+from moiety_platform.openai_api.schemas import ChatBody, CompletionBody
 from moiety_text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_platform.completions.request_body import decode_body
-from moiety_platform.completions.schemas import ChatBody
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, EngineFailed, NotFound, Unavailable
+from moiety_platform.inference.request_body import decode_body
+from moiety_platform.openai_api.schemas import ChatBody
 from moiety_platform.routing.choose import choose
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD
 from moiety_wire.figures import ClassLoad, Load, SleepState

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from moiety_platform.completions.shape_limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.config_file import ConfigFileError
+from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.trace_receiver.settings import TraceSettings
 

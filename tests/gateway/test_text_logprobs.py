@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_platform.completions.text_logprobs import TextOffsets, echoed_logprobs, text_logprobs
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.openai_api.text_logprobs import TextOffsets, echoed_logprobs, text_logprobs
 from moiety_wire.messages import TokenLogprob, TopLogprob
 
 

@@ -16,7 +16,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_platform.engine_client.fake import FakeVerdict as EngineVerdict
 from moiety_platform.traces.context import parse_traceparent
 from moiety_platform.traces.exporters import EXPORT_TIMEOUT_S, store_exporter
-from moiety_platform.traces.sampling import Ending, FakeVerdict, Sampler, SamplingTerms
+from moiety_platform.traces.sampling import Ending, Sampler, SamplingDecision, SamplingTerms
 from moiety_platform.traces.sender import QUEUE_FULL, SpanSender
 from moiety_wire.codec import encode_notes, encode_step
 from moiety_wire.messages import Failed, FailureCode
@@ -268,12 +268,12 @@ def kept_of(ids, salt=b"s" * 32) -> set[str]:
 @pytest.mark.parametrize(
     ("what", "verdict"),
     [
-        ({"has_failed": True, "sla_attained": False}, FakeVerdict.FAILED),
-        ({"sla_attained": False}, FakeVerdict.SLA_MISSED),
-        ({"num_preemptions": 1}, FakeVerdict.PREEMPTED),
-        ({"num_failovers": 1}, FakeVerdict.FAILED_OVER),
-        ({"sla_attained": None}, FakeVerdict.UNSAMPLED),
-        ({"service_class": "priority"}, FakeVerdict.RATE),
+        ({"has_failed": True, "sla_attained": False}, SamplingDecision.FAILED),
+        ({"sla_attained": False}, SamplingDecision.SLA_MISSED),
+        ({"num_preemptions": 1}, SamplingDecision.PREEMPTED),
+        ({"num_failovers": 1}, SamplingDecision.FAILED_OVER),
+        ({"sla_attained": None}, SamplingDecision.UNSAMPLED),
+        ({"service_class": "priority"}, SamplingDecision.RATE),
     ],
 )
 def test_failures_and_broken_promises_are_kept_and_classes_have_rates_of_their_own(what, verdict):
@@ -292,10 +292,10 @@ def test_the_rate_is_kept_to_by_trace_and_nobody_outside_can_aim_at_it():
 def test_the_first_of_every_second_is_kept_and_no_more_than_the_budget():
     sampler = Sampler(SamplingTerms(rate=0.0, first_per_s=1, max_per_s=3))
     assert [sampler.decide(ending(), second) for second in (0.0, 0.9, 1.0)] == [
-        FakeVerdict.FIRST, FakeVerdict.UNSAMPLED, FakeVerdict.FIRST,
+        SamplingDecision.FIRST, SamplingDecision.UNSAMPLED, SamplingDecision.FIRST,
     ]  # fmt: skip
     verdicts = Counter(sampler.decide(ending(has_failed=True), 5.0) for _ in range(10))
-    assert verdicts == {FakeVerdict.FAILED: 3, FakeVerdict.OVER_BUDGET: 7}
+    assert verdicts == {SamplingDecision.FAILED: 3, SamplingDecision.OVER_BUDGET: 7}
 
 
 @pytest.mark.parametrize(

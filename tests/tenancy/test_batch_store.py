@@ -24,11 +24,11 @@ from moiety_platform.batches.results import PIECE_BYTES, BatchFiles
 from moiety_platform.batches.schemas import NewBatch
 from moiety_platform.batches.service import create_batch
 from moiety_platform.batches.validation import Validation
-from moiety_platform.completions.shape_limits import ShapeLimits
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.store import append_chunk, begin_file, publish_file
+from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow

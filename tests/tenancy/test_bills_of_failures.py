@@ -10,11 +10,11 @@ from sqlalchemy import select
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.clock import SystemClock
-from moiety_platform.completions.request_recorder import RequestRecorder
-from moiety_platform.completions.tariffs import Tariff
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import EngineFailed, EngineRefused, PlatformError, Unavailable
+from moiety_platform.inference.request_recorder import RequestRecorder
+from moiety_platform.inference.tariffs import Tariff
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.terms import Price
 from moiety_platform.quota.keeper import QuotaKeeper

@@ -32,13 +32,13 @@ from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
-from moiety_platform.completions.request_recorder import RequestRecorder
-from moiety_platform.completions.shape_limits import DEFAULT_SHAPE
 from moiety_platform.db.session import Database
 from moiety_platform.experts.controller import expert_routes
 from moiety_platform.experts.service import ExpertService
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.inference.request_recorder import RequestRecorder
+from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
 from moiety_platform.openapi.documents import DocumentPart, make_document

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moiety_platform.classes.terms import Catalogue, ChosenClass, ClassTerms
-from moiety_platform.completions.tariffs import FREE, Tariffs
+from moiety_platform.inference.tariffs import FREE, Tariffs
 from moiety_platform.prices.terms import ANY_CLASS, Price, PriceList, dollars, parse_dollars
 from moiety_wire.classes import FLEX, STANDARD
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from moiety_platform.clock import SystemClock
-from moiety_platform.completions.request_recorder import RequestRecorder
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
+from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.metrics import Metrics
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore

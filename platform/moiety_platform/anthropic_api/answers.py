@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from moiety_platform.anthropic_api.answer_types import AnswerBlock, Message, MessageStop, StopReason, TokenUsage
-from moiety_platform.completions.run import Usage
+from moiety_platform.inference.run import Usage
 from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
 _Tier = Literal["priority", "standard", "batch"]

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 
 from moiety_platform.anthropic_api.cache_control import CacheControl, longest
-from moiety_platform.completions.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
-from moiety_platform.completions.tools.fields import ArgumentsObject, ToolName, call_for_template
+from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
+from moiety_platform.inference.tool_fields import ArgumentsObject, ToolName, call_for_template
 
 ERROR_PREFIX = "Error: "  # chat templates know no results that failed, so their texts say it
 

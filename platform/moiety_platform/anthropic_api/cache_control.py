@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from moiety_platform.completions.body_fields import StrictBody
+from moiety_platform.inference.body_fields import StrictBody
 
 _SECONDS = {"5m": 300.0, "1h": 3600.0}
 

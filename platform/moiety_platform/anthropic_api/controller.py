@@ -20,17 +20,16 @@ from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS, AnthropicErro
 from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
 from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks_of
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
-from moiety_platform.completions.answers import AnswerChoice
-from moiety_platform.completions.handler import Endpoint, EndpointDocs, HandlerServices, route
-from moiety_platform.completions.model_texts import ModelTexts
-from moiety_platform.completions.request_body import receive_body
-from moiety_platform.completions.request_record import RequestRecord
-from moiety_platform.completions.run import Run
-from moiety_platform.completions.text_answer import TextAnswer
-from moiety_platform.completions.whole_answer import parts_of
 from moiety_platform.errors import PlatformError
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import error_headers, internal_error
+from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
+from moiety_platform.inference.handler import Endpoint, EndpointDocs, HandlerServices, route
+from moiety_platform.inference.model_texts import ModelTexts
+from moiety_platform.inference.request_body import receive_body
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.run import Run
+from moiety_platform.inference.text_answer import TextAnswer
 from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY

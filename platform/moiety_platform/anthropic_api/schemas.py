@@ -29,7 +29,7 @@ from moiety_platform.anthropic_api.blocks import (
 )
 from moiety_platform.anthropic_api.cache_control import CacheControl, longest
 from moiety_platform.anthropic_api.tools import NEEDS_TOOLS, MessageToolChoice, MessageTools, check_choice, offer_of
-from moiety_platform.completions.body_fields import (
+from moiety_platform.inference.body_fields import (
     INT32_MAX,
     MAX_MESSAGES,
     GeneratingBody,
@@ -40,7 +40,7 @@ from moiety_platform.completions.body_fields import (
     refuse,
     shows,
 )
-from moiety_platform.completions.generation import Conversation, Generation
+from moiety_platform.inference.generation import Conversation, Generation
 from moiety_wire.messages import Sampling
 
 _TIERS = {"auto": None, "standard_only": "default"}  # in OpenAI's words; without one the tenant's own class serves

@@ -9,8 +9,8 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
 from moiety_platform.anthropic_api.cache_control import CacheControl
-from moiety_platform.completions.body_fields import StrictBody, refuse, shows
-from moiety_platform.completions.tools.fields import (
+from moiety_platform.inference.body_fields import StrictBody, refuse, shows
+from moiety_platform.inference.tool_fields import (
     MAX_TOOLS,
     ToolName,
     ToolSchema,

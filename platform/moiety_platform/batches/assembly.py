@@ -16,15 +16,15 @@ from moiety_platform.batches.maintenance import BatchMaintenance
 from moiety_platform.batches.results import BatchFiles
 from moiety_platform.batches.worker import POLL_S, BatchWorker
 from moiety_platform.clock import Clock
-from moiety_platform.completions.pipeline import Pipeline
-from moiety_platform.completions.request_recorder import RequestRecorder
-from moiety_platform.completions.shape_limits import ShapeLimits
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.controller import FileServices, file_routes
 from moiety_platform.files.service import Files
 from moiety_platform.files.store import Now
 from moiety_platform.files.upload import Uploads
+from moiety_platform.inference.pipeline import Pipeline
+from moiety_platform.inference.request_recorder import RequestRecorder
+from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.metrics import Metrics
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.settings import GatewaySettings

@@ -16,11 +16,11 @@ from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
 from moiety_platform.batches.schemas import BatchObject, NewBatch, view
 from moiety_platform.batches.service import cancel_batch, create_batch, get_batch, list_batches
-from moiety_platform.completions.request_body import receive_body
 from moiety_platform.db.keyset import After, Listing, list_fields, parse_list
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.store import Now
+from moiety_platform.inference.request_body import receive_body
 from moiety_platform.openapi.described import JSON, Described, describes, fails
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.query_parameters import whole

@@ -10,17 +10,18 @@ from typing import Any, cast
 import msgspec
 
 from moiety_platform.classes.terms import BATCH_TIER
-from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion
-from moiety_platform.completions.body_fields import AskingBody
-from moiety_platform.completions.controller import CHAT, COMPLETIONS
-from moiety_platform.completions.handler import Endpoint
-from moiety_platform.completions.pipeline import Pipeline
-from moiety_platform.completions.request_record import RequestRecord
-from moiety_platform.completions.schemas import GenerationBody
-from moiety_platform.completions.whole_answer import collect, whole_answer
 from moiety_platform.embeddings import whole as vectors
 from moiety_platform.embeddings.controller import EMBEDDINGS
 from moiety_platform.embeddings.schemas import EmbeddingBody
+from moiety_platform.inference.answer_collection import collect
+from moiety_platform.inference.body_fields import AskingBody
+from moiety_platform.inference.handler import Endpoint
+from moiety_platform.inference.pipeline import Pipeline
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.openai_api.answer_types import ChatCompletion, TextCompletion
+from moiety_platform.openai_api.controller import CHAT, COMPLETIONS
+from moiety_platform.openai_api.schemas import GenerationBody
+from moiety_platform.openai_api.whole_answers import whole_answer
 
 MAX_VECTOR_BYTES = 32 * 1024 * 1024  # in the answer to one line, which is held and stored as a whole
 BYTES_A_NUMBER = {"base64": 6, "float": 24}  # at most

@@ -22,11 +22,6 @@ from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.lines import body_of
 from moiety_platform.batches.models import LineState
 from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine
-from moiety_platform.completions.pipeline import Pipeline
-from moiety_platform.completions.request_body import decode_body
-from moiety_platform.completions.request_record import RequestRecord
-from moiety_platform.completions.request_recorder import RequestRecorder
-from moiety_platform.completions.shape_limits import ShapeLimits
 from moiety_platform.errors import (
     EngineRefused,
     Forbidden,
@@ -37,6 +32,11 @@ from moiety_platform.errors import (
     forget_frames,
 )
 from moiety_platform.http_errors import OPENAI_ERRORS, internal_error
+from moiety_platform.inference.pipeline import Pipeline
+from moiety_platform.inference.request_body import decode_body
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.request_recorder import RequestRecorder
+from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_platform.usage.row import UsageRow
 

@@ -14,10 +14,10 @@ import msgspec
 
 from moiety_platform.batches.endpoints import BatchEndpoint
 from moiety_platform.batches.models import MAX_CUSTOM_ID_LENGTH
-from moiety_platform.completions.body_fields import AskingBody
-from moiety_platform.completions.request_body import decode_body
-from moiety_platform.completions.shape_limits import ShapeLimits
 from moiety_platform.errors import BadRequest
+from moiety_platform.inference.body_fields import AskingBody
+from moiety_platform.inference.request_body import decode_body
+from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.json_depth import check_depth
 
 BOM = codecs.BOM_UTF8  # which some editors write before the first line

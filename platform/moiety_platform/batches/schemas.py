@@ -9,8 +9,8 @@ from pydantic import StringConstraints, field_validator
 
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.models import Batch, BatchStatus
-from moiety_platform.completions.body_fields import MetadataPairs, StrictBody, refuse, shows
 from moiety_platform.files.upload import MAX_EXPIRY_S, MIN_EXPIRY_S, check_expiry
+from moiety_platform.inference.body_fields import MetadataPairs, StrictBody, refuse, shows
 
 COMPLETION_WINDOW = "24h"
 WINDOW_MS = 24 * 3600 * 1000

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypedDict
 
 from msgspec import Meta
 
-from moiety_platform.completions.answer_types import Count, PromptTokensDetails
+from moiety_platform.openai_api.answer_types import Count, PromptTokensDetails
 
 
 class Embedding(TypedDict):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from moiety_platform.completions.run import Usage
+from moiety_platform.inference.run import Usage
 
 VECTORS_A_PIECE = 16
 

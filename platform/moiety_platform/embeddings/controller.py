@@ -11,13 +11,13 @@ from functools import partial
 
 from litestar.handlers import HTTPRouteHandler
 
-from moiety_platform.completions.handler import Endpoint, EndpointDocs, HandlerServices, SendLast, route
-from moiety_platform.completions.request_record import RequestRecord
-from moiety_platform.completions.response import HttpResponse
-from moiety_platform.completions.run import Run
 from moiety_platform.embeddings.answer_types import EmbeddingList
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_platform.embeddings.whole import collect, pieces_of
+from moiety_platform.inference.handler import Endpoint, EndpointDocs, HandlerServices, SendLast, route
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.response import HttpResponse
+from moiety_platform.inference.run import Run
 
 
 def embedding_route(services: HandlerServices) -> HTTPRouteHandler:

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from moiety_platform.completions.body_fields import (
+from moiety_platform.errors import BadRequest
+from moiety_platform.inference.body_fields import (
     INT32_MAX,
     AskingBody,
     ModelName,
@@ -16,8 +17,7 @@ from moiety_platform.completions.body_fields import (
     as_prompts,
     forms_of_prompts,
 )
-from moiety_platform.completions.generation import Generation
-from moiety_platform.errors import BadRequest
+from moiety_platform.inference.generation import Generation
 from moiety_wire.messages import Sampling
 
 

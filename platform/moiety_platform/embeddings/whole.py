@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moiety_platform.completions.request_record import RequestRecord
-from moiety_platform.completions.run import Run
 from moiety_platform.embeddings.answers import answer_pieces
 from moiety_platform.embeddings.schemas import EmbeddingBody
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.run import Run
 from moiety_wire.messages import Finished
 
 

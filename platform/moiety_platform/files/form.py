@@ -13,8 +13,8 @@ from multipart import (  # type: ignore[import-untyped]  # it comes with litesta
     parse_options_header,
 )
 
-from moiety_platform.completions.client_disconnect import ClientDisconnected
 from moiety_platform.errors import BadRequest, TooLarge
+from moiety_platform.inference.client_disconnect import ClientDisconnected
 
 MAX_FIELD_BYTES = 1024
 MAX_FIELDS = 16

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
 
-from moiety_platform.completions.answer_types import ChatTokenLogprob, Count, Tier
+from moiety_platform.openai_api.answer_types import ChatTokenLogprob, Count, Tier
 from moiety_platform.openapi.schemas import either, shows
 
 Status = Literal["in_progress", "completed", "incomplete"]

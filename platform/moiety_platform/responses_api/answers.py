@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moiety_platform.completions.request_record import RequestRecord
-from moiety_platform.completions.run import Usage
 from moiety_platform.errors import PlatformError
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.run import Usage
 from moiety_platform.responses_api.answer_types import TextFormatFields
 from moiety_platform.responses_api.items import Item
 from moiety_platform.responses_api.schemas import ResponsesBody, TextOptions

@@ -13,13 +13,13 @@ from litestar.params import FromPath
 
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
-from moiety_platform.completions.handler import Endpoint, EndpointDocs, HandlerServices, SendLast, route
-from moiety_platform.completions.request_record import RequestRecord
-from moiety_platform.completions.response import HttpResponse
-from moiety_platform.completions.run import Run
-from moiety_platform.completions.text_answer import relay
 from moiety_platform.db.keyset import After, Identified, list_fields, parse_list
 from moiety_platform.errors import BadRequest
+from moiety_platform.inference.handler import Endpoint, EndpointDocs, HandlerServices, SendLast, route
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.response import HttpResponse
+from moiety_platform.inference.run import Run
+from moiety_platform.inference.text_answer import relay
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.query_parameters import one_of, whole

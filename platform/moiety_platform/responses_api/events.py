@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from moiety_platform.completions.answers import chat_logprobs
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import OpenAIErrors
+from moiety_platform.openai_api.answers import chat_logprobs
 from moiety_platform.responses_api.answers import ResponseHead
 from moiety_platform.responses_api.items import CALL, MESSAGE, THOUGHT, Item, text_part
 from moiety_platform.responses_api.output import (

@@ -14,8 +14,8 @@ from pydantic import (
     field_validator,
 )
 
-from moiety_platform.completions.body_fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, or_text, refuse, shows
-from moiety_platform.completions.tools.fields import ArgumentsText, ToolName
+from moiety_platform.inference.body_fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, or_text, refuse, shows
+from moiety_platform.inference.tool_fields import ArgumentsText, ToolName
 from moiety_platform.responses_api.items import (
     CALL,
     MESSAGE,

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moiety_platform.completions.answer_types import ChatTokenLogprob
-from moiety_platform.completions.tools.fields import call_for_template
 from moiety_platform.errors import BadRequest
+from moiety_platform.inference.tool_fields import call_for_template
+from moiety_platform.openai_api.answer_types import ChatTokenLogprob
 
 Item = dict[str, Any]
 

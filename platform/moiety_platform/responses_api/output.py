@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moiety_platform.completions.answers import chat_logprobs
-from moiety_platform.completions.tools.message import new_call_id
+from moiety_platform.openai_api.answers import chat_logprobs
+from moiety_platform.openai_api.tool_message import new_call_id
 from moiety_platform.responses_api.items import (
     CALL,
     MESSAGE,

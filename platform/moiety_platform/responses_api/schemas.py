@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from moiety_platform.completions.body_fields import (
+from moiety_platform.inference.body_fields import (
     INT32_MAX,
     KEEP_S,
     GeneratingBody,
@@ -31,10 +31,10 @@ from moiety_platform.completions.body_fields import (
     refuse,
     shows,
 )
-from moiety_platform.completions.generation import Conversation, Generation
-from moiety_platform.completions.response_formats import TextFormat, require_one_form
-from moiety_platform.completions.schemas import STREAMED_OPTIONS
-from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, offer_of_functions
+from moiety_platform.inference.generation import Conversation, Generation
+from moiety_platform.openai_api.response_formats import TextFormat, require_one_form
+from moiety_platform.openai_api.schemas import STREAMED_OPTIONS
+from moiety_platform.openai_api.tools import NEEDS_TOOLS, offer_of_functions
 from moiety_platform.responses_api.input import InputItems
 from moiety_platform.responses_api.items import Continued, Item, check_results, messages_of
 from moiety_platform.responses_api.tools import ResponseChoice, ResponseTools, check_choice

@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, field_validator
 
-from moiety_platform.completions.body_fields import StrictBody, refuse, shows
-from moiety_platform.completions.tools.fields import (
+from moiety_platform.inference.body_fields import StrictBody, refuse, shows
+from moiety_platform.inference.tool_fields import (
     MAX_TOOLS,
     ToolName,
     differing,
     few_tools,
     require_among,
 )
-from moiety_platform.completions.tools.schemas import CHOICES, FunctionTool, ToolChoice
+from moiety_platform.openai_api.tools import CHOICES, FunctionTool, ToolChoice
 
 _FUNCTION = "function"
 _FORMS = 'it must be \'none\', \'auto\', \'required\' or {"type": "function", "name": "…"}'

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from moiety_platform.completions.generation import Conversation
+from moiety_platform.inference.generation import Conversation
 from moiety_text.tools.deltas import Call, Parts
 
 _CALL_ID = "call_0"

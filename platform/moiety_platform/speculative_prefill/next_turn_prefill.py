@@ -18,14 +18,14 @@ from typing import Self
 import structlog
 
 from moiety_platform.clock import Clock
-from moiety_platform.completions.generation import Conversation
-from moiety_platform.completions.quota_reservation import UsedTokens, scopes_of
-from moiety_platform.completions.request_record import RequestRecord
-from moiety_platform.completions.request_recorder import UsageSink
-from moiety_platform.completions.run import Run
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, PlatformError, RequestExceedsQuota, forget_frames
+from moiety_platform.inference.generation import Conversation
+from moiety_platform.inference.quota_reservation import UsedTokens, scopes_of
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.request_recorder import UsageSink
+from moiety_platform.inference.run import Run
 from moiety_platform.metrics import SpeculativePrefillMetrics
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import QuotaKeeper

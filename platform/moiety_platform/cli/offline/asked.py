@@ -12,19 +12,20 @@ from moiety_platform.batches.endpoints import ENDPOINTS, BatchEndpoint
 from moiety_platform.batches.lines import RawLine, decode_asked, read_line
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.cli.offline.work import MAX_JSON_DEPTH, MAX_LINE_BYTES, Work
-from moiety_platform.completions.answers import AnswerChoice, AnswerHead
-from moiety_platform.completions.body_fields import AskingBody
-from moiety_platform.completions.generation import Generation
-from moiety_platform.completions.model_texts import ModelText
-from moiety_platform.completions.run import Usage
-from moiety_platform.completions.schemas import GenerationBody
-from moiety_platform.completions.shape_limits import DEFAULT_SHAPE
-from moiety_platform.completions.submits import RequestOrigin, check_limits, most_output_tokens, submits_of
-from moiety_platform.completions.whole_answer import answer_of
 from moiety_platform.embeddings.answers import answer_pieces
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_platform.engine_client.stream import error_of
 from moiety_platform.errors import BadRequest, NotFound, PlatformError
+from moiety_platform.inference.answer_collection import AnswerChoice
+from moiety_platform.inference.body_fields import AskingBody
+from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
+from moiety_platform.inference.generation import Generation
+from moiety_platform.inference.model_texts import ModelText
+from moiety_platform.inference.run import Usage
+from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
+from moiety_platform.openai_api.answers import AnswerHead
+from moiety_platform.openai_api.schemas import GenerationBody
+from moiety_platform.openai_api.whole_answers import answer_of
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_text.reasoning import AnswerReader
 from moiety_wire.classes import BATCH

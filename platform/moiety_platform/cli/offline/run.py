@@ -23,7 +23,7 @@ from moiety_platform.cli.offline.asked import OfflineLine, ask
 from moiety_platform.cli.offline.work import Work, read_work
 from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json, show_row
-from moiety_platform.completions.model_texts import ModelText
+from moiety_platform.inference.model_texts import ModelText
 from moiety_text.errors import TextError
 from moiety_wire.messages import Accepted, Failed, Finished, Submit, ToGateway, Tokens
 from moiety_wire.replica import Replica

@@ -12,9 +12,9 @@ import msgspec
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.lines import Line, RawLine, Splitter, check_unused, read_line
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.completions.schemas import COMPLETION_DEFAULT_MAX_TOKENS
 from moiety_platform.embeddings.controller import EMBEDDINGS
 from moiety_platform.errors import BadRequest
+from moiety_platform.openai_api.schemas import COMPLETION_DEFAULT_MAX_TOKENS
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_JSON_DEPTH = 128

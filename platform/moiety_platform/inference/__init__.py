@@ -1,0 +1,1 @@
+"""The request pipeline of all inference APIs: authenticate, parse, classify, admit, reserve, place, stream, settle."""

@@ -1,0 +1,77 @@
+"""Collection of the choices of a text answer: for clients that do not stream, for batch lines, and offline.
+
+It knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moiety_platform.inference.model_texts import ModelText
+from moiety_platform.inference.run import Run, Usage
+from moiety_text.reasoning import AnswerReader
+from moiety_text.tools.deltas import Parts
+from moiety_wire.messages import Finished, TokenLogprob
+
+INLINE_CHARS = 16 * 1024  # of answers that may call; more are read in a thread
+
+
+@dataclass(slots=True)
+class AnswerChoice:
+    """What has come for one choice."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def end(self) -> Finished:
+        assert self.finished is not None, "an answer has come to its end"
+        return self.finished
+
+    @property
+    def finish_reason(self) -> str:
+        return self.end.reason.value
+
+
+class EndedRun(Protocol):
+    """What an answer is made from, beside its choices: a gateway's run, or one without a gateway."""
+
+    text: ModelText
+    prompts: list[list[int]]
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    def new_readers(self) -> list[AnswerReader] | None: ...
+
+    def usage(self) -> Usage: ...
+
+
+async def collect(run: Run) -> list[AnswerChoice]:
+    """Wait for all choices."""
+    choices = [AnswerChoice() for _ in range(run.num_sequences)]
+    async for index, message in run:
+        choice = choices[index]
+        choice.text.append(message.text)
+        if isinstance(message, Finished):
+            choice.finished = message
+        elif message.logprobs:
+            choice.logprobs += message.logprobs
+    return choices
+
+
+async def parts_of(run: EndedRun, choices: Sequence[AnswerChoice]) -> list[Parts]:
+    """The text and the calls of each choice, in their order. Long texts are read in a thread."""
+    texts = ["".join(choice.text) for choice in choices]
+    readers = run.new_readers()
+    if readers is None:
+        return [[text] for text in texts]
+
+    def read() -> list[Parts]:
+        return [reader.read(text) for reader, text in zip(readers, texts, strict=True)]
+
+    return read() if sum(map(len, texts)) <= INLINE_CHARS else await asyncio.to_thread(read)

@@ -1,0 +1,211 @@
+"""What the bodies of all APIs are made of: strict, frozen, unknown fields ignored, and every list bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationInfo
+from pydantic_core import PydanticCustomError, PydanticKnownError
+
+from moiety_platform.inference.generation import Generation, Prompt
+from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
+
+INT32_MAX = 2**31 - 1
+MAX_MESSAGES = 16_384  # what the settings allow at most, as the next
+MAX_STOPS = 64
+MAX_PARTS = 2048  # of one message
+MAX_PROMPTS = 2048
+MAX_TOKEN_IDS = 2**20  # of one prompt or text
+MAX_PAIRS = 16  # of a request's metadata
+
+Retention = Literal["in_memory", "24h"]  # how long a prefix is kept for a conversation that will come back
+KEEP_S: Mapping[Retention, float] = MappingProxyType({"in_memory": 0.0, "24h": 86_400.0})
+
+
+def refuse(message: str, code: str | None = None) -> PydanticCustomError:
+    """What a validator raises, in words for the client; with a stable code of its own, if clients go by one."""
+    return PydanticCustomError("refused", "{reason}", {"reason": message, "code": code})
+
+
+def shape_of(info: ValidationInfo) -> ShapeLimits:
+    """What the operator allows."""
+    return info.context if isinstance(info.context, ShapeLimits) else DEFAULT_SHAPE
+
+
+Most = Callable[[ShapeLimits], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _FewEntries:
+    most: Most
+
+    def __call__(self, value: list[Any], info: ValidationInfo) -> list[Any]:
+        limit = self.most(shape_of(info))
+        if len(value) > limit:
+            fields = {"field_type": "List", "max_length": limit, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", fields)
+        return value
+
+    def shown(self, schema: dict[str, Any], settings: ShapeLimits) -> dict[str, Any]:
+        return {**schema, "maxItems": self.most(settings)}
+
+
+@dataclass(frozen=True, slots=True)
+class _FewCharacters:
+    most: Most
+
+    def __call__(self, value: str, info: ValidationInfo) -> str:
+        limit = self.most(shape_of(info))
+        if len(value) > limit:
+            raise refuse(f"it has {len(value):,} characters; it may have {limit:,}")
+        return value
+
+    def shown(self, schema: dict[str, Any], settings: ShapeLimits) -> dict[str, Any]:
+        return {**schema, "maxLength": self.most(settings)}
+
+
+@dataclass(frozen=True, slots=True)
+class _AtMost:
+    most: Most
+
+    def __call__(self, value: int, info: ValidationInfo) -> int:
+        limit = self.most(shape_of(info))
+        if value > limit:
+            raise refuse(f"it is {value}; it may be {limit} at most")
+        return value
+
+    def shown(self, schema: dict[str, Any], settings: ShapeLimits) -> dict[str, Any]:
+        return {**schema, "maximum": self.most(settings)}
+
+
+def bounded(most: Most) -> AfterValidator:
+    """Of a list: it may have as many entries as the operator allows."""
+    return AfterValidator(_FewEntries(most))
+
+
+def at_most(most: Most) -> AfterValidator:
+    """Of a number: it may be as large as the operator allows."""
+    return AfterValidator(_AtMost(most))
+
+
+@dataclass(frozen=True, slots=True)
+class _OrText:
+    entry: Callable[[str, ValidationInfo], Any]
+    entries: str
+
+    def __call__(self, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            return [self.entry(value, info)]
+        if not isinstance(value, list):
+            raise refuse(f"it must be a string or a list of {self.entries}")
+        return value
+
+    def shown(self, schema: dict[str, Any], _settings: ShapeLimits) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, schema]}
+
+
+def or_text(entry: Callable[[str, ValidationInfo], Any], entries: str) -> BeforeValidator:
+    """Of a list of `entries`: a string is short for one. One form inside means that complaints name the place."""
+    return BeforeValidator(_OrText(entry, entries))
+
+
+def _without_nul(value: str) -> str:
+    if "\0" in value:
+        raise refuse("it must not contain NUL characters")
+    return value
+
+
+def shows(**schema: Any) -> Any:
+    """Of a field that a validator checks: what its JSON schema has to say of that."""
+    return Field(json_schema_extra=schema)
+
+
+def only_with(field: str, flag: str) -> dict[str, Any]:
+    """A JSON schema: the field may be there, and not null, only where the flag is true."""
+    return {
+        "if": {"required": [field], "properties": {field: {"not": {"type": "null"}}}},
+        "then": {"required": [flag], "properties": {flag: {"const": True}}},
+    }
+
+
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+StopString = Annotated[
+    str, StringConstraints(min_length=1), AfterValidator(_FewCharacters(lambda shape: shape.max_stop_chars))
+]
+StopStrings = Annotated[
+    list[StopString], Field(fail_fast=True, max_length=MAX_STOPS), bounded(lambda shape: shape.max_stop_strings)
+]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+
+_NO_NUL = "^[^\\u0000]*$"
+MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64), AfterValidator(_without_nul)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512), AfterValidator(_without_nul), shows(pattern=_NO_NUL)]
+MetadataPairs = Annotated[
+    dict[MetadataKey, MetadataValue],
+    Field(max_length=MAX_PAIRS),
+    shows(propertyNames={"minLength": 1, "maxLength": 64, "pattern": _NO_NUL}),
+]
+
+# Lists end at their first bad entry: complaints about every entry of a large body would take seconds to collect.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
+
+# A text or its token ids, or a list of either.
+# None is empty, which validators see to, in better words than pydantic's.
+_Text = Annotated[str, shows(minLength=1)]
+_Ids = Annotated[TokenIds, shows(minItems=1)]
+RawPrompts = (
+    _Text
+    | Annotated[list[_Text], Field(fail_fast=True, max_length=MAX_PROMPTS), shows(minItems=1)]
+    | _Ids
+    | Annotated[list[_Ids], Field(fail_fast=True, max_length=MAX_PROMPTS), shows(minItems=1)]
+)
+
+
+class StrictBody(BaseModel):
+    """`forms` says what a field with several forms must be, where pydantic would report each form's own complaint; a
+    name in braces there is one of `ShapeLimits`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    forms: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+
+class AskingBody(StrictBody):
+    """A body that asks something of an engine."""
+
+    def generation(self) -> Generation:
+        raise NotImplementedError
+
+    @property
+    def wants_stream(self) -> bool:
+        return False
+
+
+class GeneratingBody(AskingBody):
+    """A body that asks for text, whole or streamed."""
+
+    stream: bool | None = None
+
+    @property
+    def wants_stream(self) -> bool:
+        return bool(self.stream)
+
+
+def forms_of_prompts(each: str) -> str:
+    """What a field of `RawPrompts` must be; `each` names them in the plural."""
+    return (
+        "must be a string, a list of strings, a list of token ids or a list of lists of token ids, and a list of "
+        f"{each} has at most {MAX_PROMPTS:,}"
+    )
+
+
+def as_prompts(given: str | list[str] | list[int] | list[list[int]]) -> tuple[Prompt, ...]:
+    """Each of `RawPrompts`, which must not be empty."""
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given[0], int):
+        return (tuple(given),)
+    return tuple(one if isinstance(one, str) else tuple(one) for one in given)

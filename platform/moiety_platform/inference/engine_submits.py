@@ -1,0 +1,190 @@
+"""What is asked, as the sequences that engines run: checked against the model's card, one `Submit` for each answer to
+each prompt. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moiety_platform.classes.terms import ChosenClass
+from moiety_platform.errors import BadRequest, ContextTooLong
+from moiety_platform.inference.generation import Generation
+from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, ModelText
+from moiety_wire.grammars import GrammarSpec
+from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit, ThoughtMarks
+from moiety_wire.seeds import seed_of_choice
+
+
+class RequestOrigin(msgspec.Struct, frozen=True):
+    """Whose request it is, and what all its sequences have in common."""
+
+    request_id: str
+    model: str  # as the engine calls it
+    tenant_id: str
+    chosen: ChosenClass
+    cache_salt: bytes
+    arrival_unix_ns: int
+    credit_tokens: int
+    weight: float = 1.0
+    traceparent: str = ""
+    bill: bytes = b""
+    gathers: bool = True
+    adapter: str = ""  # as the engine calls it
+
+
+def check_limits(generation: Generation, card: ModelCard, max_sequences: int) -> None:
+    """Whether the model can do what is asked, whatever its prompts. Raises BadRequest."""
+    if generation.embed:
+        _check_embedding(generation, card)
+    elif generation.num_sequences > max_sequences:
+        raise BadRequest(
+            f"{len(generation.prompts)} prompts × n={generation.num_choices} are {generation.num_sequences} "
+            f"sequences; a request may have {max_sequences}. Split it into several",
+            param="n",
+        )
+    if generation.sampling.num_prompt_logprobs is not None and not card.extensible:
+        told = f"the engine of the model {card.model!r} scores no prompts; leave out 'echo' or 'logprobs'"
+        raise BadRequest(told, code="prompt_logprobs_not_supported", param="echo")
+    num_logprobs = generation.sampling.num_logprobs
+    if num_logprobs is not None and num_logprobs > card.max_num_logprobs:
+        raise BadRequest(f"this model gives at most {card.max_num_logprobs} alternatives a token; ask for fewer")
+    for name, ids in (
+        ("logit_bias", generation.sampling.logit_bias),
+        ("stop_token_ids", generation.stop_token_ids),
+    ):
+        if (largest := max(ids, default=0)) >= card.vocab_size:
+            told = f"'{name}' has the token id {largest}; the model's are below {card.vocab_size}"
+            raise BadRequest(told, code=UNKNOWN_TOKEN, param=name)
+
+
+def submits_of(
+    origin: RequestOrigin, generation: Generation, prompts: list[list[int]], longest: list[int], text: ModelText
+) -> list[Submit]:
+    """All sequences, in the order of their indices. `longest` says how many tokens may follow each prompt."""
+    num_prompt_tokens = sum(map(len, prompts))
+    return [
+        submit
+        for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
+        for submit in _submits(
+            origin,
+            generation,
+            number,
+            prompt_ids,
+            max_tokens,
+            text.shown_ids(generation.prompts[number]),
+            text.marker_ids(generation.prompts[number], generation.guide),
+            text.thought_marks(generation, number, prompt_ids),
+            # inputs that are embedded are answered together, so each has the time that all of them are promised
+            num_prompt_tokens - len(prompt_ids) if generation.embed else 0,
+            generation.guide or text.guide_of_calls(generation.prompts[number]),
+        )
+    ]
+
+
+def _submits(
+    origin: RequestOrigin,
+    generation: Generation,
+    number: int,
+    prompt_ids: list[int],
+    max_tokens: int,
+    shown_ids: tuple[int, ...],
+    marker_ids: tuple[int, ...],
+    thought: ThoughtMarks | None,
+    sibling_tokens: int,
+    guide: GrammarSpec | None,
+) -> list[Submit]:
+    """Of one prompt."""
+    chosen = origin.chosen
+    stopping = Stopping(
+        thought=thought if generation.stop else None,
+        max_tokens=max_tokens,
+        min_tokens=min(generation.min_tokens, max_tokens),
+        stop=generation.stop,
+        stop_token_ids=generation.stop_token_ids,
+        ignore_eos=generation.ignore_eos,
+    )
+    first = number * generation.num_choices
+    return [
+        Submit(
+            request_id=f"{origin.request_id}-{first + choice}",
+            seq=0,
+            model=origin.model,
+            tenant_id=origin.tenant_id,
+            service=chosen.service,
+            prompt_ids=prompt_ids,
+            sampling=_sampling_of(generation.sampling, choice),
+            stopping=stopping,
+            credit_tokens=min(max_tokens, origin.credit_tokens),
+            cache_salt=origin.cache_salt,
+            arrival_unix_ns=origin.arrival_unix_ns,
+            tenant_weight=origin.weight,
+            fallback=chosen.fallback,
+            traceparent=origin.traceparent,
+            bill=origin.bill,
+            shown_ids=shown_ids,
+            marker_ids=marker_ids,
+            embed=generation.embed,
+            sibling_tokens=sibling_tokens,
+            gathers=origin.gathers,
+            guide=guide,
+            adapter=origin.adapter,
+            keep_s=generation.keep_s,
+        )
+        for choice in range(generation.num_choices)
+    ]
+
+
+def _sampling_of(asked: Sampling, choice: int) -> Sampling:
+    """Of one answer: the first has the request's own seed, and alone scores the prompt."""
+    if choice == 0:
+        return asked
+    return msgspec.structs.replace(asked, seed=seed_of_choice(asked.seed, choice), num_prompt_logprobs=None)
+
+
+def _check_embedding(generation: Generation, card: ModelCard) -> None:
+    width = card.embedding_width
+    if not width:
+        raise BadRequest(
+            f"the engine of the model {card.model!r} makes no embeddings; use another model",
+            code="embeddings_not_supported",
+            param="model",
+        )
+    if generation.dimensions is not None and generation.dimensions > width:
+        raise BadRequest(
+            f"'dimensions' is {generation.dimensions}, and the vectors of {card.model!r} have {width} numbers; ask for "
+            "as many or fewer",
+            param="dimensions",
+        )
+    numbers = (generation.dimensions or width) * len(generation.prompts)
+    if generation.max_numbers is not None and numbers > generation.max_numbers:
+        raise BadRequest(
+            f"the vectors of {len(generation.prompts):,} inputs have {numbers:,} numbers, and in this "
+            f"'encoding_format' there may be {generation.max_numbers:,}; put fewer inputs into one line of the batch, "
+            "or ask for fewer 'dimensions' or for 'base64'",
+            code="answer_too_large",
+            param="input",
+        )
+
+
+def most_output_tokens(generation: Generation, card: ModelCard, num_prompt_tokens: int) -> int:
+    """How many tokens may follow the prompt. Raises ContextTooLong, which names both lengths."""
+    left = card.max_context_tokens - num_prompt_tokens
+    if generation.embed and left < 0:
+        raise ContextTooLong(
+            f"an input has {num_prompt_tokens} tokens; the model's context is {card.max_context_tokens} tokens. "
+            "Split it into shorter ones",
+            param=generation.prompt_field,
+        )
+    if generation.max_tokens is None and left < 1:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens; the model's context is {card.max_context_tokens} tokens for "
+            "prompt and output together, which leaves none for output. Shorten the prompt"
+        )
+    default = left if generation.default_max_tokens is None else min(left, generation.default_max_tokens)
+    wanted = default if generation.max_tokens is None else generation.max_tokens
+    if wanted > left:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and {wanted} are asked for, together "
+            f"{num_prompt_tokens + wanted}; the model's context is {card.max_context_tokens} tokens. "
+            "Shorten the prompt or lower max_tokens"
+        )
+    return wanted

@@ -1,0 +1,351 @@
+"""From prompts to token ids with the tokenizer and template on an engine's model card; no model files are needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest, ContextTooLong
+from moiety_platform.inference.generation import Conversation, Generation, Prompt
+from moiety_platform.inference.strict_tools import guide_of_calls
+from moiety_platform.inference.template_options import TemplateOptions
+from moiety_text.chat import ChatTemplate
+from moiety_text.conversation import ConversationEncoder, texts_of
+from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
+from moiety_text.guarded import GuardedReader
+from moiety_text.reasoning import CLOSER, OPENER, AnswerReader, num_thought_tokens, thoughts_of
+from moiety_text.tokenizer import Tokenizer
+from moiety_text.tools.deltas import Parts
+from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
+from moiety_wire.grammars import GrammarSpec
+from moiety_wire.messages import ModelCard, ThoughtMarks
+
+MAX_CACHED_MODELS = 16
+MESSAGE_COST = 64  # what rendering one more message counts, in bytes of text
+MARKER_TOKENS = 16  # in which a marker at a prompt's end stands, with white space after it
+ID_COST = 4  # what looking at one token id counts
+
+UNKNOWN_TOKEN = "unknown_token_id"  # the code of an error
+
+
+class ModelText:
+    """One model's text side. May be used from several threads."""
+
+    def __init__(self, card: ModelCard, inline_bytes: int) -> None:
+        self._tokenizer = Tokenizer.from_json(card.tokenizer_json)
+        template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
+        self._conversations = (
+            ConversationEncoder(self._tokenizer, card.tokenizer_json, template) if template is not None else None
+        )
+        self._knows_tools = template is not None and template.knows_tools
+        self._tool_format = format_of(card.chat_template) if self._knows_tools else None
+        self._thoughts = None if template is None else thoughts_of(template)
+        self._options = None if template is None else TemplateOptions(card.model, template, self._thoughts)
+        ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
+        self._opener_id, self._closer_id = ids.get(OPENER), ids.get(CLOSER)
+        markers = (self._opener_id, self._closer_id) if self._thoughts is not None else ()
+        self._special_thoughts = tuple(
+            one for one in markers if one is not None and self._tokenizer.added_tokens[one].special
+        )
+        self._model = card.model
+        self._vocab_size = card.vocab_size
+        self._max_context_tokens = card.max_context_tokens
+        self.inline_bytes = inline_bytes
+        identity = f"{card.model}\0{card.family}\0{card.dtype}\0{card.device}"
+        self.fingerprint = "fp_" + blake2b(identity.encode(), digest_size=5).hexdigest()
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers to chats may begin with a thought."""
+        return self._thoughts is not None
+
+    async def encode(self, prompts: Sequence[Prompt], field: str = "prompt") -> list[list[int]]:
+        """The ids of each prompt, at least one. Long text is worked on in a thread. Raises BadRequest, which may name
+        the `field` of the request; for a prompt that cannot fit the context, whatever its exact length,
+        ContextTooLong."""
+        if self._is_short(prompts):
+            return self._encode_all(prompts, field, is_plain=True)
+        return await asyncio.to_thread(self._encode_all, prompts, field)
+
+    async def encode_prompts(self, generation: Generation) -> list[list[int]]:
+        """The ids of each prompt of a generation. Raises what `encode` does, and BadRequest where a prompt is to be
+        echoed and has an id without text, before anything is computed."""
+        prompts = await self.encode(generation.prompts, generation.prompt_field)
+        if generation.echo:
+            self._check_decodable(prompts, generation.prompt_field)
+        return prompts
+
+    def _check_decodable(self, prompts: Sequence[Sequence[int]], field: str) -> None:
+        """An id that only the model's padded vocabulary has stands for no text."""
+        for token_id in sorted({one for prompt in prompts for one in prompt}):
+            if self._tokenizer.find_token(token_id) is None:
+                told = f"token id {token_id} has no text in the tokenizer of the model {self._model!r}, so the prompt "
+                told += "cannot be echoed; leave out 'echo', or the id"
+                raise BadRequest(told, code=UNKNOWN_TOKEN, param=field)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Raises BadRequest for an id that is not the model's."""
+        if len(token_ids) * ID_COST <= self.inline_bytes:
+            return self._decode(token_ids)
+        return await asyncio.to_thread(self._decode, token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token of an echoed prompt stands for."""
+        return self._tokenizer.token_bytes(token_id)
+
+    def new_readers(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> list[AnswerReader] | None:
+        """What tells calls and thoughts in the answer of each sequence of a generation; `prompts` are its token ids.
+        None where there can be neither."""
+        readers = [
+            self._new_reader(prompt, token_ids, generation.guide)
+            for prompt, token_ids in zip(generation.prompts, prompts, strict=True)
+            for _ in range(generation.num_choices)
+        ]
+        found = [reader for reader in readers if reader is not None]
+        return found if found else None
+
+    async def read_answer(
+        self, generation: Generation, prompts: Sequence[Sequence[int]], output_ids: Sequence[int]
+    ) -> Parts:
+        """The parts of a request's only answer."""
+        text, readers = await self.decode(output_ids), self.new_readers(generation, prompts)
+        return [text] if readers is None else readers[0].read(text)
+
+    def num_thought_tokens(
+        self, generation: Generation, prompts: Sequence[Sequence[int]], answers: Sequence[list[int]]
+    ) -> int | None:
+        """How many tokens of the answers are of thoughts. None where that cannot be told: of a model that is not known
+        to think, and where what ends a thought is no token of its own."""
+        prompt = generation.prompts[0]  # of a chat, which has one
+        if self._closer_id is None or not self._may_think(prompt, generation.guide):
+            return None
+        is_open = self._end_of(prompts[0]).endswith(OPENER)
+        return sum(num_thought_tokens(ids, self._opener_id, self._closer_id, is_open=is_open) for ids in answers)
+
+    def _new_reader(self, prompt: Prompt, token_ids: Sequence[int], guide: GrammarSpec | None) -> AnswerReader | None:
+        if not isinstance(prompt, Conversation):
+            return None
+        calls = None
+        if prompt.tools is not None:
+            calls = self._format_of_tools().new_reader(prompt.tools, is_rest=bool(prompt.prefill.strip()))
+        reader: AnswerReader | None = calls
+        if self._thoughts is not None and self._may_think(prompt, guide):
+            reader = self._thoughts.new_reader(self._end_of(token_ids), calls)
+        return None if reader is None else GuardedReader(reader)
+
+    def thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
+        """Of the thought that answers to a generation's prompt of that number may begin with."""
+        if not self._may_think(generation.prompts[number], generation.guide):
+            return None
+        return ThoughtMarks(OPENER, CLOSER, self._end_of(prompt_ids).endswith(OPENER))
+
+    def _may_think(self, prompt: Prompt, guide: GrammarSpec | None) -> bool:
+        """A form is kept to from the first token on, and an answer that the client has begun is no thought."""
+        is_chat = isinstance(prompt, Conversation) and not prompt.prefill.strip()
+        return self._thoughts is not None and is_chat and guide is None
+
+    def _end_of(self, token_ids: Sequence[int]) -> str:
+        """The end of a prompt's text, in which a marker would stand."""
+        return self._decode(token_ids[-MARKER_TOKENS:]).rstrip()
+
+    def shown_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """The special tokens that such an answer's text must show, for its reader."""
+        if not isinstance(prompt, Conversation):
+            return ()
+        added = self._tokenizer.added_tokens
+        calls = () if prompt.tools is None else self._call_markers().values()
+        return (*(one for one in calls if added[one].special), *self._special_thoughts)
+
+    def marker_ids(self, prompt: Prompt, guide: GrammarSpec | None) -> tuple[int, ...]:
+        """The added tokens that mark calls and thoughts in such an answer: for its reader, text that only spells one is
+        told apart."""
+        if not isinstance(prompt, Conversation):
+            return ()
+        calls = () if prompt.tools is None else self._call_markers().values()
+        thoughts = (self._opener_id, self._closer_id) if self._may_think(prompt, guide) else ()
+        return (*calls, *(one for one in thoughts if one is not None))
+
+    def guide_of_calls(self, prompt: Prompt) -> GrammarSpec | None:
+        """What an answer to an encoded prompt must be for its strict tools; None if it has none. Raises BadRequest."""
+        if not isinstance(prompt, Conversation) or prompt.tools is None or not prompt.tools.is_strict:
+            return None
+        way = self._format_of_tools()
+        guide = None
+        if way.marks_calls or not prompt.prefill.strip():
+            guide = guide_of_calls(way, prompt.tools, self._call_markers(), self._free_ids())
+        if guide is None:
+            message = f"calls of the model {self._model!r} cannot be held to a schema here; leave 'strict' out"
+            raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param="tools")
+        return guide
+
+    def _call_markers(self) -> dict[str, int]:
+        """What marks calls and is an added token, with its id."""
+        markers, added = self._format_of_tools().markers, self._tokenizer.added_tokens
+        return {token.content: one for one, token in added.items() if token.content in markers}
+
+    def _free_ids(self) -> list[int]:
+        """The added tokens that may stand in the text beside calls: those of thoughts, and those that have a text, but
+        none that marks calls or turns."""
+        markers = self._call_markers().values()
+        return [
+            one
+            for one, token in sorted(self._tokenizer.added_tokens.items())
+            if one not in markers and (one in self._special_thoughts or not token.special)
+        ]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        try:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        except TokenOutOfRange as exc:
+            raise BadRequest(str(exc), code=UNKNOWN_TOKEN) from exc
+
+    def _is_short(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether encoding them all is a matter of so little time that a thread would cost more, and none spells a
+        control token; not exact, but never without reason."""
+        left = self.inline_bytes
+        for prompt in prompts:
+            if isinstance(prompt, tuple):
+                left -= ID_COST * len(prompt)
+            elif isinstance(prompt, str):
+                left -= _num_bytes(prompt, left)
+            else:
+                left = self._after_conversation(prompt, left)
+            if left < 0:
+                return False
+        return True
+
+    def _after_conversation(self, prompt: Conversation, left: int) -> int:
+        """What is left of so many bytes beside its texts; negative where one of them spells a control token."""
+        tools = _tools_of(prompt)
+        left -= MESSAGE_COST * (len(prompt.messages) - 1 + len(tools))
+        if left < 0:
+            return left
+        texts, room = [], left
+        for text in texts_of((prompt.messages, tools, prompt.prefill, prompt.template_options)):
+            room -= len(text)
+            if room < 0:  # there may be megabytes more
+                return room
+            texts.append(text)
+        left -= _num_bytes("".join(texts), left)
+        encoder = self._conversations
+        return -1 if encoder is not None and encoder.is_control_token_in(texts) else left
+
+    def _encode_all(self, prompts: Sequence[Prompt], field: str, *, is_plain: bool = False) -> list[list[int]]:
+        return [
+            self._check_ids(prompt, field) if isinstance(prompt, tuple) else self._encode(prompt, is_plain)
+            for prompt in prompts
+        ]
+
+    def _encode(self, prompt: Conversation | str, is_plain: bool) -> list[int]:
+        limit = self._max_context_tokens
+        if prompt == "":  # with a token that begins every text it would have one, which nobody has sent
+            raise BadRequest("the prompt is empty; send at least one token of text")
+        try:
+            if isinstance(prompt, str):
+                token_ids = self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)
+            else:
+                token_ids = self._encode_conversation(prompt, is_plain)
+        except TooManyTokens as exc:
+            raise self._too_long(f"at least {exc.at_least}") from exc
+        except (TextNotEncodable, TemplateRefused) as exc:
+            raise BadRequest(f"the model's chat template or tokenizer refused the input: {exc}") from exc
+        if not token_ids:
+            raise BadRequest("the prompt is empty; send at least one token of text")
+        return token_ids
+
+    def _encode_conversation(self, conversation: Conversation, is_plain: bool) -> list[int]:
+        encoder, opening = self._conversation_encoder(), Opening()
+        messages: Sequence[Mapping[str, Any]] = conversation.messages
+        assert self._options is not None, "a model with an encoder for conversations has a template"
+        extra = self._options.variables_of(conversation)
+        if conversation.tools is not None:
+            opening = self._format_of_tools().opening(conversation.tools)
+        if any("tool_calls" in message for message in messages):
+            self._format_of_tools("messages")
+        if self._tool_format is not None:
+            messages = self._tool_format.adapted(messages)
+        return encoder.encode(
+            messages,
+            tools=_tools_of(conversation),
+            opening=opening,
+            prefill=conversation.prefill,
+            extra=extra,
+            max_tokens=self._max_context_tokens,
+            is_plain=is_plain,
+        )
+
+    def _format_of_tools(self, field: str = "tools") -> ToolFormat:
+        """Raises BadRequest, which names the `field`."""
+        if self._tool_format is not None:
+            return self._tool_format
+        reason = (
+            f"writes calls of tools in a form that is not known here; known are those of {KNOWN}"
+            if self._knows_tools
+            else "knows no tools"
+        )
+        raise BadRequest(
+            f"the chat template of the model {self._model!r} {reason}. Leave the tools out, or use another model",
+            code="tools_not_supported",
+            param=field,
+        )
+
+    def _conversation_encoder(self) -> ConversationEncoder:
+        if self._conversations is None:
+            raise BadRequest(
+                f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
+            )
+        return self._conversations
+
+    def _check_ids(self, token_ids: tuple[int, ...], field: str) -> list[int]:
+        if not token_ids:
+            raise BadRequest("a prompt is empty; send at least one token id", param=field)
+        if max(token_ids) >= self._vocab_size:
+            told = f"token id {max(token_ids)} is not the model's; its ids are below {self._vocab_size}"
+            raise BadRequest(told, code=UNKNOWN_TOKEN, param=field)
+        return list(token_ids)
+
+    def _too_long(self, num_tokens: str) -> ContextTooLong:
+        return ContextTooLong(
+            f"the prompt has {num_tokens} tokens; the model's context is {self._max_context_tokens} tokens. "
+            "Shorten the prompt"
+        )
+
+
+def _num_bytes(text: str, at_most: int) -> int:
+    return len(text) if len(text) > at_most or text.isascii() else len(text.encode(errors="replace"))
+
+
+def _tools_of(conversation: Conversation) -> list[dict[str, Any]]:
+    """As the chat template knows them."""
+    return [] if conversation.tools is None else [tool.for_template() for tool in conversation.tools.tools]
+
+
+class ModelTexts:
+    """The text sides of the connected models, each built once, in a thread."""
+
+    def __init__(self, inline_bytes: int) -> None:
+        self._inline_bytes = inline_bytes
+        self._built: dict[tuple[str, str, str, str, int], ModelText] = {}
+        self._building = asyncio.Lock()
+
+    def use(self, inline_bytes: int) -> None:
+        """For the prompts that come from now on."""
+        self._inline_bytes = inline_bytes
+        for text in self._built.values():
+            text.inline_bytes = inline_bytes
+
+    async def get(self, card: ModelCard) -> ModelText:
+        """The text side of a card. Raises moiety_text's errors if the card's files cannot be used."""
+        key = (card.model, card.device, card.tokenizer_json, card.chat_template, card.max_context_tokens)
+        text = self._built.get(key)
+        if text is not None:
+            return text
+        async with self._building:
+            if key not in self._built:
+                built = await asyncio.to_thread(ModelText, card, self._inline_bytes)
+                while len(self._built) >= MAX_CACHED_MODELS:
+                    self._built.pop(next(iter(self._built)))
+                self._built[key] = built
+            return self._built[key]

@@ -1,0 +1,135 @@
+"""From the bytes of a request to a validated body. Every defect is a BadRequest that names the field and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import TypeVar
+
+from litestar.types import Receive
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from moiety_platform.errors import BadRequest, TooLarge
+from moiety_platform.inference.body_fields import StrictBody
+from moiety_platform.inference.client_disconnect import ClientDisconnected
+from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
+from moiety_platform.json_depth import check_depth
+
+PATIENCE = 16  # times the limit
+INLINE_BYTES = 64 * 1024  # a larger body is decoded in a thread
+MAX_NAME_CHARS = 64  # of a field, in a complaint
+
+Body = TypeVar("Body", bound=StrictBody)
+
+
+async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> bytes:
+    """The whole body. Raises TooLarge, ClientDisconnected if the client leaves. A body that is too large is read on and
+    dropped, up to a bound, since a client that is cut off while it sends does not see why."""
+    patience_bytes = PATIENCE * max_bytes
+    for name, value in headers:
+        if name == b"content-length" and value.isdigit() and int(value[:20]) > patience_bytes:
+            raise _too_large(max_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    while size <= patience_bytes:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        if message["type"] != "http.request":
+            continue
+        size += len(message["body"])
+        if size <= max_bytes:
+            chunks.append(message["body"])
+        else:
+            chunks.clear()
+        if not message["more_body"]:
+            break
+    if size > max_bytes:
+        raise _too_large(max_bytes)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"the body is larger than the {max_bytes} bytes that this server accepts; send less")
+
+
+async def receive_body(
+    schema: type[Body],
+    receive: Receive,
+    headers: Iterable[tuple[bytes, bytes]],
+    max_bytes: int,
+    max_depth: int,
+    shape: ShapeLimits = DEFAULT_SHAPE,
+    turn: Callable[[], Awaitable[None]] | None = None,
+) -> Body:
+    """Read the body, wait for its tenant's `turn` and decode it, a large one in a thread. Raises what `read_body` and
+    `decode_body` raise."""
+    data = await read_body(receive, headers, max_bytes)
+    if turn is not None:
+        await turn()
+    if len(data) <= INLINE_BYTES:
+        return decode_body(schema, data, max_depth, shape)
+    return await asyncio.to_thread(decode_body, schema, data, max_depth, shape)
+
+
+def decode_body(schema: type[Body], data: bytes, max_depth: int, shape: ShapeLimits = DEFAULT_SHAPE) -> Body:
+    """The body as `schema`. Raises BadRequest.
+
+    Validation holds the interpreter while it lasts, in a thread too; so what it can cost is bounded: by the number of
+    containers here, by the caps of the schema, and by its lists, which end at their first bad entry."""
+    check_depth(data, max_depth)
+    try:
+        return schema.model_validate_json(data, context=shape)
+    except ValidationError as exc:
+        raise _translate(exc, schema.forms, shape) from exc
+
+
+def _translate(exc: ValidationError, forms: Mapping[str, str], shape: ShapeLimits) -> BadRequest:
+    """The first complaint, in the words of the API."""
+    first = exc.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        reason = first["msg"].removeprefix("Invalid JSON: ")
+        return BadRequest(f"the body is not valid JSON ({reason}); send one JSON object in UTF-8", code="invalid_json")
+    if first["type"] == "refused" and not first["loc"]:
+        return BadRequest(first["msg"], code=first.get("ctx", {}).get("code"))
+    if not first["loc"]:
+        return BadRequest("the body must be a JSON object; send one with at least 'model'", code="invalid_json")
+    path, form = _path(first["loc"], first["type"], forms)
+    complaint = _complaint(first, shape) if form is None else form.format(**asdict(shape))
+    return BadRequest(f"'{path}' {complaint}", code=first.get("ctx", {}).get("code"), param=path)
+
+
+def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) -> tuple[str, str | None]:
+    """The field as a path, and its forms if it has several (what follows then is pydantic's, not the client's)."""
+    for i, part in enumerate(location):
+        is_absent = kind == "missing" and i == len(location) - 1
+        if part in forms and (part != "content" or i == 2) and not is_absent:
+            return _join(location[: i + 1]), forms[str(part)]
+    return _join(location), None
+
+
+def _join(location: tuple[int | str, ...]) -> str:
+    """A key of the client's own may be of any length."""
+    return ".".join(str(part)[:MAX_NAME_CHARS] for part in location)
+
+
+def _complaint(error: ErrorDetails, shape: ShapeLimits) -> str:
+    if error["type"] == "missing":
+        return "is missing; it is required"
+    if error["type"] == "refused":
+        return f"cannot be served: {error['msg']}"
+    if error["type"] == "too_short":
+        return "is empty; it needs at least one entry"
+    if error["type"] == "too_long":
+        by_setting = {
+            "messages": shape.max_messages,
+            "input": shape.max_messages,
+            "stop_sequences": shape.max_stop_strings,
+            "tools": shape.max_tools,
+        }
+        most = by_setting.get(str(error["loc"][-1]), error["ctx"]["max_length"])
+        return f"is too long; it may have {most:,} entries"
+    message = error["msg"]
+    return message.replace("Input should", "must") if message.startswith("Input should") else f"is invalid: {message}"

@@ -1,0 +1,184 @@
+"""The account of one request: what is known of it so far, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from moiety_platform.auth.principal import Principal
+from moiety_platform.classes.terms import Catalogue
+from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.errors import WAIVED, Overloaded, PlatformError
+from moiety_platform.inference.engine_attempts import EngineAttempt
+from moiety_platform.inference.generation import Generation
+from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
+from moiety_platform.inference.slo import SloProgress, is_broken, is_kept
+from moiety_platform.traces.request_trace import RequestTrace
+from moiety_platform.usage.billing_context import BillingContext, encode_bill
+from moiety_platform.usage.row import UsageRow
+from moiety_wire.classes import ServiceClass
+from moiety_wire.messages import FinishReason
+from moiety_wire.notes import Reason
+
+CLIENT_CLOSED_REQUEST = 499
+COMPLETED = ("stop", "length", "content_filter")  # outcomes of requests that were answered
+UNKNOWN_MODEL = "unknown"  # what a model is called that there is not, whatever its client calls it
+
+
+@dataclass(frozen=True, slots=True)
+class Failover:
+    """A sequence that went from one engine to another, with how many of its output tokens had come."""
+
+    cause: str  # the error's code
+    from_address: str
+    to_address: str
+    num_relayed: int
+    unix_ns: int
+
+
+def settle(sequences: Sequence[tuple[EngineClient, str]]) -> None:
+    """The usage row of the request that these are of is in the database, so engines may forget what they counted."""
+    for client, sequence_id in sequences:
+        client.settled(sequence_id)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Owned by the controller that opened it; the pipeline fills in what it learns."""
+
+    request_id: str
+    client_request_id: str
+    operation: str
+    endpoint: str
+    principal: Principal
+    trace: RequestTrace
+    started_at: datetime
+    started_s: float  # monotonic
+    arrival_unix_ns: int
+    on_submitted: Callable[[UsageRow], None]
+    make_bill: Callable[[RequestRecord, int], BillingContext]
+    status_of: Callable[[PlatformError], int]  # with which its API tells an error
+    spending: QuotaReservation
+    bill: BillingContext | None = None  # once there is something to charge
+    bills_failures: bool = True  # whether what was generated before a failure is billed
+    generation: Generation | None = None
+    chosen: ServiceClass | None = None
+    served: ServiceClass | None = None  # the fallback, where an engine has downgraded a sequence
+    catalogue: Catalogue | None = None  # as it was when the class was chosen
+    admission_outcome: str = ""  # admitted, downgraded, rejected
+    admission_reason: str = ""
+    served_model: str = UNKNOWN_MODEL  # as clients call it
+    base_model: str = UNKNOWN_MODEL  # without its adapter
+    sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # given to engines, under these ids
+    reached_engine: bool = False
+    was_taken_on: bool = False  # by an engine, which has begun at least one sequence
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    queue_ms: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    progress: list[SloProgress] = field(default_factory=list)  # of each sequence
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_speculative_tokens: int = 0  # of the prompt, computed before it was asked for
+    failovers: list[Failover] = field(default_factory=list)
+    attempts: list[EngineAttempt] = field(default_factory=list)  # sequences at engines
+    finish_reasons: list[str] = field(default_factory=list)
+    was_cut_by_limit: bool = False  # a sequence ended because a limit had nothing left
+    answered_status: int | None = None  # what the client has been sent already
+    outcome: str = ""
+    http_status: int = 0
+    error_code: str | None = None
+
+    def reserved(self, num_prompt_tokens: int) -> bytes:
+        """All is reserved; what engines are given to be charged by, should this process be killed: nothing, where only
+        an answer counts."""
+        self.bill = self.make_bill(self, num_prompt_tokens)
+        return encode_bill(self.bill) if self.bills_failures else b""
+
+    def submitted(self, client: EngineClient, sequence_id: str) -> None:
+        """A sequence has been given to an engine; from here on the request counts, even if this process is killed."""
+        assert self.bill is not None, "reserved before anything is submitted"
+        self.sequences.append((client, sequence_id))
+        if not self.reached_engine:
+            self.reached_engine, self.prompt_tokens = True, self.bill.row.prompt_tokens
+            self.on_submitted(self.bill.row)
+
+    @property
+    def service_class(self) -> str:
+        """The class that is served; before one was chosen, the best that the tenant may use."""
+        return self.principal.service_class if self.served is None else self.served.name
+
+    @property
+    def ended_unix_s(self) -> int:
+        """When the last token came, in whole seconds."""
+        after_s = 0.0 if self.last_token_s is None else self.last_token_s - self.started_s
+        return int(self.arrival_unix_ns / 1e9 + after_s)
+
+    @property
+    def used(self) -> UsedTokens:
+        """What there is to bill so far."""
+        return UsedTokens(self.service_class, self.prompt_tokens, self.cached_tokens, self.output_tokens)
+
+    @property
+    def served_tier(self) -> str:
+        """The tier that an answer states."""
+        assert self.catalogue is not None and self.served is not None, "an answer has a class"
+        return self.catalogue.tier_of(self.served)
+
+    def chose(self, catalogue: Catalogue, service: ServiceClass) -> None:
+        self.catalogue, self.chosen, self.served = catalogue, service, service
+
+    def admitted(self, served: ServiceClass, reason: Reason) -> None:
+        """An engine's verdict on one sequence. If it downgrades one of several, the request is served as downgraded."""
+        is_downgraded = served != self.chosen
+        if self.admission_outcome and not is_downgraded:
+            return
+        self.served = served
+        self.admission_outcome = "downgraded" if is_downgraded else "admitted"
+        self.admission_reason = str(reason)
+
+    def failed_over(self, failover: Failover, num_recomputed_tokens: int) -> None:
+        """A sequence goes on at another engine, which computes so many tokens again; they are metered, not billed."""
+        self.failovers.append(failover)
+        self.num_recomputed_tokens += num_recomputed_tokens
+
+    def completed(self) -> None:
+        """All choices came to their end."""
+        cuts = (FinishReason.CONTENT_FILTER, FinishReason.LENGTH)
+        self.outcome = next((cut.value for cut in cuts if cut.value in self.finish_reasons), FinishReason.STOP.value)
+        self.http_status = 200
+        if self.was_cut_by_limit:
+            self.error_code = self.spending.refusal_code
+
+    def disconnected(self) -> None:
+        self.outcome, self.http_status, self.error_code = "disconnected", CLIENT_CLOSED_REQUEST, "client_disconnected"
+
+    def failed(self, error: PlatformError) -> None:
+        is_overload = isinstance(error, Overloaded) and self.answered_status is None
+        is_refusal = is_overload or (not self.reached_engine and error.status != 500)
+        self.outcome = "rejected" if is_refusal else "failed"
+        self.http_status = self.answered_status or self.status_of(error)
+        self.error_code = error.code
+        if isinstance(error, Overloaded):
+            self.admission_outcome, self.admission_reason = "rejected", error.reason.value
+        has_no_answer = isinstance(error, WAIVED) and (self.answered_status is None or not self.output_tokens)
+        # nothing of it is sent, not even what other sequences had begun
+        if is_refusal or has_no_answer or not self.was_taken_on or not self.bills_failures:
+            self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+
+    def sla_attained(self, now_s: float) -> bool | None:
+        """Whether the promise of the served class was kept; None where there was none to keep: for a bad request, for
+        one beyond a limit or its tenant's own bound here, and for a client that left while it could still be kept."""
+        service = self.served
+        is_own = self.admission_reason == Reason.TENANT_QUEUE_FULL.value and not self.reached_engine
+        is_theirs = self.http_status in range(400, 500) and (self.admission_outcome != "rejected" or is_own)
+        if service is None or (self.outcome in ("failed", "rejected") and is_theirs):
+            return None
+        if self.outcome in COMPLETED:
+            return is_kept(service, self.progress)
+        if self.outcome == "disconnected" and not is_broken(service, self.progress, now_s - self.started_s):
+            return None
+        return False

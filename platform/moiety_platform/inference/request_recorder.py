@@ -1,0 +1,255 @@
+"""The end of each request, told exactly once to everyone who asks.
+
+Usage row, metrics, span and log line are written in one place, when the request's context is left, however it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from moiety_platform.auth.principal import Principal
+from moiety_platform.clock import Clock
+from moiety_platform.errors import PlatformError, Unavailable
+from moiety_platform.http_errors import internal_error
+from moiety_platform.inference.client_disconnect import ClientDisconnected
+from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
+from moiety_platform.inference.request_record import RequestRecord, settle
+from moiety_platform.inference.request_spans import spans_of
+from moiety_platform.metrics import Metrics
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.lease import Charge
+from moiety_platform.traces.request_trace import Phase
+from moiety_platform.traces.sampling import Ending
+from moiety_platform.traces.tracing import Tracing
+from moiety_platform.usage.billing_context import BillingContext
+from moiety_platform.usage.row import KILLED, UsageRow
+
+STOPPING = Unavailable("the server is stopping; send the request again", code="server_stopping", retry_after_s=1)
+
+log = structlog.get_logger(__name__)
+
+
+class UsageSink(Protocol):
+    """Takes usage rows without blocking."""
+
+    def opened(self, row: UsageRow) -> None: ...
+
+    def record(self, row: UsageRow, when_stored: Callable[[], None] | None = None) -> None: ...
+
+
+class RequestRecorder:
+    """Opens and closes the records of one gateway process."""
+
+    def __init__(self, usage: UsageSink, quotas: QuotaKeeper, metrics: Metrics, tracing: Tracing, clock: Clock) -> None:
+        self._usage = usage
+        self._quotas = quotas
+        self._metrics = metrics
+        self._tracing = tracing
+        self._clock = clock
+        self._num_open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return self._num_open
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Return when no record is open, or after the timeout; says which."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def open(
+        self,
+        principal: Principal,
+        *,
+        request_id: str,
+        client_request_id: str,
+        operation: str,
+        endpoint: str,
+        traceparent: str | None,
+        status_of: Callable[[PlatformError], int],
+        bills_failures: bool = True,
+    ) -> OpenRecord:
+        """A record for an authenticated request, whose API tells an error with the status `status_of` it. Leaving it
+        writes the one usage row; errors pass through. Without `bills_failures` only an answer counts, and what was
+        generated before a failure is neither billed nor charged."""
+        arrival_unix_ns = self._clock.unix_ns()
+        record = RequestRecord(
+            request_id=request_id,
+            client_request_id=client_request_id,
+            operation=operation,
+            endpoint=endpoint,
+            principal=principal,
+            trace=self._tracing.start(traceparent, arrival_unix_ns, self._clock.unix_ns),
+            started_at=self._clock.now(),
+            started_s=self._clock.monotonic(),
+            arrival_unix_ns=arrival_unix_ns,
+            on_submitted=self._usage.opened,
+            make_bill=self._bill,
+            status_of=status_of,
+            spending=QuotaReservation(self._quotas, principal),
+            bills_failures=bills_failures,
+        )
+        return OpenRecord(self, record)
+
+    def begin(self) -> None:
+        """One more record is open."""
+        self._num_open += 1
+        self._idle.clear()
+
+    def end(self, record: RequestRecord) -> None:
+        """It is closed, and told to everyone."""
+        try:
+            self._tell(record)
+        finally:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._idle.set()
+
+    def _tell(self, record: RequestRecord) -> None:
+        record.trace.enter(Phase.SETTLE)
+        used = record.used
+        cost = record.spending.cost(used)
+        row = self._row(record, used, cost, record.spending.settle(used, cost))
+        # not the record's own method: with it all that a request was would stay in memory until its row is stored
+        self._usage.record(row, partial(settle, record.sequences) if record.sequences else None)
+        self._metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
+        for failover in record.failovers:
+            self._metrics.observe_failover(record.base_model, failover.cause)
+        if record.admission_outcome and record.chosen is not None:
+            self._metrics.observe_admission(record.chosen.name, record.admission_outcome, record.admission_reason)
+        self._end_trace(record, row)
+        log.info(
+            "request",
+            request_id=row.request_id,
+            client_request_id=record.client_request_id,
+            trace_id=record.trace.trace_id,
+            tenant_id=row.tenant_id,
+            endpoint=row.endpoint,
+            model=record.served_model,
+            outcome=row.outcome,
+            status=row.http_status,
+            error_code=row.error_code,
+            service_class=row.service_class,
+            reason=record.admission_reason or None,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            failovers=len(record.failovers) or None,
+            recomputed_tokens=record.num_recomputed_tokens or None,
+            ms=round(row.duration_ms, 1),
+        )
+
+    def _end_trace(self, record: RequestRecord, row: UsageRow) -> None:
+        if not record.trace.is_recorded:
+            return
+        ended_ns = self._clock.unix_ns()
+        ending = Ending(
+            trace_id=record.trace.trace_id,
+            salt=record.principal.cache_salt,
+            service_class=row.service_class,
+            has_failed=row.outcome == "failed",
+            sla_attained=row.sla_attained,
+            num_preemptions=row.num_preemptions,
+            num_failovers=len(record.failovers),
+        )
+        self._tracing.end(ending, self._clock.monotonic(), lambda verdict: spans_of(record, row, verdict, ended_ns))
+
+    def _bill(self, record: RequestRecord, num_prompt_tokens: int) -> BillingContext:
+        spending, used = record.spending, UsedTokens(record.service_class, num_prompt_tokens, 0, 0)
+        cost = spending.cost(used)
+        principal, generation = record.principal, record.generation
+        row = UsageRow(
+            request_id=record.request_id,
+            tenant_id=principal.tenant_id,
+            project_id=principal.project_id,
+            key_id=principal.key_id,
+            endpoint=record.endpoint,
+            model=record.served_model,
+            service_class=used.service_class,
+            started_at=record.started_at,
+            num_choices=generation.num_sequences if generation else 0,
+            prompt_tokens=num_prompt_tokens,
+            cost_nanodollars=cost,
+            charges=spending.charges(used, cost),
+            **KILLED,
+        )
+        return BillingContext(
+            row,
+            spending.prices,
+            spending.stocks,
+            self._quotas.replica_id,
+            generation.num_choices if generation else 1,
+        )
+
+    def _row(self, record: RequestRecord, used: UsedTokens, cost: int, charges: tuple[Charge, ...]) -> UsageRow:
+        principal, generation, now_s = record.principal, record.generation, self._clock.monotonic()
+        ttft_s = None if record.first_token_s is None else record.first_token_s - record.started_s
+        return UsageRow(
+            request_id=record.request_id,
+            tenant_id=principal.tenant_id,
+            project_id=principal.project_id,
+            key_id=principal.key_id,
+            endpoint=record.endpoint,
+            model=record.served_model if generation else "",  # whatever a client calls one that there is not
+            service_class=used.service_class,
+            started_at=record.started_at,
+            outcome=record.outcome,
+            http_status=record.http_status,
+            num_choices=generation.num_sequences if generation else 0,
+            prompt_tokens=record.prompt_tokens,
+            cached_tokens=record.cached_tokens,
+            output_tokens=record.output_tokens,
+            queue_ms=record.queue_ms,
+            ttft_ms=None if ttft_s is None else ttft_s * 1000,
+            duration_ms=(now_s - record.started_s) * 1000,
+            error_code=record.error_code,
+            num_preemptions=record.num_preemptions,
+            sla_attained=record.sla_attained(now_s),
+            cost_nanodollars=cost,
+            speculative_used_tokens=record.num_speculative_tokens,
+            charges=charges,
+        )
+
+
+class OpenRecord:
+    """A record for as long as its context lasts; how that is left is how the request ended."""
+
+    __slots__ = ("_record", "_recorder")
+
+    def __init__(self, recorder: RequestRecorder, record: RequestRecord) -> None:
+        self._recorder, self._record = recorder, record
+
+    async def __aenter__(self) -> RequestRecord:
+        self._recorder.begin()
+        return self._record
+
+    async def __aexit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
+        record = self._record
+        if isinstance(exc, ClientDisconnected):
+            record.disconnected()
+        elif isinstance(exc, asyncio.CancelledError):  # the server stops, and its time to drain is over
+            record.failed(STOPPING)
+        elif isinstance(exc, PlatformError):
+            record.failed(exc)
+        elif isinstance(exc, Exception):  # a fault of ours: its row says so, and whoever answers the request logs it
+            record.failed(internal_error())
+        self._recorder.end(record)
+
+
+def _tpot_s(record: RequestRecord) -> float | None:
+    """Mean time between the tokens of one sequence, after the first."""
+    if record.first_token_s is None or record.last_token_s is None or record.generation is None:
+        return None
+    num_gaps = record.output_tokens // record.generation.num_sequences - 1
+    return (record.last_token_s - record.first_token_s) / num_gaps if num_gaps > 0 else None

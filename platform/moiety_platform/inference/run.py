@@ -1,0 +1,323 @@
+"""A submitted request: its sequences, what comes of them, and what they cost. Knows no HTTP."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Self
+
+import msgspec
+
+from moiety_platform.classes.terms import ChosenClass
+from moiety_platform.clock import Clock
+from moiety_platform.engine_client.inbox import Delivery, Inbox
+from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.errors import PlatformError, Unavailable
+from moiety_platform.inference.engine_attempts import EngineAttempt
+from moiety_platform.inference.model_texts import ModelText
+from moiety_platform.inference.placement import Place, Placement
+from moiety_platform.inference.quota_reservation import Throttled
+from moiety_platform.inference.request_record import Failover, RequestRecord
+from moiety_platform.inference.sequence import Sequence
+from moiety_text.reasoning import AnswerReader
+from moiety_wire.classes import ServiceClass
+from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Tokens
+from moiety_wire.notes import EventKind
+
+CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
+STOP_TOKEN = "stop_token"  # the detail of an end by a token that is no text
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a request cost, in tokens. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    reasoning_tokens: int | None = None  # of the output; None where the model is not known to think
+
+
+class Run:
+    """A submitted request: iterate for (index of the sequence, message) until every sequence has finished.
+
+    Credit is extended when the reader comes back for more, that is after it has relayed what it got; so a client that
+    reads slowly pauses its sequences instead of filling memory.
+
+    A sequence whose engine fails it is submitted to another with the output that has come, and goes on after it; the
+    reader sees nothing of it. Raises what the engine failed with where there is no other."""
+
+    def __init__(
+        self,
+        record: RequestRecord,
+        chosen: ChosenClass,
+        prompts: list[list[int]],
+        text: ModelText,
+        placement: Placement,
+        clock: Clock,
+        credit_window: int,
+    ) -> None:
+        self.prompts = prompts
+        self._num_prompt_tokens = sum(map(len, prompts))
+        self.text = text
+        self._record = record
+        self._chosen = chosen
+        self._clock = clock
+        self._credit_window = credit_window
+        self._placement = placement
+        self._inbox: Inbox[EngineStream] = Inbox()
+        self._sequences: list[Sequence] = []
+        self._to_close: list[Sequence] = []
+        self._of_stream: dict[EngineStream, Sequence] = {}
+        self._early: deque[tuple[Sequence, Delivery]] = deque()  # came before the last verdict
+        self._num_open = 0
+        self._relaying: Sequence | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    def new_readers(self) -> list[AnswerReader] | None:
+        """What tells calls of tools and thoughts in the text of each sequence; None where there can be neither."""
+        generation = self._record.generation
+        assert generation is not None, "known before the request is submitted"
+        return self.text.new_readers(generation, self.prompts)
+
+    async def submit(self, submit: Submit) -> None:
+        """Give a sequence to an engine, where `close` ends it. Raises NotFound or Unavailable."""
+        sequence = Sequence(len(self._sequences), submit)
+        self._to_close.append(sequence)
+        place = self._placement.choose(sequence.prefix, sequence.need, sequence.context_tokens)
+        try:
+            await self._give(sequence, place, self._chosen.service)
+        except Unavailable as error:  # gone since it was last heard
+            self._placement.leave(place.connection, error)
+            await self._submit_elsewhere(sequence, error)
+        self._sequences.append(sequence)
+        self._of_stream[sequence.stream] = sequence
+        self._num_open += 1
+
+    async def wait_admitted(self) -> None:
+        """Return when every sequence is admitted; what comes meanwhile is kept for the reader. Raises what an engine
+        turns one of them away with: then none is to be answered."""
+        while False in [sequence.is_admitted for sequence in self._sequences]:
+            self._early.append(self._received() or await self._receive())
+        for sequence in self._sequences:
+            assert sequence.accepted is not None
+            self._record.admitted(self._served(sequence), sequence.accepted.reason)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Tokens | Finished]:
+        if self._relaying is not None:
+            if self._lacks(self._relaying):
+                await self._extend(self._relaying)
+            self._relaying = None
+        if self._num_open == 0:
+            raise StopAsyncIteration
+        sequence, message = await self._next()
+        if isinstance(message, Finished):
+            self._num_open -= 1
+            if message.embedding:  # all that comes of a prompt that is embedded
+                sequence.progress.take(1, self._clock.monotonic() - self._record.started_s)
+        else:
+            self._relaying = sequence
+            self._note_tokens(sequence, len(message.token_ids))
+        return sequence.index, message
+
+    async def _next(self) -> tuple[Sequence, Tokens | Finished]:
+        while True:
+            sequence, message = self._early.popleft() if self._early else self._received() or await self._receive()
+            if not isinstance(message, Accepted):
+                return sequence, message
+
+    def _received(self) -> tuple[Sequence, Delivery] | None:
+        """What has come already, unless there is more to do for it than to take it: nearly all that comes of a request
+        comes together."""
+        deliveries = self._inbox.deliveries
+        if not deliveries:
+            return None
+        stream, message = deliveries[0]
+        if isinstance(message, PlatformError) or _is_handed_over(message):
+            return None
+        deliveries.popleft()
+        sequence = self._of_stream[stream]
+        sequence.take(message)
+        return sequence, message
+
+    async def _receive(self) -> tuple[Sequence, Delivery]:
+        """The next that comes of any sequence, from whichever engine."""
+        while True:
+            stream, message = await self._inbox.get_any()
+            sequence = self._of_stream[stream]
+            if isinstance(message, PlatformError):
+                await self._fail_over(sequence, message)
+            elif isinstance(message, Finished) and _is_handed_over(message):
+                await self._hand_over(sequence, message)
+            else:
+                sequence.take(message)
+                return sequence, message
+
+    async def _hand_over(self, sequence: Sequence, finished: Finished) -> None:
+        """Submit a sequence whose prompt is computed to the engine that goes on with it, or, if that is gone, to any.
+        Raises Unavailable where there is none."""
+        partner, transfer_id = sequence.hand_over(finished)
+        del self._of_stream[sequence.stream]
+        try:
+            await self._give(sequence, partner, self._served(sequence), transfer_id)
+            sequence.was_handed_over()
+        except Unavailable as error:
+            self._placement.leave(partner.connection, error)
+            await self._submit_elsewhere(sequence, error)
+            self._note_failover(sequence, error, partner.connection[0])
+        self._of_stream[sequence.stream] = sequence
+        await self._extend(sequence)
+
+    async def _fail_over(self, sequence: Sequence, error: PlatformError) -> None:
+        """Submit a sequence that its engine has ended with that error to another. Raises the error where it is not
+        the engine's, and what made the sequence move where no other engine takes it."""
+        sequence.note_failure(error, self._clock.unix_ns())
+        if (suspicion := sequence.suspicion_of(error)) is not None:
+            raise suspicion
+        if not sequence.fail(error):
+            raise error
+        del self._of_stream[sequence.stream]
+        self._placement.leave(sequence.connection, error)
+        failed_address, _ = sequence.connection
+        await self._submit_elsewhere(sequence, sequence.failure or error)
+        self._of_stream[sequence.stream] = sequence
+        self._note_failover(sequence, error, failed_address)
+        await self._extend(sequence)  # what was granted while the engine died went to nobody
+
+    def _note_failover(self, sequence: Sequence, error: PlatformError, failed_address: str) -> None:
+        self._record.failed_over(
+            Failover(error.code, failed_address, sequence.connection[0], sequence.num_relayed, self._clock.unix_ns()),
+            sequence.num_prompt_tokens + sequence.num_relayed if sequence.num_relayed else 0,
+        )
+
+    async def _submit_elsewhere(self, sequence: Sequence, failure: PlatformError) -> None:
+        while True:
+            place = await self._placement.choose_again(sequence.prefix, sequence.need, failure, sequence.context_tokens)
+            try:
+                await self._give(sequence, place, self._served(sequence))
+            except Unavailable as error:
+                self._placement.leave(place.connection, error)
+            else:
+                return
+
+    async def _give(self, sequence: Sequence, place: Place, service: ServiceClass, transfer_id: str = "") -> None:
+        submitted_ns = self._clock.unix_ns()
+        await sequence.submit_to(place, self._inbox, service, self._placement, transfer_id)
+        self._record.submitted(place.client, sequence.request_id)
+        sequence.attempt = EngineAttempt(
+            sequence.index, place.connection[0], sequence.stream, sequence.num_relayed, submitted_ns
+        )
+        self._record.attempts.append(sequence.attempt)
+
+    def _served(self, sequence: Sequence) -> ServiceClass:
+        """The class that the sequence was admitted to, or else the chosen one."""
+        accepted = sequence.accepted
+        return self._chosen.service if accepted is None else self._chosen.served(accepted.served_class)
+
+    def _note_tokens(self, sequence: Sequence, num_tokens: int) -> None:
+        record = self._record
+        record.last_token_s = now_s = self._clock.monotonic()
+        if record.first_token_s is None:
+            record.first_token_s = now_s
+        sequence.progress.take(num_tokens, now_s - record.started_s)
+
+    def _lacks(self, sequence: Sequence) -> int:
+        """How much more credit it is to have now; renewed by halves, so that few messages are needed."""
+        window, stream = self._credit_window, sequence.stream
+        num_left = stream.credit_tokens - stream.num_output_tokens
+        if stream.ended or stream.credit_is_last or num_left > window // 2:
+            return 0
+        return max(0, min(sequence.max_tokens, stream.num_output_tokens + window) - stream.credit_tokens)
+
+    async def _extend(self, sequence: Sequence) -> None:
+        """Keep a window of credit ahead of what was relayed. Where a limit has nothing left, the sequence ends with the
+        credit that it has."""
+        more, stream = self._lacks(sequence), sequence.stream
+        if not more:
+            return
+        reserved = self._num_prompt_tokens + sum(other.num_claimed_tokens for other in self._sequences)
+        spending = self._record.spending
+        if stream.credit_tokens > stream.num_output_tokens:
+            try:
+                granted = await spending.extend(reserved, more)
+            except (Throttled, Unavailable):
+                return  # there is credit left: asked again with the next tokens
+        else:
+            granted = await spending.extend_patiently(reserved, more)
+        stream.extend(stream.credit_tokens + granted, last=granted == 0)
+
+    def whole_answer(self) -> list[int] | None:
+        """The tokens of a request's only answer, without one that only ends it; None where it did not come to its end
+        by itself."""
+        (sequence,) = self._sequences
+        finished = sequence.stream.finished
+        if finished is None or finished.reason is not FinishReason.STOP:
+            return None
+        return sequence.output_ids[:-1] if finished.detail == STOP_TOKEN else sequence.output_ids
+
+    def usage(self) -> Usage:
+        """What has been generated so far; exact when every stream has ended."""
+        num_choices = max(1, len(self._sequences) // len(self.prompts))
+        cached_tokens = output_tokens = 0
+        for number, sequence in enumerate(self._sequences):
+            output_tokens += sequence.stream.num_output_tokens
+            if number % num_choices == 0:
+                cached_tokens += sequence.num_cached_tokens
+        return Usage(self._num_prompt_tokens, cached_tokens, output_tokens, self._num_thought_tokens())
+
+    def _num_thought_tokens(self) -> int | None:
+        if not self.text.thinks or self._record.generation is None:
+            return None
+        output_ids = [sequence.output_ids for sequence in self._sequences]
+        return self.text.num_thought_tokens(self._record.generation, self.prompts, output_ids)
+
+    def abort(self) -> None:
+        """End every sequence at its engine, where it has not ended."""
+        for sequence in self._sequences:
+            sequence.stream.abort()
+
+    async def close(self) -> None:
+        """The end, whatever has come: every sequence has ended at its engine, and is counted in the record."""
+        self.abort()
+        try:
+            while self._to_close:
+                await self._to_close.pop().close()
+        except BaseException:  # the others are ended all the same
+            await self.close()
+            raise
+        self._settle()
+
+    def _settle(self) -> None:
+        """Put what the sequences came to into the record."""
+        record, usage = self._record, self.usage()
+        record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
+        record.progress = [sequence.progress for sequence in self._sequences]
+        record.was_taken_on = any(sequence.was_taken_on for sequence in self._sequences)
+        queues_ns = []
+        for sequence in self._sequences:
+            sequence.progress.num_cached_tokens = sequence.num_cached_tokens
+            finished = sequence.stream.finished
+            parts = sequence.prefill_done
+            if finished is not None and finished not in parts:
+                parts = [*parts, finished]
+            for part in parts:
+                record.num_preemptions += [event.kind for event in part.events].count(EventKind.PREEMPTED)
+                record.num_recomputed_tokens += part.num_recomputed_tokens
+                record.num_speculative_tokens += part.num_speculative_tokens
+            if parts and parts[0].phases.scheduled_unix_ns:
+                queues_ns.append(parts[0].phases.scheduled_unix_ns - parts[0].phases.received_unix_ns)
+            if finished is None or finished.reason is FinishReason.PREFILL_DONE:
+                continue
+            if not finished.embedding:
+                record.finish_reasons.append(str(finished.reason))
+            record.was_cut_by_limit |= finished.detail == CREDIT_REFUSED
+        if queues_ns:
+            record.queue_ms = max(queues_ns) / 1e6
+
+
+def _is_handed_over(message: Delivery) -> bool:
+    return isinstance(message, Finished) and message.reason is FinishReason.PREFILL_DONE

@@ -1,0 +1,84 @@
+"""An answer of text, whole or streamed, in whichever API's words."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from moiety_platform.inference.answer_collection import AnswerChoice, collect
+from moiety_platform.inference.body_fields import GeneratingBody
+from moiety_platform.inference.handler import SendLast
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.response import HttpResponse
+from moiety_platform.inference.run import Run, Usage
+from moiety_wire.messages import Finished, TokenLogprob
+
+KEEP_ALIVE = b":\n\n"  # a comment, which readers of event streams pass over
+MAX_SILENT_PIECES = 64  # after which a stream says that it is alive, since a call is told once it is whole
+
+Body = TypeVar("Body", bound=GeneratingBody)
+
+
+class DeltaEncoder(Protocol):
+    """Encodes what comes of one streamed answer, but for its end."""
+
+    def opening(self, index: int) -> bytes:
+        """What a choice begins with; empty if nothing."""
+        ...
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes: ...
+
+    def closing(self, index: int, finished: Finished) -> bytes:
+        """What a choice ends with."""
+        ...
+
+
+class StreamEncoder(DeltaEncoder, Protocol):
+    """Encodes the chunks of one streamed answer."""
+
+    def end(self, usage: Usage) -> bytes:
+        """What the stream ends with; `usage` is of all choices."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextAnswer(Generic[Body]):
+    """How an endpoint answers with text: `whole` makes the body of an answer that is not streamed, `chunks` the events
+    of one that is."""
+
+    whole: Callable[[Body, Run, RequestRecord, Sequence[AnswerChoice]], Awaitable[bytes]]
+    chunks: Callable[[Body, Run, RequestRecord], Awaitable[StreamEncoder]]
+
+    async def __call__(self, body: Body, run: Run, record: RequestRecord, reply: HttpResponse) -> SendLast:
+        if body.wants_stream:
+            chunks = await self.chunks(body, run, record)
+            await relay(chunks, run, record, reply)
+            return partial(reply.end_stream, chunks.end(run.usage()))
+        return partial(reply.whole, 200, await self.whole(body, run, record, await collect(run)))
+
+
+async def relay(chunks: DeltaEncoder, run: Run, record: RequestRecord, reply: HttpResponse) -> None:
+    """Stream all choices as they come, to their end. The answer starts with the first tokens, so that a request which
+    an engine refuses still gets its proper status."""
+    opened = [False] * run.num_sequences
+    num_silent = 0
+    async for index, message in run:
+        parts: list[bytes] = []
+        if not opened[index]:
+            opened[index] = True
+            parts.append(chunks.opening(index))
+        if isinstance(message, Finished):
+            if message.text:
+                parts.append(chunks.piece(index, message.text, None))
+            parts.append(chunks.closing(index, message))
+        elif message.text or message.logprobs:
+            parts.append(chunks.piece(index, message.text, message.logprobs))
+        data = b"".join(parts)
+        num_silent = 0 if data else num_silent + 1
+        if num_silent == MAX_SILENT_PIECES:
+            data, num_silent = KEEP_ALIVE, 0
+        if data:
+            record.answered_status = 200
+            await reply.stream(data)

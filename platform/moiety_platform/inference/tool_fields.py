@@ -1,0 +1,129 @@
+"""What the tools of every API's bodies are made of, with their bounds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo
+
+from moiety_platform.errors import BadRequest
+from moiety_platform.inference.body_fields import bounded, refuse, shape_of, shows
+from moiety_platform.json_depth import check_depth
+from moiety_text.tools.json_scanner import MAX_DEPTH
+from moiety_text.tools.offer import Tool
+
+MAX_TOOLS = 1024  # what the settings allow at most
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+Named = TypeVar("Named")
+
+
+def _check_name(value: str) -> str:
+    if _NAME.fullmatch(value) is None:
+        raise refuse(f"{value[:64]!r} is no name of a tool: 1 to 128 letters of ASCII, digits, '_' and '-'")
+    return value
+
+
+def _check_nesting(data: bytes) -> None:
+    try:
+        check_depth(data, MAX_DEPTH)
+    except BadRequest as exc:
+        raise refuse(exc.message) from exc
+
+
+def _check_schema(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    data, most = msgspec.json.encode(value), shape_of(info).max_tool_schema_bytes
+    if len(data) > most:
+        raise refuse(f"it has {len(data):,} bytes as JSON; it may have {most:,}")
+    _check_nesting(data)
+    return value
+
+
+def _check_variables(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    """Variables of a chat template, without those that are null, which stands for the template's default. The best
+    known switch is a boolean in every template."""
+    value = {name: one for name, one in value.items() if one is not None}
+    if not isinstance(value.get("enable_thinking", True), bool):
+        raise refuse("'enable_thinking' must be true or false")
+    return _check_schema(value, info)
+
+
+def _check_object(value: dict[str, Any]) -> dict[str, Any]:
+    _check_nesting(msgspec.json.encode(value))
+    return value
+
+
+def _parse_object(value: Any) -> Any:
+    """The arguments of a call as models write them: an object in a string. An empty one is none."""
+    if not isinstance(value, str):
+        raise refuse("it must be a string that holds a JSON object")
+    data = value.encode(errors="replace")
+    _check_nesting(data)
+    try:
+        parsed = msgspec.json.decode(data) if data.strip() else {}
+    except msgspec.MsgspecError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise refuse("the string holds no JSON object; send a call as it was answered, or leave it out")
+    return parsed
+
+
+def differing(name_of: Callable[[Named], str]) -> AfterValidator:
+    """Of a list of tools: no two have one name."""
+
+    def check(value: list[Named]) -> list[Named]:
+        names = [name_of(tool) for tool in value]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise refuse(f"two tools have the name {twice!r}; give each its own")
+        return value
+
+    return AfterValidator(check)
+
+
+def require_among(names: Sequence[str], name: str | None) -> None:
+    """Of a choice that one of the tools is called, `name` if it is given. Raises what a validator does."""
+    if not names:
+        raise refuse("there are no tools to choose from; send 'tools' as well")
+    if name is not None and name not in names:
+        raise refuse(f"none of the tools has the name {name!r}")
+
+
+def needs_tools(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON schema: a `tool_choice` of that form has tools to choose from."""
+    return {
+        "if": {"required": ["tool_choice"], "properties": {"tool_choice": choice}},
+        "then": {"required": ["tools"], "properties": {"tools": {"type": "array", "minItems": 1}}},
+    }
+
+
+few_tools = bounded(lambda shape: shape.max_tools)
+
+ToolName = Annotated[str, AfterValidator(_check_name), shows(pattern=f"^{_NAME.pattern}$")]
+ToolSchema = Annotated[dict[str, Any], AfterValidator(_check_schema)]
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_check_variables)]
+ArgumentsObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
+ArgumentsText = Annotated[
+    dict[str, Any],
+    BeforeValidator(
+        _parse_object,
+        json_schema_input_type=Annotated[str, shows(contentMediaType="application/json", format="json-object")],
+    ),
+]
+
+
+def tool_of(
+    name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool | None = None
+) -> Tool:
+    """As the model is told of it; templates want a description, if only an empty one."""
+    return Tool(name, description or "", dict(NO_PARAMETERS) if parameters is None else parameters, bool(strict))
+
+
+def call_for_template(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call that an earlier answer has made, as chat templates know it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,74 @@
+"""OpenAI's endpoints that generate text: `/v1/chat/completions` and `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from litestar.handlers import HTTPRouteHandler
+
+from moiety_platform.http_errors import ErrorBody
+from moiety_platform.inference.answer_collection import AnswerChoice
+from moiety_platform.inference.handler import Endpoint, EndpointDocs, HandlerServices, route
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.run import Run
+from moiety_platform.inference.text_answer import TextAnswer
+from moiety_platform.openai_api.answer_types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    TextCompletion,
+    TextCompletionChunk,
+)
+from moiety_platform.openai_api.chunks import DONE_DATA, ChatChunks, CompletionChunks
+from moiety_platform.openai_api.schemas import ChatBody, CompletionBody, GenerationBody
+from moiety_platform.openai_api.tool_chunks import ToolChunks
+from moiety_platform.openai_api.whole_answers import echoes_of, head_of, whole_answer
+from moiety_platform.openapi.described import event_of
+
+
+def completion_routes(services: HandlerServices) -> list[HTTPRouteHandler]:
+    """The handlers of both endpoints."""
+    return [route(CHAT, services), route(COMPLETIONS, services)]
+
+
+async def _whole(body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[AnswerChoice]) -> bytes:
+    return msgspec.json.encode(await whole_answer(body, run, record, choices))
+
+
+async def _chat_chunks(body: ChatBody, run: Run, record: RequestRecord) -> ChatChunks:
+    head, readers = head_of(run, record), run.new_readers()
+    return ChatChunks(head, body.include_usage) if readers is None else ToolChunks(head, body.include_usage, readers)
+
+
+async def _completion_chunks(body: CompletionBody, run: Run, record: RequestRecord) -> CompletionChunks:
+    return CompletionChunks(head_of(run, record), body.include_usage, await echoes_of(body, run))
+
+
+CHAT = Endpoint(
+    "/v1/chat/completions",
+    "chat",
+    "chatcmpl-",
+    ChatBody,
+    TextAnswer(_whole, _chat_chunks),
+    EndpointDocs(
+        tag="text",
+        summary="Answer a chat",
+        detail="OpenAI's Chat Completions. With `stream` the answer comes in server-sent events, the last `[DONE]`.",
+        answer=ChatCompletion,
+        event=event_of(ChatCompletionChunk, ErrorBody, last=DONE_DATA),
+    ),
+)
+COMPLETIONS = Endpoint(
+    "/v1/completions",
+    "text_completion",
+    "cmpl-",
+    CompletionBody,
+    TextAnswer(_whole, _completion_chunks),
+    EndpointDocs(
+        tag="text",
+        summary="Complete a text",
+        detail="OpenAI's Completions. With `stream` the answer comes in server-sent events, the last `[DONE]`.",
+        answer=TextCompletion,
+        event=event_of(TextCompletionChunk, ErrorBody, last=DONE_DATA),
+    ),
+)

@@ -1,0 +1,190 @@
+"""The form that a client wants an answer to have, in OpenAI's fields and in vLLM's, as a guide for the engine.
+
+Whether a schema, expression or grammar can be followed is for the engine to say; here it is seen that there is one, and
+that it is no larger than the operator allows.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_validator
+
+from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
+from moiety_platform.inference.body_fields import StrictBody, refuse, shape_of, shows
+from moiety_text.tools.offer import ToolOffer
+from moiety_wire.grammars import GrammarKind, GrammarSpec
+
+MAX_CHOICES = 4096
+KINDS = ("text", "json_object", "json_schema")
+
+
+def _check_size(value: Any, info: ValidationInfo) -> Any:
+    data = value.encode(errors="replace") if isinstance(value, str) else msgspec.json.encode(value)
+    most = shape_of(info).max_guide_bytes
+    if len(data) > most:
+        raise refuse(f"it has {len(data):,} bytes; it may have {most:,}", UNSUPPORTED_RESPONSE_FORMAT)
+    return value
+
+
+def _check_kind(value: str) -> str:
+    if value not in KINDS:
+        raise refuse(f"{value[:64]!r} is not supported; use 'text', 'json_object' or 'json_schema'")
+    return value
+
+
+def _check_choices(value: list[str]) -> list[str]:
+    if not all(value):
+        raise refuse("a choice is empty; each must have at least one character")
+    return value
+
+
+FORMS = MappingProxyType(dict.fromkeys(("json", "guided_json"), "must be a JSON schema, as an object or as its text"))
+
+_Kind = Annotated[str, AfterValidator(_check_kind), shows(enum=list(KINDS))]
+_Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+_Schema = Annotated[dict[str, Any], AfterValidator(_check_size)]
+_Text = Annotated[str, Field(min_length=1), AfterValidator(_check_size)]
+_SchemaOrText = Annotated[dict[str, Any] | str, AfterValidator(_check_size)]
+_Choices = Annotated[
+    list[Annotated[str, shows(minLength=1)]],
+    Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES),
+    AfterValidator(_check_choices),
+    AfterValidator(_check_size),
+]
+_NEEDS: dict[str, Any] = {"if": {"properties": {"type": {"const": "json_schema"}}}}
+
+
+class NamedSchema(StrictBody):
+    """Answers are held to the schema whether it is `strict` or not."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    name: _Name
+    json_schema: Annotated[_Schema, Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictBody):
+    """`response_format` of chats and completions."""
+
+    model_config = ConfigDict(json_schema_extra={**_NEEDS, "then": {"required": ["json_schema"]}})
+
+    type: _Kind
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise refuse('\'json_schema\' is missing; send {"name": …, "schema": {…}}')
+        return self
+
+    def guide(self) -> GrammarSpec | None:
+        return _json_guide(self.type, None if self.json_schema is None else self.json_schema.json_schema)
+
+
+class TextFormat(StrictBody):
+    """`text.format` of responses, which has the schema beside the type."""
+
+    model_config = ConfigDict(
+        serialize_by_alias=True, json_schema_extra={**_NEEDS, "then": {"required": ["name", "schema"]}}
+    )
+
+    type: _Kind
+    name: _Name | None = None
+    json_schema: Annotated[_Schema | None, Field(alias="schema")] = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.type == "json_schema" and (self.json_schema is None or self.name is None):
+            raise refuse("'name' and 'schema' are needed for the type 'json_schema'")
+        return self
+
+    def guide(self) -> GrammarSpec | None:
+        return _json_guide(self.type, self.json_schema)
+
+
+class StructuredOutputs(StrictBody):
+    """vLLM's field for all kinds of forms; one of them."""
+
+    json_schema: Annotated[_SchemaOrText | None, Field(alias="json")] = None
+    regex: _Text | None = None
+    choice: _Choices | None = None
+    grammar: _Text | None = None
+    json_object: Annotated[Literal[True], shows(const=True)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if not self.guides():
+            raise refuse("it needs one of json, regex, choice, grammar and json_object", UNSUPPORTED_RESPONSE_FORMAT)
+        return self
+
+    def guides(self) -> list[GrammarSpec]:
+        found = guides_of(self.json_schema, self.regex, self.choice, self.grammar)
+        return [*found, GrammarSpec(GrammarKind.JSON_OBJECT)] if self.json_object else found
+
+
+class GuidedBody(StrictBody):
+    """The fields of a body that say what form the answer is to have. `guided_…` are what vLLM called them before."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _SchemaOrText | None = None
+    guided_regex: _Text | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _Text | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        self.guide()
+        return self
+
+    def guide(self) -> GrammarSpec | None:
+        """None: any text will do."""
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if (*guided, self.structured_outputs, self.response_format).count(None) == len(guided) + 2:
+            return None
+        found = guides_of(*guided)
+        if self.structured_outputs is not None:
+            found += self.structured_outputs.guides()
+        if self.response_format is not None and (one := self.response_format.guide()) is not None:
+            found.append(one)
+        if len(found) > 1:
+            told = "an answer has one form; send one of 'response_format', 'structured_outputs' and 'guided_…'"
+            raise refuse(told, UNSUPPORTED_RESPONSE_FORMAT)
+        return found[0] if found else None
+
+
+def require_one_form(guide: GrammarSpec | None, offer: ToolOffer | None, field: str) -> None:
+    """Raises BadRequest where an answer is to have a form and may call tools, which have a form of their own."""
+    if guide is not None and offer is not None:
+        message = f"'{field}' cannot go with tools that may be called; leave one of them out, or set tool_choice 'none'"
+        raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param=field)
+
+
+def guides_of(
+    schema: dict[str, Any] | str | None, regex: str | None, choices: list[str] | None, grammar: str | None
+) -> list[GrammarSpec]:
+    """Of what there is."""
+    found = []
+    if schema is not None:
+        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+        found.append(GrammarSpec(GrammarKind.JSON_SCHEMA, text))
+    if regex is not None:
+        found.append(GrammarSpec(GrammarKind.REGEX, regex))
+    if choices is not None:
+        found.append(GrammarSpec(GrammarKind.CHOICE, msgspec.json.encode(choices).decode()))
+    if grammar is not None:
+        found.append(GrammarSpec(GrammarKind.GRAMMAR, grammar))
+    return found
+
+
+def _json_guide(kind: str, schema: dict[str, Any] | None) -> GrammarSpec | None:
+    if kind == "json_object":
+        return GrammarSpec(GrammarKind.JSON_OBJECT)
+    return guides_of(schema, None, None, None)[0] if kind == "json_schema" else None
