@@ -134,15 +134,15 @@ class Turns:
 
     @contextlib.contextmanager
     def kept(self, rank: int) -> Iterator[None]:
-        begin, answer, give = apart.FarMixture.begin, apart.ExpertRank.answer, apart._Answering.give
+        begin, answer, give = apart.RemoteExperts.begin, apart.ExpertServer.answer, apart._Answering.give
 
-        def noting(mixture: apart.FarMixture, *given: Any) -> Any:
+        def noting(mixture: apart.RemoteExperts, *given: Any) -> Any:
             begun = begin(mixture, *given)
             with self._files[rank].open("ab") as file:
                 file.write(b".")
             return begun
 
-        def answering(experts: apart.ExpertRank, num_micro_batches: int) -> None:
+        def answering(experts: apart.ExpertServer, num_micro_batches: int) -> None:
             self._left = len(experts._layers) * num_micro_batches if num_micro_batches > 1 else 0
             answer(experts, num_micro_batches)
 
@@ -154,8 +154,8 @@ class Turns:
             return give(layer, *given)
 
         with (
-            patch.object(apart.FarMixture, "begin", noting),
-            patch.object(apart.ExpertRank, "answer", answering),
+            patch.object(apart.RemoteExperts, "begin", noting),
+            patch.object(apart.ExpertServer, "answer", answering),
             patch.object(apart._Answering, "give", giving),
         ):
             yield
