@@ -12,7 +12,7 @@ RELEASE := $(VENV)/release
 export PYTHONDONTWRITEBYTECODE := # else each of the hundreds of processes that the tests start compiles our modules again
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all style types contracts docs bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
+.PHONY: help serve test test-fast test-all style types contracts docs bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -27,6 +27,11 @@ test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, t
 	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile --no-loadscope-reorder $(ARGS) || \
 	{ [ $$? = 1 ] || exit 2; echo 'FAILED BESIDE OTHERS: now alone, and named, since one that passes so is a defect too'; \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none --maxfail=1 --verbose $(ARGS); }
+
+test-fast: export MOIETY_TEST_FAST := 1
+test-fast: $(VENV)/.dev ## lint and each test function once, without servers and browsers: before a commit
+	@$(MAKE) --no-print-directory style
+	@$(BIN)/python -m pytest --numprocesses=$$(getconf _NPROCESSORS_ONLN) --dist=loadfile --no-loadscope-reorder -q $(ARGS)
 
 test-all: export MOIETY_TEST_ALL := 1
 test-all: test ## the same with every combination of families and layouts of ranks

@@ -169,7 +169,7 @@ def batches() -> list[list[Panel]]:
 
 def decisions() -> list[list[Panel]]:
     by_reason = of_class("moiety_engine_class_preempted_total", "engine, service_class, reason")
-    demoted = of_class("moiety_engine_class_relegated_total")
+    demoted = of_class("moiety_engine_class_demoted_total")
     boosted = of_class("moiety_engine_class_boosted_total")
     recomputed = of_class("moiety_engine_class_recomputed_tokens_total")
     drafted, accepted = (of_engine(f"moiety_engine_{name}_tokens_total") for name in ("drafted", "accepted"))

@@ -36,20 +36,42 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
 
 
 THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination: make test-all
+FAST = bool(os.environ.get("MOIETY_TEST_FAST"))  # each test function once, in process: make test-fast
+TESTS = Path(__file__).parent
+WITH_PROCESSES = frozenset({"system", "dashboard", "helm", "fuzz"})  # folders whose tests start servers or a browser
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked `thorough` is left out unless all is asked for. Where workers take a file at a time, those with
-    slow tests come first, then those with many, so that none of them is left to the end."""
+    """Deselect tests marked `thorough` unless all are wanted, and most where only the fast ones are. Where workers take
+    a file at a time, files with slow tests come first, then files with many, so that none is left to the end."""
     if not THOROUGH:
-        left_out = [item for item in items if item.get_closest_marker("thorough")]
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=left_out)
+        _keep(config, items, lambda item: not item.get_closest_marker("thorough"))
+    if FAST:
+        seen: set[tuple[Path, str]] = set()
+        _keep(config, items, lambda item: _is_fast(item, seen))
     if "PYTEST_XDIST_WORKER" in os.environ:
         counts = Counter(item.path for item in items)
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: (item.path not in slow, -counts[item.path], item.path))
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
+    kept = [item for item in items if wanted(item)]
+    left_out = set(items).difference(kept)
+    items[:] = kept
+    config.hook.pytest_deselected(items=list(left_out))
+
+
+def _is_fast(item: pytest.Item, seen: set[tuple[Path, str]]) -> bool:
+    """Return whether a test is one of the fast ones: neither slow nor with processes, and the first of its function's
+    parameters. `seen`: the functions of which one test was kept."""
+    folder = item.path.relative_to(TESTS).parts[0]
+    function = item.path, getattr(item, "originalname", item.name)
+    if folder in WITH_PROCESSES or item.get_closest_marker("slow") or function in seen:
+        return False
+    seen.add(function)
+    return True
 
 
 def pytest_collection_finish() -> None:

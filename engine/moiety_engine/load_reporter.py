@@ -1,4 +1,4 @@
-"""What a replica tells of its load."""
+"""Load figures of one replica and how often they are reported."""
 
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ def load_of(
     tenant_blocks: dict[str, int],
     grammars: dict[str, float],
 ) -> CoreLoad:
-    """The totals are since its start. `experts`: the cache of offloaded ones. `waited_s`: of attention and of experts,
-    each for the other. `masked_ranks`: that it does without. `tenant_blocks`: as `TenantBlocks` told them last.
-    `grammars`: figures of their compilation."""
+    """Collect the load figures of a replica. Totals count since its start.
+
+    `experts` is the cache of offloaded experts. `waited_s` holds the seconds that attention waited for the experts and
+    the experts for attention. `masked_ranks` is the number of excluded ranks. `tenant_blocks` is the last reading of
+    `TenantBlocks`. `grammars` holds the figures of grammar compilation.
+    """
     load = _load_of(scheduler, exchange, steps_total, requests_total, waited_s, tenant_blocks)
     if grammars:
         load = msgspec.structs.replace(load, **grammars)
@@ -82,14 +85,14 @@ def _with_experts(load: CoreLoad, experts: ExpertCache) -> CoreLoad:
 
 
 class TenantBlocks:
-    """Who holds the KV cache, counted a few times a second at most, since that goes through all sequences."""
+    """KV cache usage by tenant, counted a few times a second at most because a count visits all sequences."""
 
     def __init__(self) -> None:
         self._counted: dict[str, int] = {}
         self._counted_ns = 0
 
     def read(self, scheduler: Scheduler, now_ns: int) -> dict[str, int]:
-        """Blocks by tenant; nobody has any when nothing is open."""
+        """Return the number of blocks by tenant; empty when no request is open."""
         if scheduler.idle:
             self._counted, self._counted_ns = {}, 0
         elif now_ns - self._counted_ns >= TENANTS_COUNTED_EACH_NS:
@@ -98,14 +101,21 @@ class TenantBlocks:
 
 
 class LoadReporter:
-    """When the load goes along with a step's outputs: figures by the dozen, which the front needs some times a second,
-    would be a good part of what a short step takes beside the model."""
+    """Rate limiter of load reports.
+
+    There are dozens of figures, and the engine server needs them only a few times a second; sending them with each step
+    would add noticeably to the overhead of a short step.
+    """
 
     def __init__(self) -> None:
         self._told_ns = -TOLD_EACH_NS
 
     def is_due(self, now_ns: int, *, is_news: bool) -> bool:
-        """`is_news`: somebody came or went with this step. By the wall clock, which may be put back."""
+        """Return whether the load is to be reported with this step.
+
+        `is_news` means that a request started or ended in this step. The check uses the wall clock, which may be set
+        back.
+        """
         if not is_news and 0 <= now_ns - self._told_ns < TOLD_EACH_NS:
             return False
         self._told_ns = now_ns

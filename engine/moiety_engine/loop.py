@@ -1,9 +1,9 @@
-"""The step loop of one replica, in process: plan, launch (prepare, run, sample), collect, output.
+"""Step loop of one replica, in process: plan, launch (prepare, run, sample), collect, output.
 
-Where steps overlap, as they do on a GPU, a step is planned and launched while the one before it runs.
+Where steps overlap, as on a GPU, the next step is planned and launched while the previous one runs.
 
-Owns the model, what it has on the device, and the scheduler. It knows no sockets: `core` feeds it from the front,
-`bench` and tests call it directly.
+The loop owns the model, its state on the device, and the scheduler. It uses no sockets: `core` passes it the requests
+of the engine server; `bench` and tests call it directly.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
-_SETTLING_S = 0.5  # that a start waits for the weights to be gathered, which goes on meanwhile
+_SETTLING_S = 0.5  # longest wait at startup for the weights' layout, which is prepared in the background
 
 log = structlog.get_logger()
 
 
 class EngineLoop:
-    """One model on one device. Not thread-safe: one thread submits and steps."""
+    """One model on one device. Not thread-safe: one thread submits requests and runs steps."""
 
     def __init__(
         self,
@@ -76,10 +76,12 @@ class EngineLoop:
         grammars: GrammarService | str = "it was made without a tokenizer",
         draft_model: Transformer | None = None,
     ) -> None:
-        """`rank_group`: the other ranks that the model is on, `local_ranks` of them with this one on this host.
-        `grammars`:
-        the service that compiles and steps them, or why there is none. `draft_model`: if the configuration says that
-        there is one. Raises AdapterError for one of the operator's that cannot be served."""
+        """Build the loop and load the configured adapters.
+
+        `rank_group` is the group of the model's other ranks; `local_ranks` ranks, including this one, run on this host.
+        `grammars` is the service that compiles and steps grammars, or the reason why there is none. `draft_model` is
+        given if the configuration names one. Raises AdapterError for a configured adapter that cannot be served.
+        """
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
@@ -119,11 +121,11 @@ class EngineLoop:
         self._flight: InFlightStep | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
-        self._forgotten: set[str] = set()  # tenants
+        self._forgotten: set[str] = set()  # deleted tenants
         self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
         self._tenant_blocks, self._telling = TenantBlocks(), LoadReporter()
-        self.first_steps: FirstSteps | None = None  # where to write whose first token is being computed
+        self.first_steps: FirstSteps | None = None  # where to write the requests whose first token is being computed
         self.steps_total = 0
 
     @property
@@ -132,7 +134,7 @@ class EngineLoop:
 
     @property
     def replays(self) -> bool:
-        """Whether decode steps are replayed as captured graphs."""
+        """True if decode steps replay captured graphs."""
         return self._resident is not None and self._resident.runner.graphs is not None
 
     @property
@@ -140,8 +142,11 @@ class EngineLoop:
         return self.sizes.max_context_tokens
 
     def submit(self, submit: CoreSubmit) -> None:
-        """Queue a request; one that cannot be served comes back as a failure with the next step. What it may write ends
-        where the context does: beyond that there may be no block for it, and it would wait for one for ever."""
+        """Queue a request.
+
+        A request that cannot be served is reported as a failure with the next step. `max_tokens` is cut at the context
+        length: beyond it there may be no block for the request, and it would wait forever.
+        """
         if submit.speculative_prefill is not None:
             self.scheduler.add(submit, seed=0, now_ns=self._clock_ns())
             return
@@ -163,7 +168,7 @@ class EngineLoop:
             self._queue(submit, None)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
-        """Raise a request's credit (a total)."""
+        """Raise a request's credit to `credit_tokens`, a total."""
         if not self._pending_requests.extend(key, credit_tokens, last=last):
             self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
 
@@ -183,13 +188,18 @@ class EngineLoop:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether a request waits for its guide to be compiled, its adapter to be read, or its KV to come, or KV is on
-        its way to the disk or from it, all of which ends by itself."""
+        """True if a request or a disk transfer is waiting on background work.
+
+        Requests wait for grammar compilation, for loading an adapter or for a KV transfer; KV blocks are written to or
+        read from the disk. Each of these waits ends by itself.
+        """
         return not self._pending_requests.is_empty or (self.disk is not None and not self.disk.is_quiet)
 
     def step(self) -> bool:
-        """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
-        one. False: there was nothing to do."""
+        """Plan and launch a step, then collect a result: the previous step's if steps overlap, else this step's.
+
+        Return False if there was nothing to do.
+        """
         with self._orders.explaining():
             return self._step(self._awake())
 
@@ -221,7 +231,7 @@ class EngineLoop:
         return launched is not None or before is not None
 
     def expert_load(self, ask: AskExperts) -> ExpertLoad:
-        """What the experts had to do, as of a few seconds ago."""
+        """Return the load of the experts, a few seconds old at most."""
         now_s = self._clock_ns() / 1e9
         if self._experts is None:
             return ExpertLoad(ask.ask_id, int(now_s), int(now_s))
@@ -229,12 +239,14 @@ class EngineLoop:
         return load if self.rebalancing is None else self.rebalancing.with_places(load)
 
     def take_expert_balance(self) -> ExpertBalance | None:
-        """How evenly experts were used, a few times a minute, if there is anything new to tell."""
+        """Return the balance of expert load, a few times a minute; None if there is nothing new."""
         return None if self._experts is None else self._experts.take_balance(self._clock_ns() / 1e9)
 
     def forget_tenants(self, tenant_ids: Iterable[str]) -> None:
-        """What these have left in the cache, on every tier, is gone, and nothing of theirs is kept from now on. Those
-        that are known to be forgotten cost nothing."""
+        """Delete the cached KV of these tenants on every tier, and cache none of it from now on.
+
+        Tenants that were passed before cost nothing.
+        """
         fresh = set(tenant_ids) - self._forgotten
         if not fresh:
             return
@@ -244,7 +256,7 @@ class EngineLoop:
         log.info("tenants_forgotten", num_tenants=len(fresh), num_blocks=num_blocks, num_files=num_files)
 
     def warm_up(self) -> None:
-        """See that the first request does not pay for what is done once. Only before the first request."""
+        """Do the one-time work that the first request would otherwise pay for. Call before the first request only."""
         self.scheduler.swap_costs(self._awake().warm_up())
         self._weights.settle(_SETTLING_S)
         if self.scheduler.speculator is not None:
@@ -252,16 +264,18 @@ class EngineLoop:
         if self._draft is not None:
             self._draft.warm_up()
 
-    # ── asleep ──
+    # ── sleep mode ──
 
     @property
     def asleep(self) -> bool:
         return self._resident is None
 
     def sleep(self, on_progress: Callable[[], None] = lambda: None) -> int:
-        """Give the device's memory back: the weights go to host memory, what the KV cache holds is forgotten. Only
-        while no request is open. Returns the bytes of the weights and of the cache. Raises OutOfMemory where the host
-        has no room for the weights; the loop is awake then, and has lost nothing but time."""
+        """Release the device's memory: move the weights to host memory and discard the KV cache.
+
+        Call only while no request is open. Return the bytes of the weights and of the cache. Raises OutOfMemory if the
+        host has too little memory for the weights; the loop is then awake and has lost only time.
+        """
         assert self.scheduler.idle, "a replica sleeps only when no request is open"
         resident = self._awake()
         self._collect(resident, self._flight)
@@ -283,13 +297,16 @@ class EngineLoop:
         return freed
 
     def tend(self) -> bool:
-        """In the place of a step while it sleeps. False: there is nothing to do for it."""
+        """Run the disk tier's maintenance in place of a step while the replica sleeps. Return False: no step ran."""
         if self.disk is not None:
             self.disk.tend()
         return False
 
     def wake(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Take the memory again, and be as after the start. Raises OutOfMemory; the loop sleeps on then."""
+        """Allocate the memory again and restore the state after startup.
+
+        Raises OutOfMemory; the loop then stays asleep.
+        """
         assert self._resident is None, "a replica that is awake was woken"
         problem = ""
         try:
@@ -302,9 +319,9 @@ class EngineLoop:
                 self.rebalancing.look_again(self._clock_ns() / 1e9)
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
-        if problem:  # only now does nobody hold what had been made, as the error did
+        if problem:  # released here, where the exception holds no reference to the allocations
             self._release_device_state()
-            self.exchange.serve(None)  # it holds the cache too
+            self.exchange.serve(None)  # it references the cache too
             self._orders.give(Release())
             self._weights.leave(on_progress)
             free_cached_memory(self.model.device)
@@ -320,7 +337,7 @@ class EngineLoop:
             self._orders.abandon(f"the first rank cannot go on: {exc or type(exc).__name__}")
 
     def close(self) -> None:
-        """End the other ranks, if there are any, and the links to other engines. The loop is not used any more."""
+        """Stop the other ranks, if any, and close the links to other engines. The loop cannot be used afterwards."""
         if self.disk is not None:
             self.disk.close(None if self._resident is None else self._resident.move)
         self.exchange.close()
@@ -330,7 +347,7 @@ class EngineLoop:
         self._orders.close()
 
     def take_outputs(self) -> CoreStep | None:
-        """What happened since the last call, if anything."""
+        """Return what happened since the last call; None if nothing did."""
         admissions, refusals = self.scheduler.take_verdicts()
         self._outputs += self.scheduler.speculative_prefill.take_ended()
         failures = self._failures + refusals
@@ -352,7 +369,7 @@ class EngineLoop:
         return load_of(self.scheduler, self.exchange, *parts, *orders, held, self._compile_queue.figures())
 
     def _ledger(self) -> KvLedger:
-        """Of one group of ranks."""
+        """Build the KV ledger of one rank group."""
         sizes = self.sizes
         return KvLedger(
             BlockPool(sizes.num_blocks),
@@ -369,7 +386,7 @@ class EngineLoop:
         self.scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide, num_landing=num_landing)
 
     def _take_pending(self) -> None:
-        """Who need not wait any more queues now; who cannot be served is told with this step."""
+        """Queue the pending requests whose wait is over; report those that cannot be served with this step."""
         if self._pending_requests.is_empty:
             return
         for submit, guide, is_last in self._pending_requests.take_ready():
@@ -379,13 +396,13 @@ class EngineLoop:
         self._failures += self._pending_requests.take_refused()
 
     def _note_first_steps(self, plan: Plan) -> None:
-        """Write whose first token this step computes, and the one before it that may still run."""
+        """Record the requests whose first token this step computes, or the previous step if it still runs."""
         plans = [plan] if self._flight is None else [plan, self._flight.plan]
         assert self.first_steps is not None, "asked only where they are wanted"
         self.first_steps.write(chunk.sequence.key for one in plans for chunk in one.chunks[one.num_decode :])
 
     def _end_mispredicted(self, flight: InFlightStep) -> None:
-        """Requests whose guides cannot be followed any further: what the step samples for them is thrown away."""
+        """Abort requests whose grammars cannot be followed further; the step's samples for them are discarded."""
         for key, code, message in flight.astray:
             ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
             if ended is not None and ended.finish is not None:
@@ -436,7 +453,7 @@ class EngineLoop:
             self.steps_total += 1
 
     def _end_non_finite(self, now_ns: int, also: Iterable[int] = ()) -> None:
-        """End the requests whose logits, vectors or scores are not finite, with a failure."""
+        """End requests whose logits, vectors or scores are not finite, each with a failure."""
         for ended in self.scheduler.end_non_finite(now_ns, also):
             if self.disk is not None:
                 self.disk.invalidate(ended.hashes)

@@ -1,5 +1,8 @@
-"""Where requests wait before they queue: for KV from another engine, then for an adapter in its slot, then for a guide,
-then for what the disk has of their prompt. Nobody waits for them, and each of these waits ends by itself."""
+"""Requests that wait before they enter the scheduler's queue.
+
+The order of the waits is: KV from another engine, a slot for the adapter, the compiled grammar, the prompt's KV on
+disk. No other request waits because of them, and each wait ends by itself.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,20 @@ if TYPE_CHECKING:
 
 class _PendingStage(Protocol):
     def leave(self, key: int) -> CoreSubmit | None:
-        """A pending goes; None if there is no such pending."""
+        """Remove a pending request and return it; None if this stage does not hold it."""
 
 
 @dataclass(slots=True)
 class _Credit:
     tokens: int
-    is_last: bool = False  # no more is to come
+    is_last: bool = False  # the credit is final
 
 
 class PendingRequests:
-    """Of one replica; used by the step loop's thread. A request is in one of its rooms at a time, and gets its credit
-    here, whichever that is."""
+    """Pending requests of one replica. Used by the step loop's thread.
+
+    A request is in one stage at a time. Its credit is kept here, whichever stage that is.
+    """
 
     def __init__(
         self,
@@ -44,14 +49,14 @@ class PendingRequests:
         self._arrivals, self._adapters, self._compile_queue, self._disk = arrivals, adapters, compile_queue, disk
         rooms = (arrivals, adapters, compile_queue, None if disk is None else disk.restorer)
         self._stages: list[_PendingStage] = [room for room in rooms if room is not None]
-        self._credits: dict[int, _Credit] = {}  # of all who wait here, by their keys
+        self._credits: dict[int, _Credit] = {}  # of all pending requests, by key
 
     @property
     def is_empty(self) -> bool:
         return not self._credits
 
     def must_wait(self, submit: CoreSubmit) -> bool:
-        """Whether a request has anything to wait for; then it waits here."""
+        """Hold a request that has something to wait for. Return whether it waits."""
         self._credits[submit.key] = _Credit(submit.credit_tokens)
         if submit.transfer_id and self._arrivals is not None:
             self._arrivals.enter(submit)
@@ -62,7 +67,7 @@ class PendingRequests:
         return waits
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> bool:
-        """False: nobody of that key waits."""
+        """Raise a pending request's credit. Return False if no request with this key is pending."""
         credit = self._credits.get(key)
         if credit is None:
             return False
@@ -71,14 +76,17 @@ class PendingRequests:
         return True
 
     def leave(self, key: int) -> CoreSubmit | None:
-        """Who waits goes; None if nobody of that key does."""
+        """Remove a pending request and return it; None if no request with this key is pending."""
         pending = next((pending for room in self._stages if (pending := room.leave(key)) is not None), None)
         if pending is not None:
             del self._credits[key]
         return pending
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None, bool]]:
-        """Who need not wait any more: with the credit that it has by now, its guide, and whether no more is to come."""
+        """Yield the requests whose wait is over.
+
+        Each item is (request with its current credit, grammar, whether the credit is final).
+        """
         for submit in () if self._arrivals is None else self._arrivals.take_ready():
             if not (self._waits_for_adapter(submit) or self._waits_for_guide(submit)):
                 yield self._ready(submit, None)
@@ -92,7 +100,7 @@ class PendingRequests:
             yield self._ready(submit, restored_guide)
 
     def take_refused(self) -> list[CoreFailure]:
-        """Who cannot be served."""
+        """Return the failures of the requests that cannot be served."""
         refused = self._adapters.take_refused() + self._compile_queue.take_refused()
         for one in refused:
             del self._credits[one.key]

@@ -169,7 +169,7 @@ COUNTERS = (
     ("drafted_tokens", "Tokens guessed and computed, of speculative decoding; nobody pays for a guess."),
     ("accepted_tokens", "Of these, tokens that came true."),
     ("handed_over_requests", "Requests whose prompts it computed, and which other engines went on with."),
-    ("taken_over_requests", "Requests that came with their prompt's KV from another engine."),
+    ("disaggregated_decode_requests", "Requests that came with their prompt's KV from another engine."),
     ("lost_transfers", "Requests that came without it, although it was to come; it computed their prompts again."),
     ("speculative_tokens", "Prompt tokens computed before anybody asked for them, while nothing else was to be done."),
     ("speculative_used_tokens", "Of these, tokens that a request began with."),

@@ -1,3 +1,5 @@
-"""Operations of a decoder, one folder each: `reference.py` is the definition, the package's function checks its input
-and chooses the implementation that is fast where the tensors live. Knows tensors; knows no model and no request.
+"""Operations of a decoder, one folder each.
+
+`reference.py` is the definition. The package's function checks its input and chooses the fastest implementation for the
+device that holds the tensors. The package handles tensors only; models and requests are outside it.
 """

@@ -1,5 +1,8 @@
-"""Modules that are imported when they are first asked for: `cpu` needs numba, which a GPU has no use for, and `kernel`
-Triton, which a CPU has none for and need not have installed."""
+"""Lazy imports of implementation modules.
+
+`cpu` needs numba, which a GPU does not use. `kernel` needs Triton, which a CPU does not use and need not have
+installed.
+"""
 
 from __future__ import annotations
 
@@ -13,5 +16,5 @@ if TYPE_CHECKING:
 
 
 def when_asked(package: str, name: str) -> Callable[[], ModuleType]:
-    """What returns the package's module of that name."""
+    """Return a function that imports the package's module of that name on its first call."""
     return functools.cache(functools.partial(importlib.import_module, f"{package}.{name}"))

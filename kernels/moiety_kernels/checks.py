@@ -1,4 +1,4 @@
-"""Input checks shared by the operations: one error type, messages that name the argument and what it should be."""
+"""Input checks shared by the operations: one error type, and messages with the argument's name and required form."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 class Shaped(Protocol):
-    """A tensor, or what stands for one."""
+    """A tensor, or an object with a tensor's shape."""
 
     @property
     def shape(self) -> Sequence[int]: ...
 
 
 class KernelInputError(ValueError):
-    """A tensor handed to an operation has a shape, dtype or layout that the operation does not take."""
+    """A tensor passed to an operation has a shape, dtype or layout that the operation does not support."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -26,7 +26,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_shape(name: str, tensor: Shaped, shape: tuple[int, ...]) -> None:
-    """Raise unless the tensor has exactly this shape; -1 takes any extent."""
+    """Raise unless the tensor has exactly this shape; -1 matches any extent."""
     actual = tensor.shape
     agrees = len(actual) == len(shape)
     if agrees:

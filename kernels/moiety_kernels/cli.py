@@ -1,4 +1,4 @@
-"""`moiety kernels report` and `moiety kernels tune`. Imports neither torch nor Triton until one of them is called."""
+"""`moiety kernels report` and `moiety kernels tune`. It imports torch and Triton only when one of them is called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ app = typer.Typer(name="kernels", no_args_is_help=True, add_completion=False)
 
 @app.callback()
 def kernels() -> None:
-    """The kernels for GPUs: what they take of each, and which variants are fastest on this one."""
+    """Report the resources of the GPU kernels and tune their variants for this GPU."""
 
 
 @app.command("report")
@@ -74,9 +74,9 @@ def tune_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
-    """Time the best variants for each layer and size of step on this GPU, and keep the fastest for all engines here.
+    """Time the best variants for each layer and step size on this GPU, and keep the fastest for all engines here.
 
-    Choices are kept a device, and forgotten when the kernels or Triton change.
+    Choices are stored per device and discarded when the kernels or Triton change.
     """
     layers = [known.SHAPES[name] for name in parse_names("--shapes", shapes, tuple(known.SHAPES))]
     layers += [known.layer_of(parse_numbers("--layer", text)) for text in layer or ()]
@@ -107,7 +107,7 @@ def tune_command(
 
 
 def standalone() -> None:
-    """These commands and `bench`, as `python -m moiety_kernels`."""
+    """Run these commands and `bench`, as `python -m moiety_kernels`."""
     app.command("bench")(bench_kernels)
     app(prog_name="python -m moiety_kernels")
 

@@ -1,4 +1,4 @@
-"""What figures depend on besides their settings: versions, machine and revision. Imports nothing that is measured."""
+"""Environment of a measurement: versions, machine and git revision. Imports nothing that is measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def describe_environment(*packages: str) -> dict[str, Any]:
-    """Of this process; `packages` are named with their versions beside our own."""
+    """Describe this process: our version, the versions of `packages`, Python, the git revision and the CPU."""
     described: dict[str, Any] = {"moiety": installed_version("moiety"), "python": platform.python_version()}
     described |= {name: installed_version(name) for name in packages}
     return described | {"git_revision": git_revision(), "cpu": cpu_name()}
@@ -24,7 +24,7 @@ def installed_version(package: str) -> str | None:
 
 
 def git_revision() -> str | None:
-    """Of the checkout that this code runs from; None outside one."""
+    """Return the revision of the checkout that this code runs from; None outside one."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

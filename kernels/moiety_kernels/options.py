@@ -1,4 +1,4 @@
-"""What the commands about kernels have in common: lists in one option, and errors that say what would do."""
+"""Shared parts of the kernel commands: options with lists, and errors that state the accepted values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FAILED = 1
 
 
 def parse_names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """The names in `text`, with commas between them. Raises typer.BadParameter for one that is not known."""
+    """Return the comma-separated names in `text`. Raises typer.BadParameter for an unknown name."""
     asked = tuple(part.strip() for part in text.split(",") if part.strip())
     check_known(option, asked, known)
     return asked
@@ -24,7 +24,7 @@ def check_known(option: str, names: Sequence[str], known: Sequence[str]) -> None
 
 
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Positive numbers with commas between them. Raises typer.BadParameter."""
+    """Return comma-separated positive numbers. Raises typer.BadParameter."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{option} {text!r}: write positive numbers with commas between them, as in 1,64,4096")
@@ -32,12 +32,12 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def require_package(command: str, package: str) -> None:
-    """Ends the command, with what to do, where the package is not installed."""
+    """End the command with instructions if the package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise failure(command, f"this needs {package}, which is not installed; run: pip install {package}")
 
 
 def failure(command: str, message: str) -> typer.Exit:
-    """Says so on standard error; raise what it returns."""
+    """Print the message to standard error and return the exception to raise."""
     typer.echo(f"moiety {command}: {message}", err=True)
     return typer.Exit(FAILED)

@@ -317,7 +317,7 @@ def test_a_transfer_that_stands_still_is_lost_and_one_that_does_not_fit_is_refus
 
 def test_what_nobody_answers_to_is_given_up_also_while_other_kv_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "ANSWER_S", 0.3)
-    sending = sender.Sender(KvTransport.TCP, 150, None)
+    sending = sender.SenderThread(KvTransport.TCP, 150, None)
     form = form_of(cache_of(torch.float32, 4))
 
     def begin(name: str, num_bytes: int) -> str:

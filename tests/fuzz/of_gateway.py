@@ -77,7 +77,7 @@ def open_batch_lines() -> Take:
     return take
 
 
-def open_foreign_streams() -> Take:
+def open_external_streams() -> Take:
     """The whole way from a server's bytes to the messages that the rest of a gateway goes by."""
     from fuzz.words import SUBMIT, tokenizer
 
@@ -335,7 +335,13 @@ TARGETS = (
     Target("responses", "bodies of /v1/responses", lambda: bodies_of("responses"), GATEWAY, of_json),
     Target("http", "a client's connection", open_connections, ("moiety_platform", "uvicorn")),
     Target("batches", "files of requests, line by line", open_batch_lines, GATEWAY, of_json_lines),
-    Target("external", "streams of servers of others", open_foreign_streams, (*GATEWAY, "moiety_text"), of_json_lines),
+    Target(
+        "external_engines",
+        "streams of external engines",
+        open_external_streams,
+        (*GATEWAY, "moiety_text"),
+        of_json_lines,
+    ),
     Target("adapters", "heads of uploaded adapters", open_adapter_heads, GATEWAY),
     Target("spans", "OTLP, packed and not", open_spans, GATEWAY),
     Target("templates", "chat templates, and what clients write in them", open_templates, ("moiety_text", "jinja2")),

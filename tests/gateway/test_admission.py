@@ -381,7 +381,7 @@ async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics
         f"moiety_engine_class_admitted_total{{{labels}}} 9.0",
         'moiety_engine_class_rejected_total{engine="fake://engine-1",reason="shed",service_class="flex"} 2.0',
         'moiety_engine_class_preempted_total{engine="fake://engine-1",reason="over_share",service_class="flex"} 5.0',
-        f"moiety_engine_class_relegated_total{{{labels}}} 6.0",
+        f"moiety_engine_class_demoted_total{{{labels}}} 6.0",
         f"moiety_engine_class_boosted_total{{{labels}}} 7.0",
         f"moiety_engine_class_recomputed_tokens_total{{{labels}}} 8.0",
         'moiety_engine_host_blocks{engine="fake://engine-1"} 0.0',

@@ -1,1 +1,1 @@
-"""The paged KV cache's book-keeping: blocks, reference counts, prefix hashes. Pure Python; it sees no tensor."""
+"""Bookkeeping of the paged KV cache: blocks, reference counts, prefix hashes. Pure Python, without tensors."""

@@ -1,11 +1,11 @@
-"""The pool of KV blocks: reference counts, prefix hashes, least-recently-used eviction.
+"""Pool of KV blocks: reference counts, prefix hashes, least-recently-used eviction.
 
 A block is *used* (reference count ≥ 1), *cached* (unreferenced, but its contents may still be hit by their hash) or
-*blank*. Cached and blank blocks are both free to allocate; blank ones go first, then the least recently used cached
-one; what is kept for a conversation goes last of all. used + cached + blank = num_blocks, always.
+*blank*. Cached and blank blocks are both free to allocate: blank ones first, then the least recently used cached one,
+then the blocks retained for conversations. used + cached + blank = num_blocks, always.
 
-It knows ids and hashes only: which tensor rows a block stands for is the runner's business, which tokens hash to what
-is `prefix`'s, and where evicted contents go is that of whoever set `on_evict`.
+The pool knows only ids and hashes. The runner maps blocks to tensor rows, `prefix` hashes tokens, and the owner of
+`on_evict` handles evicted contents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moiety_engine.cache.prefix import MARK_BYTES
 
 
 class NoFreeBlocks(Exception):
-    """More blocks were asked for than are free; nothing was allocated."""
+    """More blocks were requested than are free; nothing was allocated."""
 
 
 class BlockPool:
@@ -27,17 +27,17 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        self.on_evict: Callable[[int, bytes], None] | None = None  # called with a cached block before it is forgotten
-        self.kept: Container[bytes] = frozenset()  # hashes of blocks that are evicted after others
+        self.on_evict: Callable[[int, bytes], None] | None = None  # called before a cached block is evicted
+        self.kept: Container[bytes] = frozenset()  # hashes of the blocks that are evicted last
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._blank = list(reversed(range(num_blocks)))  # a stack: light traffic touches little memory
-        # Cached blocks, least recently used first. One that is used again stays behind as a void entry, and is entered
-        # anew when it is free; of several entries of a block the last one counts.
+        # Cached blocks, least recently used first. A block that is used again leaves a void entry behind, and gets a
+        # new entry when it is freed; of several entries of a block the last one counts.
         self._cached: deque[int] = deque()
         self._entries = [0] * num_blocks
-        self._aside: dict[int, None] = {}  # cached blocks that are kept and were passed over, the first first
+        self._aside: dict[int, None] = {}  # retained cached blocks that eviction skipped, the first skipped first
         self.num_cached = 0
 
     @property
@@ -53,7 +53,7 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each, contents undefined. Raises NoFreeBlocks."""
+        """Allocate `count` blocks with one reference each and undefined contents. Raises NoFreeBlocks."""
         if count > self.num_free:
             raise NoFreeBlocks(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
         blank, references = self._blank, self._references
@@ -66,14 +66,17 @@ class BlockPool:
         return taken
 
     def share(self, block: int) -> None:
-        """One more reference to a used or cached block."""
+        """Add one reference to a used or cached block."""
         if self._references[block] == 0:
             self.num_cached -= 1
         self._references[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """One reference less to each. Hand over a sequence's blocks last first: the tail of a prefix is evicted
-        before its head, without which it cannot be hit."""
+        """Drop one reference to each block.
+
+        Pass a sequence's blocks last first: the tail of a prefix is then evicted before its head, without which the
+        tail cannot be hit.
+        """
         references, hashes, cached, entries = self._references, self._hash_of, self._cached, self._entries
         for block in blocks:
             remaining = references[block] = references[block] - 1
@@ -89,8 +92,11 @@ class BlockPool:
             self._drop_void()
 
     def put_back(self, blocks: Iterable[int], *, first: bool = False) -> None:
-        """One reference less to each, as if it had not been used: what was cached before keeps its place in the order
-        of eviction. What was not is evicted after all others, or, if `first`, before them; of those the last first."""
+        """Drop one reference to each block, as if it had not been used.
+
+        A block that was cached before keeps its position in the eviction order. Other blocks are evicted after all
+        others, or before all others if `first` is set; among these the last one is evicted first.
+        """
         references, hashes, entries = self._references, self._hash_of, self._entries
         for block in blocks:
             if references[block] > 1 or hashes[block] is None or not (entries[block] or first):
@@ -103,7 +109,7 @@ class BlockPool:
                 self._cached.appendleft(block)
 
     def blank(self, block_hash: bytes) -> bool:
-        """Forget what a cached block holds, so that it is blank. False where nothing is cached under this hash."""
+        """Invalidate a cached block, which makes it blank. Return False if no block is cached under this hash."""
         block = self._block_of.get(block_hash)
         if block is None or self._references[block]:
             return False
@@ -115,15 +121,19 @@ class BlockPool:
         return True
 
     def invalidate_marked(self, marks: Container[bytes]) -> list[bytes]:
-        """Forget all contents whose hashes begin with one of these marks; blocks that are used stay with who uses them,
-        and are blank after that. Their hashes."""
+        """Invalidate all contents whose hashes begin with one of these marks, and return their hashes.
+
+        Used blocks remain with their users and are blank afterwards.
+        """
         invalidated = [block_hash for block_hash in self._block_of if block_hash[:MARK_BYTES] in marks]
         self.invalidate(invalidated)
         return invalidated
 
     def invalidate(self, hashes: Iterable[bytes]) -> None:
-        """Forget the contents with these hashes, where they are there; blocks that are used stay with who uses them,
-        and are blank after that."""
+        """Invalidate the contents with these hashes, where present.
+
+        Used blocks remain with their users and are blank afterwards.
+        """
         for block_hash in hashes:
             if not self.blank(block_hash) and block_hash in self._block_of:
                 block = self._block_of.pop(block_hash)
@@ -131,7 +141,7 @@ class BlockPool:
                 self._aside.pop(block, None)
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block whose contents have this hash, if it is still there. Takes no reference."""
+        """Return the block whose contents have this hash, if present. Takes no reference."""
         return self._block_of.get(block_hash)
 
     def is_free(self, block: int) -> bool:
@@ -141,15 +151,14 @@ class BlockPool:
         return self._references[block] > 1
 
     def seal(self, block: int, block_hash: bytes) -> None:
-        """A used block is full and its contents have this hash. Where two blocks hold the same contents, the first
-        stays the one that is found."""
+        """Register the hash of a used, full block. If two blocks hold the same contents, `find` returns the first."""
         assert self._references[block] > 0, f"block {block} sealed while free"
         if self._hash_of[block] is None and block_hash not in self._block_of:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
     def let_go(self, block_hash: bytes) -> None:
-        """It is kept no more: what was passed over goes next."""
+        """End the retention of this hash; if eviction skipped its block, that block is evicted next."""
         block = self._block_of.get(block_hash)
         if block is not None and block in self._aside:
             del self._aside[block]
@@ -158,7 +167,7 @@ class BlockPool:
                 self._cached.appendleft(block)
 
     def forget(self) -> None:
-        """All contents are lost; no block is used."""
+        """Drop all contents. No block may be used."""
         assert self.num_used == 0, f"{self.num_used} blocks are used"
         self._hash_of = [None] * self.num_blocks
         self._block_of.clear()
@@ -169,7 +178,7 @@ class BlockPool:
         self.num_cached = 0
 
     def _evict(self, count: int) -> list[int]:
-        """The least recently used cached blocks, which are hit no more; those that are kept after all others."""
+        """Evict the least recently used cached blocks, retained ones last, and return them."""
         cached, entries, references, aside = self._cached, self._entries, self._references, self._aside
         hashes, block_of, on_evict = self._hash_of, self._block_of, self.on_evict
         evicted: list[int] = []
@@ -196,7 +205,7 @@ class BlockPool:
         return evicted
 
     def _drop_void(self) -> None:
-        """Keep one entry of each cached block, its last, in their order."""
+        """Keep only the last entry of each cached block, in order."""
         held, hashes = self._references, self._hash_of
         newest = dict.fromkeys(reversed(self._cached))
         last = [block for block in newest if not held[block] and hashes[block] is not None]

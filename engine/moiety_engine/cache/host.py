@@ -1,20 +1,20 @@
-"""The host-memory tier below the block pool: which host block holds what, and which copies that takes.
+"""Host-memory tier below the block pool: the contents of the host blocks, and the copies to and from the device.
 
 A host block is *used* (held by swapped-out sequences, or the source of a copy that has not run), *cached* (an evicted
 prefix block that its hash may still hit) or *blank*; used + cached + blank = num_blocks, always. Swapped sequences take
-precedence: they evict cached blocks, least recently used first, and cached blocks never evict them. Blocks of equal
-hash hold equal contents, so two sequences with one prefix share its host blocks and no hash is copied out twice.
+precedence: they evict cached blocks, least recently used first, and cached blocks never evict them. Blocks with equal
+hashes hold equal contents, so two sequences with one prefix share its host blocks and no hash is copied out twice.
 
-Copies are queued while a step is planned and run before its forward pass, all copies out before all copies in. What
-keeps that order right:
+Copies are queued while a step is planned and run before its forward pass, all copies out before all copies in. These
+rules keep the order correct:
 
-- A copy out reads a device block as it was before the step. The device block may be given to someone else at once.
+- A copy out reads a device block as it was before the step. The device block may be reassigned at once.
 - A copy in holds a reference to its host block until the queue is taken, so that no copy out overwrites its source.
-- A device block that a queued copy in will fill is not read by a copy out: the content is taken from the host block.
-- A device block has one queued copy in, the newest; where it changed hands after an older one, what that brought would
-  be overwritten anyhow.
+- A copy out never reads a device block that a queued copy in will fill: the content is taken from the host block.
+- A device block has one queued copy in, the newest. If the block was reassigned after an older copy was queued, the
+  result of that copy would be overwritten anyway.
 
-It knows ids and hashes only; moving the bytes is the runner's business.
+The tier knows only ids and hashes; the runner moves the bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moiety_engine.cache.blocks import BlockPool
 
 
 class Copies(NamedTuple):
-    """What moves before a step's forward pass: all of `outs`, then all of `ins`. Targets are distinct in each."""
+    """Copies to run before a step's forward pass: all of `outs`, then all of `ins`. Targets are distinct in each."""
 
     outs: list[tuple[int, int]]  # (device block, host block)
     ins: list[tuple[int, int]]  # (host block, device block)
@@ -48,7 +48,7 @@ class HostTier:
 
     @property
     def num_free(self) -> int:
-        """Blocks that sequences can have: blank ones and cached ones."""
+        """Blocks available to sequences: blank and cached ones."""
         return self._pool.num_free
 
     @property
@@ -64,27 +64,30 @@ class HostTier:
         return self._pool.num_free - self._pool.num_cached
 
     def find(self, block_hash: bytes) -> int | None:
-        """The host block whose contents have this hash. Takes no reference."""
+        """Return the host block whose contents have this hash. Takes no reference."""
         return self._pool.find(block_hash)
 
     def is_free(self, host_block: int) -> bool:
         return self._pool.is_free(host_block)
 
     def source_of(self, device_block: int) -> int | None:
-        """The host block that a queued copy will fill this device block from."""
+        """Return the host block from which a queued copy will fill this device block."""
         return self._in_to.get(device_block)
 
     def share(self, host_block: int) -> None:
-        """One more reference."""
+        """Add one reference."""
         self._pool.share(host_block)
 
     def free(self, host_blocks: list[int]) -> None:
-        """One reference less to each, the tail of a prefix before its head."""
+        """Drop one reference to each block, the tail of a prefix before its head."""
         self._pool.free(reversed(host_blocks))
 
     def take(self, device_block: int, block_hash: bytes | None) -> int:
-        """A host block with one reference and a copy of this device block, findable if it has a hash. Raises
-        NoFreeBlocks; the caller has seen that the hash is not here and that no copy in is queued for the block."""
+        """Queue a copy of this device block and return its host block, with one reference.
+
+        A block with a hash can be found by it. Raises NoFreeBlocks. The caller has checked that the hash is not present
+        and that no copy in is queued for the block.
+        """
         assert device_block not in self._in_to, f"device block {device_block} has not got its contents yet"
         (host_block,) = self._pool.allocate(1)
         if block_hash is not None:
@@ -94,12 +97,12 @@ class HostTier:
         return host_block
 
     def keep(self, device_block: int, block_hash: bytes) -> None:
-        """The pool evicts this prefix block: keep its contents if there is room that no sequence holds."""
+        """Keep the contents of a prefix block that the pool evicts, if a host block is free."""
         if self._pool.find(block_hash) is None and self._pool.num_free > 0:
             self._pool.free([self.take(device_block, block_hash)])
 
     def fill(self, host_block: int, device_block: int) -> None:
-        """Queue a copy in. Takes a reference of its own to the host block."""
+        """Queue a copy in. Takes its own reference to the host block."""
         self._pool.share(host_block)
         before = self._in_to.get(device_block)
         self._in_to[device_block] = host_block
@@ -107,28 +110,28 @@ class HostTier:
             self._pool.free([before])
 
     def keep_longest(self, kept: Container[bytes]) -> None:
-        """Blocks with these hashes are evicted after others."""
+        """Set the hashes of the blocks that are evicted last."""
         self._pool.kept = kept
 
     def let_go(self, block_hash: bytes) -> None:
-        """It is kept no more."""
+        """End the retention of this hash."""
         self._pool.let_go(block_hash)
 
     def invalidate_marked(self, marks: Container[bytes]) -> list[bytes]:
-        """As the pool above it does."""
+        """Invalidate all contents whose hashes begin with one of these marks; return those hashes."""
         return self._pool.invalidate_marked(marks)
 
     def invalidate(self, hashes: Iterable[bytes]) -> None:
-        """As the pool above it does."""
+        """Invalidate the contents with these hashes; see `BlockPool`."""
         self._pool.invalidate(hashes)
 
     def forget(self) -> None:
-        """All contents are lost; no block is used, and no copy is queued."""
+        """Drop all contents and queued copies. No block may be used."""
         self._pool.forget()
         self._out_to, self._in_to = {}, {}
 
     def take_copies(self) -> Copies:
-        """The queued copies, once. They must have run, in order, before those of the next call."""
+        """Return the queued copies and clear the queue. They must run, in order, before those of the next call."""
         copies = Copies(
             [(device, host) for host, device in self._out_to.items()],
             [(host, device) for device, host in self._in_to.items()],

@@ -1,8 +1,8 @@
-"""What is kept for conversations that will come back: evicted after all else, until its time is over.
+"""Prefix-cache retention: blocks of conversations that are expected to continue are evicted last, until they expire.
 
-Half of a cache at most is kept, and that is divided among the tenants that have anything kept, by their weights: who
-keeps more than its share loses what it has kept longest. Keeping is an order of eviction and no reservation: blocks
-that a request needs are had, kept or not.
+At most half of a cache is retained. That half is divided among the tenants with retained blocks by their weights; a
+tenant above its share loses its oldest retained blocks first. Retention is an order of eviction and no reservation: a
+request gets the blocks that it needs, retained or not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-_PART = 0.5  # of a cache
+_PART = 0.5  # fraction of a cache
 _SWEEP_INTERVAL_S = 10.0
 
 Key = TypeVar("Key", bytes, str)
@@ -28,11 +28,11 @@ class _RetainedPrefix(NamedTuple):
 class _TenantRetention(Generic[Key]):
     weight: float
     size: int = 0
-    pins: OrderedDict[Key, _RetainedPrefix] = field(default_factory=OrderedDict)  # that kept longest first
+    pins: OrderedDict[Key, _RetainedPrefix] = field(default_factory=OrderedDict)  # retained longest first
 
 
 class PrefixRetention(Generic[Key]):
-    """Of one cache, whose size is in blocks or bytes. Used by one thread."""
+    """Retention of one cache, whose size is in blocks or bytes. Used by one thread."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PrefixRetention(Generic[Key]):
         let_go: Callable[[Key], None] = lambda _key: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`let_go` is told what is kept no more."""
+        """Create the retention. `let_go` is called with each key whose retention ends."""
         self.most = int(size * _PART)
         self._let_go: Callable[[Key], None] = let_go
         self._clock = clock
@@ -58,29 +58,32 @@ class PrefixRetention(Generic[Key]):
         return sum(account.size for account in self._accounts.values())
 
     def pin(self, owner: bytes | str, items: Iterable[tuple[Key, int]], keep_s: float, weight: float = 1.0) -> None:
-        """Keep these, (key, size), for so long, the most worth keeping last. What is kept longer already stays so."""
+        """Retain these (key, size) items for `keep_s` seconds, the most valuable last.
+
+        An item that is already retained for longer stays so.
+        """
         until_s = self._clock() + keep_s
         account = self._accounts.get(owner) or _TenantRetention(weight)
         account.weight = weight
         for key, size in items:
             before = self._forget(key)
-            self._accounts[owner] = account  # which has gone where that was all that it kept
+            self._accounts[owner] = account  # `_forget` removed the account if it held nothing else
             account.pins[key] = _RetainedPrefix(size, until_s if before is None else max(until_s, before.until_s))
             account.size += size
             self._owner_of[key] = owner
         self._hold_to_shares()
 
     def drop(self, key: Key) -> None:
-        """It is not there any more."""
+        """End the retention of a key that is no longer cached."""
         self._forget(key)
 
     def forget(self) -> None:
-        """Nothing is there any more."""
+        """Clear the retention: nothing is cached any longer."""
         self._accounts.clear()
         self._owner_of.clear()
 
     def sweep(self) -> None:
-        """Let go of what is past its time; now and then."""
+        """End the retention of expired keys; does nothing more often than every `_SWEEP_INTERVAL_S` seconds."""
         now_s = self._clock()
         if not self._owner_of or now_s - self._swept_s < _SWEEP_INTERVAL_S:
             return

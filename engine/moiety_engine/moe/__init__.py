@@ -1,1 +1,1 @@
-"""What the engine knows of its experts: how much each is used."""
+"""Expert load statistics, expert replication and load balancing of mixture-of-experts (MoE) layers."""

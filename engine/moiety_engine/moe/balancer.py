@@ -1,5 +1,6 @@
-"""When experts move to other ranks, and where to, from what they had to do since that was last judged. Knows no
-tensors, and ranks as numbers only: whoever takes a move makes it.
+"""Expert load balancer: decides from the expert load since the last decision when and where experts move between ranks.
+
+It handles no tensors and knows ranks as numbers only; the caller that takes a move executes it.
 
 L layers with experts, E experts, R slots of a layer.
 """
@@ -20,27 +21,30 @@ if TYPE_CHECKING:
 
     from moiety_placement.transition import Write
 
-LEAST_PICKS = 64  # of an expert, on average: of few tokens no load is even, by chance alone
-_LAYERS_AT_ONCE = 4  # are planned between two steps, which takes some milliseconds
+LEAST_PICKS = 64  # mean picks per expert that a decision needs: with few tokens, load is uneven by chance alone
+_LAYERS_AT_ONCE = 4  # layers planned between two steps, which takes some milliseconds
 
 
 class Balancer:
-    """Owns where the experts are as of the moves that were taken, and what is to move yet. Every `every_s` it looks at
-    the picks since the last look, if they are enough, and leads the layers to what `rebalance` makes of them, the most
-    uneven ones first. `most_writes`: slots that one move writes, about."""
+    """Owner of the expert placement, as of the moves taken so far, and of the moves that remain.
+
+    Every `every_s` seconds it evaluates the picks since the last evaluation, if there are enough, and moves the layers
+    to the placement that `rebalance` computes from them, the most uneven layers first. `most_writes`: approximate
+    number of slots that one move writes.
+    """
 
     def __init__(self, placement: Placement, *, every_s: float, most_writes: int, now_s: float) -> None:
         self._of_shape = placement
         self._slots_LR = placement.physical_to_logical_LR.copy()
         self._every_s, self._most_writes, self._due_s = every_s, most_writes, now_s + every_s
         self._picks_LE = np.zeros((placement.num_layers, placement.num_experts), dtype=np.int64)
-        self._judged_LE = self._picks_LE  # what the layers that are planned now had to do
+        self._judged_LE = self._picks_LE  # load that the current plan is based on
         self._waiting: list[int] = []  # layers to be planned
         self._moves: deque[tuple[int, list[Write]]] = deque()
         self._move_cost = 0.0
-        self._has_moved = False  # since experts were last where they should be
+        self._has_moved = False  # since the last completed rebalancing
         self.rebalances_total = 0
-        self.balancedness = self.balancedness_planned = 1.0  # of ranks: in what was judged last, and by what it led to
+        self.balancedness = self.balancedness_planned = 1.0  # of ranks: before and after the last rebalancing
 
     @property
     def placement(self) -> Placement:
@@ -51,18 +55,23 @@ class Balancer:
         return bool(self._moves or self._waiting)
 
     def count(self, picks_LE: np.ndarray) -> None:
-        """What the experts had to do."""
+        """Add the picks of the experts, [L, E], to the load of the current interval."""
         self._picks_LE += picks_LE
 
     def aim(self, layer: int, slots_R: np.ndarray) -> None:
-        """Lead a layer, counted among those with experts, that no move is open for, to other slots."""
+        """Queue the moves that give a layer the experts `slots_R` in its slots.
+
+        `layer` is an index among the layers with experts; the layer must have no open moves.
+        """
         old = self._placement_of([layer])
         new = Placement.of([slots_R], num_experts=old.num_experts, num_ranks=old.num_ranks)
         self._moves.extend((layer, batch) for batch in transition(old, new, 0, most_writes=self._most_writes))
 
     def judge(self, now_s: float, move_cost: float) -> bool:
-        """If it is time, and there is enough to judge by, find the layers that are worth a move, `move_cost` being that
-        of `rebalance`. Returns whether it did."""
+        """Find the layers that are worth moving, if an evaluation is due and there are enough picks.
+
+        `move_cost` is the parameter of `rebalance`. Returns whether it evaluated the load.
+        """
         if now_s < self._due_s or self.is_moving:
             return False
         self._due_s = now_s + self._every_s
@@ -79,8 +88,10 @@ class Balancer:
         return True
 
     def next_move(self) -> tuple[int, list[Write]] | None:
-        """The layer, counted as above, and what is to be written in it now, all at once; None if nothing is, or not
-        yet."""
+        """Return the next layer, an index as in `aim`, and the writes to apply to it together.
+
+        Returns None if no move is ready.
+        """
         if not self._moves and self._waiting:
             self._plan()
         move = self._moves.popleft() if self._moves else None
@@ -95,7 +106,7 @@ class Balancer:
         return move
 
     def _plan(self) -> None:
-        """The next few layers."""
+        """Plan the moves of the next few waiting layers."""
         layers, self._waiting = self._waiting[:_LAYERS_AT_ONCE], self._waiting[_LAYERS_AT_ONCE:]
         done = rebalance(self._placement_of(layers), self._judged_LE[layers], move_cost=self._move_cost)
         for place in done.order:

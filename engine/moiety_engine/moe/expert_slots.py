@@ -1,8 +1,9 @@
-"""In which slot of which part each expert of a layer is, and to which slot a step's tokens go where there are several.
+"""Slots of a layer's experts in each part, and the choice of a slot for each token where an expert has replicas.
 
-All ranks of a stage hold the same table of a layer and switch it between the same two steps. On processors they choose
-alike from how many tokens each expert got over all of them. A GPU would have to wait for the host in every layer for
-that: there a choice hangs on the number of tokens alone, and is balanced over many steps. Knows no weights.
+All ranks of a pipeline stage hold the same table of a layer and switch it between the same two steps. On CPUs every
+rank makes the same choice from the number of tokens that each expert got over all ranks. On a GPU this would make every
+layer wait for the host, so there the choice depends on the number of tokens only and is balanced over many steps. This
+module handles no weights.
 
 T tokens, K experts a token, E experts, R ranks that have tokens of their own, C the most replicas of an expert.
 """
@@ -24,25 +25,25 @@ if TYPE_CHECKING:
 
     from moiety_placement.transition import Write
 
-# Rows of an expert from which on its products take longer than reading its weights, about: from there tokens are
-# balanced over ranks, below active experts. 184 is an H200's in 16 bits; a processor's core has some 100 Gflop/s for
-# 10 GB/s.
+# Approximate rows per expert at which its matrix products take longer than reading its weights. From there on, tokens
+# are balanced over ranks; below it, active experts are. 184 is that of an H200 in 16 bits; a CPU core has about
+# 100 Gflop/s for 10 GB/s.
 _RIDGE_ROWS = {"cuda": 184, "cpu": 16}
 
 
 class Others(Protocol):
-    """The ranks that have other tokens."""
+    """Ranks that process other tokens (data-parallel attention)."""
 
     rank: int
     size: int
 
     def tell_all(self, x_E: Tensor) -> Tensor:
-        """What each of them tells, [R, E], this one too."""
+        """Gather `x_E` of every rank, including this one, as [R, E]."""
         ...
 
 
 class ExpertSlots:
-    """Of one layer, on a rank that has one of the parts."""
+    """Expert slots of one layer, on a rank that holds one of its parts."""
 
     def __init__(
         self,
@@ -54,8 +55,11 @@ class ExpertSlots:
         device: torch.device,
         counts: bool | None = None,
     ) -> None:
-        """`slots`: the expert in each, one part's after the other's. `counts`: whether tokens are counted for a choice,
-        which waits for the device; None: not on a GPU."""
+        """Build the slot table of the layer.
+
+        `slots`: the expert in each slot, part by part. `counts`: whether the choice counts tokens, which waits for the
+        device; None means yes on a CPU and no on a GPU.
+        """
         self.num_held = len(slots) // num_parts  # slots of a part
         self._first, self._device = own_part * self.num_held, device
         self._ridge_rows = _RIDGE_ROWS[device.type]
@@ -63,7 +67,7 @@ class ExpertSlots:
         self._switch(Placement.of([slots], num_experts=num_experts, num_ranks=num_parts))
 
     def write(self, writes: Sequence[Write]) -> None:
-        """From now on some slots hold other experts."""
+        """Update the table for slots that now hold other experts."""
         slots_R = self.placement.physical_to_logical_LR[0].copy()
         slots_R[[one.slot for one in writes]] = [one.expert for one in writes]
         old = self.placement
@@ -72,7 +76,7 @@ class ExpertSlots:
     def _switch(self, placement: Placement) -> None:
         self.placement = placement
         self._has_choice = bool((placement.counts_LE > 1).any())
-        even_R = concentrate(placement, np.ones_like(placement.counts_LE))[0]  # of each expert one slot
+        even_R = concentrate(placement, np.ones_like(placement.counts_LE))[0]  # one slot of each expert
         home_E = np.empty(placement.num_experts, dtype=np.int32)
         home_E[placement.physical_to_logical_LR[0, even_R > 0]] = np.flatnonzero(even_R)
         self._home_E = torch.from_numpy(home_E).to(self._device)
@@ -80,8 +84,11 @@ class ExpertSlots:
         self._copies_E = torch.from_numpy(placement.counts_LE[0].copy()).to(self._device)
 
     def of(self, expert_TK: Tensor, others: Others | None = None, num_ranks: int = 1) -> Tensor:
-        """[T, K], int32: the slot that each choice of an expert goes to. `others`: None where all ranks have the same
-        tokens, or where so many of them have their own and do not tell each other."""
+        """Return the slot of each chosen expert, [T, K], int32.
+
+        `others`: None where all ranks have the same tokens, or where `num_ranks` ranks have their own tokens and do not
+        exchange counts.
+        """
         if self._has_choice and self._counts:
             return self._dealt(expert_TK, others)
         rows = expert_TK.numel() * (num_ranks if others is None else others.size) / self.placement.num_experts
@@ -90,7 +97,7 @@ class ExpertSlots:
         return self._home_E.index_select(0, expert_TK.flatten()).view(expert_TK.shape)
 
     def here(self, slot_TK: Tensor) -> Tensor:
-        """By the places of the own part, -1 for slots of others."""
+        """Return the slots as indices into this rank's own part; -1 for slots of other parts."""
         is_here_TK = (slot_TK >= self._first) & (slot_TK < self._first + self.num_held)
         return torch.where(is_here_TK, slot_TK - self._first, -1)
 
@@ -110,7 +117,7 @@ class ExpertSlots:
         return torch.from_numpy(dealt_TK.astype(np.int32)).to(self._device)
 
     def _by_turns(self, expert_TK: Tensor) -> Tensor:
-        """The tokens to the replicas of their experts, one after the other."""
+        """Assign the tokens to the replicas of their experts round-robin."""
         expert_TK = expert_TK.long()
         turn_T1 = torch.arange(len(expert_TK), device=self._device).unsqueeze(1)
         return self._slots_EC[expert_TK, turn_T1 % self._copies_E[expert_TK]]

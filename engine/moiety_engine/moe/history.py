@@ -1,4 +1,4 @@
-"""What the experts had to do: since the start, and minute by minute for the last hour. Knows no tensors and no device.
+"""History of expert load: since the start, and per minute for the last hour. Handles no tensors and no device.
 
 L layers with experts, E experts, Q quantiles.
 """
@@ -25,13 +25,16 @@ from moiety_wire.experts import (
 
 INTERVAL_S = 60
 NUM_INTERVALS = 60
-BALANCE_MINUTES = 5  # that the balance is told of
+BALANCE_MINUTES = 5  # period that the reported balance covers
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPace:
-    """Some steps that were counted together: experts of a layer that were picked at all in a step, mean of the layers;
-    and the mean picks of an expert as a share of those of the busiest."""
+    """Expert load of some steps that were counted together.
+
+    `active`: experts of a layer that a step picked at all, mean over layers and steps. `balancedness`: mean picks of an
+    expert as a share of the picks of the busiest expert.
+    """
 
     active: float
     balancedness: float
@@ -44,7 +47,7 @@ class ExpertPace:
 
 @dataclass(slots=True)
 class _Minute:
-    """Counts of one interval, which begins at `at_unix_s`."""
+    """Counts of one interval that begins at `at_unix_s`."""
 
     at_unix_s: int
     picks_LE: np.ndarray  # of all tenants
@@ -52,7 +55,7 @@ class _Minute:
     steps: int = 0
     picks_of: dict[str, np.ndarray] = field(default_factory=dict)
     tokens_of: Counter[str] = field(default_factory=Counter)
-    told_of_all: ExpertInterval | None = None  # once nothing is added any more
+    told_of_all: ExpertInterval | None = None  # cached report of all tenants, once the interval is over
 
     def told(self, picks_LE: np.ndarray, *, of_all: bool) -> ExpertInterval:
         return ExpertInterval(
@@ -65,20 +68,20 @@ class _Minute:
 
 
 class LoadHistory:
-    """Owns the counts that were taken. Used by the step loop's thread only."""
+    """Owner of the expert load counts read so far. Used by the step loop's thread only."""
 
     def __init__(self, shape: ExpertShape, now_s: float) -> None:
         self.shape = shape
         self._zeros_LE = np.zeros((len(shape.layers), shape.num_experts), dtype=np.int64)
         self._since_s = self._as_of_s = int(now_s)
-        self._picks_of: dict[str, np.ndarray] = {}  # since the start, as are the next two
+        self._picks_of: dict[str, np.ndarray] = {}  # since the start, like the next two
         self._picks_LE = self._zeros_LE.copy()
         self._tokens_of: Counter[str] = Counter()
         self._minutes: deque[_Minute] = deque(maxlen=NUM_INTERVALS)
-        self.balance(now_s)  # the first quantiles take numpy a while, which no step is to wait for
+        self.balance(now_s)  # numpy's first quantiles are slow: compute them before any step waits for them
 
     def add(self, picks_of: Mapping[str, np.ndarray], active_L: np.ndarray, steps: int, now_s: float) -> None:
-        """What was counted until now, by tenant."""
+        """Add the picks counted up to now, by tenant, and the active experts of `steps` steps."""
         self._as_of_s = int(now_s)
         minute = self._minute(int(now_s) // INTERVAL_S * INTERVAL_S)
         minute.steps += steps
@@ -93,7 +96,7 @@ class LoadHistory:
             minute.picks_of[tenant_id] = minute.picks_of.get(tenant_id, 0) + picks_LE.astype(np.uint32)
 
     def keep_apart(self, tenants: Iterable[str]) -> None:
-        """From now on only these have sums of their own since the start; the others' are one."""
+        """Keep separate sums since the start for these tenants only; merge those of all others into one."""
         leaving = set(self._picks_of) - set(tenants) - {OTHER_TENANTS}
         if leaving:
             others_LE = self._picks_of.get(OTHER_TENANTS, self._zeros_LE)
@@ -101,7 +104,7 @@ class LoadHistory:
             self._tokens_of[OTHER_TENANTS] += sum(self._tokens_of.pop(one) for one in leaving)
 
     def load(self, ask_id: int, minutes: int, tenant_id: str | None, now_s: float) -> ExpertLoad:
-        """The answer to AskExperts."""
+        """Return the reply to an AskExperts message."""
         shape = self.shape
         recent = [one for one in self._minutes if one.at_unix_s > now_s - INTERVAL_S * (minutes or NUM_INTERVALS)]
         if tenant_id is None:
@@ -126,7 +129,7 @@ class LoadHistory:
         )
 
     def _sum(self, minutes: Sequence[_Minute] | None, tenant_id: str | None) -> np.ndarray:
-        """The picks of a tenant, or of all, in those minutes or since the start."""
+        """Return the picks of a tenant, or of all tenants, in these minutes or since the start, [L, E]."""
         if minutes is None:
             return self._picks_LE if tenant_id is None else self._picks_of.get(tenant_id, self._zeros_LE)
         parts = (one.picks_LE if tenant_id is None else one.picks_of.get(tenant_id) for one in minutes)
@@ -140,7 +143,7 @@ class LoadHistory:
         return minute.told_of_all
 
     def balance(self, now_s: float) -> ExpertBalance:
-        """How evenly the picks of the last minutes fell."""
+        """Return how evenly the picks of the last BALANCE_MINUTES were distributed over the experts."""
         recent = [one for one in self._minutes if one.at_unix_s > now_s - INTERVAL_S * BALANCE_MINUTES]
         picks_LE = sum((one.picks_LE for one in recent), self._zeros_LE)
         mean_L, largest_L = picks_LE.mean(axis=1), picks_LE.max(axis=1)

@@ -1,4 +1,4 @@
-"""Counting which experts the tokens of a step went to, and whose tokens they were.
+"""Counters of the experts that the tokens of a step were routed to, by tenant.
 
 T tokens of a step, K experts a token, L layers with experts, E experts, S slots of tenants (`moe.tenants`).
 """
@@ -17,14 +17,17 @@ from moiety_kernels.expert_count import count_picks
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What was counted: picks, and how many experts of a layer were picked at all in a step, summed over the steps."""
+    """Counted picks, and the number of experts of a layer that a step picked at all, summed over the steps."""
 
-    picks_SLE: Tensor  # int64; NOBODY's are of no meaning
+    picks_SLE: Tensor  # int64; the counts of slot NOBODY have no meaning
     active_L: Tensor  # int64
 
 
 class ExpertCounter:
-    """Owns the counts since the last `take`, in tensors whose addresses stay: what is replayed adds to them too."""
+    """Owner of the counts since the last `take`.
+
+    The addresses of its tensors never change, so that replayed CUDA graphs add to them too.
+    """
 
     def __init__(self, shape: ExpertShape, num_slots: int, device: torch.device) -> None:
         num_layers = len(shape.layers)
@@ -32,11 +35,11 @@ class ExpertCounter:
         self._active_L = torch.zeros(num_layers, dtype=torch.int64, device=device)
 
     def count(self, chosen: Sequence[Tensor], owner_T: Tensor) -> None:
-        """One pass: expert_TK of each layer, int32, and the slot of each token, int64."""
+        """Count one forward pass: expert_TK of each layer, int32, and the tenant slot of each token, int64."""
         count_picks(chosen, owner_T, self._picks_SLE, self._active_L)
 
     def take(self, download: Callable[[Tensor], Tensor]) -> Counts:
-        """The counts so far, copied from the device by `download`; counting starts over."""
+        """Return the counts so far, copied from the device by `download`, and reset them to zero."""
         taken = (self._picks_SLE, self._active_L)
         counts = Counts(*(one.clone() if one.is_cpu else download(one) for one in taken))
         for one in taken:

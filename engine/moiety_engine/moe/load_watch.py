@@ -1,7 +1,6 @@
-"""Expert load as the step loop keeps it: counted with each step, taken from the device every few seconds.
+"""Expert load tracking of the step loop: counted in every step, downloaded from the device every few seconds.
 
-The counts come to the host behind the step that was launched last, and are read once they have arrived, so that no step
-waits for them.
+The download is queued behind the last launched step and read once it has arrived, so that no step waits for it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class DeviceEvent(Protocol):
 
 
 class CountTransfers(Protocol):
-    """From the device to host memory, without waiting."""
+    """Asynchronous copies from the device to host memory."""
 
     def download(self, tensor: Tensor) -> Tensor: ...
 
@@ -48,21 +47,24 @@ class _Coming:
 
 
 class ExpertWatch:
-    """Owns the counter's and the tenants' turns, and the history. Used by the step loop's thread only."""
+    """Owner of the load history and of the schedule by which counts are downloaded and tenant slots reassigned.
+
+    Used by the step loop's thread only.
+    """
 
     def __init__(self, shape: ExpertShape, counter: ExpertCounter, slots: TenantSlots, now_s: float) -> None:
         self.history = LoadHistory(shape, now_s)
         self._counter, self._slots = counter, slots
-        counter.take(lambda tensor: tensor)  # what others had counted
+        counter.take(lambda tensor: tensor)  # discard earlier counts
         self._coming: _Coming | None = None
         self._due_s = self._tell_s = 0.0
         self._minute = int(now_s) // INTERVAL_S
         self._is_news = False
-        self.pace: ExpertPace | None = None  # of the counts that were read last
-        self._picks_LE: np.ndarray | None = None  # of all tenants, since they were last taken
+        self.pace: ExpertPace | None = None  # of the counts read last
+        self._picks_LE: np.ndarray | None = None  # of all tenants, since the last take_picks
 
     def look(self, now_s: float, ways: CountTransfers) -> None:
-        """To be called between steps: reads counts that have arrived, and has the next ones come when they are due."""
+        """Read counts that have arrived, and start the next download when it is due. Call it between steps."""
         if self._coming is not None and self._coming.arrival.is_passed:
             self._read(now_s)
         if now_s >= self._due_s and self._coming is None:
@@ -70,7 +72,7 @@ class ExpertWatch:
             self._take(now_s, ways)
 
     def finish(self, now_s: float, ways: CountTransfers) -> None:
-        """All that was counted so far is in the history when this returns; waits for the device."""
+        """Move all counts so far into the history; waits for the device."""
         if self._coming is not None:
             self._read(now_s)
         self._take(now_s, ways)
@@ -81,12 +83,12 @@ class ExpertWatch:
         return self.history.load(ask.ask_id, ask.minutes, ask.tenant_id, now_s)
 
     def take_picks(self) -> np.ndarray | None:
-        """What all tenants' tokens picked since the last call, as far as it has been read; None if nothing has."""
+        """Return the picks of all tenants read since the last call, [L, E]; None if none were read."""
         picks_LE, self._picks_LE = self._picks_LE, None
         return picks_LE
 
     def take_balance(self, now_s: float) -> ExpertBalance | None:
-        """The balance, if there is anything new to tell and it is time."""
+        """Return the expert balance, if there are new counts and a report is due; None otherwise."""
         if not self._is_news or now_s < self._tell_s:
             return None
         self._is_news, self._tell_s = False, now_s + TELL_S

@@ -1,4 +1,4 @@
-"""What there is to count: the experts of a model."""
+"""Dimensions of a model's experts that load counting needs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """Which layers have experts, how many, how many of them a token goes to, the bytes of one expert's weights in one
-    layer, and the groups of experts a few of which a token's are chosen from."""
+    """Dimensions of a model's experts.
+
+    `layers`: indices of the layers with experts. `num_experts`: experts of a layer. `top_k`: experts per token.
+    `expert_bytes`: bytes of one expert's weights in one layer. `num_groups`: expert groups, of which routing selects a
+    few before it chooses a token's experts.
+    """
 
     layers: tuple[int, ...]
     num_experts: int

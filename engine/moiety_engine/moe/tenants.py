@@ -1,4 +1,4 @@
-"""Whose tokens are counted apart: the tenants with the most tokens have a slot each, the others one together."""
+"""Tenant slots of the expert counters: the tenants with the most tokens have a slot each, all others share one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from moiety_wire.experts import OTHER_TENANTS
 
-NOBODY, OTHERS = 0, 1  # slots; NOBODY's are rows that no request asked for
+NOBODY, OTHERS = 0, 1  # slots; NOBODY is for rows that belong to no request
 NUM_SLOTS = 18
-MAX_KNOWN = 4096  # tenants whose tokens are known, so that the most busy can be found
-KEPT_A_TURN = 0.9  # of what a tenant weighs, so that who was busy once gives way
+MAX_KNOWN = 4096  # tenants whose tokens are tracked to find the busiest ones
+KEPT_A_TURN = 0.9  # decay of a tenant's weight per turn
 
 
 class TenantSlots:
-    """Owns who has which slot. Used by the step loop's thread only."""
+    """Owner of the assignment of tenants to slots. Used by the step loop's thread only."""
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
         self._num_slots = num_slots
@@ -22,8 +22,10 @@ class TenantSlots:
         self._steps = 0
 
     def slots_of(self, tenants: Sequence[str], num_tokens: Sequence[int]) -> list[int]:
-        """The slot of each part of a step, which is a tenant's and has so many tokens; a free one for who is new. A
-        tenant without a name is nobody."""
+        """Return the slot of each part of a step; part i has `num_tokens[i]` tokens of tenant `tenants[i]`.
+
+        A new tenant gets a free slot if there is one. The empty tenant name has slot NOBODY.
+        """
         known, weight_of = self._slot_of, self._weight_of
         slots = [known.get(tenant_id, -1) for tenant_id in tenants]
         if -1 in slots:
@@ -36,21 +38,21 @@ class TenantSlots:
         return slots
 
     def weigh(self, tokens_of: Mapping[str, int]) -> None:
-        """How many tokens were counted of those that have a slot."""
+        """Add the tokens counted for tenants with a slot to their weights."""
         for tenant_id, tokens in tokens_of.items():
             self._weight_of[tenant_id] = self._weight_of.get(tenant_id, 0.0) + tokens
 
     def names(self) -> dict[int, str]:
-        """Whose each slot is, but for nobody's."""
+        """Return the tenant of each assigned slot, except slot NOBODY."""
         return {slot: tenant_id for tenant_id, slot in self._slot_of.items() if slot != NOBODY}
 
     def take_steps(self) -> int:
-        """How many steps had somebody's tokens since the last call."""
+        """Return the number of steps with tokens of any tenant since the last call."""
         steps, self._steps = self._steps, 0
         return steps
 
     def turn(self) -> None:
-        """Give the slots to the busiest. Only where nothing is counted that has not been taken."""
+        """Reassign the slots to the busiest tenants. Call it only while no untaken counts exist."""
         weights = dict.fromkeys((one for one, slot in self._slot_of.items() if slot > OTHERS), 0.0)
         weights |= {one: weight * KEPT_A_TURN for one, weight in self._weight_of.items() if weight >= 1}
         weights.pop(OTHER_TENANTS, None)
@@ -62,7 +64,7 @@ class TenantSlots:
         self._slot_of = {"": NOBODY, OTHER_TENANTS: OTHERS} | staying | joining
 
     def _take(self, tenant_id: str) -> int:
-        """A free slot for a tenant that is new, or the others'."""
+        """Return a free slot for a new tenant and assign it, or OTHERS if none is free."""
         taken = len(self._slot_of)
         if taken == self._num_slots:
             return OTHERS

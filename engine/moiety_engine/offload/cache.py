@@ -1,4 +1,4 @@
-"""A model's experts in a store that is larger than the device, and slots on the device for some of each layer."""
+"""Expert cache: a store with all experts of a model, and device slots for some experts of each layer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ if TYPE_CHECKING:
     from moiety_engine.config import OffloadConfig
 
 Store = ExpertFile | PinnedExperts
-Shapes = list[dict[str, tuple[tuple[int, ...], torch.dtype]]]  # of each layer's tensors, with an expert in each row
+Shapes = list[dict[str, tuple[tuple[int, ...], torch.dtype]]]  # by layer and tensor name, with one expert per row
 
 
 class ExpertCache:
-    """Owns the store, the slots and what brings experts from the one into the others. `slots`: of each layer the
-    tensors, by name, with a slot in each row."""
+    """Owner of the expert store, the device slots and the loader that copies experts into slots.
+
+    `slots`: the tensors of each layer by name, with one slot per row.
+    """
 
     def __init__(self, store: Store, budget_bytes: int, top_k: int, device: torch.device, config: OffloadConfig):
-        """The store is finished. Raises InvalidConfig where a token's experts would not fit."""
+        """Allocate the slots and fill them from the finished `store`.
+
+        Raises InvalidConfig if `budget_bytes` cannot hold the experts of one token in every layer.
+        """
         shapes = shapes_in(store)
         expert_bytes = [sum(_row_bytes(*one) for one in layer.values()) for layer in shapes]
         self.num_experts = [next(iter(layer.values()))[0][0] for layer in shapes]
@@ -53,28 +58,31 @@ class ExpertCache:
 
     @property
     def num_slots(self) -> int:
-        """Of all layers."""
+        """Slots of all layers together."""
         return sum(layer.num_slots for layer in self.layers)
 
     @property
     def num_bytes(self) -> int:
-        """Of the device's memory."""
+        """Device memory of all slots, in bytes."""
         return sum(part.nbytes for layer in self.slots for part in layer.values())
 
     def settle(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until no load is in flight."""
         for layer in self.layers:
             layer.settle()
 
     def close(self) -> None:
-        """Nothing is computed with the slots any more."""
+        """Close the loader and the store; no computation may use the slots afterwards."""
         self._mover.close()
         self._store.close()
 
 
 def slots_a_layer(budget_bytes: int, expert_bytes: Sequence[int], num_experts: int, top_k: int) -> int:
-    """Slots that each layer gets of the budget, all alike. `expert_bytes`: of one expert of each layer. Raises
-    InvalidConfig where a token's experts would not fit."""
+    """Return the number of slots that each layer gets from the budget, the same for all layers.
+
+    `expert_bytes`: bytes of one expert of each layer. Raises InvalidConfig if the slots are fewer than a token's
+    `top_k` experts.
+    """
     num_slots = min(budget_bytes // sum(expert_bytes), num_experts)
     if num_slots < top_k:
         raise InvalidConfig(
@@ -85,7 +93,7 @@ def slots_a_layer(budget_bytes: int, expert_bytes: Sequence[int], num_experts: i
 
 
 def shapes_in(store: Store) -> Shapes:
-    """Of all experts in a finished store."""
+    """Return the shapes and dtypes of all expert tensors in a finished store, by layer and name."""
     if isinstance(store, ExpertFile):
         return [{part.name: (part.shape, part.torch_dtype) for part in layer} for layer in store.layers]
     return [{name: (tuple(one.shape), one.dtype) for name, one in layer.items()} for layer in store.tensors]

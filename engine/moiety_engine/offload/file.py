@@ -1,7 +1,7 @@
-"""A file with the experts of a model as they are computed with, so that one of them is read as it will lie in memory.
+"""File of a model's experts in their in-memory layout, so that an expert is read directly into its slot.
 
-It is written once, while a checkpoint is read, and found again at the next start by a key that says what it was made
-of. Beside it lies an index; a file without one was never finished.
+The file is written once, while a checkpoint is loaded, and found at the next start by a key that identifies its source.
+An index file accompanies it; an expert file without an index was never finished.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_VERSION = 1  # of how experts lie in the file
-_UNLOCKED_S = 60.0  # after which nobody is about to lock what was begun
-_READ_BYTES = 8 << 20  # at once, after which the pages that the system kept of it are given up
+_VERSION = 1  # of the file's layout
+_UNLOCKED_S = 60.0  # age from which a new file counts as abandoned: its process would have locked it by then
+_READ_BYTES = 8 << 20  # per read, after which its pages in the page cache are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """A tensor of the file, with an expert in each row of its first dimension."""
+    """Tensor in the file, with one expert per row of its first dimension."""
 
     name: str
     offset: int
@@ -47,14 +47,20 @@ class ExpertTensor:
 
 
 class ExpertFile:
-    """`layers`: of each mixture layer the tensors that its experts are made of; empty until it is finished."""
+    """Expert store on disk.
+
+    `layers`: the expert tensors of each MoE layer; empty until the file is finished.
+    """
 
     def __init__(self, folder: Path, key: str) -> None:
-        """Raises InvalidConfig where the folder cannot be written to."""
+        """Open the finished file of `key` in `folder`, or create a new one.
+
+        Raises InvalidConfig if the folder cannot be written to.
+        """
         self._path, self._index = folder / f"experts-{key}.bin", folder / f"experts-{key}.json"
         self._partial = folder / f"experts-{key}.{secrets.token_hex(8)}.partial"
         self.layers: list[list[ExpertTensor]] = []
-        self._mapped: dict[int, tuple[int, mmap.mmap]] = {}  # where in the file, by the address
+        self._mapped: dict[int, tuple[int, mmap.mmap]] = {}  # file offset and mapping by address
         self._end = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +69,7 @@ class ExpertFile:
             new = self._partial.with_suffix(".new")
             path, flags = (new, os.O_RDWR | os.O_CREAT | os.O_EXCL) if found is None else (self._path, 0)
             self._fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
-            if found is None:  # nobody takes it for abandoned before it is locked, for as long as this process lives
+            if found is None:  # lock it before the rename: a locked .partial file does not count as abandoned
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 new.rename(self._partial)
         except OSError as exc:
@@ -77,7 +83,7 @@ class ExpertFile:
         return bool(self.layers)
 
     def _read_index(self) -> list[list[ExpertTensor]] | None:
-        """What an earlier start has left, if it was finished."""
+        """Return the layers of a file that an earlier start finished; None if there is none."""
         try:
             known = json.loads(self._index.read_text(encoding="utf-8"))
             if known["version"] != _VERSION or self._path.stat().st_size != known["bytes"]:
@@ -89,13 +95,16 @@ class ExpertFile:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
-    # ── while it is written ──
+    # ── writing ──
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor whose memory is the file. Raises InvalidConfig where the disk has no room for it."""
+        """Return a tensor that is mapped to a new region of the file.
+
+        Raises InvalidConfig if the disk has no space for it.
+        """
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         try:
-            os.posix_fallocate(self._fd, self._end, num_bytes)  # without room a write to the mapping would be a signal
+            os.posix_fallocate(self._fd, self._end, num_bytes)  # a write to a mapping on a full disk raises SIGBUS
         except OSError as exc:
             self._partial.unlink(missing_ok=True)
             others = sorted(one.name for one in self._path.parent.glob("experts-*.bin"))
@@ -111,11 +120,14 @@ class ExpertFile:
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it came from `empty`."""
+        """Return whether `empty` returned this tensor."""
         return tensor.data_ptr() in self._mapped
 
     def finish(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
-        """The tensors, which came from `empty`, have been filled: the file is whole, and found from now on."""
+        """Flush the file and write its index, so that later starts find it.
+
+        The tensors must come from `empty` and be filled.
+        """
         self.layers = [
             [
                 ExpertTensor(
@@ -143,11 +155,13 @@ class ExpertFile:
         self._partial.replace(self._path)
         written.replace(self._index)
 
-    # ── from then on ──
+    # ── reading ──
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from there. What the system keeps of the file is given up: memory is what the cache was given.
-        From any thread. Raises OSError."""
+        """Fill `target` from `offset` of the file. Callable from any thread. Raises OSError.
+
+        The pages read are dropped from the page cache, so that memory use stays within the expert cache's budget.
+        """
         done, size = 0, target.nbytes
         while done < size:
             num = os.preadv(self._fd, [target[done : done + _READ_BYTES]], offset + done)
@@ -162,7 +176,7 @@ class ExpertFile:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """What processes have begun to write that are gone."""
+    """Delete files that processes which no longer run left unfinished."""
     for path in (*folder.glob("experts-*.new"), *folder.glob("experts-*.index")):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _UNLOCKED_S:

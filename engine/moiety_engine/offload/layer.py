@@ -1,4 +1,4 @@
-"""A mixture layer whose experts are cached: what a pass needs is brought, and what is there is computed meanwhile."""
+"""Cached experts of one MoE layer: a pass loads the missing experts while the cached ones are computed."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
     from moiety_engine.offload.loaders import ExpertLoader, LoadTicket
     from moiety_engine.offload.slot_table import ExpertSlotTable
 
-STREAMED = 4  # of the slots, one in so many takes in turn what does not fit beside the others
+STREAMED = 4  # one in so many slots streams, one after another, the experts that do not fit beside the others
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What the cache has done since the start. A pass over a layer asks for each of its experts once, however many
-    tokens go there."""
+    """Counters of the expert cache since the start.
 
-    hits_total: int = 0  # experts that were there, or on their way, when a pass asked for them
+    A pass over a layer requests each of its experts once, regardless of the number of tokens.
+    """
+
+    hits_total: int = 0  # experts that were cached or in flight when a pass requested them
     misses_total: int = 0
-    prefetched_total: int = 0  # begun before a pass asked for them …
-    prefetch_hits_total: int = 0  # … of which a pass then asked for so many
+    prefetched_total: int = 0  # loads started before a pass requested the expert
+    prefetch_hits_total: int = 0  # prefetched experts that the next pass requested
     loaded_bytes_total: int = 0
 
 
 class LayerExperts:
-    """Owns which experts of one layer are where. Used by the step's thread only; one pass at a time."""
+    """Owner of the cache state of one layer's experts. Used by the step's thread only; one pass at a time."""
 
     def __init__(
         self, layer: int, slot_table: ExpertSlotTable, mover: ExpertLoader, expert_bytes: int, traffic: Traffic
     ) -> None:
         self._layer, self._slot_table, self._mover = layer, slot_table, mover
         self._expert_bytes, self._traffic = expert_bytes, traffic
-        self._tickets: dict[
-            int, LoadTicket
-        ] = {}  # of experts that nobody has waited for, in the order they were asked for
+        self._tickets: dict[int, LoadTicket] = {}  # of loads that have not been waited for, in request order
         self._accuracy_by_size = {
             True: PrefetchAccuracy(),
             False: PrefetchAccuracy(),
-        }  # of passes of few tokens, and of many
+        }  # of passes with few tokens (True) and with many (False)
         self._judging = self._accuracy_by_size[True]
-        self._prefilled_ahead: set[int] = set()  # by `expect`, and missing then
-        self._fetched: set[int] = set()  # of these
-        self._wanted: list[int] = []
-        self._left: list[int] = []  # of those, what there was no slot for yet
+        self._prefilled_ahead: set[int] = set()  # experts that `expect` found missing
+        self._fetched: set[int] = set()  # experts among them whose load was started
+        self._wanted: list[int] = []  # experts of the pass
+        self._left: list[int] = []  # wanted experts without a slot so far
         self._chosen: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
 
     @property
@@ -63,7 +63,7 @@ class LayerExperts:
         return len(self._slot_table.expert_S)
 
     def fill(self) -> None:
-        """Bring experts until no slot is free, unless none are kept."""
+        """Load experts until no slot is free; does nothing if the eviction policy keeps no experts."""
         if self._slot_table.eviction is ExpertEviction.ALL:
             return
         for expert, slot in enumerate(self._slot_table.victims(self.num_slots, ())):
@@ -71,7 +71,7 @@ class LayerExperts:
         self.settle()
 
     def settle(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all loads in flight."""
         self._drop_failed()
         for expert in list(self._tickets):
             self._arrive(expert)
@@ -80,8 +80,10 @@ class LayerExperts:
     # ── a pass ──
 
     def begin(self, chosen_TK: NDArray[np.int32]) -> None:
-        """A pass will compute these experts, negative ones aside. What is missing is on its way from now on, as far as
-        there is room beside what the pass needs."""
+        """Begin a pass over these experts, ignoring negative ids.
+
+        Starts to load the missing experts, as far as slots are available beside those that the pass needs.
+        """
         self._chosen = chosen_TK
         counts_E = np.bincount(chosen_TK[chosen_TK >= 0], minlength=len(self._slot_table.slot_E))
         wanted = np.flatnonzero(counts_E)
@@ -96,15 +98,17 @@ class LayerExperts:
         self._bring_left(len(self._left), self._wanted)
 
     def slots_if_there(self) -> Tensor | None:
-        """Where the experts of the pass are, [T, K]; None where some of them are not there yet."""
+        """Return the slots of the pass's experts, [T, K]; None if some are not loaded yet."""
         self._take_arrived()
         if self._left or any(expert in self._tickets for expert in self._wanted):
             return None
         return self._slots_of(self._wanted)
 
     def stages(self) -> Iterator[Tensor]:
-        """Where those are that can be computed, [T, K], and negative for others, until all had their turn: first what
-        is there, then what has come. What was computed may make room."""
+        """Yield the slots of the experts to compute next, [T, K], negative for all others, until all are computed.
+
+        Cached experts come first, then loaded ones as they arrive. Experts that were computed may be evicted.
+        """
         computed = [expert for expert in self._wanted if self._has(expert) and expert not in self._tickets]
         if computed:
             yield self._slots_of(computed)
@@ -116,7 +120,7 @@ class LayerExperts:
             computed += now
 
     def end(self) -> None:
-        """What the pass computes has been queued."""
+        """End the pass; its computation has been queued."""
         self._mover.used(self._layer)
         if self._slot_table.eviction is ExpertEviction.ALL:
             for expert in self._wanted:
@@ -124,8 +128,11 @@ class LayerExperts:
                     self._slot_table.drop(expert)
 
     def expect(self, chosen_TK: NDArray[np.int32]) -> None:
-        """The layer's next pass may compute these: where such guesses have been right often enough, bring what is
-        missing, the most frequent first, in place of what it will not compute."""
+        """Prefetch the experts that the layer's next pass is predicted to use.
+
+        If predictions have been accurate enough, starts to load the missing experts, the most frequent first, in slots
+        of experts that are not predicted.
+        """
         counts_E = np.bincount(chosen_TK[chosen_TK >= 0], minlength=len(self._slot_table.slot_E))
         self._take_arrived()
         self._judging = self._accuracy_by_size[chosen_TK.size <= len(counts_E)]
@@ -140,7 +147,7 @@ class LayerExperts:
             self._fetched.add(expert)
             self._traffic.prefetched_total += 1
 
-    # ── within it ──
+    # ── internals ──
 
     def _has(self, expert: int) -> bool:
         return bool(self._slot_table.slot_E[expert] >= 0)
@@ -151,25 +158,25 @@ class LayerExperts:
         self._traffic.loaded_bytes_total += self._expert_bytes
 
     def _bring_left(self, most: int, kept: Iterable[int]) -> None:
-        """Up to so many of what is left, in place of experts that are neither `kept` nor on their way."""
+        """Start to load up to `most` of the experts left, evicting experts that are neither `kept` nor in flight."""
         slots = self._slot_table.victims(min(most, len(self._left)), itertools.chain(kept, self._tickets))
         for slot in slots:
             self._bring(self._left.pop(0), slot, urgent=True)
 
     def _coming(self, computed: list[int]) -> list[int]:
-        """Of the pass, what is on its way now that those have been computed."""
+        """Return the pass's experts that are in flight after those in `computed` have been computed."""
         wanted = set(self._wanted)
         if self._left:
             self._mover.used(self._layer)
             waiting = len(wanted.intersection(self._tickets))
             self._bring_left(max(1, self.num_slots // STREAMED) - waiting, wanted.difference(computed))
-            if not wanted.intersection(self._tickets):  # whatever has room was foreseen, and is still coming
+            if not wanted.intersection(self._tickets):  # every other slot awaits a prefetch in flight
                 self.settle()
                 return self._coming(computed)
         return [expert for expert in self._tickets if expert in wanted]
 
     def _arrive(self, expert: int) -> None:
-        """Raises OSError, and then the expert is not there."""
+        """Wait for an expert's load. On OSError, frees its slot and raises."""
         try:
             self._tickets.pop(expert).wait()
         except OSError:
@@ -177,7 +184,7 @@ class LayerExperts:
             raise
 
     def _drop_failed(self) -> None:
-        """What could not be read before anybody asked for it is asked for again if it is wanted."""
+        """Free the slots of failed loads, so that a pass that wants the experts loads them again."""
         for expert in [expert for expert, ticket in self._tickets.items() if ticket.has_failed()]:
             del self._tickets[expert]
             self._slot_table.drop(expert)
@@ -187,7 +194,7 @@ class LayerExperts:
             self._arrive(expert)
 
     def _judge(self) -> None:
-        """Learn what guesses are worth; what was fetched and is not wanted need not come if nobody has begun it."""
+        """Update the prediction accuracy, and cancel prefetches of unwanted experts that have not begun."""
         wanted = set(self._wanted)
         self._judging.judged(len(self._prefilled_ahead & wanted), len(self._prefilled_ahead))
         self._traffic.prefetch_hits_total += len(self._fetched & wanted)
@@ -201,7 +208,7 @@ class LayerExperts:
         self._fetched.clear()
 
     def _slots_of(self, some: list[int]) -> Tensor:
-        """Where those of the chosen experts are, negative for all others."""
-        slot_E1 = np.full(len(self._slot_table.slot_E) + 1, -1, dtype=np.int32)  # the last is that of expert -1
+        """Return the slots of those chosen experts that are in `some`, [T, K], negative for all others."""
+        slot_E1 = np.full(len(self._slot_table.slot_E) + 1, -1, dtype=np.int32)  # the last entry is for expert -1
         slot_E1[some] = self._slot_table.slot_E[some]
         return torch.from_numpy(slot_E1[self._chosen])

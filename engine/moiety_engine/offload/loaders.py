@@ -1,5 +1,4 @@
-"""How an expert comes into a slot: read from a file by threads, or copied from page-locked host memory on streams of
-their own."""
+"""Expert loaders: read experts from a file by threads, or copy them from page-locked host memory on separate streams."""
 
 from __future__ import annotations
 
@@ -21,38 +20,44 @@ READERS = 4
 
 
 class LoadTicket(Protocol):
-    """Of an expert that was asked for."""
+    """Handle of one requested expert load."""
 
     def wait(self) -> None:
-        """The slot holds it for whatever is computed from now on. Raises OSError."""
+        """Wait until the slot holds the expert for all later computation. Raises OSError."""
 
     def is_done(self) -> bool: ...
 
     def has_failed(self) -> bool:
-        """Then `wait` raises."""
+        """Return whether the load failed, so that `wait` raises."""
 
     def cancel(self) -> bool:
-        """It is not wanted any more: whether its slot has stayed as it was."""
+        """Cancel the load if it has not begun; return whether the slot is unchanged."""
 
 
 class ExpertLoader(Protocol):
-    """Brings experts into slots. Used by one thread."""
+    """Loader of experts into slots. Used by one thread."""
 
     def bring(self, layer: int, expert: int, slot: int, *, urgent: bool) -> LoadTicket:
-        """Begin; what is urgent goes before what is not. What reads the slot was queued before `used`."""
+        """Start to load an expert into a slot; urgent loads come first.
+
+        All computation that reads the slot's old contents must be queued before the last `used`.
+        """
 
     def used(self, layer: int) -> None:
-        """All that reads the layer's slots as they are now has been queued on the device."""
+        """Record that all computation with the layer's current slots has been queued on the device."""
 
     def close(self) -> None:
-        """Nothing is under way any more."""
+        """Stop the loader; no load is in flight afterwards."""
 
 
 class FileExpertLoader:
-    """Reads from a file, as threads get to it; whoever waits for what no thread has begun reads it itself."""
+    """Loader that reads from a file in threads; a caller that waits for a load not yet begun reads it itself."""
 
     def __init__(self, file: ExpertFile, slots: Sequence[Sequence[Tensor]]) -> None:
-        """`slots`: of each layer the tensors with a slot in each row, in the file's order."""
+        """Start the reader threads.
+
+        `slots`: the tensors of each layer with one slot per row, in the file's order.
+        """
         self._file, self._slots = file, slots
         self._queue: deque[_Read] = deque()
         self._some = threading.Semaphore(0)
@@ -77,7 +82,7 @@ class FileExpertLoader:
         return ticket
 
     def used(self, layer: int) -> None:
-        """A processor has computed what it was told to."""
+        """Do nothing: a CPU has finished its computation when the call returns."""
 
     def close(self) -> None:
         self._open = False
@@ -95,12 +100,12 @@ class FileExpertLoader:
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
-    """Without numpy, whose views forbid for ever that the memory is given up while an engine sleeps."""
+    """Return the tensor's memory as bytes, without numpy, whose views would prevent sleep mode from releasing it."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class _Read:
-    """A read that is done once, by whoever claims it."""
+    """Read that is executed once, by the thread that claims it."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job
@@ -133,10 +138,13 @@ class _Read:
 
 
 class StreamExpertLoader:
-    """Copies from page-locked memory of the host, while the device computes."""
+    """Loader that copies from page-locked host memory while the device computes."""
 
     def __init__(self, hosts: Sequence[Sequence[Tensor]], slots: Sequence[Sequence[Tensor]]) -> None:
-        """Of each layer the tensors with an expert in each row, and those with a slot in each row."""
+        """Create the copy streams.
+
+        `hosts`: the tensors of each layer with one expert per row. `slots`: those with one slot per row.
+        """
         self._hosts, self._slots = hosts, slots
         device = slots[0][0].device
         self._ahead: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

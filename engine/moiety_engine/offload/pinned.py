@@ -1,4 +1,4 @@
-"""Experts in page-locked memory of the host, from which a device copies by itself."""
+"""Expert store in page-locked host memory, from which the device copies asynchronously."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class PinnedExperts:
-    """`tensors`: of each mixture layer those that its experts are made of, by their names; empty until it is
-    finished."""
+    """Expert store in page-locked host memory.
+
+    `tensors`: the expert tensors of each MoE layer by name; empty until the store is finished.
+    """
 
     is_whole = False  # memory is filled anew at each start
 
@@ -25,7 +27,7 @@ class PinnedExperts:
         self._own: set[int] = set()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Raises OutOfMemory."""
+        """Return a page-locked tensor. Raises OutOfMemory."""
         try:
             tensor = torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as exc:
@@ -38,11 +40,11 @@ class PinnedExperts:
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it came from `empty`."""
+        """Return whether `empty` returned this tensor."""
         return tensor.data_ptr() in self._own
 
     def finish(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
-        """The tensors, which came from `empty`, have been filled."""
+        """Finish the store; the tensors must come from `empty` and be filled."""
         self.tensors = [dict(layer) for layer in layers]
 
     def close(self) -> None:

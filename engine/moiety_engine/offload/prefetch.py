@@ -1,15 +1,17 @@
-"""Whether it pays to fetch experts before they are asked for. Numbers only."""
+"""Accuracy of expert prefetching, and the decision whether it pays. Handles numbers only."""
 
 from __future__ import annotations
 
-PAYS = 1 / 4  # a fetch takes the store's time from others, and a slot from an expert that may be asked for as well
-KEPT_A_PASS = 0.98
-ENOUGH = 8.0  # experts that have been foretold before it is believed
+PAYS = 1 / 4  # smallest useful accuracy: a prefetch delays other loads and evicts an expert that may be needed too
+KEPT_A_PASS = 0.98  # decay of the counts per pass
+ENOUGH = 8.0  # predicted experts needed before the accuracy counts
 
 
 class PrefetchAccuracy:
-    """How often experts that were missing and foretold were then asked for, of late. It learns of those that were not
-    fetched as well, so that it can come to pay again."""
+    """Recent share of predicted, missing experts that the next pass requested.
+
+    It also counts predictions that were not prefetched, so that prefetching can be enabled again.
+    """
 
     def __init__(self) -> None:
         self._right = self._said = 0.0
@@ -19,6 +21,6 @@ class PrefetchAccuracy:
         return self._said >= ENOUGH and self._right >= PAYS * self._said
 
     def judged(self, right: int, said: int) -> None:
-        """Of so many, so many were asked for."""
+        """Add a pass: of `said` predicted experts, `right` were requested."""
         self._right = self._right * KEPT_A_PASS + right
         self._said = self._said * KEPT_A_PASS + said

@@ -1,7 +1,7 @@
-"""Which experts of a layer are in which of its slots, and who makes room for another. Numbers only: it moves nothing.
+"""Slot table of one layer's cached experts, and the eviction policy. Handles numbers only and moves no data.
 
-Slots are a layer's own. Layers are visited in turn, so that among slots for all of them what was used least recently
-is the layer that comes next.
+Every layer has its own slots: layers are visited in turn, so in slots shared by all layers the least recently used
+experts would be those of the next layer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-KEPT_A_VISIT = 0.8  # of a frequency: half of it after 3 visits of the layer; benchmarks/offload.py compares
+KEPT_A_VISIT = 0.8  # decay of a frequency per visit: half after 3 visits; benchmarks/offload.py compares values
 
 
 class ExpertSlotTable:
-    """One layer's."""
+    """Slot table of one layer."""
 
     def __init__(self, num_experts: int, num_slots: int, eviction: ExpertEviction) -> None:
         self.eviction = eviction
@@ -31,7 +31,7 @@ class ExpertSlotTable:
         self._visits = 0
 
     def visited(self, expert_ids: NDArray[np.int64]) -> None:
-        """The layer is computed with those experts."""
+        """Record that the layer is computed with these experts."""
         self._visits += 1
         if self.eviction is ExpertEviction.LRU:
             self._worth_E[expert_ids] = self._visits
@@ -40,8 +40,10 @@ class ExpertSlotTable:
             self._worth_E[expert_ids] += 1
 
     def victims(self, most: int, kept: Iterable[int]) -> list[int]:
-        """Up to so many slots for others, free ones first, then those whose experts are worth least; not those of the
-        experts that are `kept`."""
+        """Return up to `most` slots to load other experts into: free slots first, then those of the least used experts.
+
+        Slots of the experts in `kept` are excluded.
+        """
         if most <= 0:
             return []
         worth_S = np.where(self.expert_S < 0, -1.0, self._worth_E[self.expert_S])
@@ -51,13 +53,13 @@ class ExpertSlotTable:
         return [int(slot) for slot in order_S if worth_S[slot] < np.inf]
 
     def put(self, expert: int, slot: int) -> None:
-        """The expert is in the slot; whoever was there is not any more."""
+        """Assign the slot to the expert, replacing the expert that held it."""
         before = self.expert_S[slot]
         if before >= 0:
             self.slot_E[before] = -1
         self.expert_S[slot], self.slot_E[expert] = expert, slot
 
     def drop(self, expert: int) -> None:
-        """The expert's slot is free."""
+        """Free the expert's slot."""
         self.expert_S[self.slot_E[expert]] = -1
         self.slot_E[expert] = -1

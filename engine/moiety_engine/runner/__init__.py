@@ -1,1 +1,1 @@
-"""From a plan to tensors, and how much memory there is for KV."""
+"""Execution of step plans on the device, and the sizing of the KV cache."""

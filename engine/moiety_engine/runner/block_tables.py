@@ -1,5 +1,7 @@
-"""The block tables of sequences as arrays, kept from step to step: turning long lists into arrays anew would take more
-of a step's time than everything else."""
+"""Block tables of sequences as arrays, kept from step to step.
+
+Converting long lists to arrays in each step would take more of a step's time than everything else.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,16 @@ import numpy as np
 
 from moiety_engine.sequence import Sequence
 
-_SMALLEST = 16  # blocks
-_FEW = 512  # rows that are kept whoever they belong to
+_SMALLEST = 16  # blocks of a new row
+_FEW = 512  # number of rows that are never worth dropping
 
 
 @dataclass(slots=True)
 class _TableRow:
-    """`blocks` is the list that was read: a sequence that loses its blocks gets another, one that grows keeps it."""
+    """Cached row of one sequence.
+
+    `blocks` is the list that was read: a sequence that loses its blocks gets a new list, one that grows keeps its list.
+    """
 
     blocks: list[int]
     num_read: int
@@ -23,13 +28,13 @@ class _TableRow:
 
 
 class BlockTables:
-    """Holds the rows of sequences that were asked for lately."""
+    """Cache of the table rows of recently used sequences."""
 
     def __init__(self) -> None:
         self._rows: dict[Sequence, _TableRow] = {}
 
     def of(self, sequence: Sequence) -> np.ndarray:
-        """The sequence's blocks, int32; a view that holds until its next step."""
+        """Return the sequence's blocks as int32; a view that is valid until the sequence's next step."""
         blocks = sequence.blocks
         row = self._rows.get(sequence)
         if row is None or row.blocks is not blocks or row.num_read > len(blocks):
@@ -45,6 +50,6 @@ class BlockTables:
         return row.values[:count]
 
     def keep_only(self, sequences: list[Sequence]) -> None:
-        """Forget the others if there are many of them."""
+        """Drop the rows of all other sequences if there are many."""
         if len(self._rows) > max(_FEW, 2 * len(sequences)):
             self._rows = {s: self._rows[s] for s in sequences if s in self._rows}

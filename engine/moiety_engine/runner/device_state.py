@@ -1,5 +1,7 @@
-"""All that a replica has on its device beside the weights: the KV cache, the ways there and back, captured graphs. It
-is made as one, and given up as one when the replica sleeps."""
+"""A replica's device memory apart from the weights: KV cache, swap space, captured graphs.
+
+It is allocated as a whole, and released as a whole when the replica sleeps.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,16 @@ from moiety_wire.messages import Sampling
 
 log = structlog.get_logger()
 
-_SMALL = 8  # rows
-_TIMED_SMALL, _TIMED = 4, 7  # steps of a size, of which the first, or the first few, make what replays the others
+_SMALL = 8  # rows of a step
+_TIMED_SMALL, _TIMED = 4, 7  # steps per size; the first few compile what the others replay
 _TIMING_S = 1.0
 
 
 class DeviceState:
-    """Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has no room."""
+    """KV cache, host tier and runner of one replica.
+
+    Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has too little memory.
+    """
 
     def __init__(
         self,
@@ -51,10 +56,10 @@ class DeviceState:
         adapters: Mapping[str, int] | None = None,
         cutting: MicroBatchSplit = WHOLE,
     ) -> None:
-        """`tenants`, `num_mask_words`, `adapters`, `cutting`: see Runner. `exchange`: of KV with other engines."""
+        """Allocate the state. `exchange` connects to other engines' KV; see Runner for the other options."""
         self._model, self._sizes, self._orders = model, sizes, orders
         self._arrivals = exchange.arrivals
-        scratch = int(sizes.graphs)  # a block that no sequence gets
+        scratch = int(sizes.graphs)  # one block that no sequence gets
         with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
             self._allocate(sizes.num_blocks + scratch)
         self.runner = Runner(
@@ -72,7 +77,7 @@ class DeviceState:
         model, sizes = self._model, self._sizes
         try:
             self.kv = model.allocate_kv(num_blocks, sizes.block_size)
-        except RuntimeError as exc:  # which is what torch raises on a CPU
+        except RuntimeError as exc:  # torch raises this on a CPU
             kv_gib = sizes.num_blocks * model.kv_bytes_per_block(sizes.block_size) / 2**30
             raise OutOfMemory(
                 f"a KV cache of {kv_gib:.2f} GiB does not fit on {model.device}: lower --kv-memory-bytes, or leave it "
@@ -86,23 +91,27 @@ class DeviceState:
             ) from exc
 
     def copy_blocks(self, plan: Plan) -> None:
-        """What the plan has copied between the cache and the host tier, and what lands from other engines, before it
-        runs."""
+        """Run the plan's copies between cache and host tier, and write received KV into the cache.
+
+        Call it before the plan runs.
+        """
         self.move(Copies(plan.swap_out, plan.swap_in))
         for landing in plan.landings:
             assert self._arrivals is not None, "KV lands where none comes"
             self._arrivals.land(*landing)
 
     def move(self, copies: Copies) -> None:
-        """Copy between the cache and the host tier, now."""
+        """Copy blocks between the cache and the host tier now."""
         if self.host_kv is not None:
             self._orders.swap(copies.outs, copies.ins)
             self.host_kv.run_own(0, copies.outs, copies.ins)
 
     def warm_up(self) -> SwapCost:
-        """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling
-        and lazy initialisation, and capture what is to be replayed. Leaves nothing behind; only before the first
-        request. Returns what swapping takes."""
+        """Run a prefill and a decode without a request, and capture the decode graphs. Returns the cost of swapping.
+
+        The first request then does not pay for compilation and lazy initialisation. Leaves no state behind. Call it
+        only before the first request.
+        """
         cost = SwapCost()
         if self.host_kv is not None:
             cost = SwapCost(self.host_kv.block_bytes / self.host_kv.measure_bandwidth())
@@ -122,8 +131,10 @@ class DeviceState:
         return cost
 
     def time_decodes(self, clock_ns: Callable[[], int]) -> list[float]:
-        """Seconds of a step of decodes for as many of the sizes of steps with drafts as time allows; at least one.
-        What replays such steps is made on the way. Leaves nothing behind; only before the first request."""
+        """Measure the seconds of a decode step with drafts, for as many step sizes as time allows, at least one.
+
+        Compiles the programs that replay these steps. Leaves no state behind. Call it only before the first request.
+        """
         blank = CoreSubmit(0, "", STANDARD, [0], Sampling(), 1, 0, [], 1, b"", 0)
         sequence, found = Sequence(blank, order=0, seed=0), []
         tokens = random.Random(0)
@@ -163,7 +174,7 @@ class DeviceState:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """What nobody holds any more goes back from torch to the device."""
+    """Return the memory that torch caches but nothing uses to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""How what groups of ranks give of a step comes together again.
+"""Merging of the rank groups' results of a step.
 
 L rows whose results are wanted.
 """
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def order_of(plan: Plan, hosts: list[HostBatch]) -> np.ndarray:
-    """Where the step's wanted rows, in the order that `BatchBuilder.arrange` would give them, are among those of its
-    groups, one group's after the other's."""
+    """Return the index of each wanted row of the step among the concatenated wanted rows of its groups.
+
+    The rows of the step are in the order in which `BatchBuilder.arrange` puts them.
+    """
     nexts = np.cumsum([0, *(len(host.wanted_rows_L) for host in hosts)]).tolist()
     order: list[int] = []
     for count_of in (_num_sampled, _num_embedded, _num_scored):
@@ -33,6 +35,7 @@ def order_of(plan: Plan, hosts: list[HostBatch]) -> np.ndarray:
 
 
 def spread_of(hosts: list[HostBatch], order_L: Tensor) -> Spread:
+    """Return the numbers of tokens and of wanted rows per group, with the order of the wanted rows."""
     return Spread(
         tuple(len(host.token_ids_T) for host in hosts), tuple(len(host.wanted_rows_L) for host in hosts), order_L
     )

@@ -1,7 +1,7 @@
-"""What grammars let through next, found by other processes while the model runs.
+"""Token masks of grammars, computed by other processes while the model runs.
 
-Where steps overlap, a request's last token is still being sampled when the next step is launched: a thread waits for
-it, as the device goes on with the pass.
+With overlapping steps, a request's last token is still being sampled when the next step is launched: a thread waits for
+the token while the device continues with the forward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moiety_wire.messages import FailureCode
 
 
 class LaunchedStep(Protocol):
-    """The step before, whose tokens may be on their way."""
+    """The previous step, whose tokens may not be in host memory yet."""
 
     @property
     def drawn(self) -> Drawn | Best: ...
@@ -34,7 +34,7 @@ class LaunchedStep(Protocol):
 
 
 class GrammarProblem(NamedTuple):
-    """A request whose answer cannot go on, and why."""
+    """Request whose output cannot continue, with the reason."""
 
     key: int
     code: FailureCode
@@ -43,41 +43,51 @@ class GrammarProblem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One row."""
+    """Mask computation of one row."""
 
-    place: int  # among the rows with a grammar
+    place: int  # index among the rows with a grammar
     key: int
     handle: GrammarHandle
-    known: list[int]  # tokens of the answer that the grammar has not taken
-    pending_row: int  # of one more in what the step before samples; -1 if there is none
-    stops: list[int]  # tokens that may not end the answer yet
+    known: list[int]  # output tokens that the grammar has not consumed yet
+    pending_row: int  # row of one more token in the previous step's samples; -1 for none
+    stops: list[int]  # stop tokens that are forbidden until min_tokens is reached
 
 
 class StepMasks:
-    """What is being found for one step."""
+    """Masks of one step, possibly still being computed."""
 
     def __init__(self, allowed: Allowed, parts: list[Future[list[GrammarProblem]]]) -> None:
         self._allowed, self._parts = allowed, parts
-        self.problems: list[GrammarProblem] = []  # once they are there
+        self.problems: list[GrammarProblem] = []  # filled by wait()
 
     def wait(self) -> Allowed:
+        """Wait for all masks and return them."""
         for part in self._parts:
             self.problems += part.result()
         return self._allowed
 
 
 class MaskMaker:
-    """Owns the threads that wait for the processes, one for each. Used by the step loop's."""
+    """Computes grammar masks. Owns the threads that wait for the grammar processes, one per process.
+
+    Used by the step loop's thread only.
+    """
 
     def __init__(self, num_words: int, vocab_size: int, device: torch.device) -> None:
-        """`num_words`: of a mask, by the grammars' tokenizer, whose vocabulary may be smaller than the model's; 0 where
-        no row has a grammar."""
+        """Create the mask maker.
+
+        `num_words` is the number of 32-bit words of a mask. It follows from the grammars' tokenizer, whose vocabulary
+        may be smaller than the model's; 0 where no row has a grammar.
+        """
         self._num_words, self._vocab_size = num_words, vocab_size
         self._writes_out = device.type == "cpu"
         self._threads = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="masks") if num_words else None
 
     def begin(self, rows: Rows[Row], before: LaunchedStep | None) -> StepMasks | None:
-        """For rows that a step samples; None if none of them has a grammar. `before`: the step that runs."""
+        """Start to compute the masks of the rows that a step samples.
+
+        `before` is the running step. Returns None if no row has a grammar.
+        """
         guided = [i for i, row in enumerate(rows) if row.guide is not None]
         if not guided or self._threads is None:
             return None
@@ -110,7 +120,7 @@ def _fill(
     banned_JV: np.ndarray | None,
     before: LaunchedStep | None,
 ) -> list[GrammarProblem]:
-    """The rows of one process, in one round trip. Returns the problems."""
+    """Compute the masks of all rows of one process, in one round trip. Returns the problems."""
     if any(task.pending_row >= 0 for task in tasks):
         assert before is not None, "a token is pending, and no step runs"
         before.done.wait()
@@ -131,7 +141,7 @@ def _fill(
                 handle.fail(ASTRAY)
         if handle.problem:
             problems.append(GrammarProblem(task.key, handle.code, handle.problem))
-            words_W[:] = -1  # something must be drawn; it is thrown away
+            words_W[:] = -1  # the sampler must draw a token; it is discarded
     if banned_JV is not None:
         for part in _parts([task.place for task in tasks]):
             write_out(words_JW[part], banned_JV[part])
@@ -139,7 +149,7 @@ def _fill(
 
 
 def _parts(places: list[int]) -> list[slice]:
-    """Ascending places as few slices, of which the processes of one step share none."""
+    """Return ascending indices as few slices; the slices of different processes never overlap."""
     parts, begin = [], 0
     for i in range(1, len(places) + 1):
         if i == len(places) or places[i] != places[i - 1] + 1:
@@ -149,7 +159,7 @@ def _parts(places: list[int]) -> list[slice]:
 
 
 def _hold_open(words_W: np.ndarray, stops: list[int]) -> None:
-    """Nothing of `stops` comes next, unless nothing else can."""
+    """Forbid the tokens `stops`, unless the mask allows no other token."""
     if not stops:
         return
     held_W = words_W.copy()

@@ -1,4 +1,6 @@
-"""A step's rows in micro-batches: while one's are with ranks that have the experts, another's are at attention.
+"""Splitting of a step into micro-batches, for attention–FFN disaggregation.
+
+While the expert ranks compute one micro-batch, the attention ranks compute another.
 
 T tokens of a group, S sequences.
 """
@@ -19,14 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSplit:
-    """Into how many micro-batches a step is cut: each is read the experts' weights for once more, so none is to have
-    fewer tokens of the group with the most than `least_tokens`."""
+    """Policy for the number of micro-batches of a step.
+
+    Each micro-batch reads the experts' weights once more. Therefore no micro-batch may have fewer than `least_tokens`
+    tokens, counted in the group with the most tokens.
+    """
 
     most: int = 1
     least_tokens: int = 1
 
     def count(self, hosts: list[HostBatch]) -> int:
-        """The same for all groups of ranks, whatever they have of the step."""
+        """Return the number of micro-batches of a step; it is the same for all rank groups."""
         tokens = max(len(host.token_ids_T) for host in hosts)
         return max(1, min(self.most, tokens // self.least_tokens))
 
@@ -35,13 +40,16 @@ WHOLE = MicroBatchSplit()
 
 
 def cutting_of(config: EngineConfig) -> MicroBatchSplit:
-    """Where attention and experts have the same ranks, nothing waits for others, and nothing is cut."""
+    """Return the configured split; WHOLE where attention and experts share their ranks, since no rank waits there."""
     return MicroBatchSplit(config.micro_batches, config.micro_batch_tokens) if config.ffn_ranks else WHOLE
 
 
 def cut(host: HostBatch, count: int) -> list[HostBatch]:
-    """As many parts of about the same number of rows each, one after the other, without what is wanted of them; none
-    where there would be one. A sequence may lie across two: the second attends to what the first has stored."""
+    """Split a batch into consecutive parts of about the same number of rows; return no parts if `count` is 1.
+
+    The parts have no wanted rows. A sequence may span two parts: the second part attends to the KV that the first
+    stored.
+    """
     if count == 1:
         return []
     num_rows = len(host.token_ids_T)
@@ -56,7 +64,7 @@ def _part(host: HostBatch, first: int, end: int) -> HostBatch:
     begin_s = int(np.searchsorted(starts, first, side="right")) - 1
     end_s = int(np.searchsorted(starts, end, side="left"))
     query_start = np.clip(starts[begin_s : end_s + 1], first, end) - first
-    beyond = np.maximum(starts[begin_s + 1 : end_s + 1] - end, 0)  # rows of the last sequence that are of the next part
+    beyond = np.maximum(starts[begin_s + 1 : end_s + 1] - end, 0)  # rows of the last sequence in the next part
     context_len = host.context_len_S[begin_s:end_s] - beyond
     none = np.zeros(0, dtype=np.int64)
     return replace(

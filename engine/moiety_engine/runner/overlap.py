@@ -1,4 +1,4 @@
-"""Whether a step is planned and launched while the one before it runs."""
+"""The decision whether a step is planned and launched while the previous one runs."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 
 
 def steps_overlap(model: Transformer | ExpertServer, config: EngineConfig) -> bool:
-    """What the configuration says, or else whether there is a device that would wait."""
+    """Return whether steps overlap: as configured, or by default on CUDA devices, which would idle otherwise."""
     return model.device.type == "cuda" if config.overlap is Overlap.AUTO else config.overlap is Overlap.ON

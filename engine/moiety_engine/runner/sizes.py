@@ -1,4 +1,4 @@
-"""How large everything is that a replica has on its device, from the configuration, the model and the memory."""
+"""Sizes of a replica's device state, derived from the configuration, the model and the memory."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from moiety_wire.roles import EngineRole
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """Sizes of a replica's device state and of its steps."""
+
     block_size: int
     max_batch_tokens: int
     max_running: int
@@ -30,7 +32,7 @@ class Sizes:
     num_blocks: int
     num_host_blocks: int
     graphs: bool  # decode steps are captured and replayed
-    adapter_bytes: int = 0  # of the device, for adapters; 0: none are served
+    adapter_bytes: int = 0  # device memory for adapters; 0 if none are served
 
 
 def sizes_for(
@@ -41,11 +43,14 @@ def sizes_for(
     *,
     draft_model: Transformer | None = None,
 ) -> Sizes:
-    """What the configuration leaves open is chosen; a GPU's memory is measured with the largest step, a host's shared
-    with its other ranks, and the cache's with that of a draft model. Raises InvalidConfig and OutOfMemory."""
+    """Return the sizes; choose those that the configuration leaves open.
+
+    A GPU's memory is measured with the largest step. A host's memory is shared with its other ranks. The budget of the
+    KV cache covers a draft model's cache too. Raises InvalidConfig and OutOfMemory.
+    """
     on_cuda = model.device.type == "cuda"
     adapter_bytes = adapter_budget_bytes(model, config)
-    block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost next to nothing
+    block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost almost nothing
     groups = model.ranks.across.size
     max_batch_tokens = config.max_batch_tokens or max(groups * (8192 if on_cuda else 512), config.max_running or 0)
     max_running = config.max_running or min(groups * (256 if on_cuda else 64), max_batch_tokens)
@@ -87,13 +92,13 @@ def sizes_for(
         host_bytes=available_bytes() // local_ranks,
     )
     context = min(context, num_blocks * block_size)
-    waits = model.ranks.everyone.size > 1 or model.offloads  # for other ranks or for experts, as no graph can
+    waits = model.ranks.everyone.size > 1 or model.offloads  # a graph cannot wait for other ranks or for experts
     graphs = on_cuda and config.cuda_graphs and not waits
     return Sizes(block_size, max_batch_tokens, max_running, context, num_blocks, num_host, graphs, adapter_bytes)
 
 
 def adapter_budget_bytes(model: Transformer, config: EngineConfig) -> int:
-    """Memory of the device for adapters. Raises InvalidConfig where they were asked for and cannot be served."""
+    """Return the device memory for adapters. Raises InvalidConfig where adapters are configured but not supported."""
     asked = config.adapter_memory_bytes or config.adapters
     if model.ranks.everyone.size > 1:
         reason = "over several ranks: leave out --tp, --dp-attention, --ep, --pp and --ffn-ranks"

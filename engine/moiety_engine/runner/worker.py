@@ -1,4 +1,4 @@
-"""The life of another rank than the first: it does what rank 0 tells it, and decides nothing.
+"""Worker loop of every rank other than rank 0. It executes rank 0's control messages and makes no decisions.
 
 L rows whose results are wanted.
 """
@@ -44,15 +44,15 @@ log = structlog.get_logger()
 
 
 class WorkerBase:
-    """What any such rank does: one order after the other. Owns the decoder of orders."""
+    """Base of all workers: executes one control message after the other. Owns the decoder of the messages."""
 
     def __init__(self, share: Transformer | ExpertServer, rank_group: RankGroup, *, overlaps: bool) -> None:
-        """`overlaps` as rank 0's loop has it."""
+        """Create a worker for this rank's share of the model. `overlaps` must equal the value of rank 0's step loop."""
         self._share, self._rank_group, self._overlaps = share, rank_group, overlaps
         self._decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
     def run(self) -> None:
-        """Until rank 0 says stop."""
+        """Execute control messages until rank 0 sends Stop."""
         while True:
             order = self._decoder.decode(self._rank_group.channel.receive())
             if isinstance(order, Stop):
@@ -86,12 +86,12 @@ class WorkerBase:
     def _release(self) -> None: ...
 
     def _together(self, do: Callable[[], None]) -> None:
-        """What may find no room; all ranks hear whether one did not."""
+        """Run an operation that may run out of memory, and report to all ranks whether it succeeded here."""
         did = False
         try:
             do()
             did = True
-        except (OutOfMemory, RuntimeError) as exc:  # torch raises the second
+        except (OutOfMemory, RuntimeError) as exc:  # torch raises RuntimeError
             log.warning("rank_has_no_room", rank=self._rank_group.lifeline.rank, reason=str(exc))
         self._rank_group.all_did(did)
 
@@ -105,7 +105,7 @@ class WorkerBase:
             self._share.come_back(lambda: None)
 
     def _hear_tokens(self, step: RunStep) -> Tensor | None:
-        """What the step samples, where rank 0 tells it."""
+        """Return the tokens that the step samples, received from rank 0; None if rank 0 does not send them."""
         if not self._overlaps or not step.num_sampled:
             return None
         token_L = torch.empty(step.num_sampled, dtype=torch.int64, device=self._share.device)
@@ -113,7 +113,7 @@ class WorkerBase:
 
 
 class Worker(WorkerBase):
-    """A rank with layers. Owns what it has on its device."""
+    """Worker of a rank with layers. Owns the rank's device state."""
 
     def __init__(self, model: Transformer, rank_group: RankGroup, *, overlaps: bool) -> None:
         super().__init__(model, rank_group, overlaps=overlaps)
@@ -154,7 +154,10 @@ class Worker(WorkerBase):
 
 
 class ExpertWorker(WorkerBase):
-    """A rank with experts alone: it has no cache, and of a step it wants to know how many micro-batches it has."""
+    """Worker of a rank that holds only experts.
+
+    It has no KV cache. Of a step it only needs the number of micro-batches.
+    """
 
     def __init__(self, experts: ExpertServer, rank_group: RankGroup, *, overlaps: bool) -> None:
         super().__init__(experts, rank_group, overlaps=overlaps)

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, filters, one reproducible draw a row, log-probabilities."""
+"""Sampling of tokens from logits: penalties, filters, one reproducible draw per row, log-probabilities."""
 
 from moiety_engine.sampling.rows import rows_of
 from moiety_engine.sampling.sampler import Best, Drawn, Logprobs, Sampler, is_plain, logprobs_of

@@ -1,7 +1,6 @@
-"""What is done to logits before a token is drawn: bias and bans, and what penalties need to know, for all rows that
-want any at once.
+"""Logit bias, token bans and the inputs of penalties, applied to all rows that need them at once.
 
-Tokens of the past are known on the host, but for the one that the running step samples, which is on the device only.
+Past tokens are known on the host, except the token that the running step samples, which is on the device only.
 
 L rows, V vocabulary, J rows with penalties.
 """
@@ -25,7 +24,10 @@ def has_bias_or_ban(row: Row) -> bool:
 
 
 def _may_not_stop(row: Row) -> bool:
-    """Below min_tokens. Where a row has a guide its mask sees to that, since the guide may leave it nothing else."""
+    """Return whether stop tokens are banned because the row is below min_tokens.
+
+    For a row with a grammar the grammar's mask does this, since the grammar may allow no other token.
+    """
     return row.guide is None and row.num_output < row.submit.min_tokens
 
 
@@ -35,7 +37,7 @@ def has_penalty(row: Row) -> bool:
 
 
 def bias_and_ban(logits_LV: Tensor, rows: Rows[Row], upload: Upload) -> None:
-    """In place: logit bias, and the ban of stop tokens below min_tokens."""
+    """Apply logit bias, and ban stop tokens below min_tokens, in place."""
     vocabulary = logits_LV.shape[1]
     biased: list[int] = []
     amounts: list[float] = []
@@ -57,8 +59,11 @@ def bias_and_ban(logits_LV: Tensor, rows: Rows[Row], upload: Upload) -> None:
 def penalties(
     rows: Rows[Row], place_L: np.ndarray, vocab_size: int, sampled_L: Tensor | None, upload: Upload
 ) -> Penalties:
-    """Of the rows that have any, in their order; `place_L`, int32, says which of a launch's rows they are. `sampled_L`:
-    what the running step samples."""
+    """Return the penalties of `rows`, in their order.
+
+    `place_L`, int32: index into `rows` of each row of a launch, -1 for rows without penalties. `sampled_L`: tokens that
+    the running step samples.
+    """
     in_prompt = upload(_places([row.submit.prompt_ids for row in rows], vocab_size))
     in_output = upload(_places([row.known_output for row in rows], vocab_size))
     seen_JV = torch.zeros(len(rows), vocab_size, dtype=torch.int32, device=in_prompt.device)
@@ -83,7 +88,7 @@ def penalties(
 
 
 def _places(tokens: list[list[int]], vocab_size: int) -> np.ndarray:
-    """Of the rows' tokens in a table of rows by the vocabulary."""
+    """Return the flat indices of the rows' tokens in a [rows, vocabulary] table."""
     lengths = [len(row) for row in tokens]
     flat = np.fromiter(chain.from_iterable(tokens), np.int64, sum(lengths))
     return flat + np.repeat(np.arange(len(tokens)) * vocab_size, lengths)

@@ -1,6 +1,6 @@
-"""Which tokens the guides of some rows let through, applied to all of those rows at once.
+"""Token masks of structured outputs, applied to all rows with a grammar at once.
 
-J rows with a guide, L rows, V vocabulary, W words of 32 tokens each.
+J rows with a grammar, L rows, V vocabulary, W words of 32 tokens each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from moiety_engine.staging import Upload
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """A bit each, the lowest of a word first. For a CPU it is written out, `banned_JV`, before the step needs it."""
+    """Bit mask of allowed tokens, lowest bit of a word first.
+
+    For a CPU the mask is expanded to `banned_JV` before the step needs it.
+    """
 
     rows: list[int]  # of the logits, ascending
     words_JW: np.ndarray  # int32
@@ -24,7 +27,7 @@ class Allowed:
 
 
 def write_out(words_JW: np.ndarray, banned_JV: np.ndarray) -> None:
-    """Which tokens are banned, as bools. What the masks do not know of the vocabulary is."""
+    """Expand the bit masks to bools of banned tokens; tokens beyond the masks' width are banned."""
     bits = np.unpackbits(words_JW.view(np.uint8), axis=1, bitorder="little")
     width = min(banned_JV.shape[1], bits.shape[1])
     np.equal(bits[:, :width], 0, out=banned_JV[:, :width])
@@ -32,7 +35,7 @@ def write_out(words_JW: np.ndarray, banned_JV: np.ndarray) -> None:
 
 
 def ban_others(logits_LV: Tensor, allowed: Allowed, upload: Upload) -> None:
-    """In place: no other token of those rows can be drawn."""
+    """Ban all tokens that are not allowed, in place."""
     vocab_size = logits_LV.shape[1]
     if allowed.banned_JV is not None:
         banned_JV = torch.from_numpy(allowed.banned_JV)
@@ -46,7 +49,7 @@ def ban_others(logits_LV: Tensor, allowed: Allowed, upload: Upload) -> None:
 
 
 def _written_out(words_JW: Tensor, vocab_size: int) -> Tensor:
-    """The same on a device."""
+    """Expand the bit masks on a device, like `write_out`."""
     places = torch.arange(32, dtype=torch.int32, device=words_JW.device)
     banned_JV = ((words_JW[:, :, None] >> places) & 1 == 0).view(len(words_JW), -1)
     missing = vocab_size - banned_JV.shape[1]

@@ -1,4 +1,4 @@
-"""Which rows of a step's logits hold a value that is not finite, so that no token can be drawn from them.
+"""Detection of rows of a step's logits with a value that is not finite, from which no token can be drawn.
 
 L rows, V vocabulary.
 """
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 def finite_rows(logits_LV: np.ndarray) -> np.ndarray:
-    """Return bool [L]: whether all of the row is finite. Minimum and maximum pass a NaN on, so that nothing of the
-    logits' size is written."""
+    """Return bool [L]: whether all values of the row are finite.
+
+    Minimum and maximum propagate a NaN, so no temporary of the logits' size is needed.
+    """
     if not logits_LV.size:
         return np.ones(len(logits_LV), dtype=np.bool_)
     with np.errstate(invalid="ignore"):

@@ -1,5 +1,6 @@
-"""A uniform number for a seed and an output position, and nothing else: so the same seed gives the same tokens
-whatever else is in the batch, after a preemption, and on another replica.
+"""Uniform random numbers that depend on a seed and an output position only.
+
+The same seed gives the same tokens regardless of the rest of the batch, after a preemption, and on another replica.
 
 SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
 """
@@ -13,11 +14,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniforms(seeds: list[int], positions: list[int]) -> np.ndarray:
-    """For each pair a number in [0, 1), float64, of 53 random bits. `positions` count output tokens from 0."""
+    """Return for each pair a number in [0, 1), float64, with 53 random bits. `positions` count output tokens from 0."""
     golden = np.uint64(_GOLDEN)
     seed = np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
     place = np.array(positions, dtype=np.uint64) + np.uint64(1)
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what is meant
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         mixed = _mix(_mix(seed + golden) + place * golden)
     return (mixed >> np.uint64(11)).astype(np.float64) / float(1 << 53)
 

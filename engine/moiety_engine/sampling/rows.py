@@ -1,4 +1,4 @@
-"""What a row of a step's logits belongs to: a sequence, or a sequence as it will be if a draft is right."""
+"""Rows of a step's logits: a sequence, or a sequence as it will be if its draft tokens are accepted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moiety_engine.structured_outputs.stepping import GrammarHandle
 
 
 class Row(Protocol):
-    """As much of a sequence as its next token depends on."""
+    """Part of a sequence that its next token depends on."""
 
     @property
     def submit(self) -> CoreSubmit: ...
@@ -32,7 +32,7 @@ class Row(Protocol):
 
 
 class Drafted:
-    """A sequence after some guessed tokens: its next token is drawn for that place, with penalties for these tokens."""
+    """Sequence after some draft tokens: its next token is drawn for that position, with penalties for these tokens."""
 
     __slots__ = ("_draft", "_sequence", "guide", "num_output", "pending", "pending_row", "seed", "submit")
 
@@ -49,15 +49,15 @@ class Drafted:
 
 
 class Foreseen:
-    """A sequence some tokens ahead, which are not known here: its next token is drawn for that place, with penalties
-    for what was said before them."""
+    """Sequence some unknown tokens ahead: its next token is drawn for that position, with penalties for the tokens known
+    before them."""
 
     __slots__ = ("_sequence", "guide", "num_output", "pending", "pending_row", "seed", "submit")
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
         self.submit, self.seed = sequence.submit, sequence.seed
-        if self.submit.sampling.num_logprobs is not None:  # nobody is told those
+        if self.submit.sampling.num_logprobs is not None:  # never returned
             sampling = msgspec.structs.replace(self.submit.sampling, num_logprobs=None)
             self.submit = msgspec.structs.replace(self.submit, sampling=sampling)
         self.guide: GrammarHandle | None = None
@@ -65,7 +65,7 @@ class Foreseen:
         self.pending, self.pending_row = sequence.pending, sequence.pending_row
 
     def after(self, count: int) -> Foreseen:
-        """Itself, so many tokens ahead."""
+        """Move this row to `count` tokens ahead of the sequence, and return it."""
         self.num_output = self._sequence.num_output + count
         return self
 
@@ -75,7 +75,10 @@ class Foreseen:
 
 
 def rows_of(plan: Plan) -> list[Row]:
-    """Of the step's logits, in their order: of each chunk that samples its newest token's, then its draft's."""
+    """Return the rows of the step's logits in their order.
+
+    For each chunk that samples: the row of its newest token, then those of its draft tokens.
+    """
     rows: list[Row] = []
     for chunk in plan.chunks:
         if chunk.samples:

@@ -1,8 +1,8 @@
-"""Draws the next token of every row of a step that wants one, on the device and without waiting for it.
+"""Sampler: draws the next token of every row of a step, on the device and without waiting for it.
 
-Legend: L rows, V vocabulary, K columns. Order of operations, a row: what `adjusting` and its guide do → temperature →
-top-k → top-p → min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the untouched
-logits), as OpenAI's are.
+Legend: L rows, V vocabulary, K columns. Order of operations per row: `adjusting` and the grammar's mask → temperature →
+top-k → top-p → min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the unmodified
+logits), like those of OpenAI.
 
 The draw inverts the cumulative distribution at one uniform number that depends on seed and position only.
 """
@@ -28,45 +28,47 @@ from moiety_kernels.sample import Draws, Penalties, penalised
 from moiety_kernels.sample import sample as draw_on_device
 from moiety_wire.messages import Sampling
 
-_PRESELECT = 1024  # top-p seldom needs more of the vocabulary than this; where it does, the whole row is sorted
+_PRESELECT = 1024  # top-p seldom needs more tokens than this; if it does, the whole row is sorted
 _ALIGNED = 4  # values of float32 that fill 16 bytes
 _MOST_TOP_K = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the rows that want them: the chosen token's, and the likeliest tokens with theirs."""
+    """Log-probabilities of the rows that request them: of the chosen token, and of the likeliest tokens."""
 
     chosen_L: Tensor
     value_LK: Tensor
     id_LK: Tensor
 
     def download(self, staging: Staging) -> Logprobs:
-        """The same in host memory, once a mark that is set after this has been passed."""
+        """Return a copy in host memory, valid once a mark that is set after this call has passed."""
         return Logprobs(*(staging.download(part) for part in (self.chosen_L, self.value_LK, self.id_LK)))
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One token a row, on the device or, after `download`, in host memory. Of a row whose logits are not `finite` the
-    token means nothing."""
+    """One token per row, on the device or, after `download`, in host memory.
+
+    The token of a row whose logits are not finite has no meaning.
+    """
 
     token_L: Tensor  # int64
     finite_L: Tensor  # bool
     logprobs: Logprobs | None
-    counts: list[int | None]  # how many likeliest tokens each row wants; None for no log-probabilities
+    counts: list[int | None]  # likeliest tokens that each row requests; None for no log-probabilities
 
     def download(self, staging: Staging) -> Drawn:
-        """The same in host memory, once a mark that is set after this has been passed."""
+        """Return a copy in host memory, valid once a mark that is set after this call has passed."""
         found = None if self.logprobs is None else self.logprobs.download(staging)
         return Drawn(staging.download(self.token_L), staging.download(self.finite_L), found, self.counts)
 
     def non_finite_rows(self) -> frozenset[int]:
-        """Return the rows whose logits are not finite, of what is in host memory."""
+        """Return the rows whose logits are not finite. Must be in host memory."""
         return frozenset(np.flatnonzero(~self.finite_L.numpy()).tolist())
 
     def unpack(self) -> tuple[list[int], list[CoreLogprob | None]]:
-        """What is in host memory, as messages have it."""
+        """Return the tokens and log-probabilities of the rows in the form of messages. Must be in host memory."""
         token_ids: list[int] = self.token_L.tolist()
         logprobs: list[CoreLogprob | None] = [None] * len(token_ids)
         if self.logprobs is not None:
@@ -82,14 +84,14 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The tokens of the largest logits, which the host knows. Stands for a `Drawn` with no log-probabilities."""
+    """Tokens of the largest logits, in host memory. A substitute for a `Drawn` without log-probabilities."""
 
     token_ids: list[int]
-    finite_L: np.ndarray  # bool, as Drawn's
+    finite_L: np.ndarray  # bool, like that of Drawn
 
     @classmethod
     def of(cls, logits: np.ndarray) -> Best:
-        """Of [L, V], float32: the first of each row's largest, of a NaN where there is one."""
+        """Return the first of each row's largest logits, or the first NaN. `logits`: [L, V], float32."""
         return cls(logits.argmax(axis=1).tolist(), finite_rows(logits))
 
     def non_finite_rows(self) -> frozenset[int]:
@@ -97,7 +99,7 @@ class Best:
         return frozenset(np.flatnonzero(~self.finite_L).tolist())
 
     @property
-    def token_L(self) -> Tensor:  # noqa: N802 - a tensor's name, as that of Drawn's
+    def token_L(self) -> Tensor:  # noqa: N802 - the name of a tensor, like that of Drawn
         return torch.tensor(self.token_ids)
 
     def unpack(self) -> tuple[list[int], list[CoreLogprob | None]]:
@@ -105,7 +107,7 @@ class Best:
 
 
 class Sampler:
-    """Stateless but for the vocabulary's size and the way to the device."""
+    """Sampler of one model. Its only state is the vocabulary size and the staging buffers to the device."""
 
     def __init__(self, vocab_size: int, device: torch.device, staging: Staging | None = None) -> None:
         self._vocab_size = vocab_size
@@ -119,9 +121,12 @@ class Sampler:
         sampled_L: Tensor | None = None,
         allowed: Allowed | None = None,
     ) -> Drawn:
-        """One token a row. `logits_LV` float32, row i belongs to rows[i]; it may be overwritten. `sampled_L`: what the
-        running step samples. `allowed`: of the rows with a guide."""
-        finite_L = finite_rows_on_device(logits_LV)  # as the model made them: what follows bans by -inf
+        """Draw one token per row.
+
+        `logits_LV`: float32; row i belongs to rows[i]; it may be overwritten. `sampled_L`: tokens that the running step
+        samples. `allowed`: token masks of the rows with a grammar.
+        """
+        finite_L = finite_rows_on_device(logits_LV)  # before any token is banned with -inf
         counts = [row.submit.sampling.num_logprobs for row in rows]
         wanting = [i for i, count in enumerate(counts) if count is not None]
         raw_LV = self._pick(logits_LV, wanting).clone() if wanting else None
@@ -146,15 +151,17 @@ class Sampler:
         return Drawn(token_L, finite_L, logprobs, counts)
 
     def _penalise(self, logits_LV: Tensor, rows: Rows[Row], picked: list[int], sampled_L: Tensor | None) -> None:
-        """In place, of the rows that were picked."""
+        """Apply penalties to the picked rows in place."""
         if picked:
             every, upload = np.arange(len(picked), dtype=np.int32), self._staging.upload
             lowered = penalties([rows[i] for i in picked], every, self._vocab_size, sampled_L, upload)
             logits_LV.index_copy_(0, upload(np.array(picked)), penalised(self._pick(logits_LV, picked), lowered))
 
     def _draw(self, logits_LV: Tensor, rows: Rows[Row], token_L: Tensor) -> None:
-        """On a CPU, tokens of the rows with a temperature, into token_L; rows with the same kind of filter are drawn
-        together."""
+        """Draw the tokens of the rows with a temperature into token_L, on a CPU.
+
+        Rows with the same kind of filter are drawn together.
+        """
         plain: list[int] = []
         few: list[int] = []
         many: list[int] = []  # rows whose filter may leave more than is preselected
@@ -177,17 +184,20 @@ class Sampler:
         return _invert(probs_LV, uniform_L)
 
     def _draw_few(self, probs_LV: Tensor, settings: list[Sampling], uniform_L: Tensor) -> Tensor:
-        """Rows that keep no more than is preselected."""
+        """Draw for rows whose filter keeps at most `_PRESELECT` tokens."""
         best_LK, ids_LK = probs_LV.topk(min(_PRESELECT, self._vocab_size), dim=-1)
         kept_LK, _ = self._filter(best_LK, settings)
         return ids_LK.gather(1, _invert(kept_LK, uniform_L)[:, None])[:, 0]
 
     def _draw_many(self, probs_LV: Tensor, settings: list[Sampling], uniform_L: Tensor) -> Tensor:
-        """Most rows keep few tokens of many: those are preselected, and only the rest sorted."""
+        """Draw for rows whose filter may keep more than `_PRESELECT` tokens.
+
+        Most rows keep few tokens, so the preselection suffices; only the other rows are sorted.
+        """
         best_LK, ids_LK = probs_LV.topk(min(_PRESELECT, self._vocab_size), dim=-1)
         kept_LK, enough_L = self._filter(best_LK, settings)
         token_L = ids_LK.gather(1, _invert(kept_LK, uniform_L)[:, None])[:, 0]
-        if not bool(enough_L.all()):  # these rows alone, so that no row's draw depends on its neighbours
+        if not bool(enough_L.all()):  # only these rows, so that no row's draw depends on other rows
             rest = (~enough_L).nonzero()[:, 0]
             token_L[rest] = self._draw_sorted(probs_LV[rest], [settings[i] for i in rest.tolist()], uniform_L[rest])
         return token_L
@@ -208,7 +218,7 @@ class Sampler:
         )
 
     def _pick(self, values: Tensor, picked: list[int]) -> Tensor:
-        """Some rows of a tensor; itself if that is all."""
+        """Return the picked rows of a tensor; the tensor itself if all rows are picked."""
         if len(picked) == values.shape[0]:
             return values
         return values.index_select(0, self._staging.upload(np.array(picked)))
@@ -220,7 +230,7 @@ class Sampler:
 def penalties_of(
     rows: Rows[Row], picked: list[int], vocab_size: int, sampled_L: Tensor | None, upload: Upload
 ) -> Penalties | None:
-    """Of all rows those that were picked, on the device."""
+    """Return the penalties of the picked rows on the device; None if no row is picked."""
     if not picked:
         return None
     place_L = np.full(len(rows), -1, dtype=np.int32)
@@ -229,7 +239,7 @@ def penalties_of(
 
 
 def draws(rows: Rows[Row], upload: Upload) -> Draws:
-    """What the rows ask of their draws, on the device."""
+    """Return the sampling parameters and uniform numbers of the rows on the device."""
     asked = [row.submit.sampling for row in rows]
     return Draws(
         upload(np.array([one.temperature for one in asked], dtype=np.float32)),
@@ -243,15 +253,18 @@ def draws(rows: Rows[Row], upload: Upload) -> Draws:
 def _filter(
     best_LK: Tensor, top_k_L: Tensor, top_p_L: Tensor, min_p_L: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Zero what top-k, top-p and min-p exclude from probabilities sorted downwards. Also says of each row whether the
-    K columns were enough to decide, that is whether the rest of the vocabulary would be excluded anyway."""
+    """Set to zero the probabilities, sorted in descending order, that top-k, top-p and min-p exclude.
+
+    Also returns for each row whether the K columns were enough to decide, that is, whether the rest of the vocabulary
+    would be excluded anyway.
+    """
     num_columns = best_LK.shape[1]
     in_k_LK = torch.arange(num_columns, device=best_LK.device)[None, :] < top_k_L[:, None]
     mass_LK = (best_LK * in_k_LK).cumsum(dim=-1, dtype=torch.float64)
     whole_L = torch.where(top_k_L == vocab_size, 1.0, mass_LK[:, -1])
     before_LK = mass_LK - best_LK * in_k_LK
     in_p_LK = before_LK < (top_p_L * whole_L)[:, None]
-    in_p_LK[:, 0] = True  # the best token always stays, whatever top_p says
+    in_p_LK[:, 0] = True  # the best token is always kept, regardless of top_p
     in_min_LK = best_LK >= min_p_L[:, None] * best_LK[:, :1]
     by_k_L = top_k_L <= num_columns
     by_p_L = (top_k_L == vocab_size) & (top_p_L < 1) & ~in_p_LK[:, -1]
@@ -260,7 +273,7 @@ def _filter(
 
 
 def is_plain(row: Row) -> bool:
-    """Whether its token is that of the largest logit as it is, of which nothing is told."""
+    """Return whether the row's token is the largest unmodified logit's, without log-probabilities."""
     sampling = row.submit.sampling
     if sampling.temperature > 0 or sampling.num_logprobs is not None or row.guide is not None:
         return False
@@ -268,23 +281,25 @@ def is_plain(row: Row) -> bool:
 
 
 def _best(logits_LV: Tensor) -> Tensor:
-    """The first of each row's largest logits, in host memory; of a NaN where there is one. As `argmax`, which takes ten
-    times as long."""
+    """Return the first of each row's largest logits, or the first NaN, in host memory.
+
+    Equals `torch.argmax`, which takes ten times as long.
+    """
     return torch.from_numpy(logits_LV.numpy().argmax(axis=1))
 
 
 def _invert(weights_LK: Tensor, uniform_L: Tensor) -> Tensor:
-    """The first column at which the cumulative weight exceeds uniform × total. Never a column of weight 0."""
+    """Return the first column at which the cumulative weight exceeds uniform × total; never a column of weight 0."""
     mass_LK = weights_LK.cumsum(dim=-1, dtype=torch.float64)
     target_L1 = uniform_L[:, None] * mass_LK[:, -1:]
     place_L = torch.searchsorted(mass_LK, target_L1, right=True)[:, 0]
-    last_L = (mass_LK < mass_LK[:, -1:]).sum(dim=-1)  # where rounding leaves the target at the very end
+    last_L = (mass_LK < mass_LK[:, -1:]).sum(dim=-1)  # for a target that rounding moved to the end
     return torch.minimum(place_L, last_L)
 
 
 def logprobs_of(raw_LV: Tensor, token_L: Tensor, count: int) -> Logprobs:
-    """Of one token of each row, and of the `count` likeliest."""
-    if raw_LV.shape[1] % _ALIGNED:  # a GPU sums a row in an order that depends on whether it begins at 16 bytes
+    """Return the log-probabilities of one token of each row, and of the `count` likeliest tokens."""
+    if raw_LV.shape[1] % _ALIGNED:  # a GPU's summation order depends on whether a row starts at a multiple of 16 bytes
         raw_LV = functional.pad(raw_LV, (0, -raw_LV.shape[1] % _ALIGNED), value=-torch.inf)
     logprobs_LV = raw_LV.log_softmax(dim=-1)
     values_LK, ids_LK = logprobs_LV.topk(min(count, raw_LV.shape[1]), dim=-1)

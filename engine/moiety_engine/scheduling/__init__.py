@@ -1,1 +1,1 @@
-"""Which tokens of which requests run in the next step. Never touches a tensor."""
+"""Scheduling: the choice of requests and tokens for each step. Uses no tensors."""

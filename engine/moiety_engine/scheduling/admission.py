@@ -1,8 +1,8 @@
-"""Whether a request is let in: how long it would wait, by what is ahead of it and how fast that goes.
+"""Predicted waiting times, the basis of admission decisions.
 
-Ahead of a request are the prompts of better ranks, and those of its own that the tenants' counters put before it. They
-go at the rate at which prompts were served while some had to wait, less what better ranks are taking.
-All figures are running means; none needs a look at the queue.
+A request waits for the prompts of better ranks, and for those of its own rank that the tenants' counters put before it.
+Prompts are served at the rate that was measured while some had to wait, less the arrivals of better ranks. All figures
+are running means; none requires a scan of the queue.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
 
 _MEAN_S = 10.0  # time constant of the running means
-_LEAST_SERVED = 0.001  # of the best rate, that is reckoned with when nothing is served at all
+_LEAST_SERVED = 0.001  # smallest assumed rate, as a fraction of the best rate, when nothing is served
 
 
 @dataclass(slots=True)
 class PromptInflow:
-    """Prompt tokens that come, and those of them that still wait."""
+    """Arrival rate of prompt tokens and number of pending prompt tokens."""
 
     seen_s: float
     mean_s: float = _MEAN_S
@@ -36,7 +36,7 @@ class PromptInflow:
 
 
 class PromptFlow:
-    """Prompt tokens that wait, come and go, by rank."""
+    """Prompt tokens that arrive, wait and are served, by rank."""
 
     def __init__(self, step_time: StepTimeModel, max_batch_tokens: int) -> None:
         self._step_time = step_time
@@ -45,15 +45,15 @@ class PromptFlow:
         self._served_per_s: float | None = None
 
     def came(self, rank: int, num_tokens: int, now_s: float) -> None:
-        """A request was let in with so many tokens to compute."""
+        """Record an admitted request with `num_tokens` prompt tokens to compute."""
         self._ranks.setdefault(rank, PromptInflow(now_s)).came(num_tokens, now_s)
 
     def left(self, rank: int, num_tokens: int) -> None:
-        """They wait no longer: the request has started, or is gone."""
+        """Record that the tokens no longer wait: their request has started or ended."""
         self._ranks[rank].pending_tokens -= num_tokens
 
     def stepped(self, seconds: float, prefill_tokens: int, *, backlogged: bool) -> None:
-        """A step served so many prompt tokens; others waited, or not."""
+        """Record a step and its prompt tokens. `backlogged` says whether other prompts waited."""
         if not backlogged:
             return
         rate = prefill_tokens / seconds
@@ -64,20 +64,22 @@ class PromptFlow:
 
     @property
     def served_per_s(self) -> float:
-        """Prompt tokens a second of late while some had to wait."""
+        """Prompt tokens per second that were recently served while some had to wait."""
         if self._served_per_s is None:
             return self.best_per_s
         return max(self._served_per_s, _LEAST_SERVED * self.best_per_s)
 
     @property
     def best_per_s(self) -> float:
-        """Prompt tokens a second with nothing else to do."""
+        """Prompt tokens per second of a full step without decodes."""
         full = StepShape().with_prefill(self._max_batch_tokens, 0)
         return self._max_batch_tokens / self._step_time.predict_s(full)
 
     def wait_s(self, rank: int, ahead_tokens: float) -> float:
-        """How long a request of this rank waits that has so many prompt tokens of its own rank before it (no more than
-        there are)."""
+        """Return the predicted waiting time of a request of this rank.
+
+        `ahead_tokens` prompt tokens of its own rank are served before it, at most as many as are pending.
+        """
         served = self.served_per_s
         better_pending, better_per_s = self._sum_better(rank)
         own_rank = self._ranks.get(rank)

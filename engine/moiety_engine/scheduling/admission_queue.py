@@ -1,5 +1,4 @@
-"""Who is let in: a new request is judged by the policy, queued or turned away, and the verdicts are kept until they
-are asked for."""
+"""Admission of new requests: the policy's decision, queueing or rejection, and the decisions kept for the caller."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from moiety_wire.notes import EventKind, Reason
 
 
 class AdmissionQueue:
-    """Makes sequences of requests, in order of arrival. `drop` is told of those that give up their place."""
+    """Creates sequences from requests, in order of arrival. `drop` is called with each request that is shed."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class AdmissionQueue:
     def add(
         self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: GrammarHandle | None = None, num_landing: int = 0
     ) -> None:
-        """Queue a request, or turn it away."""
+        """Queue a request or reject it."""
         sequence = Sequence(
             submit,
             order=self._num_seen,
@@ -80,13 +79,13 @@ class AdmissionQueue:
             self._policy.push(sequence, now_ns / 1e9)
 
     def take_verdicts(self) -> tuple[list[CoreAdmission], list[CoreFailure]]:
-        """Who was let in and who was turned away since the last call."""
+        """Return the admissions and rejections since the last call."""
         taken = self._admissions, self._failures
         self._admissions, self._failures = [], []
         return taken
 
     def _judge(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
-        """Whom another engine has admitted is let in: a promise to a client is not judged twice."""
+        """Return the admission decision; requests that another engine has admitted are always accepted."""
         if sequence.submit.transfer_id:
             return AdmissionDecision(sequence.service, Reason.PREFILL_DONE)
         if sequence.submit.resumed_ids is not None:
@@ -94,7 +93,7 @@ class AdmissionQueue:
         return self._policy.admit(sequence, now_s)
 
     def _take_over(self, sequence: Sequence, num_landing: int, now_ns: int) -> None:
-        """Another engine has computed its prompt. What did not come of that is computed again."""
+        """Take over a request whose prompt another engine computed. KV that was not transferred is computed again."""
         sequence.go_on(now_ns / 1e9)
         sequence.num_landing = num_landing
         sequence.peak_computed = len(sequence.tokens) - 1
@@ -103,7 +102,10 @@ class AdmissionQueue:
         sequence.note(now_ns, EventKind.MIGRATED, Reason.TRANSFERRED if num_landing else Reason.KV_LOST)
 
     def _shed(self, rank: int) -> bool:
-        """Drop the newest of the least critical waiting requests for one of this rank. False: none is less critical."""
+        """Drop the newest of the least critical waiting requests for one of this rank.
+
+        Return False if none is less critical.
+        """
         victim = self._places.newest_of_worst_rank()
         if victim is None or victim.service.rank <= rank:
             return False

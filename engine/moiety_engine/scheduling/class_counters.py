@@ -1,4 +1,4 @@
-"""What scheduling has done since the start, by class; and the requests that wait and run in each now."""
+"""Counters of scheduling decisions since the start, and of waiting and running requests, by service class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moiety_wire.notes import Reason
 
 @dataclass(slots=True)
 class ClassCounter:
-    """One class's counters."""
+    """Counters of one class."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -25,7 +25,7 @@ class ClassCounter:
 
 
 class ClassCounters:
-    """By name of the class that a request is, or would have been, served in."""
+    """Counters by the name of the class in which a request is, or would have been, served."""
 
     def __init__(self) -> None:
         self._classes: dict[str, ClassCounter] = {}
@@ -43,7 +43,7 @@ class ClassCounters:
         self.of(name).preempted[reason.value] += 1
 
     def loads(self, predicted_ttft_s: dict[str, float], oldest_unix_s: dict[str, float]) -> list[ClassLoad]:
-        """For the wire, in order of name."""
+        """Return the counters as wire messages, ordered by name."""
         return [
             ClassLoad(
                 name=name,

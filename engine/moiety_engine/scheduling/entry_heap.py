@@ -1,7 +1,7 @@
-"""A heap of sequences whose entries are voided instead of being searched for.
+"""Heap of sequences with lazy deletion: entries are voided instead of being searched for.
 
-A sequence counts up its `entry` whenever it enters or leaves a policy's queue: what was pushed before is void from then
-on. Void entries are dropped when they come up, and with many others when there are as many of them as of valid ones.
+A sequence increments its `entry` whenever it enters or leaves a policy's queue, which voids all earlier heap entries.
+Void entries are dropped when they reach the top, and all at once when they are as many as the valid ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SMALL = 64
 
 
 class EntryHeap:
-    """Smallest key first, ties by arrival. O(log n), amortised."""
+    """Heap with the smallest key first, ties by arrival. O(log n), amortised."""
 
     __slots__ = ("_compact_at", "_entries")
 
@@ -26,11 +26,11 @@ class EntryHeap:
         self._compact_at = _SMALL
 
     def __bool__(self) -> bool:
-        """Whether anything is in it, be it void."""
+        """Return whether the heap has entries, void ones included."""
         return bool(self._entries)
 
     def push(self, key: Any, sequence: Sequence) -> None:
-        """Enter the sequence as it counts now."""
+        """Push the sequence with its current entry number."""
         entries = self._entries
         heappush(entries, (key, sequence.order, sequence.entry, sequence))
         if len(entries) > self._compact_at:
@@ -39,24 +39,24 @@ class EntryHeap:
             self._compact_at = max(_SMALL, 2 * len(entries))
 
     def first(self) -> Entry | None:
-        """The first that is not void; it stays."""
+        """Return the first valid entry without removing it."""
         entries = self._entries
         while entries and entries[0][2] != entries[0][3].entry:
             heappop(entries)
         return entries[0] if entries else None
 
     def pop(self) -> Sequence | None:
-        """The first that is not void, taken out."""
+        """Remove and return the first valid sequence."""
         if self.first() is None:
             return None
         sequence: Sequence = heappop(self._entries)[3]
         return sequence
 
     def pop_until(self, key: Any) -> Sequence | None:
-        """The first that is not void, taken out if its key is not above this one."""
+        """Remove and return the first valid sequence if its key is at most `key`."""
         first = self.first()
         return self.pop() if first is not None and first[0] <= key else None
 
     def rekey_first(self, key: Any) -> None:
-        """The first, which `first` has shown, has this key now."""
+        """Change the key of the first entry. Call `first` before."""
         heapreplace(self._entries, (key, *self._entries[0][1:]))

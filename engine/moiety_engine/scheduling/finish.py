@@ -1,4 +1,4 @@
-"""Whether a token ends its request, and what is told of one that has ended."""
+"""Finish conditions of requests and the report of a finished request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moiety_wire.messages import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteEnd:
-    """A request whose logits or vector were not finite, and the hashes of the blocks that were invalidated for it."""
+    """Request whose logits or vector were not finite, with the hashes of the blocks that were invalidated for it."""
 
     key: int
     adapter: str
@@ -20,9 +20,9 @@ class NonFiniteEnd:
 
 
 def why_it_ends(sequence: Sequence, token_id: int) -> tuple[FinishReason, str] | None:
-    """Reason and detail, if the sequence ends with this token, its newest."""
+    """Return reason and detail if the sequence ends with `token_id`, its newest token; None if it goes on."""
     num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
-    may_stop = num_output >= submit.min_tokens or sequence.guide is not None  # which has held it open
+    may_stop = num_output >= submit.min_tokens or sequence.guide is not None  # its grammar prevents an early stop
     if may_stop and token_id in submit.stop_token_ids:
         return FinishReason.STOP, "stop_token"
     if num_output >= submit.max_tokens:
@@ -33,7 +33,7 @@ def why_it_ends(sequence: Sequence, token_id: int) -> tuple[FinishReason, str] |
 
 
 def finish_of(sequence: Sequence, reason: FinishReason, detail: str, embedding: bytes) -> CoreFinish:
-    """The end of a sequence, for the front."""
+    """Return the report of a finished sequence for the engine server."""
     return CoreFinish(
         reason=reason,
         detail=detail,

@@ -1,7 +1,7 @@
-"""The ledgers of all groups of ranks that attend to sequences of their own: who is in which, and who should be.
+"""KV ledgers of all rank groups (DP attention), and the assignment of sequences to groups.
 
-A sequence belongs to a group as long as it holds blocks there. One that holds none joins the group that has the longest
-beginning of it in its prefix cache, unless that one has much more to do than another.
+A sequence belongs to a group as long as it holds blocks there. A sequence without blocks joins the group whose prefix
+cache holds the longest prefix of it, unless that group has a much higher load than another.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from moiety_engine.scheduling.kv_ledger import KvLedger
 from moiety_engine.scheduling.plan import KvLoad
 from moiety_engine.sequence import Sequence as Request
 
-_NEAR = 1.25  # times the least load: so much may a group have to do without being passed over
+_NEAR = 1.25  # times the lowest load: groups up to this load stay eligible
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCandidate:
-    """What speaks for a group: the tokens of its running requests, those of the newcomer that it has cached, and how
-    many blocks would still be free; negative where too few are."""
+    """Properties of a rank group as a target for a request.
+
+    `load_tokens` counts the tokens of its running requests, `cached_tokens` the cached tokens of the new request.
+    `blocks_left` is the number of free blocks after its start; negative if too few are free.
+    """
 
     group: int
     load_tokens: int
@@ -29,7 +32,7 @@ class GroupCandidate:
 
 
 def best_group(candidates: Sequence[GroupCandidate], num_tokens: int) -> int:
-    """Where a request of so many tokens should go."""
+    """Return the group for a request of `num_tokens` tokens."""
     fitting = [one for one in candidates if one.blocks_left >= 0] or candidates
     near = min(one.load_tokens for one in fitting) * _NEAR + num_tokens
     return min(
@@ -39,7 +42,7 @@ def best_group(candidates: Sequence[GroupCandidate], num_tokens: int) -> int:
 
 
 class KvGroups:
-    """One ledger a group, all of one size."""
+    """KV ledgers of all rank groups, one per group, all of the same size."""
 
     def __init__(self, ledgers: Sequence[KvLedger]) -> None:
         self._ledgers = tuple(ledgers)
@@ -50,12 +53,12 @@ class KvGroups:
         return iter(self._ledgers)
 
     def of(self, request: Request) -> KvLedger:
-        """Of the group that it is in."""
+        """Return the ledger of the request's group."""
         return self._ledgers[request.group]
 
     @property
     def num_blocks(self) -> int:
-        """Of all groups, as the next two are."""
+        """Blocks of all groups."""
         return sum(kv.pool.num_blocks for kv in self._ledgers)
 
     @property
@@ -64,15 +67,15 @@ class KvGroups:
 
     @property
     def hosts(self) -> list[HostTier]:
-        """Their tiers in host memory, if they have any."""
+        """Host tiers of the groups, if any."""
         return [kv.host for kv in self._ledgers if kv.host is not None]
 
     def num_cached(self, request: Request) -> int:
-        """How many of its tokens the prefix cache of any one group holds."""
+        """Return the largest number of the request's tokens in any single group's prefix cache."""
         return max([len(kv.find_prefix(request)) for kv in self._ledgers]) * self.first.block_size
 
     def choose(self, request: Request, running: Iterable[Request], full: set[int]) -> None:
-        """Put a request that holds no blocks into a group, not one of the `full` if there are others."""
+        """Assign a request without blocks to a group, not to one in `full` if there are others."""
         load_tokens = [0] * self.count
         for other in running:
             load_tokens[other.group] += len(other.tokens)
@@ -86,8 +89,10 @@ class KvGroups:
         request.group = best_group(candidates, num_tokens)
 
     def take_copies(self) -> Copies:
-        """What all groups must have copied, once a plan. Of each group, blocks are numbered after those of the groups
-        before it."""
+        """Return the copies of all groups, once per plan.
+
+        Block numbers of a group follow those of the groups before it.
+        """
         if self.count == 1:
             return self.first.take_copies()
         outs: list[tuple[int, int]] = []
@@ -100,14 +105,14 @@ class KvGroups:
         return Copies(outs, ins)
 
     def take_landings(self) -> list[KvLoad]:
-        """What must land from other engines, once a plan, after the copies; nothing where there are several groups."""
+        """Return the KV loads from other engines, once per plan, to run after the copies; empty with several groups."""
         return self.first.take_landings()
 
     def forget_tenants(self, marks: frozenset[bytes]) -> int:
-        """Nothing of theirs is cached any more; how many blocks that were."""
+        """Delete the cached blocks of these tenants, and return how many there were."""
         return sum(kv.forget_tenants(marks) for kv in self._ledgers)
 
     def forget(self) -> None:
-        """All caches' contents are lost. No sequence holds any."""
+        """Drop the contents of all caches. No sequence may hold blocks."""
         for kv in self._ledgers:
             kv.forget()

@@ -1,9 +1,9 @@
-"""Blocks for sequences: prefix hits, growth, sealing, swapping and return, on top of the pool and the host tier.
+"""KV blocks of sequences: prefix hits, growth, sealing and swapping, on top of the block pool and the host tier.
 
-A sequence holds device blocks (`blocks`), or, swapped out, host blocks (`host_blocks`), never both; its `num_computed`
-tokens stand in whichever it holds. Copies between the two are queued as blocks change hands; whoever plans a step takes
-them with `take_copies` once a plan and has them run before the step's forward pass, also when the step is empty. What
-comes from other engines lands after them: `take_landings`.
+A sequence holds either device blocks (`blocks`) or, when swapped out, host blocks (`host_blocks`), never both; these
+hold its `num_computed` tokens. Copies between device and host are queued when blocks change owner. The caller that
+plans a step takes them with `take_copies` once per plan and runs them before the step's forward pass, also when the
+step is empty. KV from other engines is loaded after the copies: `take_landings`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moiety_engine.sequence import Sequence
 
 
 class Hit(NamedTuple):
-    """A cached block of a prefix: on the device, or on the host, whence it takes a device block and a copy."""
+    """Cached block of a prefix. A block on the host needs a device block and a copy."""
 
     block: int
     on_host: bool
 
 
 class KvLedger:
-    """Who holds which blocks. The only place that moves blocks between pool, host tier and sequences."""
+    """Ledger of one rank group's KV blocks. The only place that moves blocks between pool, host tier and sequences."""
 
     def __init__(
         self,
@@ -38,17 +38,21 @@ class KvLedger:
         host: HostTier | None = None,
         answers_apart: bool = False,
     ) -> None:
-        """`answers_apart`: an answer's KV is no prefix of another prompt, because a prompt's has other bits."""
+        """Create the ledger.
+
+        `answers_apart` means that an output's KV is never a prefix hit of another prompt, because its bits differ from
+        those of a prompt with the same tokens.
+        """
         self.pool = pool
         self.answers_apart = answers_apart
         self.block_size = block_size
         self.host = host
-        self.swapped_out_total = 0  # blocks of sequences, those that needed no copy included
+        self.swapped_out_total = 0  # blocks of sequences, including those that needed no copy
         self.swapped_in_total = 0
-        self.host_hit_blocks_total = 0  # of prefixes, found on the host
+        self.host_hit_blocks_total = 0  # blocks of prefix hits that were on the host
         self.on_release: Callable[[Sequence], None] | None = None  # called with a sequence before it gives up blocks
         self._prefix_caching = prefix_caching
-        self._forgotten: frozenset[bytes] = frozenset()  # marks of tenants that leave nothing behind
+        self._forgotten: frozenset[bytes] = frozenset()  # marks of tenants whose blocks are not cached
         self._landings: dict[int, KvLoad] = {}  # queued, by the sequences' keys
         self.pins: PrefixRetention[bytes] = PrefixRetention(pool.num_blocks, let_go=self._let_go)
         pool.kept = self.pins
@@ -64,8 +68,10 @@ class KvLedger:
     # ── prefixes ──
 
     def find_prefix(self, sequence: Sequence) -> list[Hit]:
-        """The longest run of cached blocks that the sequence starts with; its last token is always left to compute.
-        What was found may be gone once blocks have been allocated to others."""
+        """Return the longest run of cached blocks that the sequence starts with.
+
+        The last token is always left to compute. The hits may be evicted as soon as blocks are allocated to others.
+        """
         hits: list[Hit] = []
         if self._reads_cache(sequence):
             for index in range((len(sequence.tokens) - 1) // self.block_size):
@@ -80,7 +86,7 @@ class KvLedger:
         return self._prefix_caching
 
     def num_on_device(self, hashes: list[bytes]) -> int:
-        """How many of these blocks, from the first on, the device has."""
+        """Return how many of these blocks, counted from the first, the device holds without a gap."""
         for index, block_hash in enumerate(hashes):
             if self.pool.find(block_hash) is None:
                 return index
@@ -90,21 +96,24 @@ class KvLedger:
         return self.host is not None and self.host.find(block_hash) is not None
 
     def _reads_cache(self, sequence: Sequence) -> bool:
-        """Not one whose prompt is scored: all of it is computed."""
+        """Return whether the sequence may use prefix hits; a prompt with logprobs is computed completely."""
         return self.caches(sequence) and sequence.submit.sampling.num_prompt_logprobs is None
 
     def caches(self, sequence: Sequence) -> bool:
-        """Whether what is computed of it may be found again."""
+        """Return whether the sequence's blocks may be cached."""
         return self._prefix_caching and not (self._forgotten and sequence.mark in self._forgotten)
 
     def next_hash(self, sequence: Sequence, num_hits: int) -> bytes | None:
-        """The hash of the first block that the sequence must compute, if that block will be full and shareable."""
+        """Return the hash of the first block that the sequence must compute, if it will be full and shareable."""
         if not self._reads_cache(sequence) or (num_hits + 1) * self.block_size >= len(sequence.tokens):
             return None
         return sequence.hash_at(num_hits, self.block_size)
 
     def start(self, sequence: Sequence, hits: list[Hit], num_tokens: int) -> bool:
-        """Share the prefix `hits`, if blocks for `num_tokens` tokens in all can be had. False: nothing taken."""
+        """Share the prefix `hits` if blocks for `num_tokens` tokens in all are available.
+
+        Return False, with nothing taken, otherwise.
+        """
         on_device = [hit.block for hit in hits if not hit.on_host]
         if not self._can_have(self.blocks_for(num_tokens) - len(on_device), beside=on_device):
             return False
@@ -115,14 +124,18 @@ class KvLedger:
         return True
 
     def num_blocks_to_start(self, hits: list[Hit], num_tokens: int) -> int:
-        """Free blocks that `start` and growth to `num_tokens` take from the pool: hits on the host need one each, and
-        hits that nobody uses stop being free."""
+        """Return the free blocks that `start` and growth to `num_tokens` take from the pool.
+
+        A hit on the host needs a new block; an unreferenced hit on the device is no longer free.
+        """
         in_use = sum(not hit.on_host and not self.pool.is_free(hit.block) for hit in hits)
         return self.blocks_for(num_tokens) - in_use
 
     def land(self, sequence: Sequence) -> None:
-        """After `start`: what came for the sequence from another engine goes into its blocks, but for what its prefix
-        hits have."""
+        """Queue the load of the KV from another engine into the sequence's blocks, after its prefix hits.
+
+        Call after `start`.
+        """
         first, end = sequence.num_computed, sequence.num_landing
         sequence.num_landing = 0
         if end <= first:
@@ -134,20 +147,22 @@ class KvLedger:
         sequence.num_landed = end - first
 
     def take_landings(self) -> list[KvLoad]:
-        """What must land, once a plan, after the copies."""
+        """Return the queued KV loads, once per plan, to run after the copies."""
         landings, self._landings = list(self._landings.values()), {}
         return landings
 
-    # ── contents from elsewhere ──
+    # ── contents from the disk ──
 
     def holds(self, block_hash: bytes) -> bool:
-        """Whether a block has these contents, on the device or on the host."""
+        """Return whether a block on the device or on the host has these contents."""
         return self._find(block_hash) is not None
 
     def adopt(self, hashes: list[bytes]) -> dict[bytes, int]:
-        """Device blocks for contents with these hashes, but for those that are on the device, and as many as are free,
-        the first first. The caller fills them after `take_copies` has run, before anything else is planned, and gives
-        them back with `adopted`."""
+        """Allocate device blocks for contents that the device lacks, and return them by hash.
+
+        At most as many as are free are allocated, for the first hashes first. The caller fills them after the copies of
+        `take_copies` have run, before anything else is planned, and releases them with `adopted`.
+        """
         wanted = [one for one in dict.fromkeys(hashes) if one[:MARK_BYTES] not in self._forgotten]
         missing = [one for one in wanted if self.pool.find(one) is None]
         blocks = self.pool.allocate(min(len(missing), self.pool.num_free))
@@ -157,11 +172,11 @@ class KvLedger:
         return taken
 
     def adopted(self, taken: dict[bytes, int]) -> None:
-        """They are filled: nobody holds them, and whoever begins so finds them."""
+        """Release the filled blocks of `adopt`; they stay cached, so that prompts can hit them."""
         self.pool.free(reversed(taken.values()))
 
     def refresh(self, hits: list[Hit]) -> None:
-        """A prefix that is wanted soon is the last to be evicted, its tail before its head."""
+        """Move a prefix that is needed soon to the end of the eviction order, its tail before its head."""
         for hit in reversed(hits):
             if not hit.on_host:
                 self.pool.share(hit.block)
@@ -173,7 +188,7 @@ class KvLedger:
     # ── growth ──
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens in all. False where too few are free: nothing taken."""
+        """Allocate blocks for `num_tokens` tokens in all. Return False, with nothing taken, if too few are free."""
         missing = self.blocks_for(num_tokens) - len(sequence.blocks)
         if missing <= 0:
             return True
@@ -183,35 +198,34 @@ class KvLedger:
         return True
 
     def grow_each(self, sequences: list[Sequence]) -> None:
-        """One more block for each; the caller has seen to it that so many are free."""
+        """Allocate one more block for each sequence. The caller has checked that enough are free."""
         for sequence, block in zip(sequences, self.pool.allocate(len(sequences)), strict=True):
             sequence.blocks.append(block)
 
     def room_tokens(self, sequence: Sequence) -> int:
-        """How many tokens the sequence could hold in all if it took every free block."""
+        """Return how many tokens in all the sequence could hold if it took every free block."""
         return (len(sequence.blocks) + self.pool.num_free) * self.block_size
 
     def completed_hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """The hashes of blocks that become full when the first `num_tokens` tokens are computed."""
+        """Return the hashes of the blocks that become full when the first `num_tokens` tokens are computed."""
         if not self.caches(sequence):
             return []
         full = num_tokens // self.block_size
         return sequence.hashes_between(sequence.num_sealed, full, self.block_size)
 
     def seal(self, sequence: Sequence) -> None:
-        """Publish the blocks that are full by now."""
+        """Publish the sequence's full blocks in the prefix cache."""
         for block_hash in self.completed_hashes(sequence, sequence.num_computed):
             self.pool.seal(sequence.blocks[sequence.num_sealed], block_hash)
             sequence.num_sealed += 1
 
     def num_unshared(self, sequence: Sequence) -> int:
-        """Device blocks that would be free if the sequence gave up its own."""
+        """Return how many device blocks would become free if the sequence released its own."""
         return sum(not self.pool.is_shared(block) for block in sequence.blocks)
 
     def release(self, sequence: Sequence) -> None:
-        """All blocks back, on the device and on the host; what was computed is forgotten, but may still be hit by its
-        hashes."""
-        if self._landings.pop(sequence.key, None) is not None:  # it has not come into them yet, and still may
+        """Release all device and host blocks; the computed contents may still be hit by their hashes."""
+        if self._landings.pop(sequence.key, None) is not None:  # its KV is not loaded yet
             sequence.num_landing = sequence.num_computed
         elif sequence.num_sealed:
             self._leave_behind(sequence)
@@ -224,9 +238,11 @@ class KvLedger:
         sequence.num_computed = 0
 
     def put_back(self, sequence: Sequence, num_shared: int, num_own: int) -> None:
-        """`release` for what was computed unasked: nothing that others have cached is evicted later, or sooner, for it.
-        The first `num_shared` blocks were hits; of those after them, `num_own` are evicted in their turn, and others
-        first."""
+        """Release the blocks of a speculative prefill without changing the eviction order of other blocks.
+
+        The first `num_shared` blocks were hits. Of the later ones, the first `num_own` enter the normal eviction order,
+        and the others are evicted before all other blocks.
+        """
         shared, new = sequence.blocks[:num_shared], sequence.blocks[num_shared:]
         self.pool.put_back(reversed(shared))
         self.pool.put_back(reversed(new[:num_own]))
@@ -235,8 +251,7 @@ class KvLedger:
         sequence.num_sealed = sequence.num_computed = 0
 
     def forget_tenants(self, marks: frozenset[bytes]) -> int:
-        """What these tenants have left is found no more, and what they still compute is not cached; how many blocks
-        that were."""
+        """Delete the cached blocks of these tenants, cache none from now on, and return how many there were."""
         self._forgotten |= marks
         invalidated = self.pool.invalidate_marked(marks)
         invalidated += [] if self.host is None else self.host.invalidate_marked(marks)
@@ -245,8 +260,10 @@ class KvLedger:
         return len(invalidated)
 
     def invalidate(self, sequence: Sequence) -> list[bytes]:
-        """Forget what the full blocks of a sequence hold, on the device and on the host: nobody else may begin with
-        them. Its blocks stay with it. Return the hashes that they had."""
+        """Invalidate the contents of the sequence's full blocks on the device and on the host, and return their hashes.
+
+        No other sequence can hit them. The blocks stay with the sequence.
+        """
         if not self.caches(sequence):
             return []
         num_full = min(sequence.peak_computed, sequence.num_known) // self.block_size
@@ -256,11 +273,11 @@ class KvLedger:
             self.host.invalidate(hashes)
         for block_hash in hashes:
             self.pins.drop(block_hash)
-        sequence.num_sealed = 0  # so that nothing of it is offered to the disk
+        sequence.num_sealed = 0  # so that its blocks are not offered to the disk
         return hashes
 
     def forget(self) -> None:
-        """The cache's contents are lost, on the device and on the host. No sequence holds any."""
+        """Drop the cache's contents on the device and on the host. No sequence may hold blocks."""
         self.pins.forget()
         self.pool.forget()
         if self.host is not None:
@@ -269,18 +286,22 @@ class KvLedger:
     # ── the host tier ──
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """Whether the sequence has something computed on the device and the host tier has room for it."""
+        """Return whether the sequence has computed KV on the device and the host tier has enough blocks for it."""
         return self._host_places(sequence) is not None
 
     def num_to_copy_out(self, sequence: Sequence) -> int:
-        """Blocks that swapping out would copy: those whose contents the host tier lacks. Swapping in copies at most
-        all `blocks_for(num_computed)`, less what the device still has by its hash."""
+        """Return how many blocks `swap_out` would copy: those whose contents the host tier lacks.
+
+        Swapping in copies at most `blocks_for(num_computed)` blocks, less those that the device still has by hash.
+        """
         return 0 if self.host is None else self._known_on_host(self.host, sequence).count(None)
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Everything computed to the host, every device block back. Nothing is forgotten: `num_computed` stands.
-        Prefix blocks that others share go along by reference, and stay where they are for those others. False where
-        `can_swap_out` is: nothing changed."""
+        """Swap the computed KV out to the host and free the device blocks.
+
+        `num_computed` does not change. Prefix blocks that other sequences share are referenced on the host and stay on
+        the device for the others. Return False, with nothing changed, if `can_swap_out` is False.
+        """
         host, known = self.host, self._host_places(sequence)
         if host is None or known is None:
             return False
@@ -297,8 +318,10 @@ class KvLedger:
         return True
 
     def swap_in(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Back to the device with all that was computed, if blocks for `num_tokens` tokens in all can be had. False:
-        nothing taken, still swapped out."""
+        """Swap the computed KV back to the device if blocks for `num_tokens` tokens in all are available.
+
+        Return False otherwise: nothing is taken and the sequence stays swapped out.
+        """
         hits = self._swapped(sequence)
         on_device = [hit.block for hit in hits if not hit.on_host]
         num_blocks = max(self.blocks_for(num_tokens), len(hits))
@@ -311,31 +334,33 @@ class KvLedger:
         return True
 
     def num_blocks_to_swap_in(self, sequence: Sequence, num_tokens: int) -> int:
-        """Free blocks that `swap_in` takes from the pool, cached ones that it shares included."""
+        """Return the free blocks that `swap_in` takes from the pool, including cached blocks that it shares."""
         hits = self._swapped(sequence)
         return self.num_blocks_to_start(hits, max(num_tokens, len(hits) * self.block_size))
 
     def drop_swapped(self, sequence: Sequence) -> None:
-        """Give up what was swapped out: the host blocks back, to be computed again from the start or from a hit."""
+        """Release the host blocks of a swapped-out sequence, which is recomputed from the start or from a prefix hit."""
         assert not sequence.blocks, "a sequence holds blocks on the device and on the host"
         self.release(sequence)
 
     def take_copies(self) -> Copies:
-        """What must be copied, once a plan: first all of `outs`, then all of `ins`, then the forward pass."""
+        """Return the queued copies, once per plan: run all of `outs`, then all of `ins`, then the forward pass."""
         return Copies([], []) if self.host is None else self.host.take_copies()
 
     def blank(self, block_hash: bytes) -> bool:
-        """Forget a cached block of the device, which is kept no more unless the host has it, too. False where there is
-        none."""
+        """Invalidate a cached block on the device, and end its retention unless the host has it too.
+
+        Return False if the device has no cached block with this hash.
+        """
         was_there = self.pool.blank(block_hash)
         if was_there and not self.is_on_host(block_hash):
             self.pins.drop(block_hash)
         return was_there
 
-    # ── within ──
+    # ── internal ──
 
     def _leave_behind(self, sequence: Sequence) -> None:
-        """What is full of a sequence that gives up its blocks may be wanted again, and is kept if that was said."""
+        """Retain the full blocks of a sequence that is released if its request asks for it, and call `on_release`."""
         submit = sequence.submit
         if not self.caches(sequence):
             return
@@ -364,7 +389,7 @@ class KvLedger:
         return sequence.hash_at(index, self.block_size) if is_sealed else None
 
     def _known_on_host(self, host: HostTier, sequence: Sequence) -> list[int | None]:
-        """For each computed device block of the sequence, the host block that has its contents."""
+        """Return, for each computed device block of the sequence, the host block with its contents, or None."""
         known: list[int | None] = []
         for index in range(self.blocks_for(sequence.num_computed)):
             block_hash = self._sealed_hash(sequence, index)
@@ -373,7 +398,7 @@ class KvLedger:
         return known
 
     def _host_places(self, sequence: Sequence) -> list[int | None] | None:
-        """`_known_on_host`, if the host tier has room for the rest and there is anything to swap."""
+        """Return `_known_on_host` if the host tier has enough free blocks and there is KV to swap out; else None."""
         host = self.host
         if host is None or sequence.num_computed == 0 or not sequence.blocks or sequence.key in self._landings:
             return None
@@ -382,7 +407,9 @@ class KvLedger:
         return known if known.count(None) <= host.num_free - num_revived else None
 
     def _swapped(self, sequence: Sequence) -> list[Hit]:
-        """Where the contents of a swapped sequence are to be had, block by block; on the device if still there."""
+        """Return the source of each block of a swapped-out sequence: the device if it still has the contents, else the
+        host.
+        """
         hits = []
         for index, host_block in enumerate(sequence.host_blocks):
             block_hash = self._sealed_hash(sequence, index)
@@ -391,12 +418,12 @@ class KvLedger:
         return hits
 
     def _can_have(self, num_new: int, *, beside: list[int]) -> bool:
-        """Whether so many blocks can be allocated once the blocks `beside` are shared."""
+        """Return whether `num_new` blocks can be allocated once the blocks `beside` are shared."""
         num_revived = sum(self.pool.is_free(block) for block in beside)
         return num_new <= self.pool.num_free - num_revived
 
     def _bring_in(self, sequence: Sequence, hits: list[Hit]) -> list[int]:
-        """A reference to each hit on the device, a new block and a queued copy for each on the host."""
+        """Return one device block per hit: device hits are shared, host hits get a new block and a queued copy."""
         from_host = [hit.block for hit in hits if hit.on_host]
         for hit in hits:
             if not hit.on_host:
@@ -414,7 +441,7 @@ class KvLedger:
                 self.host.fill(hit.block, block)
                 block_hash = self._sealed_hash(sequence, index)
                 if block_hash is not None:
-                    self.pool.seal(block, block_hash)  # whoever finds it runs after the copy
+                    self.pool.seal(block, block_hash)  # a sequence that hits it runs after the copy
             blocks.append(block)
         self.host.free(from_host)
         return blocks

@@ -1,4 +1,4 @@
-"""What bounds a scheduler."""
+"""Size limits of a scheduler."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step, of the batch and of the queue."""
+    """Limits of a step, of the batch and of the queue."""
 
     max_batch_tokens: int
     max_running: int
     batch_size: int = 8
     batch_timeout_ms: float = 0.0
     max_waiting: int = 32768
-    chunk_tokens: int | None = None  # rows of a step under policies that do not size it by time; None: as above
+    chunk_tokens: int | None = None  # rows per step if the policy does not size steps by time; None: max_batch_tokens

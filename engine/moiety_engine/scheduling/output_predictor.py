@@ -1,7 +1,8 @@
-"""How long an answer will be: a guess from the answers that a tenant has had.
+"""Prediction of output lengths from a tenant's earlier outputs.
 
-A histogram of output lengths a tenant, with bins that grow by a quarter and old answers forgotten, blended with that of
-all tenants while the tenant's own is thin. It sees an answer's length when the answer has ended, never before.
+Each tenant has a histogram of output lengths, with bins that grow by a quarter and old outputs decayed. It is blended
+with the histogram of all tenants while the tenant has few outputs. A length is recorded when the output has ended,
+never before.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections import OrderedDict
 
 _GROWTH = 1.25
 _NUM_BINS = 64  # up to about a million tokens
-_HALF_LIFE = 200  # answers
+_HALF_LIFE = 200  # outputs
 _DECAY = 0.5 ** (1 / _HALF_LIFE)
-_BLEND = 8.0  # answers of everybody that a tenant's guess is mixed with
+_BLEND = 8.0  # weight of all tenants' outputs in a tenant's prediction, in outputs
 _MAX_TENANTS = 10_000
-_UNKNOWN_TOKENS = 128.0  # before the first answer has ended
+_UNKNOWN_TOKENS = 128.0  # before the first output has ended
 
 
 class _Histogram:
@@ -45,7 +46,7 @@ class _Histogram:
 
 
 class OutputPredictor:
-    """Expected and high output lengths by tenant. `bias` multiplies every guess, for experiments."""
+    """Expected and high output lengths by tenant. `bias` multiplies every prediction, for experiments."""
 
     def __init__(self, *, bias: float = 1.0) -> None:
         self._bias = bias
@@ -53,7 +54,7 @@ class OutputPredictor:
         self._by_tenant: OrderedDict[str, _Histogram] = OrderedDict()
 
     def learn(self, tenant: str, num_output: int) -> None:
-        """An answer of the tenant's has ended by itself with so many tokens."""
+        """Record the length of an output that ended by itself."""
         if num_output <= 0:
             return
         self._all.add(num_output)
@@ -66,24 +67,24 @@ class OutputPredictor:
         self._by_tenant.move_to_end(tenant)
 
     def expected(self, tenant: str, *, longer_than: int = 0, at_most: int) -> float:
-        """Mean length of the tenant's answers, of those that are longer than so many tokens."""
+        """Return the mean length of the tenant's outputs that are longer than `longer_than` tokens."""
         weight = total = 0.0
         first = _bin(longer_than + 1)
         for histogram, share in self._sources(tenant):
             weight += share * sum(histogram.counts[first:])
             total += share * sum(histogram.sums[first:])
-        unheard_of = max(_UNKNOWN_TOKENS, 1.5 * longer_than)  # none was ever so long: half as much again
+        unheard_of = max(_UNKNOWN_TOKENS, 1.5 * longer_than)  # no output was longer: assume half as much again
         guess = total / weight if weight > 1e-6 else unheard_of
         return min(max(guess * self._bias, longer_than + 1.0), float(at_most))
 
     def high(self, tenant: str, quantile: float, *, at_most: int) -> int:
-        """A length that so large a part of the tenant's answers do not exceed."""
+        """Return the length that this quantile of the tenant's outputs does not exceed."""
         (own, own_share), (everyone, share) = self._sources(tenant)
         whole = own_share * own.total + share * everyone.total
         if whole <= 1e-6:
             return min(at_most, int(4 * _UNKNOWN_TOKENS))
         seen, wanted = 0.0, quantile * whole
-        for index, count in enumerate(own.counts):  # with every request that may join: told in plain steps
+        for index, count in enumerate(own.counts):  # a plain loop: this runs for every request that may join
             seen += own_share * count
             seen += share * everyone.counts[index]
             if seen >= wanted:
@@ -91,7 +92,9 @@ class OutputPredictor:
         return at_most
 
     def _sources(self, tenant: str) -> tuple[tuple[_Histogram, float], tuple[_Histogram, float]]:
-        """The tenant's histogram and everybody's, with the factors that bring them to numbers of answers."""
+        """Return the histograms of the tenant and of all tenants, each with its factor from weights to numbers of
+        outputs.
+        """
         everyone = self._all
         own = self._by_tenant.get(tenant)
         share = min(_BLEND, everyone.weight) / everyone.total / _thin(own) if everyone.total else 0.0
@@ -99,7 +102,7 @@ class OutputPredictor:
 
 
 def _thin(own: _Histogram | None) -> float:
-    """How far everybody's answers count less, the more there are of the tenant's own."""
+    """Return the divisor of all tenants' histogram, which grows with the tenant's own number of outputs."""
     return 1.0 if own is None else 1.0 + own.weight
 
 

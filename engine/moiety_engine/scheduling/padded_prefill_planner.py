@@ -1,4 +1,7 @@
-"""The padded strategy's price: every row of a batch takes the blocks of the longest prompt and the longest output."""
+"""Prefill planning for padded batching.
+
+Every row of a batch takes the blocks of the longest prompt plus the longest output.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from moiety_engine.sequence import Sequence
 
 
 class PaddedPrefillPlanner:
-    """Starts a whole batch at once, rows reserved to the longest; then only goes on with its prefill."""
+    """Starts a whole batch at once, with each row reserved to the longest; then only continues its prefill."""
 
     def __init__(self, kv: KvLedger, policy: Policy, room: Preemptor, filling: PrefillPlanner) -> None:
         self._kv = kv
@@ -26,7 +29,7 @@ class PaddedPrefillPlanner:
         self._filling.go_on(planner, now_s)
         while (sequence := self._policy.pop(now_s)) is not None:
             if len(batch) < joinable and self._fits([*batch, sequence]) and self._start(sequence):
-                self._filling.mark_started(sequence, now_ns)  # at once: what runs keeps its blocks when others start
+                self._filling.mark_started(sequence, now_ns)  # now: reclaim spares running ones
                 batch.append(sequence)
             else:
                 unfinished.append(sequence)
@@ -48,12 +51,12 @@ class PaddedPrefillPlanner:
         )
 
     def _fits(self, batch: list[Sequence]) -> bool:
-        """Whether the pool can hold the batch with every row as long as its longest; alone, a sequence always may."""
+        """Return whether the pool can hold the batch with rows padded to the longest; a single sequence always fits."""
         _, reserve = _padded_lengths(batch)
         return len(batch) == 1 or len(batch) * self._kv.blocks_for(reserve) <= self._kv.pool.num_blocks
 
 
 def _padded_lengths(batch: list[Sequence]) -> tuple[int, int]:
-    """(longest prompt, that plus the longest output) of a batch."""
+    """Return (longest prompt, longest prompt plus longest output) of a batch."""
     longest = max(len(s.tokens) for s in batch)
     return longest, longest + max(s.submit.max_tokens - s.num_output for s in batch)

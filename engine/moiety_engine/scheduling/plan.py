@@ -1,4 +1,4 @@
-"""What a step will do: the output of scheduling, the input of the runner."""
+"""Plan of a step: the output of scheduling and the input of the runner."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from moiety_engine.sequence import PENDING, Sequence
 
 
 class Chunk(NamedTuple):
-    """The part of one sequence that runs in a step: tokens num_computed … num_computed+num_tokens-1, then `num_pad`
-    rows that are computed and thrown away (padded strategy). `samples`: the last token's logits give a new token;
-    `embeds`: its hidden state is what was asked for, and the sequence ends with it. `draft`: the last of its tokens are
-    guesses that the sequence does not have yet; the logits of each, and of the one before them, give a token. Those
-    that a draft model is yet to say are PENDING."""
+    """Part of one sequence that runs in a step.
+
+    It covers tokens num_computed … num_computed+num_tokens-1, then `num_pad` rows whose results are discarded (padded
+    batching). With `samples`, the last token's logits give a new token; with `embeds`, its hidden state is the result
+    and the sequence ends. `draft` holds the last tokens of the chunk, which are proposals that the sequence does not
+    contain yet; the logits of each, and of the token before them, give a token. Draft tokens that a draft model has yet
+    to generate are PENDING.
+    """
 
     sequence: Sequence
     num_tokens: int
@@ -25,15 +28,17 @@ class Chunk(NamedTuple):
 
 
 class DraftCatchUp(NamedTuple):
-    """Tokens of a sequence that a draft model takes in, the next so many that it has not."""
+    """Next tokens of a sequence that a draft model has yet to process."""
 
     sequence: Sequence
     num_tokens: int
 
 
 class KvLoad(NamedTuple):
-    """KV from another engine that goes into a sequence's blocks, which are those from its start: that of tokens `first`
-    and later."""
+    """KV from another engine to load into a sequence's blocks.
+
+    `blocks` starts with the sequence's first block; the KV of token `first` and later tokens is loaded.
+    """
 
     key: int
     first: int
@@ -42,11 +47,14 @@ class KvLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Chunks that decode come first: a single token each, or one and a draft. `preempted` left the batch to
-    make room. Before the model runs, blocks are copied: first those of `swap_out` (device block, host block), then
-    those of `swap_in` (host block, device block); of several groups of ranks each one's are numbered after those of the
-    groups before it. Then what came from other engines lands, and a draft model does what is left to it: it takes in
-    tokens, and says those of the chunks' drafts."""
+    """One step.
+
+    Decode chunks come first: a single token each, or one token and a draft. `preempted` sequences left the batch to
+    free blocks or batch slots. Before the forward pass, blocks are copied: first those of `swap_out` (device block,
+    host block), then those of `swap_in` (host block, device block). With several rank groups, the block numbers of a
+    group follow those of the groups before it. Then KV from other engines is loaded, and the draft model processes the
+    tokens of `taken_in` and generates the pending draft tokens.
+    """
 
     chunks: list[Chunk]
     num_decode: int
@@ -61,10 +69,10 @@ class Plan:
 
     @property
     def wants_drafts(self) -> bool:
-        """Whether a draft model has anything to do."""
+        """True if a draft model has work to do."""
         return bool(self.taken_in) or any(PENDING in chunk.draft for chunk in self.chunks[: self.num_decode])
 
     @property
     def is_speculative_prefill(self) -> bool:
-        """Whether it does what nobody has asked for yet, which nothing else runs beside."""
+        """True if the step is a speculative prefill, which never shares a step with requests."""
         return bool(self.chunks) and self.chunks[0].sequence.submit.speculative_prefill is not None

@@ -1,8 +1,9 @@
-"""What a policy is asked, and the base that answers as plainly as possible.
+"""Interface of scheduling policies, and a base class with simple defaults.
 
-A policy owns the order of those who want prefill, and nothing else: the scheduler tells it who came, who was served and
-who left, and asks it whom to take next, how long a step may be and who gives way. It holds indexes over sequences and
-counters over tenants, sees neither blocks nor tensors, and never reads how long an answer will really be.
+A policy owns the order of the sequences that need prefill, and nothing else. The scheduler reports arrivals, service
+and ends to it, and asks it for the next sequence, the length of a step and the victims of preemption. A policy holds
+indexes over sequences and counters over tenants, sees neither blocks nor tensors, and never reads the actual length of
+an output in advance.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moiety_wire.notes import Reason
 
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
-    """Whether a request is let in: the class it will be served in, or None and when to come back."""
+    """Result of admission: the class in which the request is served, or None and when to retry."""
 
     service: ServiceClass | None
     reason: Reason
@@ -33,12 +34,12 @@ class AdmissionDecision:
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """How long a step may take, as far as prefill can be blamed, and how many prompt tokens go in it all the same."""
+    """Time limit of a step with prefill, and the number of prompt tokens that it takes regardless of the limit."""
 
     seconds: float
     floor_tokens: int
     best_rank: int = 0
-    of_worse_ranks: StepBudget | None = None  # for prompts of ranks worse than `best_rank`; None: the same
+    of_worse_ranks: StepBudget | None = None  # for prompts of ranks worse than `best_rank`; None: the same budget
 
     def for_rank(self, rank: int) -> StepBudget:
         """Return the budget for prompts of that rank."""
@@ -46,7 +47,7 @@ class StepBudget:
 
 
 class BatchView:
-    """What the batch looks like while a step is being filled. The scheduler keeps it up to date."""
+    """State of the batch while a step is being filled. The scheduler keeps it up to date."""
 
     __slots__ = (
         "blocks_free",
@@ -72,24 +73,24 @@ class BatchView:
         predicted_output: Callable[[], float],
     ) -> None:
         self.shape = shape
-        self.slack_s = slack_s  # until the first token is due that a running request still owes in time
+        self.slack_s = slack_s  # time until the first deadline of a running request that is still on time
         self.running = running
-        self.peers = running  # of them, those that have their blocks where the sequence in question would
-        self.worst_rank = worst_rank  # of those running; -1 if none runs
-        self.blocks_free = blocks_free  # these two are of that one place
+        self.peers = running  # running sequences in the rank group of the sequence in question
+        self.worst_rank = worst_rank  # of the running sequences; -1 if none runs
+        self.blocks_free = blocks_free  # of that rank group, like the total
         self.blocks_total = blocks_total
-        self.predicted_output = predicted_output  # tokens that all running answers are predicted to have
-        self.somebody_lacks_blocks = False  # of those whose turn it was in this step
-        self.blocks_of_tenant: dict[str, int] | None = None  # counted when somebody asks
+        self.predicted_output = predicted_output  # predicted total output of the running requests, in tokens
+        self.somebody_lacks_blocks = False  # true if a sequence of this step found too few blocks
+        self.blocks_of_tenant: dict[str, int] | None = None  # counted on first use
 
     def look_at(self, peers: list[Sequence], blocks_free: int) -> None:
-        """It is asked for a sequence that would have its blocks where these have theirs."""
+        """Switch the view to the rank group of a sequence: its running sequences and its number of free blocks."""
         if peers is not self.peers:
             self.peers, self.blocks_of_tenant = peers, None
         self.blocks_free = blocks_free
 
     def tenant_blocks(self, tenant: str) -> int:
-        """Blocks that running sequences of the tenant hold there (shared ones counted for each)."""
+        """Return the blocks that the tenant's running sequences hold in the group (shared ones count for each)."""
         if self.blocks_of_tenant is None:
             self.blocks_of_tenant = {}
             for s in self.peers:
@@ -99,7 +100,7 @@ class BatchView:
 
 @dataclass(slots=True)
 class PolicyContext:
-    """What policies predict with, shared with the scheduler that teaches it, and the bounds that they live in."""
+    """Models and limits that policies use, shared with the scheduler, which trains the models."""
 
     step_time: StepTimeModel
     lengths: OutputPredictor
@@ -107,109 +108,112 @@ class PolicyContext:
     max_batch_tokens: int
     max_running: int
     max_waiting: int
-    num_blocks: int  # of each group of ranks
+    num_blocks: int  # of each rank group
     block_size: int
-    cached_tokens: Callable[[Sequence], int]  # how many of its tokens the prefix cache holds now
+    cached_tokens: Callable[[Sequence], int]  # returns how many of its tokens the prefix cache holds now
 
 
 class Policy:
-    """The base: a queue in the order of `key`, no limit on a step's time, the youngest gives way, all are let in."""
+    """Base policy: queue in the order of `key`, no time limit, the youngest is preempted, all requests are admitted."""
 
     name = ""
-    sizes_chunks = False  # whether the policy says how long a step may last
+    sizes_chunks = False  # true if the policy limits the time of a step
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
         self._heap = EntryHeap()
         self._num_queued = 0
 
-    # ── who wants prefill ──
+    # ── prefill queue ──
 
     def key(self, sequence: Sequence, now_s: float) -> Any:
-        """What orders the queue; smaller first, ties by arrival. Computed once, on entering."""
+        """Return the sort key in the queue: smaller first, ties by arrival. Computed once, on entering."""
         raise NotImplementedError
 
     def push(self, sequence: Sequence, now_s: float) -> None:
-        """The sequence wants prefill: it is new, returns, or its last chunk did not complete its prompt."""
+        """Queue a sequence that needs prefill: it is new, returns, or its last chunk did not complete its prompt."""
         self._num_queued += sequence.enter_queue()
         self._heap.push(self.key(sequence, now_s), sequence)
 
     def pop(self, now_s: float) -> Sequence | None:
-        """Take the first out of the queue; it comes back by `push` unless its prefill will be complete."""
+        """Remove and return the first sequence; it is pushed again unless the step completes its prefill."""
         sequence = self._heap.pop()
         if sequence is not None:
             self._num_queued -= sequence.leave_queue()
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """If the sequence is queued, it is no longer."""
+        """Remove the sequence from the queue if it is queued."""
         self._num_queued -= sequence.leave_queue()
 
     @property
     def num_queued(self) -> int:
         return self._num_queued
 
-    # ── what happened ──
+    # ── events ──
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
-        """A request was let in."""
+        """Record an admitted request."""
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
-        """The sequence joined the batch for the first time, with so many tokens to prefill."""
+        """Record that the sequence joined the batch for the first time, with `num_uncached` tokens to prefill."""
 
     def decoded(self, sequences: list[Sequence]) -> None:
-        """Each of these got an output token."""
+        """Record one output token for each of these sequences."""
 
     def stepped(self, seconds: float, shape: StepShape, now_s: float) -> None:
-        """A step of this shape took so long."""
+        """Record the duration of a step of this shape."""
 
     def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
-        """The sequence gave way, and what it had will take about so long to get back."""
+        """Record a preemption. `cost_s` is the predicted time to restore the sequence's KV."""
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        """The sequence is over; it may never have started."""
+        """Record the end of a sequence, which may never have started."""
 
-    # ── what to do ──
+    # ── decisions ──
 
     def admit(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
-        """Whether to let a new request in."""
+        """Return the admission decision on a new request."""
         return AdmissionDecision(sequence.service, Reason.IN_TIME)
 
     def overflow(self, sequence: Sequence) -> AdmissionDecision:
-        """What a request is told for which the queue has no place."""
+        """Return the rejection of a request when the queue is full."""
         return AdmissionDecision(None, Reason.QUEUE_FULL, retry_after_s=1.0)
 
     def predicted_ttft_s(self) -> dict[str, float]:
-        """By class, the time to first token of an empty prompt that arrives now."""
+        """Return the predicted time to first token, by class, of an empty prompt that arrives now."""
         return {}
 
     def decodes_of_step(self, decoding: list[Chunk], now_s: float) -> list[Chunk]:
-        """Return those of the decoding requests' chunks that are part of the next step, in the same order."""
+        """Return the decode chunks that are part of the next step, in the same order."""
         return decoding
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
-        """How long the next step may take; None for no limit but that of tokens."""
+        """Return the time budget of the next step; None if only the number of tokens is limited."""
         return None
 
     def delays(self, sequence: Sequence, view: BatchView, num_blocks: int, now_s: float) -> Reason | None:
-        """Why the sequence, which would take so many blocks, may not join the batch in this step; None if it may."""
+        """Return why the sequence, which needs `num_blocks` blocks, may not join in this step; None if it may."""
         return None
 
     def may_overtake(self, blocked: Sequence, view: BatchView, now_s: float) -> bool:
-        """Whether others may be taken while this one, which came first, finds no blocks."""
+        """Return whether later sequences may be taken while `blocked` lacks blocks."""
         return False
 
     def looks_past_full_batch(self, blocked: Sequence, running: Iterable[Sequence]) -> bool:
-        """Return whether another tenant's request may still get a place in a full batch after `blocked` found none."""
+        """Return whether another tenant's request may still get a slot in a full batch after `blocked` found none."""
         return False
 
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
-        """Of decoding sequences that need one more block now, those that must wait until others have ended."""
+        """Return the decoding sequences, of those that need one more block, that must wait for others to end."""
         return []
 
     def victims(
         self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
     ) -> list[Sequence]:
-        """Who may give way, the first to go first: for an urgent beneficiary, or (None) so that others can decode.
-        `takes_blocks` is false where it is but a place in the batch that is wanted."""
+        """Return the sequences that may be preempted, the first victim first.
+
+        The beneficiary is an urgent sequence, or None if blocks are needed for decoding. `takes_blocks` is false if
+        only a slot in the batch is needed.
+        """
         return [] if beneficiary is not None else sorted(running, key=lambda s: -s.order)

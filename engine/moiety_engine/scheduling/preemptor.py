@@ -1,8 +1,8 @@
-"""Making room: whose blocks are taken when blocks are short, and whether what was computed is kept in host memory.
+"""Preemption: the choice of victims when blocks are short, and swapping or recomputation of their KV.
 
-Blocks come first from those that are out of the batch anyway, parked before returning and the youngest first; then from
-running ones, in the policy's order of victims. What a sequence has computed is copied to the host tier where
-that and the way back are predicted to take less than computing it again.
+Blocks come first from sequences outside the batch, parked before returning and the youngest first; then from running
+sequences, in the policy's order of victims. Computed KV is swapped out to the host tier if copying it out and back is
+predicted to take less time than recomputing it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from moiety_wire.notes import EventKind, Reason
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """What copying a block between device and host memory takes."""
+    """Measured cost of copying a block between device and host memory."""
 
     seconds_per_block: float = 0.0
 
 
 class Preemptor:
-    """Takes blocks from sequences. Holds the preempted of the step that is being planned."""
+    """Takes blocks from sequences. Keeps the sequences that were preempted in the step being planned."""
 
     def __init__(
         self,
@@ -50,8 +50,10 @@ class Preemptor:
         self.preempted: list[Sequence] = []
 
     def reclaim(self, num_blocks: int, kv: KvLedger) -> bool:
-        """See that a ledger has so many free blocks, at the cost of sequences that are not in the batch. False: all of
-        them together have too few."""
+        """Free blocks of a ledger until `num_blocks` are free, by taking those of sequences outside the batch.
+
+        Return False if all of these sequences together hold too few.
+        """
         pool = kv.pool
         if pool.num_free >= num_blocks:
             return True
@@ -64,8 +66,10 @@ class Preemptor:
         return False
 
     def secure_decodes(self, now_ns: int) -> list[Chunk]:
-        """Rows of the running sequences that can decode in this step, each with a block for its next token; others stay
-        out of the step, or give way to those."""
+        """Return the decode rows of this step, each with a block for its next token.
+
+        Other decoding sequences stay out of the step or are preempted.
+        """
         decoding = self._places.decoding
         short = self._short_of_a_block()
         if not short:
@@ -80,7 +84,7 @@ class Preemptor:
         return list(decoding.values())
 
     def free_for(self, beneficiary: Sequence, num_blocks: int, planner: StepPlanner, now_ns: int) -> bool:
-        """Let running sequences give way to an urgent one until so many blocks are free. All or nothing."""
+        """Preempt running sequences for an urgent one until `num_blocks` blocks are free. All or nothing."""
         pool = self._kv.of(beneficiary).pool
         chosen = []
         gained = pool.num_free
@@ -98,20 +102,22 @@ class Preemptor:
         return pool.num_free >= num_blocks
 
     def place_victim(self, beneficiary: Sequence, planner: StepPlanner, now_ns: int) -> Sequence | None:
-        """Return the running sequence that would leave a full batch for the beneficiary: one of a worse rank, or one of
-        the same rank whose tenant holds more than its share of places. None if there is none."""
+        """Return the running sequence that would leave a full batch for the beneficiary; None if there is none.
+
+        It has a worse rank, or the same rank and a tenant that holds more than its share of batch slots.
+        """
         victims = self._policy.victims(self._places.running, beneficiary, now_ns / 1e9, takes_blocks=False)
         return next((victim for victim in victims if self._may_go(victim, planner)), None)
 
     def take_place(self, victim: Sequence, beneficiary: Sequence, planner: StepPlanner, now_ns: int) -> None:
-        """Take the victim out of the batch. It keeps its blocks while nobody needs them."""
+        """Take the victim out of the batch. It keeps its blocks until another sequence needs them."""
         planner.drop_decode(victim)
         same_rank = victim.service.rank == beneficiary.service.rank
         reason = Reason.OVER_SHARE if same_rank else Reason.BATCH_FULL
         self.preempt(victim, reason, now_ns, beneficiary, take_blocks=False)
 
     def break_deadlock(self, now_ns: int, group: int | None = None) -> bool:
-        """Half-filled sequences hold all blocks among them: the youngest gives way so that the others end."""
+        """Preempt the youngest of several half-filled sequences that hold all blocks, so that the others can end."""
         holders = [s for s in self._places.running if s.blocks and group in (None, s.group)]
         num_of = Counter(s.group for s in holders)
         holders = [s for s in holders if num_of[s.group] > 1]
@@ -124,7 +130,7 @@ class Preemptor:
     def preempt(
         self, victim: Sequence, reason: Reason, now_ns: int, beneficiary: Sequence | None, *, take_blocks: bool
     ) -> None:
-        """Take a running sequence out of the batch; it returns to its old place in the queue."""
+        """Take a running sequence out of the batch; it returns to its old position in the queue."""
         cost_s = self._cost_s(victim) if take_blocks else 0.0
         if take_blocks:
             self._take_blocks(victim)
@@ -147,12 +153,12 @@ class Preemptor:
         self.preempted.append(victim)
 
     def peers(self, group: int) -> list[Sequence]:
-        """The running sequences that have their blocks in the group."""
+        """Return the running sequences that hold blocks in the group."""
         running = self._places.running
         return running if self._kv.count == 1 else [s for s in running if s.group == group]
 
     def _give_blocks(self, short: list[Sequence], kv: KvLedger, now_ns: int) -> list[Sequence]:
-        """One more block of the ledger for each, or for as many as can have one. Returns the others."""
+        """Allocate one more block for each sequence, as far as possible, and return the sequences without one."""
         pool = kv.pool
         waiting = self._policy.waiting_for_others(short)
         if waiting:
@@ -167,7 +173,7 @@ class Preemptor:
         return waiting
 
     def _free_for_decodes(self, short: list[Sequence], kv: KvLedger, now_ns: int) -> None:
-        """Preempt until the decodes that are left have their blocks, or nobody may be preempted any more."""
+        """Preempt until the remaining decodes have their blocks or no more sequences may be preempted."""
         pool, group = kv.pool, short[0].group
         for victim in self._policy.victims(list(self.peers(group)), None, now_ns / 1e9):
             if len(short) <= pool.num_free or self._num_decoding(group) < 2:
@@ -179,7 +185,7 @@ class Preemptor:
                 short.remove(victim)
 
     def _short_of_a_block(self) -> list[Sequence]:
-        """Decoding sequences whose blocks are full."""
+        """Return the decoding sequences whose blocks are full."""
         size, decoding = self._kv.first.block_size, self._places.decoding
         short = [
             s
@@ -204,7 +210,7 @@ class Preemptor:
         return self._kv.of(sequence).can_swap_out(sequence) and self._swap_s(sequence) < self._recompute_s(sequence)
 
     def _cost_s(self, sequence: Sequence) -> float:
-        """What it will take, all told, to take the sequence's blocks and to bring back what they held."""
+        """Return the predicted total time to take the sequence's blocks and to restore their contents."""
         again_s = self._recompute_s(sequence)
         return min(again_s, self._swap_s(sequence)) if self._kv.of(sequence).can_swap_out(sequence) else again_s
 
@@ -220,7 +226,7 @@ class Preemptor:
         return self._step_time.predict_s(again) - self._step_time.predict_s(empty)
 
     def _may_go(self, victim: Sequence, planner: StepPlanner) -> bool:
-        """Not if this step computes its prompt, or the running one verifies its draft."""
+        """Return False if this step computes the victim's prompt, or the running step verifies its draft."""
         return not planner.prefills(victim) and victim not in self._places.verifying
 
     def _would_free(self, sequence: Sequence) -> int:
@@ -228,7 +234,7 @@ class Preemptor:
 
 
 def _why(victim: Sequence, beneficiary: Sequence) -> Reason:
-    """Within a rank nobody is more urgent than another: there it is the tenant's share that is given back."""
+    """Return the reason for a preemption: the tenant's share within a rank, urgency between ranks."""
     same_rank = victim.service.rank == beneficiary.service.rank
     return Reason.OVER_SHARE if same_rank else Reason.URGENT_NEEDS_BLOCKS
 

@@ -1,8 +1,7 @@
-"""PrefillPlanner a step with prefill: whom the policy names next joins, or goes on, as far as rows, time and blocks
-allow.
+"""Prefill planning: fills a step with prefill in the policy's order, as far as rows, time and blocks allow.
 
-What keeps a sequence from joining is remembered with it. One that finds no blocks lets others by only where the policy
-says so; one that waits for a prefix which this very step computes always does.
+A sequence remembers why it could not join. A sequence without blocks lets others pass only where the policy allows it;
+a sequence that waits for a prefix which this step computes always does.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.notes import EventKind, Reason
 
-MAX_LOOKS = 24  # sequences that one step may look at in vain
+MAX_LOOKS = 24  # sequences that one step may examine in vain
 
 
 class _Given(Enum):
-    """What a sequence got of a step."""
+    """Result of giving a sequence a part of a step."""
 
-    ALL = auto()  # its tokens are complete with it
+    ALL = auto()  # its tokens are complete with this step
     SOME = auto()
-    NOTHING = auto()  # there is neither time nor a block for a single token
+    NOTHING = auto()  # there is no time or no block for a single token
 
 
 class PrefillPlanner:
-    """Fills one step after the other."""
+    """Fills one step after the other with prefill."""
 
     def __init__(
         self,
@@ -53,12 +52,12 @@ class PrefillPlanner:
         self.prompt_tokens_total = 0
 
     def fill(self, planner: StepPlanner, view: BatchView, joinable: int, now_ns: int) -> None:
-        """Prefill for running sequences, and for up to `joinable` that join the batch."""
+        """Add prefill of running sequences, and of up to `joinable` sequences that join the batch."""
         now_s = now_ns / 1e9
         set_aside: list[Sequence] = []
         blocked: list[Sequence] = []
-        full: set[int] = set()  # groups of which the step takes no more
-        closed: set[int] = set()  # groups that nobody else may join
+        full: set[int] = set()  # groups that get no more in this step
+        closed: set[int] = set()  # groups that no further sequence may join
         while planner.rows_left > 0 and len(set_aside) < MAX_LOOKS:
             sequence = self._policy.pop(now_s)
             if sequence is None:
@@ -92,7 +91,7 @@ class PrefillPlanner:
             self.go_on(planner, now_s)
 
     def go_on(self, planner: StepPlanner, now_s: float) -> None:
-        """Prefill for those already in the batch, whoever waits before them in the policy's queue."""
+        """Add prefill of sequences that are already in the batch, regardless of the policy's queue before them."""
         going = [s for s in self._places.prefilling if s.entry & 1 and not planner.prefills(s)]
         full: set[int] = set()
         for sequence in sorted(going, key=by_arrival):
@@ -108,8 +107,10 @@ class PrefillPlanner:
                 break
 
     def _must_wait(self, sequence: Sequence, full: set[int], closed: set[int]) -> bool:
-        """Whether the sequence's group takes no more in this step. One that holds no blocks is put into the best group
-        first."""
+        """Return whether the sequence's group takes no more in this step.
+
+        A sequence without blocks is assigned to the best group first.
+        """
         if self._kv.count == 1:
             return False
         shut = full if sequence.place is SequenceState.RUNNING else full | closed
@@ -118,26 +119,29 @@ class PrefillPlanner:
         return sequence.group in shut
 
     def _fills_the_last(self, group: int, full: set[int]) -> bool:
-        """The group takes no more in this step; whether none does."""
+        """Mark the group as full for this step. Return whether all groups are full."""
         full.add(group)
         return len(full) == self._kv.count
 
     def _ends_the_search(
         self, reason: Reason, sequence: Sequence, view: BatchView, now_s: float, closed: set[int], *, is_full: bool
     ) -> bool:
-        """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken, which
-        whoever joins another group than the one that has its blocks does not do."""
+        """Return whether no later sequence can join either.
+
+        That is the case if no batch slot is left, or if this sequence must not be overtaken. A sequence that holds
+        blocks in one group is not overtaken by those that join another group.
+        """
         if reason is Reason.NO_BLOCKS:
             if self._policy.may_overtake(sequence, view, now_s):
                 return False
             closed.add(sequence.group)
             return not sequence.holds_blocks or len(closed) == self._kv.count
-        if reason is not Reason.BATCH_FULL or sequence.boosted:  # which came out of its turn
+        if reason is not Reason.BATCH_FULL or sequence.boosted:  # a boosted sequence was taken out of turn
             return False
         return not (is_full and self._policy.looks_past_full_batch(sequence, view.running))
 
     def mark_started(self, sequence: Sequence, now_ns: int) -> None:
-        """A sequence joins the batch."""
+        """Put a sequence into the batch and count it as started or resumed."""
         tally = self._tally.of(sequence.service.name)
         tally.num_waiting -= 1
         tally.num_running += 1
@@ -157,17 +161,20 @@ class PrefillPlanner:
         sequence.delay = None
 
     def put_back(self, sequences: list[Sequence], now_s: float) -> None:
-        """Queue them again: they have not got all that they want."""
+        """Queue sequences again that need more prefill."""
         for sequence in sequences:
             if (
                 sequence.place is not SequenceState.ENDED and sequence not in self._places.decoding
-            ):  # that go on by themselves
+            ):  # decoding sequences are not queued
                 self._policy.push(sequence, now_s)
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
-        """What it kept, what was swapped out, or its prefix hits, found if not handed in. False: nothing taken."""
+        """Give a joining sequence its KV: kept blocks, swapped-out blocks, or prefix hits (searched if None).
+
+        Return False, with nothing taken, if too few blocks are free.
+        """
         if sequence.blocks:
-            return True  # it kept them, and grows as it goes
+            return True  # it kept its blocks, and grows with each chunk
         kv = self._kv.of(sequence)
         if sequence.host_blocks:
             return kv.swap_in(sequence, num_tokens)
@@ -178,7 +185,7 @@ class PrefillPlanner:
         return True
 
     def _advance(self, sequence: Sequence, planner: StepPlanner) -> _Given:
-        """Give the sequence what it may have of this step."""
+        """Give the sequence its part of this step."""
         limit = planner.prefill_room(sequence)
         if limit <= 0:
             return _Given.NOTHING
@@ -191,7 +198,7 @@ class PrefillPlanner:
     def _join(
         self, sequence: Sequence, planner: StepPlanner, view: BatchView, joinable: int, now_ns: int
     ) -> Reason | None:
-        """Put a sequence into the batch, with its prefix hits or what it had computed; or say why not."""
+        """Put a sequence into the batch, with prefix hits or its earlier KV; return the reason if it cannot join."""
         now_s = now_ns / 1e9
         victim = None
         if joinable <= 0 and (victim := self._room.place_victim(sequence, planner, now_ns)) is None:
@@ -223,11 +230,11 @@ class PrefillPlanner:
         return None
 
     def _make_room(self, sequence: Sequence, num_blocks: int, planner: StepPlanner, now_ns: int) -> bool:
-        """Have others give way until the sequence has its blocks. False: it has none."""
+        """Preempt other sequences until the sequence has its blocks. Return False if it has none."""
         kv, num_tokens = self._kv.of(sequence), len(sequence.tokens)
         if (
             self._room.reclaim(num_blocks, kv) or self._room.free_for(sequence, num_blocks, planner, now_ns)
         ) and self.take_blocks(sequence, num_tokens, None):
             return True
-        # its hits may have been blocks of those that gave way: what was free with them is then not enough
+        # its hits may have been blocks of preempted sequences, so that it needs more blocks than before
         return self._room.reclaim(kv.blocks_for(num_tokens), kv) and self.take_blocks(sequence, num_tokens, None)

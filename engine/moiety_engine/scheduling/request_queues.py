@@ -1,10 +1,9 @@
-"""Where sequences are: waiting, running, parked or returning; each move between them has one method here.
+"""Queues of the scheduler's sequences, with one method for each transition.
 
-*Waiting*: never started. *Running*: in the batch, with credit (or a padding_row of the padded strategy). *Parked*:
-without
-credit; it keeps its blocks while nobody needs them, and no place in the batch. *Returning*: was running and will again,
-after a preemption or with new credit; it, too, keeps its blocks while nobody needs them. *Finishing*: the running step
-is its last; it has no blocks, and only its result is waited for.
+*Waiting*: never started. *Running*: in the batch, with credit (or a padding row of padded batching). *Parked*: without
+credit; it has no slot in the batch and keeps its blocks until another sequence needs them. *Returning*: was running and
+will run again, after a preemption or with new credit; it also keeps its blocks until another sequence needs them.
+*Finishing*: the running step is its last; it has no blocks, and only the result is missing.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ class RequestQueues:
         self.waiting: dict[int, Sequence] = {}  # by key
         self._waiting_of: dict[tuple[int, str], dict[int, Sequence]] = {}  # by rank and class
         self.running: list[Sequence] = []
-        self.decoding: dict[Sequence, Chunk] = {}  # of them, those that lack only their newest token: their rows
-        self.verifying: dict[Sequence, None] = {}  # those whose draft runs: what they lack is known with its result
-        self.prefilling: dict[Sequence, None] = {}  # and the others
-        self.filled: dict[Sequence, None] = {}  # who may need another block for its next token: all that do are here
-        self._ranks: Counter[int] = Counter()  # of those running
-        self._decode_sums: tuple[float, int] | None = None  # of `sums_of`, for all; None: to be reckoned anew
+        self.decoding: dict[Sequence, Chunk] = {}  # those that lack only the newest token's KV
+        self.verifying: dict[Sequence, None] = {}  # running sequences with a draft in the running step
+        self.prefilling: dict[Sequence, None] = {}  # all other running sequences
+        self.filled: dict[Sequence, None] = {}  # includes all decodes that need another block
+        self._ranks: Counter[int] = Counter()  # of the running sequences
+        self._decode_sums: tuple[float, int] | None = None  # result of `sums_of` for all decodes; None: outdated
         self._predicted_output: float | None = None
         self.parked: list[Sequence] = []
         self.returning: list[Sequence] = []
@@ -46,19 +45,19 @@ class RequestQueues:
         self._waiting_of.setdefault(_queue_of(sequence), {})[sequence.key] = sequence
 
     def newest_of_worst_rank(self) -> Sequence | None:
-        """The waiting request that is missed least; None if none waits."""
+        """Return the waiting request to shed first: the newest of the worst rank; None if none waits."""
         queues = {queue: members for queue, members in self._waiting_of.items() if members}
         worst = max((rank for rank, _ in queues), default=None)
         newest = (next(reversed(members.values())) for (rank, _), members in queues.items() if rank == worst)
         return max(newest, key=by_arrival, default=None)
 
     def oldest_unix_ns(self, now_ns: int) -> int:
-        """When the first of those that wait or return came; now if there is none."""
+        """Return the arrival time of the oldest waiting or returning request; `now_ns` if there is none."""
         firsts = [*self.returning[:1], *islice(self.waiting.values(), 1)]
         return min((sequence.queued_unix_ns for sequence in firsts), default=now_ns)
 
     def oldest_unix_s(self) -> dict[str, float]:
-        """By class, when the first of those that wait or return came."""
+        """Return the arrival time of the oldest waiting or returning request, by class."""
         firsts = [next(iter(members.values())) for members in self._waiting_of.values() if members]
         oldest: dict[str, float] = {}
         for sequence in (*firsts, *self.returning):
@@ -68,35 +67,34 @@ class RequestQueues:
 
     @property
     def worst_rank_running(self) -> int:
-        """-1 if none runs."""
+        """Worst rank of the running sequences; -1 if none runs."""
         return max(self._ranks, default=-1)
 
     def sums_of(self, decoding: list[Chunk]) -> tuple[float, int]:
-        """Of all decoding sequences, or those of them that a step takes: (when the first token is due that one of them
-        still owes in time, tokens whose KV they read)."""
+        """Return (earliest on-time deadline, total tokens of KV read) of all decodes or of those in a step."""
         if len(decoding) == len(self.decoding):
             return self._sums_of_all()
         due_s = min([chunk.sequence.next_due_s for chunk in decoding], default=math.inf)
         return due_s, sum([chunk.sequence.num_computed for chunk in decoding])
 
     def predicted_output(self) -> float:
-        """Tokens that all running answers are predicted to have in all."""
+        """Return the predicted total output of all running requests, in tokens."""
         if self._predicted_output is None:
             self._predicted_output = sum(map(_predicted_output, self.running))
         return self._predicted_output
 
     def stepped(self) -> None:
-        """All that run have been told what the step gave them. They are summed up at once, while they are at hand."""
+        """Renew the sums over running sequences, right after the results of a step were recorded."""
         self.moved_on()
         self._sums_of_all()
         self.predicted_output()
 
     def moved_on(self) -> None:
-        """What was summed up of those that run does not hold any more."""
+        """Mark the sums over running sequences as outdated."""
         self._decode_sums = self._predicted_output = None
 
     def run(self, sequence: Sequence) -> None:
-        """From waiting or returning into the batch."""
+        """Move a waiting or returning sequence into the batch."""
         if sequence.place is SequenceState.WAITING:
             self._wait_no_more(sequence)
         else:
@@ -109,7 +107,7 @@ class RequestQueues:
         self.computed(sequence)
 
     def computed(self, sequence: Sequence) -> bool:
-        """More of the sequence was computed. True: it lacks no more than its newest token, and decodes from now on."""
+        """Update the queues after more of the sequence was computed. Return whether it starts to decode."""
         if (
             sequence.place is not SequenceState.RUNNING
             or not sequence.decoding
@@ -124,30 +122,30 @@ class RequestQueues:
         return True
 
     def verify(self, sequence: Sequence) -> None:
-        """A draft of the sequence runs: until its result is there, nothing can be planned for it."""
+        """Mark a sequence whose draft is running; it cannot be planned before the result is known."""
         del self.decoding[sequence]
         self.verifying[sequence] = None
 
     def verified(self, sequence: Sequence) -> None:
-        """It is there, and the sequence decodes again."""
+        """Return a verified sequence to the decodes."""
         del self.verifying[sequence]
         self.computed(sequence)
 
     def keep_as_padding(self, sequence: Sequence) -> None:
-        """A row of a padded batch has ended, and goes on to be computed with the others."""
+        """Keep the finished row of a padded batch as padding, which is computed with the other rows."""
         sequence.padding_row = True
         self.decoding[sequence] = Chunk(sequence, 0, False, num_pad=1)
         self._decode_sums = None
         self.prefilling.pop(sequence, None)
 
     def park(self, sequence: Sequence) -> None:
-        """Out of the batch, for want of credit."""
+        """Move a sequence without credit out of the batch."""
         self._run_no_more(sequence)
         insort(self.parked, sequence, key=by_arrival)
         sequence.place = SequenceState.PARKED
 
     def send_back(self, sequence: Sequence) -> None:
-        """From the batch, or from parked, to those that will return to it."""
+        """Move a running or parked sequence to those that return to the batch."""
         if sequence.place is SequenceState.RUNNING:
             self._run_no_more(sequence)
         else:
@@ -156,12 +154,12 @@ class RequestQueues:
         sequence.place = SequenceState.RETURNING
 
     def finish(self, sequence: Sequence) -> None:
-        """Out of the batch, for its last step runs."""
+        """Move a sequence whose last step is running out of the batch."""
         self._run_no_more(sequence)
         sequence.place = SequenceState.FINISHING
 
     def end(self, sequence: Sequence) -> None:
-        """Nothing is kept of it."""
+        """Remove a sequence that has ended."""
         del self.by_key[sequence.key]
         match sequence.place:
             case SequenceState.WAITING:
@@ -175,8 +173,10 @@ class RequestQueues:
         sequence.place = SequenceState.ENDED
 
     def tenant_blocks(self, most: int) -> dict[str, int]:
-        """Blocks that sequences hold, by tenant, of so many tenants that hold most. A block that several sequences
-        share counts for each of them."""
+        """Return the blocks that sequences hold, by tenant, for the `most` tenants with the most blocks.
+
+        A block that several sequences share counts for each.
+        """
         held = Counter[str]()
         for sequence in (*self.running, *self.parked, *self.returning):
             held[sequence.tenant] += len(sequence.blocks)

@@ -1,14 +1,14 @@
-"""The scheduler: owns every sequence, plans a step and takes in its result.
+"""Scheduler: owns every sequence, plans steps and processes their results.
 
-The next step may be planned while one runs. What a step does whatever it samples is taken into account when it is
-launched: tokens are computed, a pending token counts against credit and lengths, and who has had all leaves the batch.
-What hangs on the tokens comes with them. So only a sequence that ends by itself, or is ended, may be in one more step
-than it needs; what that brings is thrown away, and counted. A sequence whose draft runs is in no other step until it is
-known how much of it came true.
+The next step may be planned while one runs. Effects of a step that do not depend on the sampled tokens are applied at
+launch: tokens count as computed, a pending token counts against credit and length limits, and sequences that reach a
+limit leave the batch. Other effects follow with the tokens. So only a sequence that stops by itself, or is aborted, may
+be in one more step than it needs; the extra token is discarded and counted. A sequence whose draft runs is in no other
+step until the number of accepted tokens is known.
 
-Decodes first, then prefill in the order of the policy. Who needs blocks takes them from sequences that are out of the
-batch, then from victims that the policy names; they go on later, in their old place, without repeating a token. It
-knows no tensors and no clock: times are handed in.
+Decodes come first, then prefill in the order of the policy. Blocks are taken from sequences outside the batch, then
+from victims that the policy names; these resume later, in their old position, without repeating a token. The scheduler
+uses no tensors and no clock: times are passed in.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ _QUEUED = (SequenceState.WAITING, SequenceState.RETURNING)
 
 
 class Scheduler:
-    """Single-threaded. A step is planned, launched and committed; the next may be planned before the one that runs is
-    committed, and is launched after. The other methods are called between steps."""
+    """Scheduler of one replica. Single-threaded.
+
+    A step is planned, launched and committed. The next step may be planned before the running one is committed, and is
+    launched afterwards. All other methods are called between steps.
+    """
 
     def __init__(
         self,
@@ -62,9 +65,9 @@ class Scheduler:
         step_time: StepTimeModel | None = None,
         lengths: OutputPredictor | None = None,
         swap: SwapCost | None = None,
-        draft_tokens: int = 0,  # the longest draft; only where nothing is padded
-        proposer: Proposer | None = None,  # what drafts come from; by look-up if not given
-        further: Iterable[KvLedger] = (),  # of more groups of ranks, `kv` being the first one's; the same holds
+        draft_tokens: int = 0,  # longest draft; not with padded batching
+        proposer: Proposer | None = None,  # source of drafts; n-gram lookup if None
+        further: Iterable[KvLedger] = (),  # ledgers of further rank groups; not with padded batching
     ) -> None:
         self.kv = kv
         self.groups = groups = KvGroups([kv, *further])
@@ -95,31 +98,33 @@ class Scheduler:
         )
         self._padded = PaddedPrefillPlanner(kv, self.policy, self._room, self._filling)
         self._entrance = AdmissionQueue(groups, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
-        self._running: Plan | None = None  # launched, and not committed
+        self._running: Plan | None = None  # launched, not committed
         self._watch = StepTiming(self.step_time)
         proposer = proposer or NgramProposer()
         self.speculator = Speculator(draft_tokens, self.step_time, proposer) if draft_tokens else None
         self.output_tokens_total = self.recomputed_tokens_total = 0
-        self.prefill_seconds_total = self.decode_seconds_total = 0.0  # of steps with prompt tokens in them, and without
+        self.prefill_seconds_total = self.decode_seconds_total = 0.0  # of steps with and without prompt tokens
         self.drafted_tokens_total = self.accepted_tokens_total = 0
-        self._non_finite: list[int] = []  # keys of sequences whose newest row means nothing, to be ended
-        self.overshot_tokens_total = 0  # sampled for sequences that had ended by then
+        self._non_finite: list[int] = []  # keys of sequences to end because their newest row is not finite
+        self.overshot_tokens_total = 0  # sampled for sequences that had already ended
 
-    # ── requests come and go ──
+    # ── requests ──
 
     def add(
         self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: GrammarHandle | None = None, num_landing: int = 0
     ) -> None:
-        """Queue a request, or turn it away (see `take_verdicts`). The caller has seen to it that prompt and output fit
-        the pool. `num_landing`: of so many tokens KV has come from another engine. What is foreseen is no request: its
-        end is `speculative_prefill.take_ended`."""
+        """Queue a request or reject it (see `take_verdicts`).
+
+        The caller has checked that prompt and output fit the pool. `num_landing` is the number of tokens whose KV came
+        from another engine. A speculative prefill is not a request: `speculative_prefill.take_ended` reports its end.
+        """
         if submit.speculative_prefill is not None:
             self.speculative_prefill.add(submit, now_ns)
             return
         self._entrance.add(submit, seed=seed, now_ns=now_ns, guide=guide, num_landing=num_landing)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
-        """Raise a request's credit; ends it if this was the last and is used up."""
+        """Raise a request's credit; end the request if the credit is final and used up."""
         sequence = self.places.by_key.get(key)
         if sequence is None or sequence.padding_row or sequence.place is SequenceState.FINISHING:
             return None
@@ -146,22 +151,26 @@ class Scheduler:
         if sequence.padding_row and not sequence.pending:
             self._drop(sequence)
             return None
-        sequence.num_reserved = 0  # an aborted row is not kept as a padding_row
+        sequence.num_reserved = 0  # so that an aborted row is not kept as a padding row
         return CoreOutput(key, [], None, self._end(sequence, reason, "", now_ns))
 
     def swap_costs(self, cost: SwapCost) -> None:
-        """What copying to the host tier was measured to take."""
+        """Set the measured cost of copies to the host tier."""
         self._room.swap = cost
 
     def take_verdicts(self) -> tuple[list[CoreAdmission], list[CoreFailure]]:
-        """Who was let in and who was turned away since the last call."""
+        """Return the admissions and rejections since the last call."""
         return self._entrance.take_verdicts()
 
     # ── a step ──
 
     def plan(self, now_ns: int, *, may_prefill_ahead: bool = True) -> Plan:
-        """Decide the next step. Empty only if nothing has credit, a request waits for company, or all that can go on
-        waits for the step that runs; and nothing is foreseen then, or may be."""
+        """Plan the next step.
+
+        The plan is empty only if no request has credit, the strategy waits for more requests, or all requests that can
+        continue wait for the running step; and if there is no speculative prefill to do or `may_prefill_ahead` is
+        false.
+        """
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
         answers = self.limits.max_running if self.kv.answers_apart else None
         planner = StepPlanner(self.groups, fixed or self.limits.max_batch_tokens, self.step_time, answers)
@@ -175,8 +184,7 @@ class Scheduler:
         return planner.finish(self._room.preempted, now_ns)
 
     def _free_stuck_groups(self, planner: StepPlanner, now_ns: int) -> None:
-        """A group whose sequences hold all of its blocks and wait for more goes on in the next step, whatever others
-        do meanwhile."""
+        """Preempt in each idle group whose sequences hold all of its blocks, so that it continues in the next step."""
         if self.groups.count == 1 or planner.rows_left <= 0:
             return
         running = () if self._running is None else self._running.chunks
@@ -186,8 +194,10 @@ class Scheduler:
                 self._room.break_deadlock(now_ns, group)
 
     def end_non_finite(self, now_ns: int, also: Iterable[int] = ()) -> list[NonFiniteEnd]:
-        """End the requests of which the committed step made values that are not finite, and those whose keys are in
-        `also` if they are open. What their blocks hold is found by nobody else any more."""
+        """End the requests whose values in the committed step were not finite, and the open requests in `also`.
+
+        The contents of their blocks are removed from the prefix cache.
+        """
         ended = []
         for key in dict.fromkeys([*self._non_finite, *also]):
             sequence = self.places.by_key.get(key)
@@ -203,8 +213,10 @@ class Scheduler:
         return ended
 
     def launched(self, plan: Plan) -> None:
-        """The step runs, or will before anything that is planned from now on; the one before has been committed. Blocks
-        that it reads may be given away at once, since whoever writes to them runs later."""
+        """Record that the step is running or queued on the device; the previous step has been committed.
+
+        Blocks that it reads may be reassigned at once, since all later writes run after it.
+        """
         assert self._running is None, "a step was launched before the one that runs was committed"
         self._running = plan
         self._watch.launched(plan)
@@ -228,7 +240,7 @@ class Scheduler:
                 self._finishing(sequence)
         for chunk in plan.chunks[plan.num_decode :]:
             if self.places.computed(chunk.sequence):
-                self.policy.discard(chunk.sequence)  # it wants no more prefill
+                self.policy.discard(chunk.sequence)  # it needs no more prefill
         if plan.is_speculative_prefill:
             self.speculative_prefill.launched(plan, plan.planned_ns)
         self._retire_padding_rows()
@@ -243,10 +255,12 @@ class Scheduler:
         embeddings: Iterable[bytes] = (),
         non_finite: frozenset[int] = frozenset(),
     ) -> list[CoreOutput]:
-        """Take in the step's result: for each chunk that samples one token and one for each token of its draft, and for
-        each that embeds one vector, in the plan's order. A step that was not launched is launched first: nothing is
-        planned while it runs. What comes of a row among `non_finite`, or of an empty vector, is no output: its sequence
-        waits for `end_non_finite`."""
+        """Process the result of a step.
+
+        In the plan's order, there is one token for each chunk that samples and one for each token of its draft, and one
+        vector for each chunk that embeds. A step that was not launched is launched first: nothing is planned while it
+        runs. Results of rows in `non_finite`, and empty vectors, are not output: `end_non_finite` ends their sequences.
+        """
         if self._running is None:
             self.launched(plan)
         assert self._running is plan, "a step was committed while another ran"
@@ -255,7 +269,7 @@ class Scheduler:
         sampled = iter(zip(token_ids, logprobs, strict=True))
         embedded = iter(embeddings)
         got_token = []
-        row = 0  # the chunk's first among those that are sampled
+        row = 0  # the chunk's first row among the sampled rows
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if chunk.samples:
@@ -287,10 +301,10 @@ class Scheduler:
                 self.decode_seconds_total += seconds
         return outputs
 
-    # ── what is there ──
+    # ── state ──
 
     def begun_ns(self, plan: Plan) -> int:
-        """When a step that is not yet committed began to run: once it was planned, and the one before had ended."""
+        """Return when a step that is not yet committed began to run: after its planning and the previous step's end."""
         return self._watch.begun_ns(plan)
 
     @property
@@ -318,20 +332,20 @@ class Scheduler:
         return self._filling.prompt_tokens_total
 
     def class_loads(self) -> list[ClassLoad]:
-        """Every class's state and counters."""
+        """Return the state and counters of every class."""
         return self.tally.loads(self.policy.predicted_ttft_s(), self.places.oldest_unix_s())
 
     def kv_slots(self) -> tuple[int, int]:
-        """(slots allocated to running sequences, slots of them that hold a token)."""
+        """Return (slots allocated to running sequences, slots that hold a token)."""
         allocated = sum(len(sequence.blocks) for sequence in self.places.running) * self.kv.block_size
         return allocated, sum(sequence.num_computed for sequence in self.places.running)
 
-    # ── within ──
+    # ── internal ──
 
     def _plan_into(self, planner: StepPlanner, now_ns: int) -> None:
-        """Decodes, then as much prefill as may join them."""
+        """Add decodes, then as much prefill as fits."""
         decoding = self._room.secure_decodes(now_ns)
-        if not self._strategy.padded:  # whose rows belong together
+        if not self._strategy.padded:  # the rows of a padded batch run together
             decoding = self.policy.decodes_of_step(decoding, now_ns / 1e9)
         due_s, context = self.places.sums_of(decoding)
         planner.add_decodes(decoding, context)
@@ -361,8 +375,7 @@ class Scheduler:
     def _take_samples(
         self, chunk: Chunk, sampled: list[_Sampled], now_ns: int, first: int, non_finite: frozenset[int]
     ) -> CoreOutput | None:
-        """Take in what a chunk's rows sampled, the first of which is row `first` of the step. None where that one means
-        nothing."""
+        """Process the samples of a chunk; its first row is row `first` of the step. None if that row is not finite."""
         if non_finite:
             sampled = sampled[: next((i for i in range(len(sampled)) if first + i in non_finite), None)]
         if not sampled:
@@ -373,7 +386,7 @@ class Scheduler:
         return self._take_token(chunk.sequence, *sampled[0], now_ns)
 
     def _take_vector(self, sequence: Sequence, vector: bytes, now_ns: int) -> list[CoreOutput]:
-        """Take in the vector of a prompt that is embedded, which is empty if it means nothing."""
+        """Process the vector of an embedded prompt; an empty vector is not finite."""
         if sequence.place is SequenceState.ENDED:
             return []
         if not vector:
@@ -395,7 +408,10 @@ class Scheduler:
         return CoreOutput(submit.key, [token_id], None if logprob is None else [logprob], finish, num_cached)
 
     def _take_draft(self, chunk: Chunk, first: _Sampled, drafted: list[_Sampled], now_ns: int) -> CoreOutput:
-        """The first token, and what follows: as long as a guess is what came, what was sampled after it counts, too."""
+        """Process the first token and the accepted part of the draft.
+
+        As long as a draft token equals the sampled token, the token sampled after it counts as output.
+        """
         sequence = chunk.sequence
         sequence.num_drafted += len(chunk.draft)
         self.drafted_tokens_total += len(chunk.draft)
@@ -404,7 +420,7 @@ class Scheduler:
         for place, guessed in enumerate(chunk.draft):
             if finish is not None or guessed != token_ids[-1]:
                 break
-            if place == len(drafted):  # what comes next is not finite
+            if place == len(drafted):  # the next value is not finite
                 self._non_finite.append(sequence.key)
                 break
             sampled = drafted[place]
@@ -444,7 +460,7 @@ class Scheduler:
             self.groups.of(sequence).seal(sequence)
             self.places.filled[sequence] = None
 
-    # ── endings ──
+    # ── end of requests ──
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, detail: str, now_ns: int, embedding: bytes = b""
@@ -455,7 +471,7 @@ class Scheduler:
             self.lengths.learn(sequence.tenant, sequence.num_output)
         if (
             sequence.num_reserved and sequence.num_output and sequence.place is SequenceState.RUNNING
-        ):  # its batch goes on
+        ):  # its batch continues
             if not sequence.padding_row:
                 self.places.keep_as_padding(sequence)
         else:
@@ -474,14 +490,14 @@ class Scheduler:
         self.groups.of(sequence).release(sequence)
 
     def _retire_padding_rows(self) -> None:
-        """A padded batch is over when all of its rows are: then the blocks go back together."""
+        """Release the blocks of a padded batch together once all of its rows have ended."""
         running = self.places.running
         if running and running[0].padding_row and all(sequence.padding_row for sequence in running):
             for sequence in list(running):
                 (self._leave_batch if sequence.pending else self._drop)(sequence)
 
     def _finishing(self, sequence: Sequence) -> None:
-        """The running step is its last."""
+        """Handle a sequence for which the running step is the last."""
         if sequence.num_reserved and not sequence.submit.embed:
             self.places.keep_as_padding(sequence)
         else:

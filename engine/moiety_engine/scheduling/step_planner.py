@@ -1,4 +1,4 @@
-"""A step under construction: the rows taken so far, the chunks, and the prefix blocks that the step will complete."""
+"""Step under construction: rows, chunks, and the prefix blocks that the step will complete."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from moiety_engine.sequence import Sequence
 
 
 class StepPlanner:
-    """Adds chunks as long as rows, blocks and the step's time allow. Lives for one step; what it holds may not lose its
-    blocks, unless it is dropped first."""
+    """Adds chunks as long as rows, blocks and the step's time allow.
+
+    It is used for one step. Sequences in the step may not lose their blocks unless they are dropped from it first.
+    """
 
     def __init__(
         self, kv: KvGroups, budget_rows: int, step_time: StepTimeModel, max_answer_rows: int | None = None
     ) -> None:
-        """`max_answer_rows`: tokens of answers that a step takes, decoded or computed once more; None: any number. Of
-        prompts each group of ranks takes what is left of its part of the rows."""
+        """Create an empty step.
+
+        `max_answer_rows` limits the output tokens in a step, decoded or recomputed; None means no limit. Each rank
+        group gets an equal part of the rows, and prefill takes what decodes leave of it.
+        """
         self._kv = kv
         self._answer_rows_left = max_answer_rows
         self._budget_rows = budget_rows
@@ -26,10 +31,10 @@ class StepPlanner:
         self._step_time = step_time
         self._budget: StepBudget | None = None
         self._decodes: list[Chunk] = []
-        self._decoding: set[Sequence] | None = None  # made when somebody asks
+        self._decoding: set[Sequence] | None = None  # built on first use
         self._prefills: dict[Sequence, Chunk] = {}
         self._in_flight: set[tuple[int, bytes]] = set()  # group, hash
-        self._unhashed: list[tuple[Sequence, int]] = []  # whose blocks up to which token are in flight, too
+        self._unhashed: list[tuple[Sequence, int]] = []  # (sequence, end token): in flight too
         self._decode_context = 0
         self.num_drafted = 0
         self._taken_in: list[DraftCatchUp] = []
@@ -43,7 +48,7 @@ class StepPlanner:
 
     @property
     def groups(self) -> set[int]:
-        """Of ranks: those that have anything in the step."""
+        """Rank groups that have chunks in the step."""
         return {chunk.sequence.group for chunk in (*self._decodes, *self._prefills.values())}
 
     @property
@@ -64,7 +69,7 @@ class StepPlanner:
         self._budget = budget
 
     def will_compute(self, block_hash: bytes | None, group: int = 0) -> bool:
-        """Whether this step fills the block with this hash in the group, so that it can be hit there in the next."""
+        """Return whether this step fills the block with this hash in the group, so that the next step can hit it."""
         if block_hash is None:
             return False
         for sequence, end in self._unhashed:
@@ -77,7 +82,10 @@ class StepPlanner:
         return sequence in self._prefills
 
     def add_decodes(self, chunks: list[Chunk], context: int) -> None:
-        """One row for each decoding sequence, or padding_row, which read so many tokens' KV; its block is there."""
+        """Add one row for each decoding sequence or padding row; blocks are allocated.
+
+        `context` is the total number of tokens whose KV the rows read.
+        """
         self._decodes += chunks
         self._decoding = None
         self._decode_context += context
@@ -88,7 +96,7 @@ class StepPlanner:
                 self._taken_of_group[chunk.sequence.group] += 1
 
     def drop_decode(self, sequence: Sequence) -> None:
-        """Take back a decode of this step, so that its sequence can give way."""
+        """Remove the sequence's decode from this step, so that it can be preempted."""
         if self._decodes_now(sequence):
             self._decodes = [chunk for chunk in self._decodes if chunk.sequence is not sequence]
             self._decoding = None
@@ -98,8 +106,10 @@ class StepPlanner:
             self._take_answer_rows(-1)
 
     def draft(self, place: int, draft: list[int]) -> None:
-        """Let a decode of this step verify guesses of what follows its token; fewer where rows or blocks are few. What
-        others of the step may lack is left to them. Nothing may join the step afterwards."""
+        """Let a decode of this step verify a draft, cut to the available rows and blocks.
+
+        Free blocks that other decodes may need are left to them. Nothing may be added to the step afterwards.
+        """
         sequence = self._decodes[place].sequence
         first, kv = sequence.num_computed, self._kv.of(sequence)
         num_spare = max(0, kv.pool.num_free - len(self._decodes))
@@ -118,11 +128,11 @@ class StepPlanner:
         self._take_answer_rows(limit)
 
     def take_in(self, place: int, num_tokens: int) -> None:
-        """Let a draft model take in some tokens of a decode of this step, which it is behind."""
+        """Let a draft model process tokens of a decode of this step that it has not seen."""
         self._taken_in.append(DraftCatchUp(self._decodes[place].sequence, num_tokens))
 
     def prefill_room(self, sequence: Sequence) -> int:
-        """How many of the sequence's uncomputed tokens rows and the step's time allow."""
+        """Return how many of the sequence's uncomputed tokens fit into the rows and the step's time."""
         limit = min(sequence.num_uncomputed, self.rows_left)
         if self._kv.count > 1:
             limit = min(limit, self._rows_of_group - self._taken_of_group[sequence.group])
@@ -137,8 +147,10 @@ class StepPlanner:
         return max(floor, self._step_time.largest_prefill(self.shape, context, budget.seconds, limit))
 
     def add_prefill(self, sequence: Sequence, limit: int) -> bool:
-        """As much of the sequence's uncomputed tokens as `limit` and free blocks allow, possibly nothing. True: its
-        tokens are complete with this step."""
+        """Add as many of the sequence's uncomputed tokens as `limit` and free blocks allow, possibly none.
+
+        Return whether its tokens are complete with this step.
+        """
         kv = self._kv.of(sequence)
         room = kv.room_tokens(sequence) - sequence.num_computed
         num_tokens = min(limit, room)
@@ -167,7 +179,7 @@ class StepPlanner:
 
     def _decodes_now(self, sequence: Sequence) -> bool:
         if sequence.num_output == 0:
-            return False  # only who has an output token can decode
+            return False  # a sequence without output cannot decode
         if self._decoding is None:
             self._decoding = {chunk.sequence for chunk in self._decodes}
         return sequence in self._decoding

@@ -1,10 +1,10 @@
-"""How long a step will take: a small regression, learned while the engine runs.
+"""Step-time model: a small regression, trained while the engine runs.
 
-Seconds are modelled as a non-negative combination of what a step's cost is made of: a constant, its rows (with two
-bends, since few rows cost what reading the weights costs, and many what multiplying costs), the context that decoding
-rows read, the pairs of tokens that prefill attends to, and a constant of steps that have prompt tokens at all: those
-run without what makes pure decode steps cheap, such as replayed graphs. Least squares on relative errors, with old
-steps forgotten, held to a starting guess where there is no evidence. Pure Python: seven coefficients.
+Seconds are modelled as a non-negative combination of cost terms: a constant, the rows (with two bends, since few rows
+cost the reading of the weights, and many rows the multiplications), the context that decode rows read, the token pairs
+that prefill attends to, and a constant for steps with prompt tokens, which run without the optimizations of pure decode
+steps, such as captured graphs. The fit is least squares on relative errors with decay of old steps, regularized towards
+an initial guess. Pure Python: seven coefficients.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from moiety_wire.figures import StepCosts
 
 _BENDS = (96, 256)  # rows
 _NUM_TERMS = 7
-_FORGET = 0.995  # per step: the last few hundred count
+_FORGET = 0.995  # decay per step: the last few hundred count
 _REFIT_STEPS = 8
-_LEARNED_STEPS = 200  # after which what it has learned is told to others
+_LEARNED_STEPS = 200  # steps before the coefficients are reported
 _UNITS = (1, 100, 100, 100, 10_000, 1_000_000, 1)  # of the terms
 _RIDGE = 0.05  # the guess weighs as much as this many observations of typical size
 
 
 class StepShape(NamedTuple):
-    """What a step's time depends on."""
+    """Features of a step that determine its duration."""
 
     decode_rows: int = 0
     prefill_rows: int = 0
@@ -32,7 +32,7 @@ class StepShape(NamedTuple):
     attended_pairs: int = 0  # (prefill token, token it attends to) pairs, summed
 
     def with_prefill(self, rows: int, context: int) -> StepShape:
-        """With a chunk of `rows` more, after `context` tokens of its sequence."""
+        """Return the shape with `rows` more prefill rows, after `context` tokens of their sequence."""
         return StepShape(
             self.decode_rows,
             self.prefill_rows + rows,
@@ -41,15 +41,15 @@ class StepShape(NamedTuple):
         )
 
 
-# A guess for a machine of which nothing is known, in seconds a term's unit; a few steps teach better.
+# Guess for an unknown machine, in seconds per unit of a term; a few steps replace it.
 DEFAULT_COEFFICIENTS = (0.01, 0.01, 0.01, 0.01, 0.001, 0.001, 0.001)
 
 
 class StepTimeModel:
-    """Predicts a step's seconds from its shape; `observe` teaches it."""
+    """Predicts a step's duration in seconds from its shape; `observe` trains it."""
 
     def __init__(self, coefficients: Sequence[float] = DEFAULT_COEFFICIENTS, *, bias: float = 1.0) -> None:
-        """`bias` multiplies every prediction: for experiments on how much a wrong model harms."""
+        """Create the model. `bias` multiplies every prediction, for experiments with a wrong model."""
         if len(coefficients) != _NUM_TERMS:
             raise ValueError(f"a step-time model has {_NUM_TERMS} coefficients, not {len(coefficients)}")
         self.coefficients = [float(c) for c in coefficients]
@@ -58,15 +58,15 @@ class StepTimeModel:
         self._gram = [[0.0] * _NUM_TERMS for _ in range(_NUM_TERMS)]
         self._moment = [0.0] * _NUM_TERMS
         self.num_observed = 0
-        self.relative_error = 0.0  # mean absolute, of predictions made before the step was seen
+        self.relative_error = 0.0  # mean absolute error of predictions made before the step was observed
 
     def predict_s(self, shape: StepShape) -> float:
-        """Seconds that a step of this shape will take; at least a microsecond."""
+        """Return the predicted seconds of a step of this shape; at least a microsecond."""
         rows = shape.decode_rows + shape.prefill_rows
         return self._seconds(rows, shape.decode_context, shape.attended_pairs, has_prefill=shape.prefill_rows > 0)
 
     def _seconds(self, rows: int, decode_context: int, attended_pairs: int, *, has_prefill: bool) -> float:
-        """The terms of `_terms` times the coefficients, written out: this is called many times a step."""
+        """Compute `_terms` times the coefficients, written out because it is called many times per step."""
         constant, per_row, past_first, past_second, context, pairs, prefill = self.coefficients
         total = constant + per_row * (rows / 100)
         if has_prefill:
@@ -79,7 +79,7 @@ class StepTimeModel:
         return max(1e-6, total * self._bias)
 
     def costs(self) -> StepCosts | None:
-        """What has been learned, for others; None where that is still little."""
+        """Return the learned costs; None until enough steps were observed."""
         if self.num_observed < _LEARNED_STEPS:
             return None
         step_s, row_s, first, second, context_s, pair_s, prefill_step_s = (
@@ -89,7 +89,7 @@ class StepTimeModel:
         return StepCosts(step_s, row_s, bends, context_s, pair_s, self.relative_error, prefill_step_s)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape took so long."""
+        """Train the model with the duration of a step of this shape."""
         if seconds <= 0:
             return
         terms = _terms(shape)
@@ -98,7 +98,7 @@ class StepTimeModel:
         weight = max(0.02, 1 / self.num_observed)
         self.relative_error += weight * (abs(predicted - seconds) / seconds - self.relative_error)
         if self.num_observed > 16 and not 0.2 < seconds / max(predicted, 1e-9) < 5:
-            seconds = predicted * (5 if seconds > predicted else 0.2)  # a hiccup of the machine teaches little
+            seconds = predicted * (5 if seconds > predicted else 0.2)  # clip outliers, such as a hiccup of the machine
         scale = 1 / seconds
         scaled = [x * scale for x in terms]
         for i, row in enumerate(self._gram):
@@ -110,8 +110,10 @@ class StepTimeModel:
             self._refit()
 
     def largest_prefill(self, shape: StepShape, context: int, budget_s: float, limit: int) -> int:
-        """The most prompt tokens, up to `limit`, that may join a step of this shape, after `context` tokens of their
-        sequence, so that it is predicted to end within the budget."""
+        """Return the largest number of prompt tokens, up to `limit`, with which the step ends within the budget.
+
+        The tokens follow `context` tokens of their sequence and join a step of this shape.
+        """
         rows, decode_context, pairs = shape.decode_rows + shape.prefill_rows, shape.decode_context, shape.attended_pairs
         low, high = 0, limit
 
@@ -130,7 +132,7 @@ class StepTimeModel:
         return low
 
     def _refit(self) -> None:
-        """Solve for the coefficients; those that come out negative are held at zero, and the others solved again."""
+        """Solve for the coefficients; negative ones are fixed at zero, and the others are solved again."""
         guess = self._guess
         active = list(range(_NUM_TERMS))
         while True:
@@ -164,7 +166,7 @@ def _terms(shape: StepShape) -> tuple[float, ...]:
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Gaussian elimination of a symmetric positive definite system; both arguments are used up."""
+    """Solve a symmetric positive definite system by Gaussian elimination; both arguments are overwritten."""
     size = len(vector)
     for i in range(size):
         pivot = matrix[i][i]

@@ -1,12 +1,12 @@
-"""The known batching strategies, as one question: how many waiting requests may join the batch now?
+"""Batching strategies: how many waiting requests may join the batch now.
 
 `none`        one request at a time, to its end
-`static`      a batch of what is waiting, up to a size; the next batch starts when the last of it has ended
-`dynamic`     the same, but the first request waits up to a timeout for company
-`padded`      as static, and every row is computed as long as the longest: prompts are padded, ended rows go on
+`static`      a batch of the waiting requests, up to a size; the next batch starts when the last of them has ended
+`dynamic`     like static, but the first request waits for more requests up to a timeout
+`padded`      like static, with every row as long as the longest: prompts are padded, finished rows continue
 `continuous`  requests join and leave at every step
 
-All run on the same engine, so what differs between them in a measurement is the strategy.
+All strategies run on the same engine, so that measurements differ only by the strategy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moiety_engine.scheduling.request_queues import RequestQueues
 
 
 class QueueView(NamedTuple):
-    """What a strategy may look at."""
+    """Input of a strategy."""
 
     num_running: int
     num_waiting: int
@@ -33,7 +33,7 @@ class QueueView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """`joinable` says how many waiting requests may join; `padded` that rows are computed to the batch's longest."""
+    """Batching strategy. `joinable` returns how many waiting requests may join; `padded` pads rows to the longest."""
 
     joinable: Callable[[QueueView], int]
     padded: bool = False
@@ -57,7 +57,7 @@ def _join_continuous(view: QueueView) -> int:
 
 
 def queue_view(places: RequestQueues, limits: SchedulerLimits, now_ns: int) -> QueueView:
-    """What there is to look at now."""
+    """Return the current input of a strategy."""
     return QueueView(
         num_running=len(places.running),
         num_waiting=len(places.waiting) + len(places.returning),

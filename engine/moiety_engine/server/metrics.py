@@ -54,11 +54,11 @@ class ServerCollector(Collector):
             ),
         )
         for name, text, value in gauges:
-            yield GaugeMetricFamily(f"moiety_front_{name}", text, value)
+            yield GaugeMetricFamily(f"moiety_engine_server_{name}", text, value)
         text = "Messages of gateways that could not be read."
-        yield CounterMetricFamily("moiety_front_undecodable_messages", text, stats.num_undecodable)
+        yield CounterMetricFamily("moiety_engine_server_undecodable_messages", text, stats.num_undecodable)
         text = "Messages that gateways were not permitted to send."
-        yield CounterMetricFamily("moiety_front_refused_messages", text, stats.num_refused)
+        yield CounterMetricFamily("moiety_engine_server_refused_messages", text, stats.num_refused)
         for name, text in figures.GAUGES:
             yield GaugeMetricFamily(f"moiety_core_{name.removesuffix('_total')}", text, getattr(stats.load, name))
         for name, text in figures.COUNTERS:

@@ -41,6 +41,7 @@ MAX_WORKERS = 4  # processes that step the grammars of one replica
 MAX_KEPT = 256  # grammars in one process
 MAX_KEPT_BYTES = 8 << 20  # of their text
 STALL_S = 5.0  # without a finished operation, after which a process counts as stopped
+UNKNOWN_END = 0.5  # of a death that the template did not report, since it was killed itself or is late
 MAX_DEATHS = 2  # of processes while they worked for a request, without proof of its fault: then it fails
 MAX_UNEXPLAINED = 3  # deaths within one step that no request was the cause of
 CRASHED = "following it crashed the process that does so ({how}); write it otherwise"
@@ -67,7 +68,7 @@ class GrammarHandle:
         self.state_id = next(_ids)
         self.accepted_ids: list[int] = []  # tokens of the answer
         self.problem, self.code = "", FailureCode.GUIDE_REFUSED  # why it cannot go on, for the client
-        self.num_deaths = 0  # of processes while they worked for it, without proof of its fault
+        self.num_deaths = 0.0  # of processes while they worked for it, without proof of its fault
         weakref.finalize(self, freed_ids.append, self.state_id).atexit = False
 
     @property
@@ -292,11 +293,11 @@ class SteppingWorker:
                 suspects.append(handle)
         is_proved = end is not None and is_own_fault(end) and not beside
         for handle in suspects:
-            handle.num_deaths += 1
+            handle.num_deaths += UNKNOWN_END if end is None else 1
             if end is not None and (is_proved or handle.num_deaths >= MAX_DEATHS):
                 handle.fail(str(self._guilty(handle.grammar.guide, end)))
             elif handle.num_deaths >= MAX_DEATHS:
-                handle.fail(CRASHED.format(how="it was ended twice"))
+                handle.fail(CRASHED.format(how="it was ended again and again"))
         return bool(suspects)
 
     def _guilty(self, guide: GrammarSpec, end: ChildExit) -> GrammarRefused:

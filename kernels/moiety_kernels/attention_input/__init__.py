@@ -1,4 +1,4 @@
-"""From the fused query-key-value projection to rotated queries and a written cache."""
+"""Fused query-key-value projection to rotated queries and a written KV cache."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def attention_input(
 ) -> Tensor:
     """Normalise, clip and rotate queries and keys, store keys and values in their slots, return the queries q_THd.
 
-    A row holds all query heads, then all key heads, then all value heads; a slot is block · P + place, and a negative
-    one keeps nothing of its token. qkv may be overwritten. positions_T and slots_T are int64, cos and sin float32.
-    A cache of int8 has scales beside it, as in `kv_store`.
+    A row holds all query heads, then all key heads, then all value heads. A slot is block · P + offset; a token with a
+    negative slot is not stored. qkv may be overwritten. positions_T and slots_T are int64, cos and sin float32. An int8
+    cache has scales beside it, as in `kv_store`.
     """
     require_shape("slots", slots_T, (qkv_TC.shape[0],))
     require_shape("positions", positions_T, (qkv_TC.shape[0],))

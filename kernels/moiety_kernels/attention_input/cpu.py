@@ -1,6 +1,6 @@
-"""Queries, keys and values made ready for attention on a CPU, all in one pass over a token's row, in place.
+"""Preparation of queries, keys and values for attention on a CPU, in one pass over a token's row, in place.
 
-T tokens, C fused width, G key-value heads, d head width, P places a block, N blocks, R rotated pairs.
+T tokens, C fused width, G key-value heads, d head width, P slots per block, N blocks, R rotated pairs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from moiety_kernels.attention_input.plan import AttentionInputPlan
 
 _LAYOUT = struct.Struct("18q2d")
-_BLOCK = 16  # tokens a task
+_BLOCK = 16  # tokens per task
 
 
 def fits(qkv_TC: Tensor, cos_PR: Tensor, positions_T: Tensor, k_cache_NGPd: Tensor, slots_T: Tensor) -> bool:
-    """Whether `attention_input` takes these tensors."""
+    """Return whether `attention_input` supports these tensors."""
     return (
         qkv_TC.dtype is torch.float32
         and k_cache_NGPd.dtype in (torch.float32, torch.bfloat16)
@@ -51,7 +51,7 @@ def attention_input(
     v_cache_NGPd: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
-    """The queries as a view of qkv."""
+    """Return the queries as a view of qkv."""
     tokens, fused = qkv_TC.shape
     _, num_kv_heads, places, width = k_cache_NGPd.shape
     q_width = fused - 2 * num_kv_heads * width

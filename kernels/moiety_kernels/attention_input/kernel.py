@@ -1,7 +1,9 @@
-"""Queries, keys and values made ready for attention in Triton, in one launch: a program has some heads of a token.
+"""Preparation of queries, keys and values for attention in Triton, in one launch.
 
-T tokens, C fused width, H query heads, G key-value heads, d head width, N blocks, P places a block, R rotated pairs.
-A head is held in three parts: the first of each rotated pair, the second, and what is not rotated.
+Each program handles some heads of one token.
+
+T tokens, C fused width, H query heads, G key-value heads, d head width, N blocks, P slots per block, R rotated pairs. A
+head is held in three parts: the first of each rotated pair, the second, and the part that is not rotated.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from moiety_kernels.gpu.cases import CompileCase
 if TYPE_CHECKING:
     from moiety_kernels.attention_input.plan import AttentionInputPlan
 
-_VALUES = 1024  # of one program, whose two warps read 16 bytes a thread at once
-MOST_VALUES = 32768  # that the registers of 16 warps hold
-_NONE, _OF_HEAD, _OF_ROW = "none", "head", "row"  # what is normalised at once
+_VALUES = 1024  # per program; each of its two warps reads 16 bytes per thread at once
+MOST_VALUES = 32768  # values that fit in the registers of 16 warps
+_NONE, _OF_HEAD, _OF_ROW = "none", "head", "row"  # what is normalised together
 
 
 def fits(x_THd: Tensor, cos_PR: Tensor) -> bool:
-    """Whether heads like these can be rotated by such a table."""
+    """Return whether the table can rotate heads of this layout."""
     return x_THd.stride(-1) == 1 and cos_PR.is_contiguous() and triton.next_power_of_2(x_THd.shape[-1]) <= MOST_VALUES
 
 
 def fits_plan(plan: AttentionInputPlan) -> bool:
-    """Whether the kernel takes what the plan normalises at once."""
+    """Return whether the kernel supports the width that the plan normalises at once."""
     return plan.q_norm is None or triton.next_power_of_2(plan.q_norm.shape[0]) <= MOST_VALUES
 
 
@@ -45,7 +47,7 @@ def attention_input(
     k_scale_NGP: Tensor | None = None,
     v_scale_NGP: Tensor | None = None,
 ) -> Tensor:
-    """Queries q_THd; keys and values go to their slots, and nowhere where the slot is negative."""
+    """Return the queries q_THd and write keys and values to their slots; a negative slot writes nothing."""
     tokens, fused = qkv_TC.shape
     num_kv_heads, width = k_cache_NGPd.shape[1], k_cache_NGPd.shape[3]
     q_THd, k_TGd, v_TGd = qkv_TC.view(tokens, fused // width, width).tensor_split(
@@ -58,7 +60,7 @@ def attention_input(
 
 
 def rope(x_THd: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
-    """x with the pairs (i, i + R) of its heads rotated; x's heads may lie anywhere, a head's values side by side."""
+    """Return x with the pairs (i, i + R) of its heads rotated; x's heads may lie anywhere, each head contiguous."""
     out_THd = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)
     _launch(x_THd, None, None, None, (cos_PR, sin_PR, positions_T), out_THd, None)
     return out_THd
@@ -73,7 +75,7 @@ def kv_store(
     k_scale_NGP: Tensor | None = None,
     v_scale_NGP: Tensor | None = None,
 ) -> None:
-    """Keys and values as they are to their slots, and nowhere where the slot is negative."""
+    """Write keys and values unchanged to their slots; a negative slot writes nothing."""
     _launch(None, k_TGd, v_TGd, None, None, None, (k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP))
 
 
@@ -86,7 +88,7 @@ def _launch(
     out_THd: Tensor | None,
     caches: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None,
 ) -> None:
-    """The heads that are given; the rest of the launch is left out."""
+    """Launch programs for the heads that are given and omit the others."""
     some = q_THd if q_THd is not None else k_TGd
     assert some is not None
     heads = 0 if q_THd is None else q_THd.shape[1]
@@ -144,7 +146,7 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
 
 
 def _shape(heads: int, kv_heads: int, width: int, pairs: int, norm: str) -> dict[str, Any]:
-    """Constants of the launch: as many heads a program as make _VALUES, or all where all are normalised at once."""
+    """Return the launch constants: heads per program to fill _VALUES, or all heads if normalised together."""
     block = triton.next_power_of_2(width)
 
     def rows(count: int) -> int:
@@ -208,7 +210,10 @@ def _attention_input(
     NORM: tl.constexpr,
     CLIP: tl.constexpr,
 ):
-    """Programs 0 … of a token have queries, Q_HEADS each; then come as many as keys need, and as many for values."""
+    """Process the heads of one token.
+
+    The first programs of a token have Q_HEADS queries each, then come the programs for keys, then those for values.
+    """
     i_token = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     q_programs = tl.cdiv(heads, Q_HEADS)
@@ -225,7 +230,7 @@ def _attention_input(
             slot = tl.load(p_slots + i_token).to(tl.int64)
             block, place = slot // places, slot % places
             first_scale = block * kv_heads * places + place
-            held = tl.where(slot < 0, 0, kv_heads)  # a token that belongs to nobody is written nowhere
+            held = tl.where(slot < 0, 0, kv_heads)  # a token without a slot is not written
             if program < q_programs + kv_programs:
                 _heads(
                     p_k + i_token * k_token, k_head, p_k_cache + block * k_block + place * k_place, k_cache_head,
@@ -271,8 +276,10 @@ def _heads(
     CLIP: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
-    """HEADS of the `heads` that lie at p_source, to where the first `held` are kept, divided by scales of their own if
-    there is a place for those."""
+    """Write HEADS of the `heads` at p_source to the target; only the first `held` heads are stored.
+
+    With p_scale, each head is divided by its own scale, which is stored there.
+    """
     i_head = program * HEADS + tl.arange(0, HEADS)
     p_row = p_source + i_head.to(tl.int64)[:, None] * source_head
     first, second, rest = _load(p_row, i_head, heads, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK)
@@ -314,7 +321,7 @@ def _heads(
 
 @triton.jit
 def kept(values, p_row):
-    """What float8 has no number for becomes its greatest."""
+    """Return the values, clamped to ±448 where the target is float8, which cannot represent more."""
     if p_row.dtype.element_ty == tl.float8e4nv:
         values = tl.clamp(values.to(tl.float32), -448.0, 448.0).to(tl.float8e4nv)
     return values
@@ -327,7 +334,7 @@ def _largest(part):
 
 @triton.jit
 def _whole(part, scale):
-    """The nearest whole number of scales."""
+    """Return the nearest integer multiples of the scale."""
     return tl.floor(tl.div_rn(part.to(tl.float32), scale[:, None]) + 0.5).to(tl.int8)
 
 
@@ -341,7 +348,7 @@ def _load(
     PAIRS_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):
-    """The three parts of some heads, [heads, PAIRS_BLOCK] twice and [heads, REST_BLOCK], 0 where there is nothing."""
+    """Load the three parts of some heads, [heads, PAIRS_BLOCK] twice and [heads, REST_BLOCK], 0 outside the head."""
     i_pair, i_rest = tl.arange(0, PAIRS_BLOCK)[None, :], tl.arange(0, REST_BLOCK)[None, :]
     m_pair = (i_head < heads)[:, None] & (i_pair < PAIRS)
     m_rest = (i_head < heads)[:, None] & (i_rest < WIDTH - 2 * PAIRS)
@@ -357,7 +364,7 @@ def _squares(part):
 
 @triton.jit
 def _scaled(part, factor, weight):
-    """Rounded before the weight, as the models' own code does it."""
+    """Return the part times the factor, rounded before the weight is applied, as the models' own code does."""
     return ((part.to(tl.float32) * factor).to(part.dtype) * weight).to(part.dtype)
 
 
@@ -367,8 +374,11 @@ def _clamped(part, clip):
 
 
 def compile_cases() -> list[CompileCase]:
-    """Heads of known families: plain, normalised each or all at once, clipped, partly rotated, and no multiple of 16
-    bytes wide; the rotation alone, and the storing alone."""
+    """Return the compile cases for the heads of known families.
+
+    They are plain, normalised per head or all at once, clipped, partly rotated, and of a width that is no multiple of
+    16 bytes; then the rotation alone and the store alone.
+    """
     pointers = dict.fromkeys(("p_q", "p_k", "p_v", "p_out", "p_k_cache", "p_v_cache"), "*bf16")
     pointers |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_cos", "p_sin", "p_k_scale", "p_v_scale"), "*fp32")
     pointers |= dict.fromkeys(("p_positions", "p_slots"), "*i64")
@@ -397,6 +407,6 @@ def compile_cases() -> list[CompileCase]:
         absent += () if name == "int8" else ("p_k_scale", "p_v_scale")
         constants |= dict.fromkeys(absent)
         kept_in = dict.fromkeys(("p_k_cache", "p_v_cache"), caches.get(name, "*bf16"))
-        only = ("sm_90", "sm_100") if name == "fp8" else ()  # older ones have no such numbers, AMD's others
+        only = ("sm_90", "sm_100") if name == "fp8" else ()  # older GPUs have no float8, and AMD's float8 differs
         cases.append(CompileCase(name, _attention_input, types | kept_in, constants, num_warps=warps, only=only))
     return cases

@@ -1,4 +1,4 @@
-"""What a layer does to its queries, keys and values before attention."""
+"""Operations of a layer on its queries, keys and values before attention."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputPlan:
-    """`q_norm` and `k_norm`, float32: RMS weights as wide as one head, or as all heads at once, or none. Then what
-    exceeds ±clip is clipped."""
+    """Normalisation and clipping of queries, keys and values.
+
+    `q_norm` and `k_norm`, float32: RMS weights as wide as one head, or as all heads together, or None. Values beyond
+    ±clip are clipped afterwards.
+    """
 
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None

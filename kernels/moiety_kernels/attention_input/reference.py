@@ -1,4 +1,4 @@
-"""The definition of what happens between the fused projection and attention.
+"""Definition of the steps between the fused projection and attention.
 
 T tokens, C fused width (H + 2G) · d, H query heads, G key-value heads, d head width.
 """

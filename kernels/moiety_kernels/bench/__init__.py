@@ -1,1 +1,1 @@
-"""`moiety bench kernels`: the kernels against their rivals, and against what memory and arithmetic allow."""
+"""`moiety bench kernels`: the kernels against rival implementations and against the memory and compute roofline."""

@@ -1,4 +1,4 @@
-"""The command `moiety bench kernels`. Imports torch only when it is called."""
+"""The command `moiety bench kernels`. It imports torch only when it is called."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def bench_kernels(
     output: Annotated[Path | None, typer.Option(dir_okay=False, help="also write the JSON there, as it grows")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
-    """The kernels against their rivals in the same run, and against the device's roofline: cold caches, interleaved
-    repeats, medians."""
+    """Compare the kernels with their rivals and with the device's roofline in one run.
+
+    Calls run with cold caches and interleaved repeats; times are medians.
+    """
     require_package("bench kernels", "torch")
     import torch  # noqa: PLC0415 - seconds, and not installed everywhere
 

@@ -1,8 +1,8 @@
-"""Timing calls on a device: cold caches, interleaved repeats, medians; on a GPU without the time to launch them.
+"""Timing of calls on a device: cold caches, interleaved repeats, medians; on a GPU without launch time.
 
-Caches are emptied by *reading* other memory, since written lines would still have to go to memory while the call is
-timed. On a GPU a call is captured as a CUDA graph where it can be, and is queued behind a kernel that only waits, so
-that everything has been launched before the first event passes.
+Caches are flushed by *reading* other memory: written lines would still have to be written back while the call is timed.
+On a GPU a call is captured as a CUDA graph where possible and queued behind a kernel that only waits, so that
+everything is launched before the first event passes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Call = Callable[[], object]
 
 MIN_REPEATS = 5
 MAX_REPEATS = 40
-_CACHE_MULTIPLE = 4  # of a GPU's cache are read, which makes it unlikely that anything stays
-_CPU_CACHE_BYTES = 64 << 20  # as much as most have
-_WAIT_CYCLES_PER_S = 2e9  # of the kernel that waits; a slower clock waits longer, which does no harm
-_LAUNCH_S = 100e-6  # to launch a captured graph, generously
+_CACHE_MULTIPLE = 4  # multiple of the GPU's cache that is read, so that old contents are unlikely to remain
+_CPU_CACHE_BYTES = 64 << 20  # as large as most caches
+_WAIT_CYCLES_PER_S = 2e9  # clock rate of the waiting kernel; a slower clock waits longer, which is harmless
+_LAUNCH_S = 100e-6  # upper bound on the time to launch a captured graph
 _MAX_WAIT_S = 0.02
 
 
 class CallFailed(Exception):
-    """A call raised what it raised; nothing is known of its time."""
+    """A call raised an exception; its time is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one call: the median, and how far the middle half of the repeats lies apart, as a fraction of it."""
+    """Time of one call: the median, and the interquartile range as a fraction of the median."""
 
     seconds: float
     spread: float
@@ -42,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call that is warm. `launch_s`: how long the host is busy with it."""
+    """A warm call. `launch_s`: seconds that the host needs to launch it."""
 
     call: Call
     graph: bool = False
@@ -50,17 +50,17 @@ class Prepared:
 
 
 class Clock(Protocol):
-    """Prepares calls, then takes one time of each in turn."""
+    """Prepares calls, then times each once in turn."""
 
     def prepare(self, call: Call) -> Prepared:
-        """Warm `call` up. Raises what the call raises."""
+        """Warm up `call`. Raises what the call raises."""
 
     def sample(self, calls: list[Prepared]) -> list[float]:
-        """Seconds of each call, in order, each with cold caches."""
+        """Return the seconds of each call, in order, each with cold caches."""
 
 
 class CpuClock:
-    """By the host's clock."""
+    """Clock of the host."""
 
     def __init__(self) -> None:
         self._other = torch.ones(_CPU_CACHE_BYTES // 4)
@@ -80,7 +80,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """By the device's own events."""
+    """Clock that uses the device's own events."""
 
     def __init__(self, device: torch.device) -> None:
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -98,7 +98,7 @@ class CudaClock:
         try:
             with torch.cuda.graph(graph):
                 call()
-        except RuntimeError:  # it waits for the device in its midst, which a graph cannot hold
+        except RuntimeError:  # the call waits for the device, which a graph cannot capture
             torch.cuda.synchronize()
             begin = time.perf_counter()
             call()
@@ -133,8 +133,10 @@ def clock_of(device: torch.device) -> Clock:
 def measure(
     calls: Mapping[str, Call], clock: Clock, *, budget_s: float
 ) -> tuple[dict[str, Timing], dict[str, CallFailed]]:
-    """Time `calls` in turn, in an order that is reversed every other round, for about `budget_s`. Those that fail come
-    back with their errors and cost the others nothing."""
+    """Time `calls` in turn, in an order that is reversed every other round, for about `budget_s`.
+
+    Calls that fail are returned with their errors and take no time from the others.
+    """
     ready: dict[str, Prepared] = {}
     failed: dict[str, CallFailed] = {}
     for name, call in calls.items():

@@ -1,6 +1,6 @@
-"""The whole expert layer, router scores to combined rows, as a call to time: ours and its rivals on the same tensors.
+"""The whole expert layer, router scores to combined rows, as a timed call: ours and its rivals on the same tensors.
 
-T tokens, K experts a token, R = T · K routed rows, E experts, D model width, F expert width.
+T tokens, K experts per token, R = T · K routed rows, E experts, D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from moiety_kernels.route.reference import route as route_in_torch
 
 _CONTENDERS = 6
 FLOAT8 = "float8"
-# Of layers in few bits: what their weights are kept as, and what that is called.
+# Quantized layers: the weight format and its display name.
 NARROW: dict[str, tuple[WeightFormat, str]] = {
     "moe_layer_fp8": (FP8, FLOAT8),
     "moe_layer_int4": (INT4, "int4"),
     "moe_layer_mxfp4": (MXFP4, "mxfp4"),
 }
 NarrowWeights = tuple[QuantizedWeight, QuantizedWeight]
-# And how the expert layer's cost model calls them, by the format.
+# Names of the formats in the expert layer's cost model.
 _WIDE: tuple[tiles.Weights, tiles.Scales, tiles.Four] = ("wide", "none", "")
 _KINDS: dict[str, tuple[tiles.Weights, tiles.Scales, tiles.Four]] = {
     "fp8": ("fp8", "row", ""),
@@ -49,14 +49,17 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Of one point: `x_TD` as our layer gets it there, and `narrow_TD`, the same in the weights' type for rivals."""
+    """Inputs of one point.
+
+    `x_TD` has the type that our layer gets on the device; `narrow_TD` is the same in the weights' type, for rivals.
+    """
 
     shape: LayerShape
     weights: Weights
     x_TD: Tensor
     narrow_TD: Tensor
     logits_TE: Tensor
-    active: int  # experts that get a row
+    active: int  # experts that receive a row
 
 
 def weight_bytes(shape: LayerShape) -> int:
@@ -64,13 +67,13 @@ def weight_bytes(shape: LayerShape) -> int:
 
 
 def scratch_bytes(shape: LayerShape, tokens: int) -> int:
-    """What the contenders take beside the weights, each of which keeps all of its intermediate values."""
+    """Return the memory that the contenders need beside the weights; each keeps all of its intermediate values."""
     rows = tokens * shape.top_k + shape.num_experts
     return _CONTENDERS * rows * (3 * shape.width + 4 * shape.hidden) * 4
 
 
 def make_weights(shape: LayerShape, device: torch.device) -> Weights:
-    """Random, of a size that keeps values near one: products of zeros would be faster than real ones."""
+    """Return random weights, scaled to keep values near one; products of zeros would be faster than real ones."""
     experts_, width, hidden = shape.num_experts, shape.width, shape.hidden
     gate_up_E2FD = torch.empty(experts_, 2 * hidden, width, dtype=torch.bfloat16, device=device)
     down_EDF = torch.empty(experts_, width, hidden, dtype=torch.bfloat16, device=device)
@@ -78,7 +81,7 @@ def make_weights(shape: LayerShape, device: torch.device) -> Weights:
 
 
 def make_inputs(shape: LayerShape, weights: Weights, tokens: int, routing: str, seed: int) -> Inputs:
-    """Rows and router scores drawn from `seed`."""
+    """Draw rows and router scores from `seed`."""
     device = weights.down_EDF.device
     generator = torch.Generator().manual_seed(seed)
     logits_TE = draw_logits(routing, tokens, shape.num_experts, generator).to(device)
@@ -91,7 +94,10 @@ def make_inputs(shape: LayerShape, weights: Weights, tokens: int, routing: str, 
 
 
 def ours(inputs: Inputs) -> Callable[[], Tensor]:
-    """On a GPU the Triton kernels by name: what they do not take shall fail, and not be timed as something else."""
+    """Return our layer as a call.
+
+    On a GPU it names the Triton kernels, so that inputs they do not support fail instead of running a fallback.
+    """
     kernel = "triton" if inputs.x_TD.is_cuda else "auto"
     spec, weights = spec_of(inputs.shape), inputs.weights
 
@@ -103,7 +109,7 @@ def ours(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def ours_narrow(inputs: Inputs, narrow: NarrowWeights) -> Callable[[], Tensor]:
-    """The same layer with weights in few bits: those of eight by scales of rows, as `--quantization fp8` has them."""
+    """Return the same layer with quantized weights; 8-bit weights have scales per row, as with `--quantization fp8`."""
     kernel = "triton" if inputs.x_TD.is_cuda else "auto"
     spec = spec_of(inputs.shape)
 
@@ -115,7 +121,7 @@ def ours_narrow(inputs: Inputs, narrow: NarrowWeights) -> Callable[[], Tensor]:
 
 
 def ours_by_tiles(inputs: Inputs, narrow: NarrowWeights | None) -> Callable[[], Tensor] | None:
-    """On a GPU, the same layer with few rows taken in tiles as many are; None where they are anyway."""
+    """Return the same layer on a GPU with few rows computed in tiles; None where tiles are used anyway."""
     if not inputs.x_TD.is_cuda:
         return None
     from moiety_kernels.gpu.devices import device_model  # noqa: PLC0415 - Triton, which only a GPU has a use for
@@ -140,7 +146,7 @@ def ours_by_tiles(inputs: Inputs, narrow: NarrowWeights | None) -> Callable[[], 
 
 
 def _held(weights: Weights, narrow: NarrowWeights | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Gate and up with their scales, and down with its, as the Triton kernels take them."""
+    """Return gate and up with their scales, and down with its scale, in the layout of the Triton kernels."""
     if narrow is None:
         return weights.gate_up_E2FD, None, weights.down_EDF, None
     scales = [one.scales_NG.squeeze(-1) if one.format.group is None else one.scales_NG for one in narrow]
@@ -148,19 +154,19 @@ def _held(weights: Weights, narrow: NarrowWeights | None) -> tuple[Tensor, Tenso
 
 
 def in_few_bits(weights: Weights, form: WeightFormat) -> NarrowWeights:
-    """Gate and up, and down, packed as the device's kernels read them."""
+    """Quantize gate, up and down, packed in the layout of the device's kernels."""
     if form.bits == 4 and weights.down_EDF.is_cuda:
         form = replace(form, pack=GPU_PACK)
     return quantize(weights.gate_up_E2FD, form), quantize(weights.down_EDF, form)
 
 
 def rivals(inputs: Inputs, *, is_bound_by_memory: bool) -> dict[str, Call]:
-    """By name, those that can be had here."""
+    """Return the rival implementations that are available here, by name."""
     found: dict[str, Call] = {
         "torch_grouped_mm": grouped_mm(inputs),
         "cublas_batched" if inputs.x_TD.is_cuda else "torch_batched": batched(inputs),
     }
-    if not is_bound_by_memory:  # else it would be a race with somebody who carries nothing
+    if not is_bound_by_memory:  # else a rival without routing would win by doing less work
         found["cublas_dense" if inputs.x_TD.is_cuda else "torch_dense"] = dense(inputs)
     if importlib.util.find_spec("transformers") is not None:
         found["transformers_grouped_mm"] = in_transformers(inputs)
@@ -170,7 +176,7 @@ def rivals(inputs: Inputs, *, is_bound_by_memory: bool) -> dict[str, Call]:
 
 
 def grouped_mm(inputs: Inputs) -> Callable[[], Tensor]:
-    """torch's grouped product, with the sorting, activation and sum around it in torch."""
+    """Return torch's grouped product, with sorting, activation and sum in torch."""
 
     def run() -> Tensor:
         weight_TK, expert_TK = route_in_torch(inputs.logits_TE, spec_of(inputs.shape))
@@ -181,8 +187,7 @@ def grouped_mm(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def batched(inputs: Inputs) -> Call:
-    """No layer, but what a layer cannot do without: the same weights read and the same products, each active expert
-    with as many rows as the next, nothing routed."""
+    """Return a lower bound on a layer: the same weights and products, equal rows per active expert, no routing."""
     rows = -(-inputs.logits_TE.shape[0] * inputs.shape.top_k // inputs.active)
     gate_up_A2FD = inputs.weights.gate_up_E2FD[: inputs.active]
     down_ADF = inputs.weights.down_EDF[: inputs.active]
@@ -191,7 +196,7 @@ def batched(inputs: Inputs) -> Call:
 
 
 def dense(inputs: Inputs) -> Call:
-    """The same number of operations in two products with one expert's weights."""
+    """Return the same number of operations as two products with one expert's weights."""
     gate_up_2FD, down_DF = inputs.weights.gate_up_E2FD[0], inputs.weights.down_EDF[0]
     rows = inputs.logits_TE.shape[0] * inputs.shape.top_k
     x_RD = torch.randn(rows, inputs.shape.width, device=down_DF.device).to(down_DF.dtype)
@@ -199,7 +204,7 @@ def dense(inputs: Inputs) -> Call:
 
 
 def in_transformers(inputs: Inputs) -> Call:
-    """Mixtral's experts there, which hold their weights as we do, by its grouped product."""
+    """Return Mixtral's experts in transformers, which hold their weights as we do, with its grouped product."""
     from transformers import MixtralConfig  # noqa: PLC0415 - only where it is installed
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: PLC0415
 
@@ -221,7 +226,7 @@ def in_transformers(inputs: Inputs) -> Call:
 
 
 def in_vllm(inputs: Inputs) -> Call:
-    """Its fused experts in Triton, whose weights lie as ours do."""
+    """Return vLLM's fused experts in Triton, whose weights have the same layout as ours."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts  # noqa: PLC0415 - where it is installed
 
     def run() -> object:

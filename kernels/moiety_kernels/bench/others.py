@@ -1,6 +1,6 @@
-"""The operations beside the expert layer as calls to time: ours, and torch's own for the same.
+"""The operations beside the expert layer as timed calls: ours and torch's own.
 
-T tokens, S sequences, E experts, D model width, H query and G key-value heads of width d, N blocks of P places.
+T tokens, S sequences, E experts, D model width, H query and G key-value heads of width d, N blocks of P slots.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from moiety_kernels.sample import Draws, sample
 from moiety_kernels.sample.reference import sample as sample_in_torch
 
 _EPS = 1e-6
-_PLACES = 16  # a block of the cache
+_PLACES = 16  # slots per cache block
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is timed at one size, and what it must do at least."""
+    """One timed size of an operation and the least work that it must do."""
 
     ours: Call
     rivals: dict[str, Call]
@@ -42,8 +42,8 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Operation:
     name: str
-    tokens: Callable[[LayerShape, int], bool]  # whether it is measured at so many
-    bytes: Callable[[LayerShape, int], int]  # of memory, about
+    tokens: Callable[[LayerShape, int], bool]  # whether it is measured with this many tokens
+    bytes: Callable[[LayerShape, int], int]  # approximate memory in bytes
     make: Callable[[LayerShape, int, torch.device], Point]
 
 
@@ -60,7 +60,7 @@ def _rms_norm(shape: LayerShape, tokens: int, device: torch.device) -> Point:
 
 
 def _add_rms_norm(shape: LayerShape, tokens: int, device: torch.device) -> Point:
-    """Ours may write into its inputs, so they are small and change from call to call; what it costs does not."""
+    """Time the fused normalisation; ours may write into its inputs, so they shrink between calls, at unchanged cost."""
     x, delta = _rows(tokens, shape, device), torch.zeros_like(_rows(tokens, shape, device))
     weight = torch.ones(shape.width, device=device)
     narrow = weight.to(x.dtype)
@@ -75,7 +75,7 @@ def _add_rms_norm(shape: LayerShape, tokens: int, device: torch.device) -> Point
 
 
 def _invariant_linear(shape: LayerShape, tokens: int, device: torch.device) -> Point:
-    """What attention projects its queries with."""
+    """Time the projection of attention's queries."""
     x_TD = _rows(tokens, shape, device)
     weight_ND = _projection(shape, device)
     return Point(
@@ -102,7 +102,10 @@ def _route(shape: LayerShape, tokens: int, device: torch.device) -> Point:
 
 
 def _sample(shape: LayerShape, rows: int, device: torch.device) -> Point:
-    """Top-p of 0.9 in every row, at a temperature that changes no logits, since these may be overwritten."""
+    """Time sampling with top-p 0.9 in every row.
+
+    The temperature leaves logits unchanged, since a call may overwrite them.
+    """
     logits_LV = 4 * torch.randn(rows, shape.vocabulary, device=device)
 
     def each(value: float, dtype: torch.dtype) -> Tensor:
@@ -124,7 +127,10 @@ def _sample(shape: LayerShape, rows: int, device: torch.device) -> Point:
 
 
 def _decode(shape: LayerShape, sequences: int, device: torch.device) -> Point:
-    """The blocks of a sequence lie anywhere in the cache. The rival has its keys and values side by side."""
+    """Time decode attention.
+
+    A sequence's blocks are scattered over the cache; the rival's keys and values are contiguous.
+    """
     context = _context(device)
     k, v = _cache(shape, sequences, context, device), _cache(shape, sequences, context, device)
     q_THd = torch.randn(sequences, shape.heads, shape.head_width, device=device).to(k.dtype)
@@ -179,7 +185,7 @@ def _cache(shape: LayerShape, sequences: int, context: int, device: torch.device
 
 
 def _dtype(device: torch.device) -> torch.dtype:
-    """Activations and cache are float32 on a CPU, which has no fast arithmetic in 16 bits beside its matrix tiles."""
+    """Return float32 on a CPU, which has no fast 16-bit arithmetic beside its matrix tiles, else the GPU's type."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -192,7 +198,7 @@ def _context(device: torch.device) -> int:
 
 
 def _cache_bytes(shape: LayerShape, tokens: int) -> int:
-    """In float32, as it is drawn, keys and values, and a second time in the type that it is kept in."""
+    """Return the bytes of keys and values in float32, as they are drawn, and again in the cache's type."""
     return 16 * tokens * shape.kv_heads * shape.head_width
 
 
@@ -218,7 +224,7 @@ OPERATIONS = {
         Operation(
             "paged_attention_prefill",
             lambda s, t: s.heads > 0 and t >= 256,
-            lambda s, t: _cache_bytes(s, t) + 2 * t * t,  # what masks without a fused kernel take
+            lambda s, t: _cache_bytes(s, t) + 2 * t * t,  # masks without a fused kernel
             _prefill,
         ),
     )

@@ -1,4 +1,4 @@
-"""Router scores whose best experts are a known draw: evenly, or as skewed as words are. T tokens, E experts."""
+"""Router scores whose best experts follow a known distribution, even or skewed like words. T tokens, E experts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ ZIPF_EXPONENT = 1.2
 
 
 def spec_of(shape: LayerShape) -> RoutingSpec:
-    """How the layer's model routes."""
+    """Return the routing of the layer's model."""
     return RoutingSpec(shape.num_experts, shape.top_k, **shape.routing)
 
 
 def popularity(name: str, num_experts: int) -> Tensor:
-    """Each expert's share, the most popular first; they sum to one. `name` is one of shapes.ROUTINGS."""
+    """Return each expert's share, the most popular first; they sum to one. `name` is one of shapes.ROUTINGS."""
     ranks_E = torch.arange(1, num_experts + 1, dtype=torch.float64)
     share_E = ranks_E ** (-ZIPF_EXPONENT if name == "zipf" else 0.0)
     return share_E / share_E.sum()
 
 
 def draw_logits(name: str, tokens: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Float32 scores [T, E] on the CPU whose k best experts are k draws without replacement by popularity, whatever k
-    is: log share + Gumbel noise (Vieira 2014). Which experts are popular is drawn as well."""
+    """Return float32 scores [T, E] on the CPU whose k best experts are k draws without replacement by popularity.
+
+    This holds for every k: log share + Gumbel noise (Vieira 2014). The popular experts are drawn as well.
+    """
     share_E = popularity(name, num_experts)[torch.randperm(num_experts, generator=generator)]
     uniform_TE = torch.rand(tokens, num_experts, generator=generator, dtype=torch.float64).clamp_min(1e-300)
     return (share_E.log() - (-uniform_TE.log()).log()).float()

@@ -1,4 +1,4 @@
-"""The run of `moiety bench kernels`: points one after the other within a budget of time and of memory, rows out."""
+"""One run of `moiety bench kernels`: measures points in sequence within a time and memory budget and returns rows."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MOE_LAYER = "moe_layer"
 LAYERS = (MOE_LAYER, *moe_layer.NARROW)
 KERNELS = (*LAYERS, *OPERATIONS)
 OURS, OURS_IN_BF16, OURS_BY_TILES = "moiety", "moiety_bf16", "moiety_tiles"
-# In bfloat16, two ways of the same sums come to some 0.005; of weights and rows in float8 to some 0.07; of random
-# weights in mxfp4 to some 0.26, and int4 rounds less.
+# Relative difference of two implementations: about 0.005 in bfloat16, 0.07 with weights and rows in float8, 0.26 with
+# random weights in mxfp4; int4 rounds less.
 LARGEST_DIFFERENCE = {MOE_LAYER: 0.03, "moe_layer_fp8": 0.15, "moe_layer_int4": 0.3, "moe_layer_mxfp4": 0.4}
-_MEMORY_SHARE = 0.9  # of what is free
+_MEMORY_SHARE = 0.9  # of free memory
 _LONGEST_POINT_S = 2.0
 Row = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Report:
-    """Filled in as the run goes, so that what it has is whole whenever it ends."""
+    """Results of a run, filled in as it goes, so that they are complete whenever it ends."""
 
     device: str
     speeds: Speeds
@@ -65,25 +65,25 @@ class _Run:
     device: torch.device
     clock: Clock
     report: Report
-    end: float  # by time.perf_counter
+    end: float  # in time.perf_counter() seconds
     points_left: int
     on_point: Callable[[str, Report], None]
 
     def measure(self, kernel: str, shape: LayerShape, tokens: int, make: Callable[[], Row]) -> None:
-        """One point, whatever comes of it."""
+        """Measure one point and record its row or its failure."""
         self.points_left -= 1
         try:
             self.report.rows.append(make())
-        except Exception as exc:  # of a kernel, the compiler or the device, which have no common root
+        except Exception as exc:  # from a kernel, the compiler or the device, which have no common base class
             what = f"{type(exc).__name__}: {exc}"[:500]
             self.report.failed.append({"kernel": kernel, "shape": shape.name, "tokens": tokens, "error": what})
 
     def budget_s(self) -> float:
-        """An equal share of the time that is left, of which making the tensors takes some."""
+        """Return an equal share of the remaining time; making the tensors uses part of it."""
         return min(_LONGEST_POINT_S, 0.6 * (self.end - time.perf_counter()) / max(1, self.points_left))
 
     def skip(self, kernel: str, shape: LayerShape, tokens: Sequence[int], why: str) -> None:
-        """Note points that are not measured; those that only differ in their tokens are one entry."""
+        """Record points that are not measured; points that differ only in their tokens share one entry."""
         skipped, like = self.report.skipped, {"kernel": kernel, "shape": shape.name, "reason": why}
         if skipped and {name: skipped[-1][name] for name in like} == like:
             skipped[-1]["tokens"] += [count for count in tokens if count not in skipped[-1]["tokens"]]
@@ -91,7 +91,7 @@ class _Run:
             skipped.append({**like, "tokens": [*tokens]})
 
     def refusal(self, num_bytes: int) -> str | None:
-        """Why a point that takes so much is not measured, if it is not."""
+        """Return why a point of that size is not measured; None if it is."""
         if time.perf_counter() > self.end:
             return "the time budget was spent; raise --time-budget or name fewer shapes"
         free = free_bytes(self.device)
@@ -101,9 +101,11 @@ class _Run:
 
 
 def run(settings: Settings, device: torch.device, on_point: Callable[[str, Report], None]) -> Report:
-    """Measure every point that the budgets allow; `on_point` is told each one's name before it, and what is known so
-    far. A point at which our own kernel fails is among the `failed`, and costs the others nothing that it has not
-    broken."""
+    """Measure every point that the budgets allow.
+
+    `on_point` is called before each point with its name and the report so far. A point at which our own kernel fails is
+    listed in `failed`; the others still run.
+    """
     begin = time.perf_counter()
     clock = clock_of(device)
     measured = measure_speeds(device, clock)
@@ -164,12 +166,12 @@ def _moe_row(
     distance = checked_difference(ours(), moe_layer.grouped_mm(inputs)(), LARGEST_DIFFERENCE[kernel])
     rivals: dict[str, Call] = {}
     if narrow is not None:
-        rivals = {OURS_IN_BF16: moe_layer.ours(inputs)}  # what few bits gain
+        rivals = {OURS_IN_BF16: moe_layer.ours(inputs)}  # the gain of quantization
     elif state.settings.rivals:
         rivals = moe_layer.rivals(inputs, is_bound_by_memory=work.is_bound_by_memory(least, state.report.speeds))
     tiled = moe_layer.ours_by_tiles(inputs, narrow)
     if tiled is not None:
-        rivals[OURS_BY_TILES] = tiled  # what a way of its own gains few rows
+        rivals[OURS_BY_TILES] = tiled  # the gain of the separate kernel for few rows
     row = _row(state, kernel, shape, tokens, Point(ours, rivals, least, dtype))
     row["routing"] = routing
     row["active_experts"] = inputs.active
@@ -196,7 +198,7 @@ def _operation_row(state: _Run, kernel: str, shape: LayerShape, tokens: int) -> 
 
 
 def _row(state: _Run, kernel: str, shape: LayerShape, tokens: int, point: Point) -> Row:
-    """The fields that docs/kernels.md lists. Raises CallFailed where ours fails."""
+    """Return the fields that docs/kernels.md lists. Raises CallFailed where ours fails."""
     rivals = point.rivals if state.settings.rivals else {}
     times, failed = measure({OURS: point.ours, **rivals}, state.clock, budget_s=state.budget_s())
     if OURS in failed:
@@ -232,9 +234,9 @@ def _figures(timing: Timing, least: Work, speeds: Speeds) -> Row:
 
 
 def checked_difference(ours: Tensor, theirs: Tensor, largest: float) -> float:
-    """‖ours − theirs‖ / ‖theirs‖. Raises CallFailed if that is more than rounding: a wrong result has no time."""
+    """Return ‖ours − theirs‖ / ‖theirs‖. Raises CallFailed if it exceeds rounding: a wrong result is not timed."""
     distance = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
-    if not distance <= largest:  # NaN neither
+    if not distance <= largest:  # also true for NaN
         raise CallFailed(f"the result differs from torch's by {distance:.3g} of it")
     return float(f"{distance:.3g}")
 

@@ -1,4 +1,4 @@
-"""The layers that are measured, as data: of models that people serve, and small ones for a processor."""
+"""The measured layers as data: those of models in common use, and small ones for a CPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer of a model, without the biases that some have and with SiLU for its activation. Heads are those of its
-    attention; `vocabulary` is what its last layer scores."""
+    """One layer of a model, without biases and with SiLU as its activation.
+
+    Heads are those of its attention; `vocabulary` is the output width of its last layer.
+    """
 
     name: str
     num_experts: int
@@ -23,13 +25,13 @@ class LayerShape:
     kv_heads: int
     head_width: int
     vocabulary: int
-    routing: Mapping[str, Any] = field(default_factory=lambda: {"renormalize": True})  # what else a RoutingSpec says
+    routing: Mapping[str, Any] = field(default_factory=lambda: {"renormalize": True})  # further fields of RoutingSpec
     dtype: str = "bfloat16"  # of the weights
 
 
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 ROUTINGS = ("uniform", "zipf")
-DECODE_CONTEXT = 4096  # tokens in the cache of every sequence that decodes
+DECODE_CONTEXT = 4096  # cached tokens of every decoding sequence
 
 _SIGMOID = {"scoring": "sigmoid", "renormalize": True}
 _GROUPS = {"num_groups": 8, "top_groups": 4, "group_score": "best_two", "scale": 2.5}
@@ -40,13 +42,13 @@ MODELS = (
     LayerShape("Qwen3-30B-A3B", 128, 8, 2048, 768, 32, 4, 128, 151936),
     LayerShape("Qwen3-235B", 128, 8, 4096, 1536, 64, 4, 128, 151936),
     LayerShape("GLM-4.5-Air", 128, 8, 4096, 1408, 96, 8, 128, 151552, _SIGMOID),
-    # Its attention is latent, which is no paged_attention: what is measured of it has no heads.
+    # Its attention is latent, which paged_attention does not compute; so it is measured without heads.
     LayerShape("DeepSeek-V3", 256, 8, 7168, 2048, 0, 0, 0, 129280, _SIGMOID | _GROUPS),
     LayerShape("gpt-oss-20b", 32, 4, 2880, 2880, 64, 8, 64, 201088, _CHOSEN),
-    # No model's: the layer that published figures of fused kernels are for.
+    # Not a model's layer: published figures of fused kernels use it.
     LayerShape("E128-2816x704", 128, 8, 2816, 704, 0, 0, 0, 0),
 )
-# What a processor can be asked: the layer of the bundled model, and the one of benchmarks/checkpoint.py.
+# Sizes for a CPU: the layer of the bundled model, and that of benchmarks/checkpoint.py.
 SMALL = (
     LayerShape("moiety-demo", 16, 2, 128, 96, 4, 2, 32, 2048),
     LayerShape("random-669M", 32, 4, 1024, 512, 16, 4, 64, 16000),
@@ -56,7 +58,7 @@ SHAPES = {shape.name: shape for shape in (*MODELS, *SMALL)}
 
 
 def layer_of(numbers: tuple[int, ...]) -> LayerShape:
-    """An expert layer by itself, of E, K, D and F. Raises typer.BadParameter."""
+    """Return an expert layer from its numbers E, K, D and F. Raises typer.BadParameter."""
     if len(numbers) != 4 or numbers[1] > numbers[0]:
         raise typer.BadParameter("a layer is E,K,D,F: experts, experts a token (no more), model and expert width")
     return LayerShape("E{} K{} D{} F{}".format(*numbers), *numbers, heads=0, kv_heads=0, head_width=0, vocabulary=0)

@@ -1,4 +1,4 @@
-"""What this device does at best, measured: copies, reads and dense products. And what it is known to do."""
+"""Measured peak speeds of this device (copies, reads, dense products), and the known speeds of named devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KNOWN = {model.name: Speeds(model.memory_bytes_per_s, model.flops_bf16) for mod
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of the run that it stands in. A copy counts what is read and what is written."""
+    """Speeds measured in this run. A copy counts the bytes read and the bytes written."""
 
     copy_bytes_per_s: float
     read_bytes_per_s: float
@@ -30,7 +30,7 @@ class Measured:
 
 
 def measure_speeds(device: torch.device, clock: Clock) -> Measured:
-    """Takes a few seconds, and 4 GB of a GPU's memory or 256 MB of the host's."""
+    """Measure the device's speeds. Takes a few seconds, and 4 GB of a GPU's memory or 256 MB of the host's."""
     size, side = (1 << 31, 8192) if device.type == "cuda" else (1 << 27, 1024)
     moved, _ = measure(_moves(size, device), clock, budget_s=_BUDGET_S)
     calls = {name: _product(side, dtype, device) for name, dtype in _PRODUCTS.items()}
@@ -44,8 +44,10 @@ def measure_speeds(device: torch.device, clock: Clock) -> Measured:
 
 
 def roofline_speeds(device_name: str, measured: Measured) -> tuple[Speeds, str]:
-    """The speeds that fractions are taken of, and where they come from: a known device's, so that runs can be compared,
-    else this run's."""
+    """Return the roofline's speeds and their source.
+
+    A known device's speeds are used, so that runs can be compared; otherwise this run's.
+    """
     known = _KNOWN.get(device_name)
     return (measured.best, "measured in this run") if known is None else (known, f"known of {device_name}")
 

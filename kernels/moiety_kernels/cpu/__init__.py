@@ -1,4 +1,4 @@
-"""The ground of the CPU kernels: vector code, raw memory access and the team of threads. Knows no operation.
+"""Base of the CPU kernels: vector code, raw memory access and the thread team. It contains no operation.
 
-Operations keep their kernels in `<operation>/cpu.py`. They are compiled by numba once a machine and kept in its cache.
+Operations keep their kernels in `<operation>/cpu.py`. numba compiles them once per machine and caches them.
 """

@@ -1,5 +1,7 @@
-"""What the first kernel of a process waits for, begun beside other work of a start: numba's own modules and tables take
-most of a second, and are nothing to a thread that reads weights."""
+"""Compiler warm-up in the background at start.
+
+numba's own modules and tables take most of a second to load; a thread that reads weights does not need them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ import threading
 
 
 def begin() -> threading.Thread:
-    """Returns the thread that gets the compiler ready, for whoever is about to need it. A compiler that cannot be had
-    is found out by the first kernel."""
+    """Start and return the thread that loads the compiler.
+
+    If the compiler is not available, the first kernel raises the error.
+    """
     thread = threading.Thread(target=_begin, name="compiler", daemon=True)
     thread.start()
     return thread

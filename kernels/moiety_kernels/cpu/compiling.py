@@ -1,8 +1,9 @@
-"""How the CPU kernels are compiled: by numba, without the GIL, kept in numba's cache (beside the package, or in
-the user's cache folder where the package is read-only). Knows no kernel.
+"""Compilation of the CPU kernels: by numba, without the GIL, cached on disk.
+
+numba's cache is beside the package, or in the user's cache folder where the package is read-only.
 
 A job's function is a *task*: (args, task, scratch) → None, all int64, where `args` is the address of the job's
-arguments and `scratch` that of memory of the thread's own.
+arguments and `scratch` that of the thread's own memory.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 
 def jit(function: F) -> F:
-    """Compile when it is first called, or read it from the cache."""
+    """Compile on the first call, or load from the cache."""
     return cast("F", njit(nogil=True, cache=_cacheable(), error_model="numpy")(function))
 
 
 def emitted(function: Callable[..., Any]) -> Any:
-    """An instruction that writes its own LLVM code."""
+    """Return an intrinsic that writes its own LLVM code."""
     return intrinsic(function)
 
 
 @functools.cache
 def task_address(task: Callable[[int, int, int], None]) -> int:
-    """Where the machine code of a task lies; compiled or read from the cache at first."""
+    """Return the address of a task's machine code; the first call compiles it or loads it from the cache."""
     return _address(task, 3)
 
 
 @functools.cache
 def driver_address(driver: Callable[[int, int, int, int, int], None]) -> int:
-    """Where the machine code of a driver (state, scratch, function, args, num_tasks) → None lies, given its jit."""
+    """Return the address of the machine code of a jitted driver (state, scratch, function, args, num_tasks) → None."""
     return _address(driver.py_func, 5)  # type: ignore[attr-defined]
 
 
@@ -57,10 +58,10 @@ def _address(function: Callable[..., None], num_arguments: int) -> int:
 
 @functools.cache
 def _cacheable() -> bool:
-    """Point numba at a folder for compiled code; false if there is none, and every start compiles anew.
+    """Point numba at a folder for compiled code; return whether there is one. Without it, every start recompiles.
 
-    The folder's name holds a digest of all sources: numba itself looks only at the file of the function that it
-    compiles, not at those of the functions called from there.
+    The folder's name holds a digest of all sources: numba itself checks only the file of the function that it compiles,
+    not the files of the functions called from there.
     """
     package = Path(__file__).parent.parent
     digest = hashlib.sha256(",".join(sorted(EMULATED)).encode())
@@ -70,7 +71,7 @@ def _cacheable() -> bool:
         try:
             folder = parent.expanduser() / f"kernels-{digest.hexdigest()[:16]}"
             folder.mkdir(parents=True, exist_ok=True)
-        except (OSError, RuntimeError):  # read-only, or nobody's home
+        except (OSError, RuntimeError):  # read-only, or the user has no home
             continue
         if os.access(folder, os.W_OK):
             config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
@@ -78,4 +79,4 @@ def _cacheable() -> bool:
     return False
 
 
-_KEPT: list[Any] = []  # code lives as long as its owner
+_KEPT: list[Any] = []  # keeps the owners of compiled code alive

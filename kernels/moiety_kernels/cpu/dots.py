@@ -1,16 +1,15 @@
-"""Dot products of packed rows with the rows of a weight, two inputs a lane, where there are no matrix tiles.
+"""Dot products of packed rows with weight rows, two inputs per lane, for CPUs without matrix tiles.
 
-Each task packs the rows that it multiplies. For a weight of bfloat16, or in four bits, whose numbers times their scales
-are rounded to it, they become bfloat16 and are multiplied in pairs (AVX512-BF16). For a weight in eight bits they
-become whole numbers of 16 bits, of which each GROUP share a scale (AVX512-BW; one instruction with VNNI): that takes
-fewer operations than widening it, and keeps more of the rows. Sums run over the inputs in one order, so a row's result
-is the same bits whatever rows are beside it.
+Each task packs the rows that it multiplies. For a weight in bfloat16, or in four bits (whose numbers times their scales
+are rounded to bfloat16), rows become bfloat16 and are multiplied in pairs (AVX512-BF16). For a weight in eight bits
+they become 16-bit integers, of which each GROUP shares a scale (AVX512-BW; one instruction with VNNI): that takes fewer
+operations than widening the weight, and keeps more of the rows' precision. Sums run over the inputs in one order, so a
+row's result has the same bits whatever other rows are in the batch.
 
-Few rows multiply one weight row after the other: memory is then read in one line, which the processor
-speculative_prefill (those
-of four bits are so short that several are read at once). More rows multiply COLS weight rows at a time, so that they
-themselves are read less often, and ask for those that come next, each part of the rows for its share, so that memory is
-read while there is computing to do. A weight in four bits is unpacked for them, COLS rows at a time.
+Few rows are multiplied with one weight row after the other: memory is then read sequentially, and the hardware
+prefetcher follows (4-bit rows are so short that several are read at once). More rows are multiplied with COLS weight
+rows at a time, so that the rows themselves are read less often. Each part of the rows prefetches its share of the next
+weight rows, so that memory is read during computation. For them, a 4-bit weight is unpacked COLS rows at a time.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-PAIRS_FEW, FOURS_FEW, EIGHTS_FEW, COLS = 2, 4, 4, 4  # rows, of a weight of bfloat16, in four and in eight bits
-PAIRS_ROWS = 6  # that multiply COLS weight rows at once: their sums fill the registers
-EIGHTS_ROWS = 3  # likewise, of a weight in eight bits, where a group's sums are beside those of all
-GROUP = 128  # inputs of a row of whole numbers that share a scale
-BLOCKS = 64  # inputs of four bits that are read at once: two blocks
+PAIRS_FEW, FOURS_FEW, EIGHTS_FEW, COLS = 2, 4, 4, 4  # rows, for weights in bfloat16, four and eight bits
+PAIRS_ROWS = 6  # rows multiplied with COLS weight rows at once: their sums fill the registers
+EIGHTS_ROWS = 3  # the same for 8-bit weights, where a group's sums are kept beside the totals
+GROUP = 128  # inputs of an integer row that share a scale
+BLOCKS = 64  # 4-bit inputs that are read at once: two blocks
 LINE = 64
 SHARE_BITS = 8
 
@@ -61,24 +60,24 @@ PAIRS_AVAILABLE = WIDE and PAIRS_FEATURE in FEATURES
 WHOLE_AVAILABLE = WIDE and WORDS_FEATURE in FEATURES
 FOURS_AVAILABLE = PAIRS_AVAILABLE and WHOLE_AVAILABLE
 if PAIRS_AVAILABLE and PAIRS_FEATURE not in EMULATED:
-    llvm.initialize_native_asmparser()  # for the instructions that have no portable intrinsic
+    llvm.initialize_native_asmparser()  # for instructions without a portable intrinsic
 
 _PAIR_LANES = 2 * LANES
 _BYTES, _WORDS = ir.VectorType(I8, _PAIR_LANES), ir.VectorType(I16, _PAIR_LANES)
 _HALF_BYTES, _HALF_WORDS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
-_GREATEST = 32_767.0  # a row's whole numbers: a group's products with eight bits stay far below 2³¹
-_LEAST = 1e-30  # a group whose numbers are all below it counts as zeros
+_GREATEST = 32_767.0  # largest integer of a row: a group's products with eight bits stay far below 2³¹
+_LEAST = 1e-30  # a group whose values are all smaller counts as zeros
 _INT4 = [float(number) for number in range(-8, 8)]
 _E2M1 = [*MAGNITUDES, *(-one for one in MAGNITUDES)]
 
 
 def usable(bits: int) -> bool:
-    """Whether the processor multiplies a weight as it lies, of bfloat16 or in so many bits."""
+    """Return whether the CPU can multiply a weight in place, in bfloat16 or in so many bits."""
     return {16: PAIRS_AVAILABLE, 8: WHOLE_AVAILABLE, 4: FOURS_AVAILABLE}[bits]
 
 
 def narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
-    """The nearest bfloat16 of 32 floats, ties to even, as 16 pairs (by AVX512-BF16)."""
+    """Round 32 floats to the nearest bfloat16, ties to even, as 16 pairs (AVX512-BF16)."""
     if PAIRS_FEATURE in EMULATED:
         return rounded_pairs(e, low, high, VI32)
     kind = ir.FunctionType(VI32, [VF, VF])
@@ -86,7 +85,7 @@ def narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
 
 
 def add_pairs(e: Emitter, sums: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value:
-    """In each of 16 lanes, two products of bfloat16 added to a float (by AVX512-BF16)."""
+    """Add two products of bfloat16 to the float in each of 16 lanes (AVX512-BF16)."""
     if PAIRS_FEATURE in EMULATED:
         return add_products(e, sums, x, w)
     kind = ir.FunctionType(VF, [VF, x.type, w.type])
@@ -94,14 +93,14 @@ def add_pairs(e: Emitter, sums: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value:
 
 
 def _multiplied(e: Emitter, x: ir.Value, w: ir.Value) -> ir.Value:
-    """Products of whole numbers of 16 bits, those of neighbours added (by AVX512-BW)."""
+    """Multiply 16-bit integers and add neighbouring products (AVX512-BW)."""
     if WORDS_FEATURE in EMULATED:
         return multiplied_words(e, x, w, VI32)
     return e.intrinsic("llvm.x86.avx512.pmaddw.d.512", VI32, [_WORDS] * 2, x, w)
 
 
 def _pack_pairs(e: Emitter) -> None:
-    """out[i] = bfloat16(row[i]); arguments: row, count, out."""
+    """Emit out[i] = bfloat16(row[i]); arguments: row, count, out."""
     row, count, out = e.function.args
 
     def body(i: ir.Value) -> list[ir.Value]:
@@ -114,8 +113,11 @@ def _pack_pairs(e: Emitter) -> None:
 
 
 def _pack_fours(e: Emitter) -> None:
-    """out = bfloat16(row), in the order in which `_Fours` comes to the inputs of a weight in four bits: its bytes hold
-    two that are 16 apart, and two blocks are read at once. Arguments: row, count, out."""
+    """Emit out = bfloat16(row) in the order in which `_Fours` reads the inputs of a 4-bit weight.
+
+    A byte of that weight holds two inputs that are 16 apart, and two blocks are read at once. Arguments: row, count,
+    out.
+    """
     row, count, out = e.function.args
     builder = e.builder
 
@@ -138,14 +140,16 @@ def _pack_fours(e: Emitter) -> None:
 
 
 def _pack_whole(e: Emitter) -> None:
-    """A group of a row as whole numbers, and its scale: row[i] ≈ out[i] · scale. What is no number, or infinite, makes
-    the scale so. Arguments: row, count, out, scale."""
+    """Emit the integers of a row's group and their scale: row[i] ≈ out[i] · scale.
+
+    A NaN or infinite input makes the scale NaN or infinite. Arguments: row, count, out, scale.
+    """
     row, count, out, scale_at = e.function.args
     builder = e.builder
     magnitude = ir.Constant(VI32, [0x7FFFFFFF] * LANES)
 
     def larger(a: ir.Value, b: ir.Value) -> ir.Value:
-        return builder.select(builder.icmp_signed(">", a, b), a, b)  # of a float's bits: above all is what is no number
+        return builder.select(builder.icmp_signed(">", a, b), a, b)  # of a float's bits: NaN is the largest
 
     def body(i: ir.Value, top: ir.Value) -> list[ir.Value]:
         return [larger(builder.and_(builder.bitcast(e.load(row, builder.mul(i, I64(4))), VI32), magnitude), top)]
@@ -168,11 +172,14 @@ def _pack_whole(e: Emitter) -> None:
 
 
 class _Dots:
-    """Emits out[m, n] = Σ_k row_m[k] · w[n, k] for `rows` packed rows. One column: over N weight rows, one after the
-    other. Several: over these alone, asking for others. Arguments: packed rows, their stride, k, where in one its
-    scales begin, w, bytes between its rows, N, from where on to ask, how many bytes for each of a weight row's (times
-    2^SHARE_BITS), the weight's scales, bytes between its rows of them, the shift from an input to its scale,
-    which table of numbers it has, out, out stride."""
+    """Emits out[m, n] = Σ_k row_m[k] · w[n, k] for `rows` packed rows.
+
+    With one column, the code runs over N weight rows in sequence. With several columns, it computes these alone and
+    prefetches others. Arguments: packed rows, their stride, k, offset of the scales in a packed row, w, bytes between
+    its rows, N, address to prefetch from, bytes to prefetch per byte of a weight row (times 2^SHARE_BITS), the weight's
+    scales, bytes between its rows of scales, the shift from an input to its scale, the table of its numbers, out, out
+    stride.
+    """
 
     num_arguments = 15
 
@@ -198,7 +205,7 @@ class _Dots:
         self.e.loop(self.num_w, 1, [], column)
 
     def columns(self, w: ir.Value, scales: ir.Value, out: ir.Value) -> None:
-        """`cols` weight rows."""
+        """Emit the dot products of `cols` weight rows."""
         e, builder = self.e, self.e.builder
         w_N = self.spaced(w, self.w_stride, self.cols)
         scales_N = self.spaced(scales, self.scales_stride, self.cols)
@@ -213,10 +220,10 @@ class _Dots:
                 e.store(part, out, builder.mul(self.out_stride, I64(first + m)))
 
     def prepare(self) -> None:
-        """What is there before all columns."""
+        """Emit the code before all columns."""
 
     def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
-        """Sums a lane, of each row and weight row."""
+        """Return the sums per lane, for each row and weight row."""
         raise NotImplementedError
 
     def finished(self, totals: ir.Value, scales_N: list[ir.Value]) -> ir.Value:
@@ -229,8 +236,10 @@ class _Dots:
         return self.e.builder.load(self.e.pointer(start, at), typ=kind, align=1)
 
     def ask(self, done: ir.Value, num_bytes: int) -> None:
-        """For a part of what comes next, where several weight rows are read at once; `done` bytes of each were read
-        before, `num_bytes` of each are read now."""
+        """Prefetch a part of the next weight rows, where several are read at once.
+
+        `done` bytes of each row were read before; `num_bytes` of each are read now.
+        """
         if self.cols > 1:
             start = self.e.builder.lshr(self.e.builder.mul(done, self.share), I64(SHARE_BITS))
             for line in range(0, self.cols * num_bytes, LINE):
@@ -238,7 +247,7 @@ class _Dots:
 
 
 class _Pairs(_Dots):
-    """A weight of bfloat16."""
+    """Dot products with a bfloat16 weight."""
 
     def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
         def body(i: ir.Value, *sums: ir.Value) -> list[ir.Value]:
@@ -254,17 +263,19 @@ class _Pairs(_Dots):
 
 
 class _FourBits:
-    """Emits how numbers of four bits become bfloat16, each times its scale and rounded: a table of all 16 times the
-    scales of two blocks, which their numbers are read from."""
+    """Emits the conversion of 4-bit numbers to bfloat16, each times its scale and rounded.
+
+    The numbers index a table of all 16 values times the scales of two blocks.
+    """
 
     def __init__(self, e: Emitter, kind: ir.Value, shift: ir.Value) -> None:
-        """`kind`: 0 for whole numbers, else e2m1; `shift`: from an input to its scale."""
+        """Prepare the table. `kind`: 0 for integers, else e2m1; `shift`: from an input to its scale."""
         self.e, self.shift = e, shift
         tables = [ir.Constant(VF, one) for one in (_INT4, _E2M1)]
         self.numbers = e.builder.select(e.builder.icmp_signed("==", kind, I64(0)), *tables)
 
     def two_blocks(self, values: ir.Value, scales: ir.Value, i: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The inputs from i on, in the order of `_pack_fours`."""
+        """Return the inputs from i on, in the order of `_pack_fours`."""
         builder = self.e.builder
         wide = builder.zext(self._load(values, i, _BYTES), _WORDS)
         second = _words([0] * LANES + [16] * LANES)  # its block's half of the table
@@ -274,7 +285,7 @@ class _FourBits:
         return self._read(table, lower), self._read(table, upper)
 
     def block(self, values: ir.Value, scales: ir.Value, i: ir.Value) -> ir.Value:
-        """The last inputs, in their own order."""
+        """Return the last inputs, in their own order."""
         builder = self.e.builder
         low = builder.zext(self._load(values, i, _HALF_BYTES), _HALF_WORDS)
         high = builder.lshr(low, ir.Constant(_HALF_WORDS, [4] * LANES))
@@ -292,7 +303,7 @@ class _FourBits:
         return self.e.builder.bitcast(narrowed(self.e, first, second), _WORDS)
 
     def _read(self, table: ir.Value, index: ir.Value) -> ir.Value:
-        """By the lowest five bits of words."""
+        """Look up the table by the lowest five bits of words."""
         if WORDS_FEATURE in EMULATED:
             return self.e.builder.bitcast(looked_up(self.e, table, index), VI32)
         name = "llvm.x86.avx512.permvar.hi.512"
@@ -304,8 +315,10 @@ def _words(values: Sequence[int]) -> ir.Constant:
 
 
 def _unpack_fours(e: Emitter) -> None:
-    """out = bfloat16 of a weight row in four bits, in the order of `_pack_fours`; arguments: values, scales, k, shift,
-    kind, out."""
+    """Emit out = bfloat16 of a 4-bit weight row, in the order of `_pack_fours`.
+
+    Arguments: values, scales, k, shift, kind, out.
+    """
     values, scales, count, shift, kind, out = e.function.args
     builder, bits = e.builder, _FourBits(e, kind, shift)
     whole = builder.and_(count, I64(-BLOCKS))
@@ -325,8 +338,10 @@ def _unpack_fours(e: Emitter) -> None:
 
 
 class _Fours(_Dots):
-    """A weight in four bits, of groups of one or more blocks, for few rows: the products of what `_unpack_fours` makes
-    of it, in their order."""
+    """Dot products with a 4-bit weight in groups of one or more blocks, for few rows.
+
+    They equal the products of the output of `_unpack_fours`, in the same order.
+    """
 
     def prepare(self) -> None:
         self.bits = _FourBits(self.e, self.table, self.shift)
@@ -360,7 +375,7 @@ class _Fours(_Dots):
 
 
 class _Eights(_Dots):
-    """A weight in eight bits, with a scale a row."""
+    """Dot products with an 8-bit weight that has a scale per row."""
 
     def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
         builder = self.e.builder
@@ -381,7 +396,7 @@ class _Eights(_Dots):
     def _part(
         self, i: ir.Value, width: int, w_N: list[ir.Value], scales_N: list[ir.Value], sums: tuple[ir.Value, ...]
     ) -> list[ir.Value]:
-        """`width` inputs of one group."""
+        """Add `width` inputs of one group."""
         e, builder = self.e, self.e.builder
         if width == GROUP:
             self.ask(i, GROUP)
@@ -410,7 +425,7 @@ class _Eights(_Dots):
 
 
 class _GroupedEights(_Eights):
-    """A weight in eight bits, with scales of groups of one or more blocks."""
+    """Dot products with an 8-bit weight that has scales of groups of one or more blocks."""
 
     def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
         return self.e.loop(
@@ -425,7 +440,7 @@ class _GroupedEights(_Eights):
 
 
 def _choose(e: Emitter) -> None:
-    """Call the function of a kind, for few rows or many, and a number of rows that are known only when it runs."""
+    """Call the function for a kind, few or many rows, and a number of rows known only at run time."""
     kind, is_many, rows, *args = e.function.args
     builder = e.builder
     which = builder.add(builder.mul(kind, I64(2)), is_many)
@@ -456,7 +471,7 @@ pack_fours_row = _packing("fours", 3, _pack_fours, FOURS_AVAILABLE)
 unpack_fours_row = _packing("out_fours", 6, _unpack_fours, FOURS_AVAILABLE)
 pack_whole_group = _packing("whole", 4, _pack_whole, WHOLE_AVAILABLE)
 
-# kinds of weights: of bfloat16, in four bits, in eight with a scale a row, or with scales of groups
+# kinds of weights: bfloat16, four bits, eight bits with a scale per row, eight bits with scales of groups
 PAIRS, FOURS, EIGHTS, GROUPED_EIGHTS = range(4)
 _KINDS = (
     ("pairs", PAIRS_AVAILABLE, _Pairs, PAIRS_FEW, PAIRS_ROWS),
@@ -464,7 +479,7 @@ _KINDS = (
     ("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS),
     ("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS),
 )
-_MOST_ROWS = 16  # more than any of them takes at once
-# (kind, whether there are many rows, their number, and what `_Dots` takes); of a kind that the processor lacks
-# instructions for there is no code, and it is never asked for
+_MOST_ROWS = 16  # more than any kind takes at once
+# (kind, many rows or few, number of rows, arguments of `_Dots`); a kind whose instructions the CPU lacks has no code
+# and is never called
 dots = function("moiety_dots", [I64] * (3 + _Dots.num_arguments), _choose)

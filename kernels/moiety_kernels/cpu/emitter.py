@@ -1,8 +1,8 @@
-"""Writes functions as LLVM IR with explicit vectors of LANES floats, and makes them callable from numba's kernels.
+"""Emission of functions as LLVM IR with explicit vectors of LANES floats, callable from numba's kernels.
 
-Written out rather than left to the compiler, for it must not depend on what the vectorizer makes of a loop: the result
-of one row is bit for bit the same whatever rows are computed beside it. All addresses and strides are int64 bytes.
-Each function is emitted once into the module that uses it.
+The code is explicit because results must not depend on the vectorizer: the result of one row is bit for bit the same
+whatever rows are computed beside it. All addresses and strides are int64 bytes. Each function is emitted once into the
+module that uses it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PTR = ir.PointerType()
 
 
 def constant(value: float) -> ir.Constant:
-    """The value in every lane."""
+    """Return a vector with the value in every lane."""
     return ir.Constant(VF, [value] * LANES)
 
 
@@ -38,7 +38,7 @@ def _every(bits: int) -> ir.Constant:
 
 
 class Emitter:
-    """Builds one function: int64 and float arguments, straight code and loops over vectors."""
+    """Builder of one function: int64 and float arguments, straight-line code and loops over vectors."""
 
     def __init__(self, module: ir.Module, name: str, kinds: Sequence[ir.Type], result: ir.Type) -> None:
         self.module = module
@@ -69,7 +69,7 @@ class Emitter:
         return self.builder.load(self.pointer(address, offset), typ=VF, align=4)
 
     def load_widened(self, address: ir.Value, offset: ir.Value) -> ir.Value:
-        """LANES bfloat16 as float32: their bits are the upper half of the float's."""
+        """Load LANES bfloat16 as float32: their bits are the upper half of the float's."""
         raw = self.builder.load(self.pointer(address, offset), typ=VI16, align=2)
         wide = self.builder.zext(raw, VI32)
         return self.builder.bitcast(self.builder.shl(wide, _every(16)), VF)
@@ -81,7 +81,7 @@ class Emitter:
         self.builder.store(value, self.pointer(address, offset), align=4)
 
     def store_narrowed(self, value: ir.Value, address: ir.Value, offset: ir.Value) -> None:
-        """The nearest bfloat16 of LANES floats, ties to even; of what is no number, one that is none."""
+        """Store LANES floats as the nearest bfloat16, ties to even; NaN stays NaN."""
         builder = self.builder
         bits = builder.bitcast(value, VI32)
         odd = builder.and_(builder.lshr(bits, _every(16)), _every(1))
@@ -91,7 +91,7 @@ class Emitter:
         builder.store(narrow, self.pointer(address, offset), align=2)
 
     def prefetch(self, address: ir.Value, offset: ir.Value, locality: int = 3) -> None:
-        """Ask for a cache line that will be read soon, into the first level of the cache (3) or the second (2)."""
+        """Prefetch a cache line that will be read soon, into the L1 cache (3) or L2 cache (2)."""
         kinds = [PTR, I32, I32, I32]
         args = [self.pointer(address, offset), I32(0), I32(locality), I32(1)]
         self.intrinsic("llvm.prefetch.p0", VOID, kinds, *args)
@@ -103,7 +103,7 @@ class Emitter:
     def loop_if_any(
         self, count: ir.Value, step: int, starts: Sequence[ir.Value], body: Callable[..., Sequence[ir.Value]]
     ) -> list[ir.Value]:
-        """`loop`, or `starts` as they are where the count is 0."""
+        """Emit `loop`, or return `starts` unchanged where the count is 0."""
         builder, before = self.builder, self.builder.block
         inside, after = self.function.append_basic_block(), self.function.append_basic_block()
         builder.cbranch(builder.icmp_signed(">", count, I64(0)), inside, after)
@@ -123,7 +123,7 @@ class Emitter:
     def loop(
         self, count: ir.Value, step: int, starts: Sequence[ir.Value], body: Callable[..., Sequence[ir.Value]]
     ) -> list[ir.Value]:
-        """`values = body(i, *values)` for i = 0, step, … < count, at least once; returns the last values."""
+        """Emit `values = body(i, *values)` for i = 0, step, … < count, at least once; return the last values."""
         builder, before = self.builder, self.builder.block
         inside, after = self.function.append_basic_block(), self.function.append_basic_block()
         builder.branch(inside)
@@ -143,7 +143,7 @@ class Emitter:
         return results
 
     def lane_sums(self, vectors: Sequence[ir.Value]) -> ir.Value:
-        """One vector whose lane i is the sum over the lanes of vectors[i]; always added in the same tree."""
+        """Return one vector whose lane i is the sum over the lanes of vectors[i], always added in the same tree."""
         level = [*vectors, *[constant(0.0)] * (LANES - len(vectors))]
         width = LANES
         while width > 1:
@@ -161,7 +161,7 @@ class Emitter:
         return level[0]
 
     def transposed(self, rows: Sequence[ir.Value]) -> list[ir.Value]:
-        """As many vectors as lanes as their columns: rounds in which blocks of half the size change places."""
+        """Return the columns of as many vectors as there are lanes, by rounds that swap blocks of half the size."""
         current, size = list(rows), LANES
         while size > 1:
             half = size // 2
@@ -176,7 +176,7 @@ class Emitter:
         return current
 
     def reduce(self, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-        """All lanes combined in a fixed tree, in every lane."""
+        """Combine all lanes in a fixed tree, with the result in every lane."""
         width = LANES
         while width > 1:
             width //= 2
@@ -185,7 +185,7 @@ class Emitter:
         return vector
 
     def exp(self, x: ir.Value) -> ir.Value:
-        """e^x to about one unit in the last place; 0 below -87.3 (-inf included), x must not exceed 88."""
+        """Return e^x to about one unit in the last place; 0 below -87.3 (-inf included), x must not exceed 88."""
         builder = self.builder
         vanishes = builder.fcmp_ordered("<", x, constant(-87.3))
         x = self.larger(x, constant(-87.3))
@@ -201,7 +201,7 @@ class Emitter:
 
 
 def call_by_rows(e: Emitter, most: int, of_rows: Callable[[int], ir.Function]) -> None:
-    """(rows, …): call the function of so many rows, from 1 to `most`, with the other arguments; none for others."""
+    """Emit (rows, …): a call of the function for that number of rows, 1 to `most`; other numbers do nothing."""
     rows, *args = e.function.args
     builder = e.builder
     end = builder.append_basic_block()
@@ -222,7 +222,7 @@ def _numba_type(kind: ir.Type) -> Any:
 def emit_once(
     module: ir.Module, name: str, kinds: Sequence[ir.Type], emit: Callable[[Emitter], None], result: ir.Type
 ) -> ir.Function:
-    """The module's function of that name, written by `emit` if it is not there."""
+    """Return the module's function of that name; `emit` writes it if it does not exist."""
     if name not in module.globals:
         emitter = Emitter(module, name, kinds, result)
         emit(emitter)
@@ -234,7 +234,7 @@ def emit_once(
 def function(
     name: str, kinds: Sequence[ir.Type], emit: Callable[[Emitter], None], result: ir.Type | None = None
 ) -> Any:
-    """The numba intrinsic that calls the function that `emit` writes."""
+    """Return the numba intrinsic that calls the function that `emit` writes."""
     returned = VOID if result is None else result
     signature = _numba_type(returned)(*map(_numba_type, kinds))
 

@@ -1,4 +1,4 @@
-"""Instructions that not every processor has, in portable LLVM code: what `instructions` says is emulated."""
+"""Emulation, in portable LLVM code, of the instructions that `instructions` lists as emulated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from moiety_kernels.cpu.emitter import Emitter
 
 _PAIRED = 32  # halves of 16 lanes
-_FLUSHED = 0x7F80_0000  # the exponent's bits; a float that has none of them counts as zero
+_FLUSHED = 0x7F80_0000  # the exponent's bits; a float with none set counts as zero
 
 
 def _every(kind: ir.VectorType, value: int) -> ir.Constant:
@@ -18,7 +18,7 @@ def _every(kind: ir.VectorType, value: int) -> ir.Constant:
 
 
 def rounded_pairs(e: Emitter, low: ir.Value, high: ir.Value, kind: ir.VectorType) -> ir.Value:
-    """VCVTNE2PS2BF16: the nearest bfloat16 of both, ties to even, the second's after the first's; of `kind`."""
+    """Emulate VCVTNE2PS2BF16: the nearest bfloat16 of both, ties to even, `high` after `low`; of `kind`."""
     builder, halves = e.builder, []
     for value in (low, high):
         bits = builder.bitcast(value, kind)
@@ -35,7 +35,7 @@ def rounded_pairs(e: Emitter, low: ir.Value, high: ir.Value, kind: ir.VectorType
 
 
 def add_products(e: Emitter, sums: ir.Value, x: ir.Value, w: ir.Value, *, upper_first: bool = True) -> ir.Value:
-    """VDPBF16PS: two products of bfloat16 added to each float, that of the upper halves first."""
+    """Emulate VDPBF16PS: two products of bfloat16 added to each float, that of the upper halves first."""
     builder, kind = e.builder, ir.VectorType(ir.IntType(32), sums.type.count)
 
     def half(pairs: ir.Value, *, upper: bool) -> ir.Value:
@@ -49,7 +49,7 @@ def add_products(e: Emitter, sums: ir.Value, x: ir.Value, w: ir.Value, *, upper_
 
 
 def multiplied_words(e: Emitter, x: ir.Value, w: ir.Value, kind: ir.VectorType) -> ir.Value:
-    """VPMADDWD: products of signed 16 bits, those of neighbours added; of `kind`."""
+    """Emulate VPMADDWD: products of signed 16-bit integers, neighbours added; of `kind`."""
     builder, wide = e.builder, ir.VectorType(ir.IntType(32), _PAIRED)
     products = builder.mul(builder.sext(x, wide), builder.sext(w, wide))
     even, odd = (
@@ -60,7 +60,7 @@ def multiplied_words(e: Emitter, x: ir.Value, w: ir.Value, kind: ir.VectorType) 
 
 
 def looked_up(e: Emitter, table: ir.Value, index: ir.Value) -> ir.Value:
-    """VPERMW: each word of the table that the lowest five bits of an index's word name."""
+    """Emulate VPERMW: table words selected by the lowest five bits of each index word."""
     builder, result = e.builder, ir.Constant(table.type, ir.Undefined)
     index = builder.and_(index, _every(index.type, _PAIRED - 1))
     for lane in range(_PAIRED):

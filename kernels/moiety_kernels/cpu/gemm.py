@@ -1,10 +1,10 @@
-"""Products of rows with a weight, the core of linear maps and experts. M rows, N weight rows, K width.
+"""Products of rows with a weight, the core of linear layers and experts. M rows, N weight rows, K width.
 
-A weight is bfloat16 or float32, row-major as checkpoints hold it, or in few bits. A bfloat16 weight is multiplied on
-the processor's matrix tiles where there are any (`tiles.py`), else in pairs where the processor does that
-(`packed.py`). Elsewhere, few rows multiply it straight from memory, widened in registers; for more, a panel of it is
-widened into cache first. A weight in few bits is multiplied as it is where there are no tiles (`packed.py`), or
-unpacked to bfloat16. Whichever way it is, a row's result is the same bits however many rows are beside it.
+A weight is bfloat16 or float32, row-major as in checkpoints, or quantized. A bfloat16 weight is multiplied on the CPU's
+matrix tiles if there are any (`tiles.py`), else in pairs where the CPU supports that (`packed.py`). Elsewhere, few rows
+are multiplied with it straight from memory, widened in registers; for more rows, a panel of it is widened into cache
+first. A quantized weight is multiplied in place where there are no tiles (`packed.py`), or unpacked to bfloat16. On
+every path, a row's result has the same bits however many rows are beside it.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TASKS_PER_THREAD = 3
-ROW_BLOCK = 96  # rows a task takes at once: with K = 1024 they fill a third of a 1 MiB L2 cache
-TILES_BLOCK_BYTES = 512 << 10  # of packed rows that a task takes at once, to stay in the L2 cache
-WIDEN_ROWS = 2 * TILE_ROWS  # from so many rows on, widening first pays
-PANEL_BYTES = 128 << 10  # of widened weight, to stay in the L2 cache
-PANEL_PAD = 64  # bytes between widened rows, so that they do not all fall on the same cache sets
+ROW_BLOCK = 96  # rows per task: with K = 1024 they fill a third of a 1 MiB L2 cache
+TILES_BLOCK_BYTES = 512 << 10  # packed rows of one task, sized for the L2 cache
+WIDEN_ROWS = 2 * TILE_ROWS  # fewest rows for which widening first pays
+PANEL_BYTES = 128 << 10  # of widened weight, sized for the L2 cache
+PANEL_PAD = 64  # bytes between widened rows, so that they do not all map to the same cache sets
 MAX_WIDTH = 65_536
-CHUNK_BYTES = 128 << 10  # of weight that a task reads when there are few rows
-PACKED_CHUNK_BYTES = 512 << 10  # likewise where each task packs the rows anew
-MANY_ROWS_CHUNK_BYTES = 1 << 20  # and when rows are many: they, too, have to come from somewhere
+CHUNK_BYTES = 128 << 10  # weight that a task reads when there are few rows
+PACKED_CHUNK_BYTES = 512 << 10  # the same where each task packs the rows again
+MANY_ROWS_CHUNK_BYTES = 1 << 20  # and with many rows, which also have to be read
 
 # how a weight is multiplied
-FLOAT32, BFLOAT16, BFLOAT16_TILES, PACKED = range(4)  # the last: as it lies, with rows that are packed for it
+FLOAT32, BFLOAT16, BFLOAT16_TILES, PACKED = range(4)  # PACKED: in place, with rows packed for it
 
-# of a product on tiles
-TILES_ROWS = 512  # at most so many rows at once
-TILES_DEPTH = 1024  # and so many columns
-TILES_MOST_COLUMNS = 256  # of the weight a task takes, where there are several blocks of columns
+# blocking of a product on tiles
+TILES_ROWS = 512  # most rows at once
+TILES_DEPTH = 1024  # most columns at once
+TILES_MOST_COLUMNS = 256  # weight rows per task, where there are several blocks of columns
 
-# a thread's scratch
+# layout of a thread's scratch memory
 ROWS_AT = 0  # addresses of the rows, up to 1,024
-PADDED_AT = 8 << 10  # those of one panel's rows
+PADDED_AT = 8 << 10  # addresses of one panel's rows
 CONFIG_AT = 9 << 10  # the tiles' configuration
-DESCRIBED_AT = 10 << 10  # two weights that are multiplied as they lie
+DESCRIBED_AT = 10 << 10  # two weights that are multiplied in place
 WIDE_AT = 16 << 10  # a panel of widened weight rows, at least TILE_COLS of them, or packed rows
 AREA_AT = WIDE_AT + TILE_COLS * (4 * MAX_WIDTH + PANEL_PAD)  # the tiles' sums of two products
 AREA_BYTES = 2 * 4 * TILES_ROWS * TILES_MOST_COLUMNS
 TEMP_AT = AREA_AT + AREA_BYTES
-UNPACKED_AT = SCRATCH_BYTES - UNPACKED_BYTES  # rows of a weight that is kept in few bits
+UNPACKED_AT = SCRATCH_BYTES - UNPACKED_BYTES  # rows of a quantized weight
 
 _wide_tile, _narrow_tile = dot_tiles(TILE_COLS, widen=False), dot_tiles(TILE_COLS, widen=True)
 _wide_single = dot_tile(1, 1, widen=False)
@@ -83,7 +83,7 @@ _narrow_single = dot_tile(1, 1, widen=True)
 
 
 def product_kind(weight: Tensor | QuantizedWeight) -> int:
-    """How a weight of K columns, its last dimension, is multiplied on this machine."""
+    """Return how this machine multiplies a weight of K columns, its last dimension."""
     if not isinstance(weight, QuantizedWeight) and weight.dtype is torch.float32:
         return FLOAT32
     if weight.shape[-1] % tiles.DEPTH:
@@ -97,8 +97,11 @@ def product_kind(weight: Tensor | QuantizedWeight) -> int:
 
 
 def arithmetic() -> str:
-    """By what this machine multiplies, in words. Machines that do so differently may choose different experts for the
-    same token: the ranks of a group must all do it alike."""
+    """Return a description of this machine's multiplication.
+
+    Machines that multiply differently may choose different experts for the same token, so all ranks of a group must use
+    the same arithmetic.
+    """
     if EMULATED:
         return f"emulated {', '.join(sorted(EMULATED))}"
     if tiles.usable():
@@ -108,12 +111,12 @@ def arithmetic() -> str:
 
 
 def is_unpacked(weight: Tensor | QuantizedWeight) -> bool:
-    """Whether a task widens its rows of the weight before it multiplies them."""
+    """Return whether a task widens its rows of the weight before it multiplies them."""
     return isinstance(weight, QuantizedWeight) and (product_kind(weight) != PACKED or weight.format.is_float8)
 
 
 def is_multipliable(*weights: Tensor | QuantizedWeight) -> bool:
-    """Whether `weight_rows` and `multiply` take these weights, which must be of one kind."""
+    """Return whether `weight_rows` and `multiply` support these weights, which must be of one kind."""
     first = weights[0]
     if isinstance(first, QuantizedWeight):
         return all(isinstance(w, QuantizedWeight) and w.format == first.format and is_unpackable(w) for w in weights)
@@ -124,14 +127,14 @@ def is_multipliable(*weights: Tensor | QuantizedWeight) -> bool:
 
 @jit
 def _next_rows(left: int) -> int:
-    """How many of the rows that are left the next tile takes, so that all tiles are of about one size."""
+    """Return how many of the remaining rows the next tile takes, so that all tiles have about the same size."""
     tiles = (left + TILE_ROWS - 1) // TILE_ROWS
     return (left + tiles - 1) // tiles
 
 
 @jit
 def multiply_wide(rows: int, m: int, w: int, w_stride: int, n: int, k: int, out: int, out_stride: int) -> None:
-    """out[:m, :n] for float32 w, which should fit in the cache; `rows` is the address of m row addresses."""
+    """Compute out[:m, :n] for float32 w, which should fit in the cache; `rows` is the address of m row addresses."""
     i = 0
     while i < m:
         step = _next_rows(m - i)
@@ -148,7 +151,7 @@ def multiply_wide(rows: int, m: int, w: int, w_stride: int, n: int, k: int, out:
 
 @jit
 def multiply_narrow(rows: int, m: int, w: int, n: int, k: int, out: int, out_stride: int) -> None:
-    """out[:m, :n] for bfloat16 w, each weight row read once."""
+    """Compute out[:m, :n] for bfloat16 w, each weight row read once."""
     w_stride, j = 2 * k, 0
     while j < n:
         cols = TILE_COLS if n - j >= TILE_COLS else 1
@@ -167,7 +170,7 @@ def multiply_narrow(rows: int, m: int, w: int, n: int, k: int, out: int, out_str
 
 @jit
 def _pack_rows(rows: int, m: int, first_k: int, k: int, packed: int, scratch: int) -> None:
-    """Write k columns of m rows as panels of 16. What a panel holds beyond them is never looked at."""
+    """Write k columns of m rows as panels of 16; the rest of a panel is never read."""
     padded = scratch + PADDED_AT
     for first in range(0, m, ROWS):
         start, panel, count = rows + 8 * first, packed + 2 * k * first, min(ROWS, m - first)
@@ -185,7 +188,7 @@ def _pack_rows(rows: int, m: int, first_k: int, k: int, packed: int, scratch: in
 
 @jit
 def _unpack_few(sums: int, height: int, m: int, out: int, out_stride: int) -> None:
-    """Write a tile of sums that has less than 16 weight rows as so many columns of m rows."""
+    """Write a tile of sums with fewer than 16 weight rows as that many columns of m rows."""
     for i in range(m):
         for j in range(height):
             store_f32(out + i * out_stride, j, load_f32(sums + 4 * ROWS * j, i))
@@ -216,8 +219,10 @@ def _multiply_block(
     packed: int, m: int, w: int, w_stride: int, n: int, k: int, is_first: int, is_last: int,
     out: int, out_stride: int, area: int, scratch: int,
 ) -> None:  # fmt: skip
-    """Add k columns' part of out[:m, :n], the rows being in panels. The sums wait in `area` for the next part, all of
-    them; where this is the only one, they are written out at once from the same place."""
+    """Add k columns' part of out[:m, :n]; the rows are in panels.
+
+    All sums stay in `area` for the next part. If there is only one part, they are written out at once from there.
+    """
     panels, apart, is_whole = (m + ROWS - 1) // ROWS, 2 * ROWS * k, is_first and is_last
     configure(ROWS, scratch + CONFIG_AT)
     column = 0
@@ -255,9 +260,11 @@ def _multiply_block(
 def _multiply_tiles(
     rows: int, m: int, w: int, other_w: int, n: int, k: int, out: int, other_out: int, out_stride: int, scratch: int
 ) -> None:
-    """out[:m, :n] for bfloat16 w on the matrix tiles, and for a second weight if there is one (else 0). Columns are
-    taken a block at a time, so that rows and weight stay in the cache; a row's sums run over them in one order all the
-    same."""
+    """Compute out[:m, :n] for bfloat16 w on the matrix tiles, and for a second weight if there is one (else 0).
+
+    Columns are processed one block at a time, so that rows and weight stay in the cache; a row's sums still run over
+    them in one order.
+    """
     packed, area = scratch + WIDE_AT, scratch + AREA_AT
     other_area = area + AREA_BYTES // 2
     for first in range(0, m, TILES_ROWS):
@@ -280,8 +287,10 @@ def _multiply_tiles(
 
 @jit
 def multiply(rows: int, m: int, w: int, kind: int, n: int, k: int, out: int, out_stride: int, scratch: int) -> None:
-    """out[:m, :n] = rows · wᵀ; `rows` is the address of m row addresses, `kind` that of the product, `w` what
-    `weight_rows` returned."""
+    """Compute out[:m, :n] = rows · wᵀ.
+
+    `rows` is the address of m row addresses, `kind` that of the product, `w` the return value of `weight_rows`.
+    """
     if kind == BFLOAT16_TILES:
         _multiply_tiles(rows, m, w, 0, n, k, out, 0, out_stride, scratch)
         return
@@ -318,7 +327,7 @@ def multiply_both(
     stride: int,
     scratch: int,
 ) -> None:
-    """`multiply` with two weights of one kind and size, into two outputs of one stride."""
+    """Run `multiply` with two weights of one kind and size, into two outputs of one stride."""
     if kind == BFLOAT16_TILES:
         _multiply_tiles(rows, m, w, other_w, n, k, out, other_out, stride, scratch)
         return
@@ -334,8 +343,11 @@ def weight_rows(
     values: int, scales: int, numbers: int, shift: int, kind: int, first: int, num_rows: int, k: int, scratch: int,
     after: int,
 ) -> int:  # fmt: skip
-    """`num_rows` rows of a weight from row `first` on, in the form that `multiply` takes: the address where they lie,
-    or of their description, or unpacked first. Those of a second weight go `after` so many rows of another."""
+    """Return `num_rows` rows of a weight from row `first` on, in the form that `multiply` takes.
+
+    That is the address of the rows, of their description, or of unpacked rows. Rows of a second weight are placed after
+    `after` rows of the first.
+    """
     if numbers != PLAIN and (kind != PACKED or numbers == E4M3):
         unpacked = scratch + UNPACKED_AT + 2 * after * k
         unpack_rows(values, scales, numbers, shift, first, num_rows, k, unpacked)
@@ -354,7 +366,7 @@ def point_rows(rows: int, first: int, stride: int, m: int) -> None:
 
 
 def row_block(kind: int, width: int) -> int:
-    """How many rows a task takes at once."""
+    """Return how many rows a task takes at once."""
     if kind != BFLOAT16_TILES:
         return ROW_BLOCK
     return min(TILES_ROWS, max(ROW_BLOCK, TILES_BLOCK_BYTES // (2 * min(width, TILES_DEPTH)) // ROWS * ROWS))
@@ -363,9 +375,11 @@ def row_block(kind: int, width: int) -> int:
 def chunk_rows(
     weight: Tensor | QuantizedWeight, num_rows: int, rows_at_once: int, num_items: int, together: int = 1
 ) -> int:
-    """How many of a weight's `num_rows` rows a task takes that multiplies `rows_at_once` rows, of each of as many
-    weights as it takes `together`: a multiple of 16. There are `num_items` such weights or blocks of rows; every thread
-    should have some tasks."""
+    """Return how many of a weight's `num_rows` rows a task takes, a multiple of 16.
+
+    The task multiplies `rows_at_once` rows with that many rows of each of `together` weights. There are `num_items` of
+    these weights or blocks of rows; the result gives every thread some tasks.
+    """
     kind, width, row_bytes = product_kind(weight), weight.shape[-1], 2 * weight.shape[-1]
     if not isinstance(weight, QuantizedWeight):
         row_bytes = width * weight.element_size()

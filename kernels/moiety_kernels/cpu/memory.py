@@ -16,7 +16,7 @@ _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
 def _element(builder: ir.IRBuilder, element: ir.Type, address: ir.Value, index: ir.Value) -> ir.Value:
-    """Pointer to element `index` of the array of `element` at `address`."""
+    """Return the pointer to element `index` of the array of `element` at `address`."""
     return builder.gep(builder.inttoptr(address, ir.PointerType()), [index], source_etype=element)
 
 
@@ -75,7 +75,7 @@ def release_i64(_context: Any, _address: Any, _value: Any) -> Any:
 
 @emitted
 def fetch_add_i64(_context: Any, _address: Any, _value: Any) -> Any:
-    """Add, return what was there."""
+    """Add atomically and return the old value."""
 
     def generate(_target: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], _INT64.as_pointer()), args[1], "acq_rel")
@@ -85,7 +85,7 @@ def fetch_add_i64(_context: Any, _address: Any, _value: Any) -> Any:
 
 @emitted
 def compare_swap_i64(_context: Any, _address: Any, _expected: Any, _value: Any) -> Any:
-    """Put `value` there if `expected` is there; return whether it was."""
+    """Store `value` if the current value is `expected`; return whether it was."""
 
     def generate(_target: Any, builder: Any, _signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], _INT64.as_pointer())
@@ -123,7 +123,7 @@ def call_driver(
 
 @emitted
 def yield_core(_context: Any) -> Any:
-    """Let another thread have the core if one wants it (POSIX sched_yield)."""
+    """Yield the core to another thread that wants it (POSIX sched_yield)."""
 
     def generate(target: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         name = "sched_yield"

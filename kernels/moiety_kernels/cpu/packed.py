@@ -1,5 +1,7 @@
-"""Products of rows, packed first, with a weight where there are no matrix tiles. M rows, N weight rows, K width. What
-is packed, and why, stands in `dots.py`."""
+"""Products of packed rows with a weight, for CPUs without matrix tiles. M rows, N weight rows, K width.
+
+`dots.py` describes the packing and the reasons for it.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,18 @@ from moiety_kernels.cpu.memory import load_i64, store_i64
 from moiety_kernels.cpu.unpacking import E2M1, INT8, PLAIN, WHOLE_ROW
 from moiety_kernels.cpu.vectors import fetch
 
-PACKED_BYTES = 512 << 10  # of rows at once, to stay in the L2 cache
-PAD = 64  # bytes between packed rows, so that they do not all fall on the same cache sets
-TILES_AHEAD, FOURS_AHEAD = 2, 8  # of COLS weight rows: how far ahead memory is asked for them, of four bits as far
+PACKED_BYTES = 512 << 10  # prefetch distance in groups of COLS weight rows; 4-bit rows as far in bytes
+PAD = 64  # bytes between packed rows, so that they do not all map to the same cache sets
+TILES_AHEAD, FOURS_AHEAD = 2, 8  # prefetch distance in groups of COLS weight rows; the second is for four bits
 
-# a weight as it lies: int64 values
+# description of a weight in place: int64 values
 VALUES, SCALES, NUMBERS, SHIFT, ROW_BYTES, SCALES_BYTES = range(6)
 DESCRIPTION_BYTES = 64
 
 
 @jit
 def describe(at: int, values: int, scales: int, numbers: int, shift: int, first: int, k: int) -> int:
-    """Write down rows of k inputs of a weight, from row `first` on; returns `at`."""
+    """Write the description of a weight's rows of k inputs from row `first` on; return `at`."""
     row_bytes = 2 * k if numbers == PLAIN else k if numbers == INT8 else k // 2
     scales_bytes = 0 if numbers == PLAIN else 4 * (((k - 1) >> shift) + 1)
     store_i64(at, VALUES, values + first * row_bytes)
@@ -52,14 +54,14 @@ def describe(at: int, values: int, scales: int, numbers: int, shift: int, first:
 
 @jit
 def packed_stride(k: int) -> int:
-    """Bytes from one packed row to the next."""
+    """Return the bytes from one packed row to the next."""
     scales_bytes = 4 * ((k + GROUP - 1) // GROUP)
     return (2 * k + scales_bytes + 63) // 64 * 64 + PAD
 
 
 @jit
 def pack(rows: int, m: int, k: int, numbers: int, packed: int) -> None:
-    """Write m rows, whose addresses are at `rows`, for a weight whose numbers are kept so."""
+    """Pack m rows, whose addresses are at `rows`, for a weight with that number format."""
     for i in range(m):
         row, target = load_i64(rows, i), packed + i * packed_stride(k)
         if numbers == PLAIN:
@@ -74,7 +76,7 @@ def pack(rows: int, m: int, k: int, numbers: int, packed: int) -> None:
 
 @jit
 def _even_part(left: int, most: int) -> int:
-    """How many of the rows that are left are next, so that all parts are of about one size."""
+    """Return how many of the remaining rows are next, so that all parts have about the same size."""
     parts = (left + most - 1) // most
     return (left + parts - 1) // parts
 
@@ -83,8 +85,10 @@ def _even_part(left: int, most: int) -> int:
 def multiply_packed(
     rows: int, m: int, weight: int, other: int, n: int, k: int, out: int, other_out: int, out_stride: int, area: int
 ) -> None:
-    """out[:m, :n] of the m rows whose addresses are at `rows` with the weight that is described at `weight`, and of
-    another of the same kind if there is one (else 0). `area`: PACKED_BYTES for packed rows, and COLS unpacked ones."""
+    """Compute out[:m, :n] of the m rows whose addresses are at `rows` with the weight described at `weight`.
+
+    `other`: a second weight of the same kind, or 0. `area`: PACKED_BYTES for packed rows, and COLS unpacked ones.
+    """
     numbers, shift, stride = load_i64(weight, NUMBERS), load_i64(weight, SHIFT), packed_stride(k)
     w_bytes, s_bytes, table = load_i64(weight, ROW_BYTES), load_i64(weight, SCALES_BYTES), int(numbers == E2M1)
     few, most, tiles_ahead = PAIRS_FEW, PAIRS_ROWS, TILES_AHEAD
@@ -132,7 +136,7 @@ def multiply_packed(
 def _unpack(
     values: int, row_bytes: int, scales: int, scales_bytes: int, k: int, shift: int, table: int, panel: int
 ) -> None:
-    """COLS weight rows in four bits as bfloat16; those that follow are asked for."""
+    """Unpack COLS 4-bit weight rows to bfloat16 and prefetch the next ones."""
     fetch(values + COLS * row_bytes * FOURS_AHEAD, COLS * row_bytes)
     for row in range(COLS):
         unpack_fours_row(

@@ -1,10 +1,10 @@
-"""Memory in large pages, for what every step streams through: with pages of 4 KiB, looking up where they are takes
-about as long as reading what they hold. Knows nothing of what that is.
+"""Large pages for memory that every step streams through.
 
-What is filled at the start is gathered into large pages afterwards, beside what else a start does (Linux 6.1's
-MADV_COLLAPSE): asked for before, they come from memory that nothing has used yet, which the host of a virtual machine
-can take seconds to provide. So they are asked for before only where the first few are there soon. Where the system
-knows no such thing, memory stays as it is.
+With pages of 4 KiB, address translation takes about as long as reading the contents. Memory that is filled at start is
+collapsed into large pages afterwards, in parallel with the rest of the start (Linux 6.1's MADV_COLLAPSE). Large pages
+requested earlier come from memory that nothing has used yet, which the host of a virtual machine can take seconds to
+provide; so they are requested earlier only where the first few arrive quickly. On a system without this support memory
+stays as it is.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGE_PAGE = 2 << 20  # bytes, on x86-64, and on ARM with pages of 4 KiB
-NEAR = 64 << 10  # bytes between two tensors that may share a large page
+NEAR = 64 << 10  # largest gap in bytes between two tensors that may share a large page
 
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25  # the last two Python's mmap does not name
-_TRIED, _SOON_S = 7, 0.006  # pages, and what one may take; zeros are written to one in 0.2 ms
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25  # Python's mmap does not name the last two
+_TRIED, _SOON_S = 7, 0.006  # pages to try, and the longest time for one; zeroing one takes 0.2 ms
 
 
 def prefer(tensors: Iterable[Tensor]) -> bool:
-    """Have the memory of tensors, which is about to be written for the first time, come in large pages, if the system
-    has some at hand. False: it comes as ever."""
+    """Request large pages for the memory of tensors that is about to be written for the first time.
+
+    Return whether the request was made; if not, the memory comes in ordinary pages.
+    """
     if not sys.platform.startswith("linux"):
         return False
     ranges = [(_up(begin), _down(end)) for begin, end in _ranges(tensors)]
@@ -46,7 +48,7 @@ def prefer(tensors: Iterable[Tensor]) -> bool:
 
 
 def _filled_s(first: int, end: int) -> float:
-    """Seconds that a page takes to be there, whose content stays; for ever where that cannot be told."""
+    """Return the seconds until a page is present, with its contents kept; infinite if that cannot be measured."""
     begin_s = time.perf_counter()
     _madvise()(first, end - first, _MADV_HUGEPAGE)
     failed = _madvise()(first, end - first, _MADV_POPULATE_WRITE)
@@ -54,8 +56,10 @@ def _filled_s(first: int, end: int) -> float:
 
 
 def enlarge(tensors: Iterable[Tensor]) -> threading.Thread | None:
-    """Begin to gather the memory of tensors on the CPU, which stays where it is and as it is, into large pages. Returns
-    the thread that does it, for whoever wants to wait; None where there is nothing to do."""
+    """Start to collapse the memory of CPU tensors into large pages; addresses and contents stay the same.
+
+    Return the thread that does it, for callers that wait, or None if there is nothing to do.
+    """
     ranges = [(_up(begin), _down(end)) for begin, end in _ranges(tensors) if _up(begin) < _down(end)]
     if not ranges or not sys.platform.startswith("linux"):
         return None
@@ -65,14 +69,16 @@ def enlarge(tensors: Iterable[Tensor]) -> threading.Thread | None:
 
 
 def _gather(ranges: list[tuple[int, int]]) -> None:
-    """What fails is no loss: a system without it, no memory in one piece, or memory that is gone by now. One call a
-    range: with one a page it takes three times as long."""
+    """Collapse each range with one call; one call per page takes three times as long.
+
+    Failures are ignored: no system support, no contiguous memory, or memory that is freed by now.
+    """
     for first, end in ranges:
         _madvise()(first, end - first, _MADV_COLLAPSE)
 
 
 def _ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """First and last address of memory that belongs together, in order."""
+    """Return the first and last address of each contiguous memory range, in order."""
     ranges: list[tuple[int, int]] = []
     for begin, end in sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors if one.is_cpu):
         if ranges and begin <= ranges[-1][1] + NEAR:

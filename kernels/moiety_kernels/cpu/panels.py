@@ -1,10 +1,11 @@
-"""Attention's products in pairs of bfloat16 (AVX512-BF16), of queries with keys and of weights with values, whatever
-they are kept in: both are packed first, so that no sum runs over the lanes of a register.
+"""Attention's products in pairs of bfloat16 (AVX512-BF16): queries with keys, and weights with values.
 
-A panel holds 16 keys: of each pair of their entries, 16 lanes next to each other. So one query's pair times a panel's
-adds to 16 scores at once, and a score is summed over a key's entries in their order. Values are packed a pair of
-positions at a time, entry by entry, so one row's pair of weights adds to 16 entries at once. Whatever the number of
-rows, the sums of each are made in the same steps.
+Keys and values of any type are packed first, so that no sum runs over the lanes of a register.
+
+A panel holds 16 keys: for each pair of their entries, 16 adjacent lanes. One query's pair times a panel's pairs adds to
+16 scores at once, and a score is summed over a key's entries in order. Values are packed two positions at a time, entry
+by entry, so one row's pair of weights adds to 16 entries at once. The sums of each row are made in the same steps
+whatever the number of rows.
 
 All addresses and strides are bytes. Widths are multiples of DEPTH.
 """
@@ -39,15 +40,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-DEPTH = 2 * LANES  # entries that are packed at once
+DEPTH = 2 * LANES  # entries packed at once
 PANEL = LANES  # keys
 TOGETHER = 2  # panels, or vectors of a value, that a tile multiplies
-MOST_ROWS = 6  # of a tile
-_UNROLLED = 4  # pairs a turn
+MOST_ROWS = 6  # rows of a tile
+_UNROLLED = 4  # pairs per loop iteration
 
-_PAIR_BYTES = 4 * LANES * TOGETHER  # of a tile's operand, for one pair of each row
-_LEAST_POWER = -127.0  # of two: below every float but zero
-# (2^x - 1) / x for |x| ≤ ½, from the lowest power on: with them 2^x is right to 2e-7 of it
+_PAIR_BYTES = 4 * LANES * TOGETHER  # bytes of a tile's operand for one pair of each row
+_LEAST_POWER = -127.0  # power of two below every float but zero
+# coefficients of (2^x - 1) / x for |x| ≤ ½, from the lowest power on; 2^x is then right to 2e-7 of its value
 _POWERS = (0.693147004, 0.240222424, 0.0555073358, 0.00967151299, 0.00132647203)
 
 
@@ -56,8 +57,10 @@ def _load_narrow(e: Emitter, address: ir.Value, at: ir.Value) -> ir.Value:
 
 
 def _pack_keys(e: Emitter, narrow: bool) -> None:
-    """panel[pair of entries][16] of 16 keys, pairs TOGETHER panels apart. `narrow`: they are kept in bfloat16.
-    Arguments: key addresses, their width, panel."""
+    """Emit panel[pair of entries][16] of 16 keys, pairs TOGETHER panels apart. `narrow`: the keys are bfloat16.
+
+    Arguments: key addresses, their width, panel.
+    """
     pointers, width, panel = e.function.args
     builder = e.builder
     starts = [builder.load(e.pointer(pointers, 8 * key), typ=I64, align=8) for key in range(PANEL)]
@@ -78,7 +81,7 @@ def _pack_keys(e: Emitter, narrow: bool) -> None:
 
 
 def _pack_values(e: Emitter, narrow: bool) -> None:
-    """out[entry][2] of two values; arguments: their addresses, their width, out."""
+    """Emit out[entry][2] of two values; arguments: their addresses, their width, out."""
     first, second, width, out = e.function.args
     builder = e.builder
     mixed = ir.Constant(ir.VectorType(I32, DEPTH), [lane // 2 + LANES * (lane % 2) for lane in range(DEPTH)])
@@ -97,14 +100,14 @@ def _pack_values(e: Emitter, narrow: bool) -> None:
 
 
 class _Tile:
-    """Sums over pairs of `rows` rows times TOGETHER vectors."""
+    """Sums over pairs, for `rows` rows times TOGETHER vectors."""
 
     def __init__(self, e: Emitter, rows: int, left: ir.Value, left_stride: ir.Value) -> None:
         self.e, self.rows = e, rows
         self.starts = [e.builder.add(left, e.builder.mul(left_stride, I64(row))) for row in range(rows)]
 
     def added(self, sums: list[ir.Value], right: ir.Value, apart: ir.Value, pairs: ir.Value) -> list[ir.Value]:
-        """`pairs` pairs from the rows' beginning on; those of `right` are so many bytes apart."""
+        """Add `pairs` pairs from the rows' start on; the pairs of `right` are `apart` bytes apart."""
         e, builder = self.e, self.e.builder
 
         def body(i: ir.Value, *sums: ir.Value) -> list[ir.Value]:
@@ -123,8 +126,10 @@ class _Tile:
 
 
 def _scores(e: Emitter, rows: int) -> None:
-    """scores[m, key] = query_m · key, TOGETHER panels at a time; arguments: packed queries, their stride, their pairs,
-    panels, number of keys, scores, their stride."""
+    """Emit scores[m, key] = query_m · key, TOGETHER panels at a time.
+
+    Arguments: packed queries, their stride, their pairs, panels, number of keys, scores, their stride.
+    """
     queries, stride, pairs, panels, keys, out, out_stride = e.function.args
     builder = e.builder
     tile = _Tile(e, rows, queries, stride)
@@ -143,8 +148,10 @@ def _scores(e: Emitter, rows: int) -> None:
 
 
 def _weighted(e: Emitter, rows: int) -> None:
-    """out[m, :] = out[m, :] · factor_m + Σ_j weight[m, j] · value_j, TOGETHER vectors of the values at a time;
-    arguments: weights in bfloat16, their stride, pairs of them, packed values, their width, factors, out."""
+    """Emit out[m, :] = out[m, :] · factor_m + Σ_j weight[m, j] · value_j, TOGETHER vectors of the values at a time.
+
+    Arguments: weights in bfloat16, their stride, pairs of them, packed values, their width, factors, out.
+    """
     weights, stride, pairs, values, width, factors, out = e.function.args
     builder = e.builder
     tile = _Tile(e, rows, weights, stride)
@@ -167,11 +174,11 @@ def _weighted(e: Emitter, rows: int) -> None:
 
 
 def _power(e: Emitter, x: ir.Value) -> ir.Value:
-    """2^x for x of at most a few ten-thousandths above 0; exactly 0 below -127 (-inf included)."""
+    """Return 2^x for x of at most a few ten-thousandths above 0; exactly 0 below -127 (-inf included)."""
     builder = e.builder
     least = constant(_LEAST_POWER)
     x = builder.select(builder.fcmp_unordered(">", x, least), x, least)
-    turning = constant(1.5 * 2**23)  # adding it rounds to the nearest whole number, which is then in the lowest bits
+    turning = constant(1.5 * 2**23)  # adding it rounds to the nearest integer, which is then in the lowest bits
     turned = builder.fadd(x, turning)
     rest = builder.fsub(x, builder.fsub(turned, turning))
     poly = constant(_POWERS[-1])
@@ -182,9 +189,11 @@ def _power(e: Emitter, x: ir.Value) -> ir.Value:
 
 
 def _weigh(e: Emitter, masked: bool) -> None:
-    """One step of the online softmax, with powers of two, over a row of scores; arguments: scores, their number (of
-    DEPTH each), the first that is seen and the first after it that is not, the factor of scores, state, the weights in
-    bfloat16, where to write by how much earlier sums shrink.
+    """Emit one step of the online softmax, with powers of two, over a row of scores.
+
+    Arguments: scores, their number (a multiple of DEPTH), the first visible position and the first one after it that is
+    not visible, the factor of scores, state, the weights in bfloat16, the address for the factor that shrinks earlier
+    sums.
 
     `state` holds the largest score so far, scaled, and the sum of weights as two floats.
     """
@@ -212,7 +221,7 @@ def _weigh(e: Emitter, masked: bool) -> None:
     factors = e.splat(factor)
     reduced = builder.fmul(e.reduce(largest, e.larger), factors)
     largest = e.larger(reduced, before)
-    hidden = builder.fcmp_ordered("==", largest, lowest)  # nothing seen yet: -inf minus -inf is no number
+    hidden = builder.fcmp_ordered("==", largest, lowest)  # nothing seen yet: -inf minus -inf is NaN
     base = builder.select(hidden, constant(0.0), largest)
     minus = builder.fsub(constant(0.0), base)
 
@@ -230,7 +239,7 @@ def _weigh(e: Emitter, masked: bool) -> None:
 
 
 def _by_rows(name: str, num_arguments: int, emit: Callable[..., None]) -> Any:
-    """(rows, …): the function for so many of them, from 1 to MOST_ROWS."""
+    """Return the function (rows, …) that calls the code for that number of rows, 1 to MOST_ROWS."""
     kinds = [I64] * num_arguments
 
     def choose(e: Emitter) -> None:
@@ -243,7 +252,7 @@ def _by_rows(name: str, num_arguments: int, emit: Callable[..., None]) -> Any:
 
 
 def _function(name: str, kinds: list[ir.Type], emit: Callable[[Emitter], None]) -> Any:
-    """Code of nothing where the processor has no such instructions; it is never called there."""
+    """Return the function, empty where the CPU lacks these instructions; it is never called there."""
     return function(f"moiety_panels_{name}", kinds, emit if PAIRS_AVAILABLE else lambda _: None)
 
 

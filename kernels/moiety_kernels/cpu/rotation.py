@@ -1,4 +1,4 @@
-"""Rotary embedding on a CPU: heads of a row turned in place, whatever their width."""
+"""Rotary embedding on a CPU: rotates heads of a row in place, for any width."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moiety_kernels.cpu.vectors import rotate_row
 
 @jit
 def rotate_heads(row: int, heads: int, width: int, pairs: int, cos: int, sin: int) -> None:
-    """Turn the entries i and i + pairs of each head, for i < pairs; all arguments but counts are addresses."""
+    """Rotate the entries i and i + pairs of each head, for i < pairs; all arguments but counts are addresses."""
     for head in range(heads):
         start = row + 4 * head * width
         if pairs % LANES == 0:

@@ -1,9 +1,9 @@
 """The process's team of compute threads: runs a task function for every index of a range, on all threads at once.
 
-Threads take the next index when they are done with one, so that a core that is busy with other work costs its share and
-no more. Between the operations of a step the workers spin, giving way to whoever wants the core; soon after they sleep.
-A job is published as one ticket of generation, number of tasks and next task: a worker that wakes late cannot take from
-the wrong job. Knows no operation.
+A thread takes the next index when it has finished one, so that a core that is busy with other work costs only its own
+share. Between the operations of a step the workers spin and yield the core to other threads; after a short time they
+sleep. A job is published as one ticket of generation, number of tasks and next task, so a worker that wakes late cannot
+take a task of the wrong job. This module contains no operation.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# places in the shared state: int64 indices, in different cache lines where different threads write
+# fields of the shared state: int64 indices, in different cache lines where different threads write
 TICKET, DONE, FUNCTION, ARGS = 0, 8, 16, 17
 STATE_SIZE = 32
-SCRATCH_BYTES = 7 << 20  # a thread; kernels size their blocks by it
+SCRATCH_BYTES = 7 << 20  # per thread; kernels size their blocks by it
 ARGS_SIZE = 48
 CACHE_LINE = 64
 SPINS_BEFORE_YIELD = 2_000
 YIELDS_BEFORE_SLEEP = 2_000
 
-_BITS = 20  # of the next task and of the number of tasks
+_BITS = 20  # bits of the next task and of the number of tasks
 _MASK = (1 << _BITS) - 1
 _GENERATIONS = (1 << 23) - 1
 MAX_TASKS = _MASK
@@ -53,7 +53,7 @@ MAX_TASKS = _MASK
 
 @jit
 def _work(state: int, scratch: int) -> bool:
-    """Take and do tasks of the current job until none is left; says whether it did any."""
+    """Run tasks of the current job until none is left; return whether it ran any."""
     did = False
     while True:
         ticket = acquire_i64(state + 8 * TICKET)
@@ -68,7 +68,7 @@ def _work(state: int, scratch: int) -> bool:
 
 @jit
 def _serve(state: int, scratch: int) -> None:
-    """A worker's life between two sleeps."""
+    """Run jobs until the worker has been idle long enough to sleep."""
     idle = 0
     while idle < SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
         if _work(state, scratch):
@@ -128,13 +128,13 @@ class Program:
 
 
 def _aligned(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed memory that begins with a cache line."""
+    """Return zeroed memory aligned to a cache line."""
     memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
     return memory[-memory.ctypes.data % CACHE_LINE :]
 
 
 class Team:
-    """Owns the worker threads, each thread's scratch memory and the arguments of the running job."""
+    """Owner of the worker threads, each thread's scratch memory and the arguments of the running job."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -160,7 +160,7 @@ class Team:
             _serve(state, scratch)
 
     def run(self, function: int, num_tasks: int, layout: struct.Struct, *args: float) -> None:
-        """Run the task function at `function` for every task, with the arguments packed in 8 bytes each by `layout`."""
+        """Run the task function at `function` for every task; `layout` packs the arguments in 8 bytes each."""
         self.drive(parallel, layout, function, num_tasks, *args)
 
     def drive(self, driver: Any, layout: struct.Struct, function: int, num_tasks: int, *args: float) -> None:
@@ -176,7 +176,7 @@ class Team:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Job]]:
-        """Within it, jobs are also listed as they run. Whoever replays them keeps their tensors alive."""
+        """Yield a list of the jobs that run inside the context. The caller of a replay keeps their tensors alive."""
         assert self._recorded is None, "recordings do not nest"
         jobs: list[Job] = []
         self._recorded = jobs
@@ -186,7 +186,7 @@ class Team:
             self._recorded = None
 
     def replay(self, program: Program) -> None:
-        """Run the program's jobs again, one after the other, on what its tensors hold now."""
+        """Run the program's jobs again in sequence, on the current contents of its tensors."""
         with self._calling:
             self._wake_all()
             state, scratch, _ = self.addresses
@@ -200,5 +200,5 @@ class Team:
 
 @functools.cache
 def team() -> Team:
-    """The process's team, as many threads as torch is set to use when it is first needed."""
+    """Return the process's team; it has as many threads as torch is set to use at the first call."""
     return Team(torch.get_num_threads())

@@ -1,9 +1,9 @@
-"""Products of few or many rows with a bfloat16 weight on the processor's matrix tiles (Intel AMX, `tdpbf16ps`).
+"""Products of rows with a bfloat16 weight on the CPU's matrix tiles (Intel AMX, `tdpbf16ps`).
 
-The weight is the left operand and is read where it lies, 16 of its rows times 32 columns at once; the other rows are
-rounded to bfloat16 and packed in pairs of columns, 16 rows a panel, which is the layout that the instruction wants of
-its right operand. Sums are float32 and run over the columns in one order, so a row's result is the same bits whatever
-rows are beside it. Instruction and layout: Intel's Architecture Instruction Set Extensions reference, chapter on AMX.
+The weight is the left operand and is read in place, 16 of its rows times 32 columns at once. The other rows are rounded
+to bfloat16 and packed in pairs of columns, 16 rows per panel, the layout that the instruction requires of its right
+operand. Sums are float32 and run over the columns in one order, so a row's result has the same bits whatever rows are
+beside it. Instruction and layout: Intel's Architecture Instruction Set Extensions reference, chapter on AMX.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-ROWS = 16  # of a tile, and of a panel
+ROWS = 16  # rows of a tile and of a panel
 DEPTH = 32  # columns that one instruction multiplies
 CONFIG_BYTES = 64
-SUMS_BYTES = 4 * ROWS * ROWS  # of one tile
+SUMS_BYTES = 4 * ROWS * ROWS  # bytes of one tile of sums
 
 AVAILABLE = WIDE and {"amx-tile", TILES_FEATURE, PAIRS_FEATURE} <= FEATURES
 _SUMS, _PANELS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
@@ -35,7 +35,7 @@ _SUMS, _PANELS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
 
 @functools.cache
 def usable() -> bool:
-    """Whether the processor has the tiles and the system lets this process use them, or they are emulated."""
+    """Return whether the CPU has the tiles and the system lets this process use them, or they are emulated."""
     if TILES_FEATURE in EMULATED:
         return AVAILABLE
     return AVAILABLE and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
@@ -46,8 +46,10 @@ def _lanes(values: Sequence[int]) -> ir.Constant:
 
 
 def _pack(e: Emitter, rows: int) -> None:
-    """panel[k / 2][16][2] of `rows` float32 rows; what the panel holds of further rows is zero. Arguments: row
-    addresses, k, panel."""
+    """Emit panel[k / 2][16][2] of `rows` float32 rows; the panel's other rows are zero.
+
+    Arguments: row addresses, k, panel.
+    """
     pointers, count, panel = e.function.args
     builder = e.builder
     starts = [builder.load(e.pointer(pointers, 8 * m), typ=I64, align=8) for m in range(rows)]
@@ -67,10 +69,13 @@ def _pack(e: Emitter, rows: int) -> None:
 
 
 def _sums(e: Emitter, tiles: int, panels: int, fetched: range = range(0)) -> None:
-    """Tiles of weight rows times panels, added to out[tile][panel][16][16] unless they are the first; a row of the sums
-    is one weight row's. `fetched`: of the cache lines of the weight rows below, as many a step as there are rows, those
-    that are asked for meanwhile. Arguments: w, w stride, panel, bytes between panels, k, out, bytes between its tiles,
-    whether these are the first, weight rows of a tile, which the tiles are configured for."""
+    """Emit the products of tiles of weight rows and panels, added to out[tile][panel][16][16].
+
+    The first products replace the output. A row of the sums belongs to one weight row. `fetched`: cache lines of the
+    weight rows below that are prefetched meanwhile, as many per step as there are rows. Arguments: w, w stride, panel,
+    bytes between panels, k, out, bytes between its tiles, whether these are the first, weight rows of a tile, for which
+    the tiles are configured.
+    """
     w, w_stride, panel, apart, count, out, out_apart, is_first, _ = e.function.args
     builder = e.builder
 
@@ -113,8 +118,11 @@ def _sums(e: Emitter, tiles: int, panels: int, fetched: range = range(0)) -> Non
 
 
 def _emulated_sums(e: Emitter, tiles: int, panels: int) -> None:
-    """The same as `_sums` for processors without tiles: TDPBF16PS adds the products of one step to a sum of their own,
-    the lower half of each pair first, and that to the tile."""
+    """Emit the same as `_sums` for CPUs without tiles.
+
+    TDPBF16PS adds the products of one step to a sum of their own, the lower half of each pair first, and that sum to
+    the tile.
+    """
     w, w_stride, panel, apart, count, out, out_apart, is_first, rows = e.function.args
     builder = e.builder
     pairs = [(t, p) for t in range(tiles) for p in range(panels)]
@@ -152,14 +160,14 @@ def _emulated_sums(e: Emitter, tiles: int, panels: int) -> None:
 
 
 def _unpack(e: Emitter) -> None:
-    """out[m, :16] = sums[:, m] for m < rows ≤ 16; arguments: sums, rows, out, out stride."""
+    """Emit out[m, :16] = sums[:, m] for m < rows ≤ 16; arguments: sums, rows, out, out stride."""
     sums, rows, out, out_stride = e.function.args
     builder = e.builder
     turned = e.transposed([e.load(sums, 4 * ROWS * row) for row in range(ROWS)])
     end = builder.append_basic_block()
     choice = builder.switch(rows, end)
     following = end
-    for row, vector in enumerate(turned):  # one falls through to the row before it
+    for row, vector in enumerate(turned):  # each case falls through to the row before it
         block = builder.append_basic_block()
         choice.add_case(I64(row + 1), block)
         builder.position_at_end(block)
@@ -170,8 +178,10 @@ def _unpack(e: Emitter) -> None:
 
 
 def _configure(e: Emitter) -> None:
-    """Set the tiles' sizes: `rows` of the weight and of the sums, 16 pairs of a panel, 64 bytes each. Arguments: rows,
-    CONFIG_BYTES of memory to write the configuration in."""
+    """Set the tiles' sizes: `rows` of the weight and of the sums, 16 pairs of a panel, 64 bytes each.
+
+    Arguments: rows, CONFIG_BYTES of memory for the configuration.
+    """
     rows, config = e.function.args
     if TILES_FEATURE in EMULATED:
         return
@@ -189,7 +199,7 @@ def _release(e: Emitter) -> None:
 
 
 def _tile_function(name: str, num_arguments: int, emit: Callable[[Emitter], None]) -> Any:
-    """Code of nothing where the processor has no tiles: it cannot even be compiled there, and is never called."""
+    """Return the function, empty where the CPU has no tiles: it does not compile there and is never called."""
     return function(f"moiety_tiles_{name}", [I64] * num_arguments, emit if AVAILABLE else lambda _: None)
 
 

@@ -1,5 +1,7 @@
-"""Rows of a weight in few bits widened to bfloat16, a task's chunk of them at a time, so that they stay in its core's
-cache: what is read from memory is as small as it is kept."""
+"""Unpacking of quantized weight rows to bfloat16, one chunk per task, sized for the core's cache.
+
+So memory traffic is only the quantized size.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,15 @@ from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight
 if TYPE_CHECKING:
     from torch import Tensor
 
-# how the numbers of a weight are kept
-PLAIN, INT4, INT8, E2M1, E4M3 = range(5)  # the first: not in few bits
-WHOLE_ROW = 62  # the shift by which all of a row is one group
+# number formats of a weight
+PLAIN, INT4, INT8, E2M1, E4M3 = range(5)  # PLAIN: not quantized
+WHOLE_ROW = 62  # the shift by which a whole row is one group
 UNPACKED_BYTES = 2 << 20
 MAX_UNPACKED_WIDTH = UNPACKED_BYTES // (2 * 2 * 16)  # of a weight of which 16 rows of gate and up are unpacked at once
 
 
 def format_of(weight: Tensor | QuantizedWeight) -> tuple[int, int, int, int]:
-    """(address, address of the scales, how numbers are kept, shift from an input to its scale), as `unpack_rows` wants
-    them."""
+    """Return (address, address of the scales, number format, shift from an input to its scale) for `unpack_rows`."""
     if not isinstance(weight, QuantizedWeight):
         return weight.data_ptr(), 0, PLAIN, 0
     form = weight.format
@@ -35,7 +36,7 @@ def format_of(weight: Tensor | QuantizedWeight) -> tuple[int, int, int, int]:
 
 
 def is_unpackable(weight: QuantizedWeight) -> bool:
-    """Whether the kernels here take the weight."""
+    """Return whether the kernels here support the weight."""
     return (
         weight.is_contiguous()
         and weight.format.pack == BLOCK
@@ -47,7 +48,7 @@ def is_unpackable(weight: QuantizedWeight) -> bool:
 
 
 def _bfloat16(e: Emitter, low: ir.Value, high: ir.Value) -> tuple[ir.Value, ...]:
-    """2 · LANES floats to the nearest bfloat16, ties to even: as one vector of pairs, or as two."""
+    """Round 2 · LANES floats to the nearest bfloat16, ties to even: as one vector of pairs, or as two."""
     if PAIRS_AVAILABLE:
         return (narrowed(e, low, high),)
     halves = []
@@ -61,9 +62,12 @@ def _bfloat16(e: Emitter, low: ir.Value, high: ir.Value) -> tuple[ir.Value, ...]
 
 
 def _from_floating(e: Emitter, wide: ir.Value, kind: int) -> ir.Value:
-    """Floats from numbers with an exponent, in the low bits of VI32: the sign, then exponent and significand, which
-    stand in a float's place once the difference of the biases is added. Numbers without an exponent of their own are
-    whole multiples of the least; as floats made by shifting they would be too small to be kept."""
+    """Return floats from floating-point numbers in the low bits of VI32.
+
+    The sign comes first, then exponent and significand, which are moved to a float's bit positions; then the difference
+    of the biases is added. Subnormal numbers are integer multiples of the smallest; made by shifting, they would be
+    floats too small to represent.
+    """
     bits, significand_bits, bias = (8, 3, 7) if kind == E4M3 else (4, 1, 1)
     builder = e.builder
 
@@ -82,7 +86,7 @@ def _from_floating(e: Emitter, wide: ir.Value, kind: int) -> ir.Value:
 
 
 def _widen(e: Emitter, kind: int) -> None:
-    """out[i] = bfloat16(q[i] · scale of i); arguments: q, count, scales, shift, out."""
+    """Emit out[i] = bfloat16(q[i] · scale of i); arguments: q, count, scales, shift, out."""
     q, count, scales, shift, out = e.function.args
     builder = e.builder
     bytes_kind = ir.VectorType(I8, LANES)
@@ -130,7 +134,7 @@ _widen_int4, _widen_int8, _widen_e2m1, _widen_e4m3 = (
 
 @jit
 def unpack_rows(values: int, scales: int, kind: int, shift: int, first: int, num_rows: int, k: int, out: int) -> None:
-    """`num_rows` rows of k inputs from row `first` on, as bfloat16."""
+    """Write `num_rows` rows of k inputs from row `first` on to `out`, as bfloat16."""
     row_bytes = k if kind in (INT8, E4M3) else k // 2
     groups = ((k - 1) >> shift) + 1
     for row in range(num_rows):

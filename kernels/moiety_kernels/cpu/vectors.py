@@ -1,4 +1,7 @@
-"""The vector code that kernels spend their time in. All counts must be multiples of LANES, nothing needs alignment."""
+"""The vector code that dominates the kernels' run time.
+
+All counts must be multiples of LANES; alignment is not required.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ if TYPE_CHECKING:
 TILE_ROWS = 6 if WIDE else 3  # rows of the largest dot tile: TILE_ROWS × TILE_COLS accumulators fill the registers
 TILE_COLS = 4
 AXPY_ROWS = 4 if WIDE else 2
-_LINE, _LINES_AT_ONCE = 64, 4  # bytes of a cache line, and how many are asked for in one turn
+_LINE, _LINES_AT_ONCE = 64, 4  # bytes of a cache line, and lines prefetched per iteration
 
 
 def _dot(e: Emitter, rows: int, cols: int, widen: bool) -> None:
-    """out[m, n] = Σ_k row_m[k] · w[n, k]; arguments: row pointers, w, w stride, k, out, out stride."""
+    """Emit out[m, n] = Σ_k row_m[k] · w[n, k]; arguments: row pointers, w, w stride, k, out, out stride."""
     pointers, w, w_stride, count, out, out_stride = e.function.args
     builder = e.builder
     starts = [builder.load(e.pointer(pointers, 8 * m), typ=I64, align=8) for m in range(rows)]
@@ -43,7 +46,7 @@ def _dot(e: Emitter, rows: int, cols: int, widen: bool) -> None:
         w_offset = builder.mul(i, I64(2 if widen else 4))
         load = e.load_widened if widen else e.load
         loaded = [load(column, w_offset) for column in columns]
-        if widen:  # straight from memory: ask for the next tile's rows
+        if widen:  # straight from memory: prefetch the next tile's rows
             for column in columns:
                 e.prefetch(column, builder.add(w_offset, ahead))
         results = []
@@ -64,8 +67,10 @@ def _dot(e: Emitter, rows: int, cols: int, widen: bool) -> None:
 
 
 def _axpy(e: Emitter, rows: int, vectors: int, widen: bool) -> None:
-    """out[m, :] += Σ_j p[m, j] · v[j, :], :] being `vectors` vectors; arguments: p, p stride, v, v stride, count of j,
-    out, out stride."""
+    """Emit out[m, :] += Σ_j p[m, j] · v[j, :], where [:] is `vectors` vectors.
+
+    Arguments: p, p stride, v, v stride, count of j, out, out stride.
+    """
     load, size = (e.load_widened, 2) if widen else (e.load, 4)
     p, p_stride, v, v_stride, count, out, out_stride = e.function.args
     builder = e.builder
@@ -89,7 +94,7 @@ def _axpy(e: Emitter, rows: int, vectors: int, widen: bool) -> None:
 
 
 def _widen(e: Emitter) -> None:
-    """out[i] = float32(w[i]) for bfloat16 w; arguments: w, count, out."""
+    """Emit out[i] = float32(w[i]) for bfloat16 w; arguments: w, count, out."""
     w, count, out = e.function.args
 
     def body(i: ir.Value) -> list[ir.Value]:
@@ -102,7 +107,7 @@ def _widen(e: Emitter) -> None:
 
 
 def _narrow(e: Emitter) -> None:
-    """out[i] = bfloat16(row[i]); arguments: row, count, out."""
+    """Emit out[i] = bfloat16(row[i]); arguments: row, count, out."""
     row, count, out = e.function.args
 
     def body(i: ir.Value) -> list[ir.Value]:
@@ -113,14 +118,17 @@ def _narrow(e: Emitter) -> None:
 
 
 def _over_one_plus_exp(e: Emitter, numerator: ir.Value, x: ir.Value) -> ir.Value:
-    """numerator / (1 + e^-x): numerator · sigmoid(x)."""
+    """Return numerator / (1 + e^-x) = numerator · sigmoid(x)."""
     negated = e.builder.fsub(constant(0.0), x)
     capped = e.builder.select(e.builder.fcmp_ordered("<", negated, constant(88.0)), negated, constant(88.0))
     return e.builder.fdiv(numerator, e.builder.fadd(constant(1.0), e.exp(capped)))
 
 
 def _gated(e: Emitter, combine: Callable[..., ir.Value]) -> None:
-    """out[i] = combine(gate[i], up[i], *further); arguments: gate, up, count, out, and what `combine` takes further."""
+    """Emit out[i] = combine(gate[i], up[i], *further).
+
+    Arguments: gate, up, count, out, and further arguments of `combine`.
+    """
     gate, up, count, out, *further = e.function.args
     values = [e.splat(value) for value in further]
 
@@ -133,12 +141,12 @@ def _gated(e: Emitter, combine: Callable[..., ir.Value]) -> None:
 
 
 def _swiglu(e: Emitter, gate: ir.Value, up: ir.Value) -> ir.Value:
-    """silu(gate) · up."""
+    """Return silu(gate) · up."""
     return e.builder.fmul(_over_one_plus_exp(e, gate, gate), up)
 
 
 def _geglu(e: Emitter, gate: ir.Value, up: ir.Value) -> ir.Value:
-    """gelu(gate) · up by tanh: (1 + tanh(x)) / 2 is sigmoid(2 · x)."""
+    """Return gelu(gate) · up with the tanh approximation: (1 + tanh(x)) / 2 is sigmoid(2 · x)."""
     cubic = e.builder.fmul(e.builder.fmul(gate, gate), gate)
     inner = e.fma(cubic, constant(0.044715), gate)
     gelu = _over_one_plus_exp(e, gate, e.builder.fmul(inner, constant(2 * math.sqrt(2 / math.pi))))
@@ -146,7 +154,7 @@ def _geglu(e: Emitter, gate: ir.Value, up: ir.Value) -> ir.Value:
 
 
 def _clipped(e: Emitter, gate: ir.Value, up: ir.Value, limit: ir.Value, alpha: ir.Value) -> ir.Value:
-    """(up + 1) · gate · sigmoid(alpha · gate), gate at most limit, up within ± limit."""
+    """Return (up + 1) · gate · sigmoid(alpha · gate), with gate at most `limit` and up within ±`limit`."""
     gate = e.smaller(gate, limit)
     up = e.larger(e.smaller(up, limit), e.builder.fsub(constant(0.0), limit))
     glu = _over_one_plus_exp(e, gate, e.builder.fmul(gate, alpha))
@@ -154,10 +162,10 @@ def _clipped(e: Emitter, gate: ir.Value, up: ir.Value, limit: ir.Value, alpha: i
 
 
 def _softmax(e: Emitter) -> None:
-    """One step of the online softmax (Milakov & Gimelshein 2018) over a row of scores; arguments: scores, count, state.
+    """Emit one step of the online softmax (Milakov & Gimelshein 2018) over a row of scores.
 
-    `state` holds the largest score and the sum so far as two floats. Scores are replaced by e^(score - largest), the
-    state is brought up to date, and the factor by which earlier sums shrink is returned.
+    Arguments: scores, count, state. `state` holds the largest score and the sum so far as two floats. The step replaces
+    scores by e^(score - largest), updates the state, and returns the factor by which earlier sums shrink.
     """
     scores, count, state = e.function.args
     builder = e.builder
@@ -165,7 +173,7 @@ def _softmax(e: Emitter) -> None:
     (largest,) = e.loop(count, LANES, [lowest], lambda i, top: [e.larger(e.load(scores, builder.mul(i, I64(4))), top)])
     before = e.splat(e.load_scalar(state))
     largest = e.larger(e.reduce(largest, e.larger), before)
-    hidden = builder.fcmp_ordered("==", largest, lowest)  # nothing seen yet: -inf minus -inf is no number
+    hidden = builder.fcmp_ordered("==", largest, lowest)  # nothing seen yet: -inf minus -inf is NaN
     base = builder.select(hidden, constant(0.0), largest)
 
     def body(i: ir.Value, total: ir.Value) -> list[ir.Value]:
@@ -183,7 +191,7 @@ def _softmax(e: Emitter) -> None:
 
 
 def _scale(e: Emitter) -> None:
-    """row[i] *= factor; arguments: row, count, factor."""
+    """Emit row[i] *= factor; arguments: row, count, factor."""
     row, count, factor = e.function.args
     factors = e.splat(factor)
 
@@ -196,7 +204,7 @@ def _scale(e: Emitter) -> None:
 
 
 def _sum_squares(e: Emitter) -> None:
-    """Σ row[i]²; arguments: row, count."""
+    """Emit Σ row[i]²; arguments: row, count."""
     row, count = e.function.args
 
     def body(i: ir.Value, total: ir.Value) -> list[ir.Value]:
@@ -208,7 +216,7 @@ def _sum_squares(e: Emitter) -> None:
 
 
 def _weigh(e: Emitter) -> None:
-    """out[i] = (row[i] · factor) · weight[i]; arguments: row, count, factor, weight, out."""
+    """Emit out[i] = (row[i] · factor) · weight[i]; arguments: row, count, factor, weight, out."""
     row, count, factor, weight, out = e.function.args
     factors = e.splat(factor)
 
@@ -222,7 +230,7 @@ def _weigh(e: Emitter) -> None:
 
 
 def _add_scaled(e: Emitter) -> None:
-    """out[i] = a[i] + b[i] · factor; arguments: a, b, count, factor, out."""
+    """Emit out[i] = a[i] + b[i] · factor; arguments: a, b, count, factor, out."""
     a, b, count, factor, out = e.function.args
     factors = e.splat(factor)
 
@@ -235,7 +243,7 @@ def _add_scaled(e: Emitter) -> None:
 
 
 def _rotate(e: Emitter) -> None:
-    """Turn each pair (row[i], row[i + count]) by its angle; arguments: row, count of pairs, cos, sin."""
+    """Rotate each pair (row[i], row[i + count]) by its angle; arguments: row, count of pairs, cos, sin."""
     row, count, cos, sin = e.function.args
     builder = e.builder
     half = builder.mul(count, I64(4))
@@ -252,7 +260,7 @@ def _rotate(e: Emitter) -> None:
 
 
 def _copy(e: Emitter) -> None:
-    """out[i] = row[i]; arguments: row, count, out."""
+    """Emit out[i] = row[i]; arguments: row, count, out."""
     row, count, out = e.function.args
 
     def body(i: ir.Value) -> list[ir.Value]:
@@ -264,7 +272,7 @@ def _copy(e: Emitter) -> None:
 
 
 def _fetch(e: Emitter) -> None:
-    """Ask for `count` bytes from an address on, which will be read soon, into the second level of the cache."""
+    """Prefetch `count` bytes from an address on into the L2 cache."""
     address, count = e.function.args
 
     def body(i: ir.Value) -> list[ir.Value]:
@@ -276,12 +284,15 @@ def _fetch(e: Emitter) -> None:
 
 
 def dot_tile(rows: int, cols: int, *, widen: bool) -> Any:
-    """(row pointers, w, w stride, k, out, out stride): out[m, n] = Σ_k row_m[k] · w[n, k]; `widen`: w is bfloat16."""
+    """Return the function out[m, n] = Σ_k row_m[k] · w[n, k].
+
+    Its arguments are (row pointers, w, w stride, k, out, out stride). `widen`: w is bfloat16.
+    """
     return function(f"moiety_dot_{rows}_{cols}_{widen}", [I64] * 6, partial(_dot, rows=rows, cols=cols, widen=widen))
 
 
 def dot_tiles(cols: int, *, widen: bool) -> Any:
-    """The same for a number of rows, up to TILE_ROWS, that is known only when it runs: the first argument."""
+    """Return the function of `dot_tile` for a number of rows, up to TILE_ROWS, that is its first argument."""
     kinds = [I64] * 6
 
     def choose(e: Emitter) -> None:
@@ -295,7 +306,10 @@ def dot_tiles(cols: int, *, widen: bool) -> Any:
 
 
 def axpy_tile(rows: int, vectors: int, *, widen: bool) -> Any:
-    """(p, p stride, v, v stride, count, out, out stride): out[m, :] += Σ_j p[m, j] · v[j, :]; `widen` as above."""
+    """Return the function out[m, :] += Σ_j p[m, j] · v[j, :].
+
+    Its arguments are (p, p stride, v, v stride, count, out, out stride). `widen`: v is bfloat16.
+    """
     emit = partial(_axpy, rows=rows, vectors=vectors, widen=widen)
     return function(f"moiety_axpy_{rows}_{vectors}_{widen}", [I64] * 7, emit)
 

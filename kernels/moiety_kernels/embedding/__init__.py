@@ -1,4 +1,4 @@
-"""Rows of a table by number: what the tokens of a step begin as."""
+"""Embedding lookup: rows of a table by token id."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _cpu = when_asked(__name__, "cpu")
 
 
 def embedding(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
-    """Row token_ids_T[t], int64, of the table for each t, times `factor`, in `dtype`. An id beyond the table is the
-    caller's mistake, and not looked for."""
+    """Return row token_ids_T[t], int64, of the table for each t, times `factor`, in `dtype`.
+
+    The caller must pass ids within the table; they are not checked.
+    """
     require_shape("table", table_VD, (-1, -1))
     if table_VD.is_cpu and _cpu().fits(token_ids_T, table_VD, dtype):
         rows: Tensor = _cpu().embedding(token_ids_T, table_VD, factor)

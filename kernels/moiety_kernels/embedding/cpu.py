@@ -1,5 +1,7 @@
-"""Rows of a table on a CPU, float32 or bfloat16, as float32: a job like any other, so that a step that is replayed
-begins with its tokens. T tokens, V rows of the table, D width."""
+"""Embedding lookup on a CPU: rows of a float32 or bfloat16 table, as float32.
+
+It is an ordinary job, so a replayed step includes it. T tokens, V rows of the table, D width.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LAYOUT = struct.Struct("7qd")
-_BLOCK = 32  # tokens a task
+_BLOCK = 32  # tokens per task
 
 
 def fits(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `embedding` takes these tensors and gives that type."""
+    """Return whether `embedding` supports these tensors and this output type."""
     return (
         dtype is torch.float32
         and table_VD.dtype in (torch.float32, torch.bfloat16)
@@ -35,7 +37,7 @@ def fits(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> bool:
 
 
 def embedding(token_ids_T: Tensor, table_VD: Tensor, factor: float) -> Tensor:
-    """[T, D], float32."""
+    """Return [T, D], float32."""
     tokens, width = token_ids_T.shape[0], table_VD.shape[1]
     out_TD = torch.empty(tokens, width)
     row_bytes = table_VD.stride(0) * table_VD.element_size()

@@ -1,4 +1,4 @@
-"""The definition, in torch."""
+"""Definition of the embedding lookup, in torch."""
 
 from __future__ import annotations
 

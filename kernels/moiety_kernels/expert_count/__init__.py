@@ -1,4 +1,4 @@
-"""Counting the experts that a pass picked, by whose token it was."""
+"""Counts of the experts that a pass chose, per slot of the tokens' owners."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _cpu = when_asked(__name__, "cpu")
 
 
 def count_picks(chosen: Sequence[Tensor], owner_T: Tensor, picks_SLE: Tensor, active_L: Tensor) -> None:
-    """Add to the counts, int64, what a pass picked: `chosen` has expert_TK, int32, of each layer, owner_T the slot of
-    each token. What tokens of slot 0 picked does not count as active, and what is counted of it has no meaning."""
+    """Add the experts that a pass chose to the int64 counts.
+
+    `chosen` has expert_TK, int32, of each layer; owner_T holds the slot of each token. Tokens of slot 0 do not count as
+    active, and their counts have no meaning.
+    """
     require_shape("owner", owner_T, (chosen[0].shape[0],))
     require_shape("picks", picks_SLE, (-1, len(chosen), -1))
     require_shape("active", active_L, (len(chosen),))

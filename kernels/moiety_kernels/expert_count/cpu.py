@@ -1,6 +1,6 @@
-"""Counting picks on a CPU: a layer is one task, so that a step that is replayed pays next to nothing for it.
+"""Expert counts on a CPU: each layer is one task, so that a replayed step pays almost nothing for it.
 
-T tokens, K experts a token, L layers, E experts, S slots. Scratch memory says which experts were hit.
+T tokens, K experts per token, L layers, E experts, S slots. Scratch memory marks the experts that were chosen.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 _LAYOUT = struct.Struct("8q")
 
-# arguments; PICKS is where the layer's counts of slot 0 begin, and a slot's are SLOT_BYTES apart
+# arguments; PICKS is the address of the layer's counts of slot 0, and slots are SLOT_BYTES apart
 CHOSEN, OWNER, PICKS, ACTIVE, TOKENS, TOP_K, EXPERTS, SLOT_BYTES = 0, 1, 2, 3, 4, 5, 6, 7
 
 
 def fits(chosen: Sequence[Tensor], owner_T: Tensor, picks_SLE: Tensor) -> bool:
-    """Whether `count_picks` takes these choices."""
+    """Return whether `count_picks` supports these choices."""
     return (
         all(expert_TK.dtype is torch.int32 and expert_TK.is_contiguous() for expert_TK in chosen)
         and owner_T.is_contiguous()

@@ -1,5 +1,5 @@
-"""What the Triton kernels share: compiling them for GPUs that are not here, and what is known of a GPU's speeds.
+"""Shared parts of the Triton kernels: cross-compilation for GPUs that are not present, and known GPU speeds.
 
-Nothing here is imported on a machine without Triton unless asked for: the operations import their `kernel.py` when the
-first CUDA tensor comes.
+On a machine without Triton nothing here is imported unless requested: operations import their `kernel.py` with the
+first CUDA tensor.
 """

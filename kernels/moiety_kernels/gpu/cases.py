@@ -1,5 +1,8 @@
-"""One way of compiling one kernel: what an operation lists in `compile_cases()` of its `kernel.py`, so that the report
-shows every variant that it may launch."""
+"""Compile case: one way to compile one kernel.
+
+An operation lists its cases in `compile_cases()` of its `kernel.py`, so that the report shows every variant that it may
+launch.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CompileCase:
-    """`kernel` with the types of its arguments as Triton writes them ("*bf16", "i32", "fp32") and its constants."""
+    """`kernel` with its argument types in Triton's notation ("*bf16", "i32", "fp32") and its constants."""
 
-    name: str  # of the variant, unique within an operation
-    kernel: Any  # triton.JITFunction, which has no types
-    signature: dict[str, str]  # every argument that is not constant
+    name: str  # variant name, unique within an operation
+    kernel: Any  # triton.JITFunction, which is untyped
+    signature: dict[str, str]  # all non-constant arguments
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
-    only: tuple[str, ...] = ()  # names of targets it is meant for; empty: all
-    least_shared_bytes: int = 0  # that its loads take on NVIDIA's, if the compiler lets them run ahead as it should
+    only: tuple[str, ...] = ()  # names of the targets it is for; empty: all
+    least_shared_bytes: int = 0  # shared memory of its loads on NVIDIA, if the compiler pipelines them as intended
     unaligned: frozenset[str] = field(default_factory=frozenset)  # arguments that need not be multiples of 16

@@ -1,6 +1,6 @@
-"""Compiling kernels for a GPU without having one, and what the compiled code needs of it.
+"""Compilation of kernels for a GPU that is not present, and the resources of the compiled code.
 
-Works where Triton is not interpreting (`TRITON_INTERPRET` unset). NVIDIA's assembler comes with Triton.
+It needs Triton outside interpreter mode (`TRITON_INTERPRET` unset). NVIDIA's assembler comes with Triton.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ _HIP_STAGES = 2  # more do not fit in its shared memory
 
 
 class CompilationError(Exception):
-    """A kernel does not build for a target; says which and why."""
+    """A kernel does not build for a target; the message names the kernel, the target and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one program of a compiled kernel takes. `registers` a thread, the rest in bytes a thread or a program.
-    `loads_wait`: this compiler lets fewer of its loads run ahead than it was written for; slower, and as right."""
+    """Resources of one program of a compiled kernel.
+
+    `registers` per thread, the rest in bytes per thread or per program. `loads_wait`: this compiler pipelines fewer of
+    its loads than the kernel is written for; that is slower, and as correct.
+    """
 
     registers: int
     spill_bytes: int
@@ -64,7 +67,7 @@ def compile_case(case: CompileCase, target: Target) -> Resources:
                 target=GPUTarget(target.backend, target.arch, target.warp_size),
                 options={"num_warps": case.num_warps, "num_stages": stages},
             )
-    except Exception as exc:  # whatever the compiler raises, of which there is no common root
+    except Exception as exc:  # whatever the compiler raises, which has no common base class
         raise CompilationError(f"{case.name} does not compile for {target.name}: {exc}") from exc
     if target.backend == "hip":
         return _hip_resources(built)
@@ -73,13 +76,13 @@ def compile_case(case: CompileCase, target: Target) -> Resources:
     return Resources(taken.registers, taken.spill_bytes, taken.shared, waits)
 
 
-_KEY = "with what ptxas says"  # of the compiler's cache, which keeps that with the code
+_KEY = "with what ptxas says"  # part of the compiler's cache key, since the cache keeps the figures with the code
 
 
 def _with_ptxas_figures(
     _backend: Any = None, stages: Any = None, *_of_the_compiler: Any, **_more_of_it: Any
 ) -> tuple[str, str] | None:
-    """The compiler's hook, called without arguments for what it adds to the key of the cache."""
+    """Hook of the compiler; called without arguments, it returns its part of the cache key."""
     if stages is not None and "cubin" in stages:
         make = stages["cubin"]
         stages["cubin"] = lambda ptx, metadata: _assembled(make, ptx, metadata)
@@ -87,7 +90,7 @@ def _with_ptxas_figures(
 
 
 def _assembled(make: Callable[[Any, dict[str, Any]], bytes], ptx: Any, metadata: dict[str, Any]) -> bytes:
-    """The machine code; `metadata` gets what ptxas says that it takes."""
+    """Return the machine code; `metadata` receives the resources that ptxas reports."""
     said = io.StringIO()
     with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = True

@@ -1,4 +1,4 @@
-"""What is known of the GPU that a tensor lies on."""
+"""Known properties of the GPU that holds a tensor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 from moiety_kernels.gpu.targets import GFX942, H200, SM_80, SM_90, SM_100, DeviceModel
 
 _KNOWN = {model.name: model for model in (H200,)}
-_OLDER_FLOPS = 0.35  # of Hopper's products a multiprocessor, on those before it
+_OLDER_FLOPS = 0.35  # products per multiprocessor, relative to Hopper, on older GPUs
 
 
 @functools.cache
 def device_model(device: torch.device) -> DeviceModel:
-    """The model of that GPU: as measured where somebody has, else a Hopper scaled to its multiprocessors. Of a CPU, on
-    which kernels are interpreted, it is the H200's, so that what would be chosen there can be looked at."""
+    """Return the model of that GPU: the measured one if known, else a Hopper scaled to its multiprocessors.
+
+    For a CPU, where kernels are interpreted, it is the H200's, so that its choices can be inspected.
+    """
     if device.type == "cpu":
         return H200
     properties = torch.cuda.get_device_properties(device)

@@ -1,7 +1,7 @@
-"""The table of what every kernel takes on every target: registers, spills, shared memory.
+"""Table of the resources of every kernel on every target: registers, spills, shared memory.
 
-`python -m moiety_kernels.gpu.report sm_90,sm_80 rms_norm` prints it as JSON, one row a variant on a target; without
-operations, of all.
+`python -m moiety_kernels.gpu.report sm_90,sm_80 rms_norm` prints it as JSON, one row per variant and target; without
+operations, for all of them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ Row = dict[str, Any]
 
 
 def operations() -> list[str]:
-    """The operations that have Triton kernels."""
+    """Return the operations that have Triton kernels."""
     return [one.name for one in pkgutil.iter_modules(moiety_kernels.__path__) if one.ispkg and _has_kernel(one.name)]
 
 
 def rows(target: str, operation: str) -> list[Row]:
-    """`{operation, variant, target, registers, spill_bytes, shared_bytes, loads_wait, error}` of each variant."""
+    """Return a row for each variant.
+
+    Its fields are `{operation, variant, target, registers, spill_bytes, shared_bytes, loads_wait, error}`.
+    """
     cases = import_module(f"moiety_kernels.{operation}.kernel").compile_cases()
     found = []
     for case in cases:
@@ -46,8 +49,10 @@ def rows(target: str, operation: str) -> list[Row]:
 
 
 def table(targets: list[str], names: list[str], on_done: Callable[[], None] | None = None) -> list[Row]:
-    """Rows of all `names` on all `targets`, compiled in as many processes as there are cores; `on_done` is called after
-    each operation on each target."""
+    """Return rows of all `names` on all `targets`, compiled in as many processes as there are cores.
+
+    `on_done` is called after each operation on each target.
+    """
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(rows, target, name) for target in targets for name in names]
         for job in as_completed(jobs):

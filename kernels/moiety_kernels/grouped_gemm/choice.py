@@ -1,4 +1,4 @@
-"""What the expert layer is launched with: tuned for the GPU that it runs on, or by the cost model. Knows no tensors."""
+"""Launch configuration of the expert layer: tuned for this GPU, or from the cost model. Handles no tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ OPERATION = "grouped_gemm"
 
 @functools.lru_cache(maxsize=4096)
 def configuration(problem: Problem, device: DeviceModel) -> TileConfig:
-    """The candidate that was fastest when somebody timed this problem on such a device, else the cost model's."""
+    """Return the candidate that was fastest in tuning for this problem and device, else the cost model's choice."""
     found = tuned(OPERATION, key(problem), candidates(problem, device), device.name)
     return choose(problem, device) if found is None else found
 
 
 def key(problem: Problem) -> str:
-    """What a choice is kept under: the layer, and the power of two that its tokens are nearest to by ratio."""
+    """Return the key of a choice: the layer, and the power of two nearest to its number of tokens by ratio."""
     tokens = 1 << round(math.log2(max(1, problem.tokens)))
     layer = f"E{problem.num_experts} K{problem.top_k} D{problem.width} F{problem.hidden}"
     invariant = " invariant" if problem.invariant else ""

@@ -1,6 +1,6 @@
 """The expert layer in Triton: group → gather, gate and up, activation → down, routing weight → combine.
 
-T tokens, K experts a token, R = T · K routed rows, E experts, D model width, F expert width.
+T tokens, K experts per token, R = T · K routed rows, E experts, D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def unfit(
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
 ) -> str | None:
-    """Why `experts` does not take these tensors; None if it does."""
+    """Return why `experts` does not support these tensors; None if it does."""
     if x_TD.dtype not in _DTYPES:
         return f"activations are {x_TD.dtype}"
     if expert_TK.dtype is not torch.int32:
@@ -92,14 +92,15 @@ def experts(
     invariant: bool = False,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device. A negative number is
-    of an expert that is elsewhere, and adds nothing.
+    """Compute Σ_k weight · expert(x) for each token, with the same bits every time and no device synchronisation.
+
+    A negative number stands for an expert on another rank and adds nothing.
 
     Weights of int8 or float8_e4m3fn have scales, contiguous and float32: of rows, [E, N], or of blocks of 128 × 128,
-    [E, N, K ÷ 128], where the rows of a block, counted from the first of gate and of up, have the same. Those of `four`
-    bits are uint8, packed by 64, with scales [E, N, K ÷ 32]. With `invariant`, the same bits for a token whatever other
-    tokens there are. Where rows are many and weights float8, rows are rounded to it too. Without `config`, what was
-    tuned for this GPU, else what the cost model prefers.
+    [E, N, K ÷ 128], where the rows of a block, counted from the first of gate and of up, have the same scale.
+    `four`-bit weights are uint8, packed by 64, with scales [E, N, K ÷ 32]. With `invariant`, a token's bits do not
+    depend on the other tokens. With many rows and float8 weights, rows are also rounded to float8. Without `config`,
+    the configuration is the one tuned for this GPU, else the cost model's choice.
     """
     tokens, top_k = expert_TK.shape
     if tokens == 0:
@@ -141,7 +142,7 @@ def _problem(
     weights: Weights,
     scales: Scales,
 ) -> Problem:
-    """With the number of tokens rounded up to three binary digits, so that few are ever thought about."""
+    """Return the problem with the number of tokens rounded up to three binary digits, which keeps the cache small."""
     unit = 1 << max(0, tokens.bit_length() - 3)
     return Problem(
         num_experts, top_k, width, hidden, -(-tokens // unit) * unit, element_bytes, invariant, weights, scales

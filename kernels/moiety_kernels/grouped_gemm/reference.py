@@ -1,6 +1,6 @@
-"""The definition of the grouped products.
+"""Definition of the grouped products.
 
-T tokens, K experts a token, R = T · K pairs, E experts, D model and F expert width.
+T tokens, K experts per token, R = T · K pairs, E experts, D model and F expert width.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def up(
     bias_E2F: Tensor | None = None,
     activation: Activation = SILU,
 ) -> Tensor:
-    """[R, F], in the order of the groups: what the activation makes of each row's gate and up products."""
+    """Return [R, F], in the order of the groups: the activation of each row's gate and up products."""
     expert_R = _expert_of_row(groups)
     rows = x_TD[groups.order_R.long() // top_k].float()
     gate_up = torch.einsum("rd,rfd->rf", rows, widened(w_gate_up_E2FD, scale)[expert_R])
@@ -49,7 +49,7 @@ def down(
     scale: Tensor | None = None,
     bias_ED: Tensor | None = None,
 ) -> Tensor:
-    """[R, D], in the order of the pairs: each row's product, times its routing weight."""
+    """Return [R, D], in the order of the pairs: each row's product times its routing weight."""
     expert_R = _expert_of_row(groups)
     rows = torch.einsum("rf,rdf->rd", inner_RF.float(), widened(w_down_EDF, scale)[expert_R])
     if bias_ED is not None:
@@ -60,7 +60,7 @@ def down(
 
 
 def widened(w_ENK: Tensor, scale: Tensor | None) -> Tensor:
-    """float32 weights: times the scale of their row, [E, N], or of their row's block of 128, [E, N, K ÷ 128]."""
+    """Return float32 weights, times the scale of their row, [E, N], or of their row's block of 128, [E, N, K ÷ 128]."""
     wide = w_ENK.float()
     if scale is None:
         return wide
@@ -70,7 +70,7 @@ def widened(w_ENK: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def rounded(rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """(float8_e4m3fn, float32 scales): `columns` of a row at a time, by the scale that makes 448 of their largest."""
+    """Return (float8_e4m3fn, float32 scales) per `columns` of a row; the scale maps their largest number to 448."""
     width = rows.shape[1]
     groups = functional.pad(rows.float(), (0, -width % columns)).view(rows.shape[0], -1, columns)
     largest = groups.abs().amax(-1, keepdim=True)
@@ -80,12 +80,12 @@ def rounded(rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def unrounded(values: Tensor, scale: Tensor, columns: int) -> Tensor:
-    """float32 rows that `rounded` numbers stand for, and that are multiplied in their place."""
+    """Return the float32 rows that `rounded` numbers represent, which are multiplied in their place."""
     return values.float() * scale.repeat_interleave(columns, 1)[:, : values.shape[1]]
 
 
 def combine(weighted_RD: Tensor, top_k: int) -> Tensor:
-    """[T, D]: the sum of each token's rows."""
+    """Return [T, D]: the sum of each token's rows."""
     return weighted_RD.view(-1, top_k, weighted_RD.shape[1]).float().sum(1).to(weighted_RD.dtype)
 
 

@@ -1,8 +1,8 @@
-"""Which tiles an expert layer's products are computed in: the candidates for a GPU, and the one that a model of their
-cost prefers. Knows no tensors and needs no GPU.
+"""Tile configurations of an expert layer's products: the candidates for a GPU, and a cost model that chooses one.
 
-The host knows how many rows there are, not whose; what depends on that (how many tiles each expert has, how full its
-last one is) is settled on the device. So a choice is made for the rows per expert that even routing would give.
+Handles no tensors and needs no GPU. The host knows the number of rows, not their experts; facts that depend on those
+(each expert's number of tiles, the fill of its last tile) are computed on the device. So the choice assumes the rows
+per expert of even routing.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from moiety_kernels.gpu.targets import DeviceModel
 
-LATENCY_S = 1.0e-6  # from asking for memory to having it, so bandwidth × this must be on its way
-FILL_S = 2.0e-6  # a tile's indices and first operands, which nothing hides unless the loops are flattened
+LATENCY_S = 1.0e-6  # memory latency; bandwidth × this must be in flight
+FILL_S = 2.0e-6  # a tile's indices and first operands; only flat loops hide this time
 LAUNCH_S = 2.5e-6  # of one kernel in a graph: its start, its first bytes and its last
-L2_OVER_MEMORY = 1.7  # how much faster than memory L2 hands out what it holds
+L2_OVER_MEMORY = 1.7  # bandwidth of L2 over that of memory
 LANES_PER_S = 128 * 1.7e9  # of one multiprocessor
-SM_BYTES_PER_S = 64 * 1.7e9  # that L2 hands one multiprocessor
-WGMMA_ROWS = 64  # that a warpgroup's product has at least
-OVERLAP = 4  # computing, copying and memory hide each other so well that the sum of their powers counts
-EIGHT_ROWS = 64  # an expert, below which memory is the bound, and rounding rows would gain nothing
-_MANY_ROWS = 512  # an expert; from here on how full last tiles are is as good as uniform
-STORED_BYTES = 32 * 1024  # of a tile that the compiler rearranges at a time, through shared memory, to store it
-INVARIANT_BK = 64  # the steps in which a row is summed where its bits must not depend on the choice
-MOST_ROW_TOKENS = 8  # whose rows are computed one by one, at most; more where tiles have to widen four bits
+SM_BYTES_PER_S = 64 * 1.7e9  # from L2 to one multiprocessor
+WGMMA_ROWS = 64  # fewest rows of a warpgroup's product
+OVERLAP = 4  # exponent of the power mean of compute, copy and memory time, which overlap
+EIGHT_ROWS = 64  # per expert; with fewer, memory is the bound and rounding rows gains nothing
+_MANY_ROWS = 512  # per expert; with more, the fill of last tiles is practically uniform
+STORED_BYTES = 32 * 1024  # of a tile that the compiler rearranges at a time through shared memory to store it
+INVARIANT_BK = 64  # step of a row's sum where its bits must not depend on the choice
+MOST_ROW_TOKENS = 8  # most tokens whose rows are computed one by one; more where tiles have to widen four bits
 MOST_ROW_TOKENS_OF_FOUR_BITS = 16
-BLOCK_SCALED_ROWS = 64  # of a tile, at most, where blocks have scales: sums of a step are kept beside those of all
-MMA_SHARE = 0.85  # of the rate of large products that a loop like ours keeps, when nothing else binds it
+BLOCK_SCALED_ROWS = 64  # most rows of a tile with block scales: a step's sums are kept beside the totals
+MMA_SHARE = 0.85  # share of the rate of large products that our loop reaches when nothing else binds it
 
 
 Weights = Literal["wide", "int8", "fp8", "int4", "mxfp4"]
 Scales = Literal["none", "row", "block", "group"]
 Four = Literal["", "int4", "mxfp4"]
-# Instructions a weight costs before a tensor core takes it.
+# Instructions per weight before a tensor core can use it.
 WIDENING = {"wide": 0.0, "int8": 1.5, "fp8": 1.5, "int4": 4.0, "mxfp4": 8.0}
-# And where none takes it: those of the loop over a row's steps for Hopper, by its weights.
+# Instructions per weight without tensor cores, in the loop over a row's steps on Hopper.
 LANE_OPERATIONS = {"wide": 5.8, "int8": 5.9, "fp8": 5.6, "int4": 4.4, "mxfp4": 5.4}
-BLOCK_LANE_OPERATIONS = 6.5  # of float8 whose scales are of blocks
+BLOCK_LANE_OPERATIONS = 6.5  # for float8 with block scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,56 +52,57 @@ class Problem:
     width: int  # D, of the model
     hidden: int  # F, of an expert
     tokens: int
-    element_bytes: int = 2  # of activations, and of wide weights
-    invariant: bool = False  # a row's bits must not depend on what other rows are there
+    element_bytes: int = 2  # of activations and of unquantized weights
+    invariant: bool = False  # a row's bits must not depend on the other rows
     weights: Weights = "wide"
-    scales: Scales = "none"  # what narrow weights have, a row, a block of 128 × 128, or (of 4 bits) 32 of a row
+    scales: Scales = "none"  # of quantized weights: per row, per block of 128 × 128, or (4 bits) per 32 of a row
 
     @property
     def rows(self) -> int:
-        """Token–expert pairs."""
+        """Number of token–expert pairs."""
         return self.tokens * self.top_k
 
     @property
     def weight_bytes(self) -> float:
-        """Of one weight, and its share of the scale that 32 have."""
+        """Bytes of one weight, with its share of the scale that 32 weights have."""
         if self.scales == "group":
             return 0.5 + 4 / 32
         return self.element_bytes if self.weights == "wide" else 1
 
     @property
     def active_experts(self) -> float:
-        """Experts that get a row, expected of even routing. A token never chooses one twice."""
+        """Expected number of experts with a row under even routing. A token never chooses one twice."""
         missed = (1.0 - self.top_k / self.num_experts) ** self.tokens
         return self.num_experts * (1.0 - missed)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """How one of the two products is cut: a tile's rows by BN columns of the result at a time (BN of gate and up)."""
+    """Tiling of one of the two products: a tile's rows by BN columns of the result at a time (BN of gate and up)."""
 
     BN: int
     BK: int
     warps: int
     stages: int
-    per_sm: int = 1  # programs that share a multiprocessor; of rows, as many as registers and shared memory allow
-    flat: bool = False  # tiles and steps as one loop: the next tile's operands are fetched while one is stored
+    per_sm: int = 1  # programs per multiprocessor; for BM 1, as many as registers and shared memory allow
+    flat: bool = False  # tiles and steps as one loop: the next tile's operands are fetched during a store
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """Both products of a layer; they share the list of tiles, hence BM.
+    """Tiling of both products of a layer; they share the list of tiles, hence BM.
 
-    BM 1 is the way of few tokens: a row a program, weights straight into registers, no grouping and no combining.
+    BM 1 is the path for few tokens: one row per program, weights straight into registers, no grouping and no combine
+    step.
     """
 
     BM: int
     up: Block
     down: Block
-    swap_ab: bool = False  # weights are the 64 rows of a tensor core's product, tokens columns, of which few will do
-    four: Four = ""  # weights are of four bits, a byte's two numbers half a step apart
-    eight: bool = False  # rows are rounded to float8 like weights, and multiplied so
-    tail: int = 0  # tiles of at most so many rows are computed as such of this height; not with flat loops
+    swap_ab: bool = False  # weights are a tensor core's 64 rows, tokens its columns, so few suffice
+    four: Four = ""  # 4-bit weights; a byte's two numbers are half a step apart
+    eight: bool = False  # rows are rounded to float8 like the weights, for float8 products
+    tail: int = 0  # tiles of at most this many rows are computed with this height; not with flat loops
 
     @property
     def name(self) -> str:
@@ -116,7 +117,7 @@ def _block_name(block: Block) -> str:
 
 ROWS = TileConfig(1, Block(4, 512, 4, 3, 6), Block(4, 512, 2, 5, 11))
 ROWS_EIGHT = TileConfig(1, Block(4, 512, 4, 3, 6), Block(8, 512, 2, 8, 6))
-ROWS_OF_BLOCKS = TileConfig(1, Block(4, 512, 4, 3, 5), Block(8, 512, 2, 8, 6))  # whose scales take registers
+ROWS_OF_BLOCKS = TileConfig(1, Block(4, 512, 4, 3, 5), Block(8, 512, 2, 8, 6))  # block scales take registers
 HOPPER = (
     ROWS,
     TileConfig(16, Block(64, 64, 4, 6, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), swap_ab=True),
@@ -127,20 +128,20 @@ HOPPER = (
     TileConfig(128, Block(128, 64, 8, 4), Block(256, 64, 8, 4, flat=True), tail=64),
     TileConfig(128, Block(128, 64, 8, 4, flat=True), Block(256, 64, 8, 4, flat=True)),
 )
-NARROW = (  # weights of 8 bits, widened in registers, from where only swapped products take them
+NARROW = (  # 8-bit weights, widened in registers, which only swapped products can read
     ROWS_EIGHT,
     TileConfig(16, Block(64, 64, 4, 8, 2, flat=True), Block(128, 64, 4, 8, 2, flat=True), swap_ab=True),
     TileConfig(64, Block(64, 64, 4, 5, 2, flat=True), Block(128, 64, 4, 5, 2, flat=True), swap_ab=True),
-    TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),  # too many sums for blocks' scales
+    TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),  # too many sums for block scales
 )
-FOUR = (  # bits, widened in registers
+FOUR = (  # 4-bit weights, widened in registers
     TileConfig(16, Block(64, 64, 4, 8, 2, flat=True), Block(128, 64, 4, 8, 2, flat=True), swap_ab=True),
     TileConfig(64, Block(64, 64, 4, 6, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), swap_ab=True),
     TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),
 )
 ROWS_FOUR = TileConfig(1, Block(8, 1024, 4, 3, 5), Block(8, 1024, 2, 6, 5))
 EIGHT = (  # float8 by float8: a step is the columns that share a row's scale, 64 of the second product, as many as
-    # the first one's tiles have; with sums of a step beside those of all, more would not fit in registers
+    # the first one's tiles have; a step's sums are kept beside the totals, so more would not fit in registers
     TileConfig(64, Block(64, 128, 4, 4, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), eight=True),
     TileConfig(128, Block(64, 128, 8, 6), Block(128, 64, 8, 8), eight=True),
     TileConfig(128, Block(64, 128, 8, 5, flat=True), Block(128, 64, 8, 8, flat=True), eight=True),
@@ -158,25 +159,28 @@ SINGLE = (  # float32, without tensor cores: for exactness, not for speed
 
 
 def stage_bytes(config: TileConfig, block: Block, problem: Problem, *, gated: bool) -> int:
-    """What one step of a tile reads of rows and of weights."""
+    """Return the bytes of rows and weights that one step of a tile reads."""
     weights = block.BN * (2 if gated else 1)
     return round((config.BM * row_bytes(config, problem) + weights * problem.weight_bytes) * block.BK)
 
 
 def row_bytes(config: TileConfig, problem: Problem) -> int:
-    """Of one of a row's numbers as it is multiplied."""
+    """Return the bytes of one number of a row in the product."""
     return 1 if config.eight else problem.element_bytes
 
 
 def shared_bytes(config: TileConfig, block: Block, problem: Problem, *, gated: bool) -> int:
-    """Shared memory of one program, at most: the stages, and where loops are flat the tile that is being stored."""
+    """Return the most shared memory of one program: the stages, and with flat loops the tile that is being stored."""
     stages = block.stages * stage_bytes(config, block, problem, gated=gated)
     stored = min(config.BM * block.BN * problem.element_bytes, STORED_BYTES)
     return (stages + stored if block.flat else max(stages, stored)) + 1024
 
 
 def candidates(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
-    """What may be chosen for `problem`, never empty. Those for invariant results all sum in the same steps of BK."""
+    """Return the configurations that support `problem`, never empty.
+
+    Those for invariant results all sum in the same steps of BK.
+    """
     return tuple(config for config in _configs(problem, device) if _takes(config, problem, device))
 
 
@@ -214,12 +218,12 @@ def _takes(config: TileConfig, problem: Problem, device: DeviceModel) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Problem, device: DeviceModel) -> TileConfig:
-    """The candidate of the lowest predicted time."""
+    """Return the candidate with the lowest predicted time."""
     return min(candidates(problem, device), key=lambda config: seconds(problem, config, device))
 
 
 def seconds(problem: Problem, config: TileConfig, device: DeviceModel) -> float:
-    """Predicted time of a layer from grouping to combining, with weights in memory and not in L2."""
+    """Return the predicted time of a layer from grouping to combine, with weights in memory and not in L2."""
     if config.BM == 1:
         return 2 * LAUNCH_S + sum(_rows_seconds(problem, config, device, gated=gated) for gated in (True, False))
     up = _product_seconds(problem, config, device, gated=True)
@@ -231,13 +235,13 @@ def seconds(problem: Problem, config: TileConfig, device: DeviceModel) -> float:
 
 
 def expected_tiles(problem: Problem, height: int) -> float:
-    """Tiles of `height` rows under even routing: an expert's rows are as good as Poisson distributed."""
+    """Return the expected tiles of `height` rows under even routing: an expert's rows are about Poisson distributed."""
     mean = problem.rows / problem.num_experts
     if mean > _MANY_ROWS:
         return problem.num_experts * (mean / height + 0.5)
-    chance, below, total = math.exp(-mean), 0.0, 0.0  # of n rows; of at most n rows
+    chance, below, total = math.exp(-mean), 0.0, 0.0  # probability of n rows; of fewer; the expected tiles per expert
     for n in range(int(mean + 8 * math.sqrt(mean) + 10)):
-        if n % height == 0:  # one more tile for whoever has more than n rows
+        if n % height == 0:  # one more tile for experts with more than n rows
             total += 1.0 - below - chance
         below += chance
         chance *= mean / (n + 1)
@@ -245,12 +249,15 @@ def expected_tiles(problem: Problem, height: int) -> float:
 
 
 def _weight_bytes(problem: Problem) -> float:
-    """Of one expert."""
+    """Return the bytes of one expert's weights."""
     return 3.0 * problem.width * problem.hidden * problem.weight_bytes
 
 
 def num_pieces(problem: Problem, config: TileConfig, *, gated: bool) -> float:
-    """What one of the two products is cut into: blocks of columns of tiles, of pairs, or of tokens with all experts."""
+    """Return the number of pieces of one of the two products.
+
+    A piece is a block of columns of a tile, of a pair, or of a token with all its experts.
+    """
     block, columns = (config.up, problem.hidden) if gated else (config.down, problem.width)
     if config.BM == 1:
         return (problem.rows if gated else problem.tokens) * math.ceil(columns / block.BN)
@@ -258,7 +265,7 @@ def num_pieces(problem: Problem, config: TileConfig, *, gated: bool) -> float:
 
 
 def bytes_on_their_way(problem: Problem, config: TileConfig, device: DeviceModel, *, gated: bool) -> float:
-    """What the programs of one of the two products that run at once have asked memory for, at a time."""
+    """Return the bytes that the concurrent programs of one of the two products have requested at a time."""
     block, inner = (config.up, problem.width) if gated else (config.down, problem.hidden)
     running = min(num_pieces(problem, config, gated=gated), device.num_sms * block.per_sm)
     step_bytes = stage_bytes(config, block, problem, gated=gated)
@@ -266,11 +273,14 @@ def bytes_on_their_way(problem: Problem, config: TileConfig, device: DeviceModel
         return running * (block.stages - 1) * step_bytes
     steps = math.ceil(inner / block.BK)
     ahead = min(block.stages - 1, steps if gated else steps * problem.top_k)
-    return running * ahead * step_bytes * inner / (steps * block.BK)  # an expert's last step asks for less
+    return running * ahead * step_bytes * inner / (steps * block.BK)  # an expert's last step requests less
 
 
 def _rows_seconds(problem: Problem, config: TileConfig, device: DeviceModel, *, gated: bool) -> float:
-    """Every pair reads its expert's weights; what two share comes from L2 the second time, if it is still there."""
+    """Return the time of one product for few tokens, where every pair reads its expert's weights.
+
+    The second read of shared weights comes from L2, if they are still there.
+    """
     moved = problem.rows * _weight_bytes(problem) * (2 if gated else 1) / 3
     on_their_way = bytes_on_their_way(problem, config, device, gated=gated)
     each = BLOCK_LANE_OPERATIONS if problem.scales == "block" else LANE_OPERATIONS[problem.weights]
@@ -291,7 +301,7 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
     height = config.BM if config.swap_ab else max(config.BM, WGMMA_ROWS)
     computing = 2.0 * height * weight_rows * block.BK * steps / rate * _tail_share(problem, config, tiles)
     computing += _lane_operations(problem, config, block, weight_rows) * steps * block.per_sm / LANES_PER_S
-    missing = config.BM - problem.rows / tiles if gated else 0.0  # rows that a tile lacks are not fetched, if gathered
+    missing = config.BM - problem.rows / tiles if gated else 0.0  # missing rows of a tile are not fetched by a gather
     fetched_bytes = step_bytes - missing * block.BK * row_bytes(config, problem)
     copying = fetched_bytes * steps / _copy_rate(min(pieces, slots), device)
     piece = _together(computing, copying) + FILL_S / (4 if block.flat else block.per_sm)
@@ -307,13 +317,13 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
 
 
 def _copy_rate(running: float, device: DeviceModel) -> float:
-    """Of one program of so many: its share of what L2 gives out, and no more than of its multiprocessor's."""
+    """Return the copy rate of one of `running` programs: its share of L2's rate, at most that of its multiprocessor."""
     of_all = device.memory_bytes_per_s * L2_OVER_MEMORY / max(running, 1.0)
     return min(of_all, SM_BYTES_PER_S / math.ceil(max(running, 1.0) / device.num_sms))
 
 
 def _lane_operations(problem: Problem, config: TileConfig, block: Block, weight_rows: int) -> float:
-    """Of a step, which its products wait for: weights are widened, or its sums scaled and added to all."""
+    """Return the operations of a step that its products wait for: widening weights, or scaling and adding its sums."""
     if config.eight:
         return float(config.BM * weight_rows)
     widening = WIDENING[problem.weights] * weight_rows * block.BK
@@ -321,20 +331,23 @@ def _lane_operations(problem: Problem, config: TileConfig, block: Block, weight_
 
 
 def _together(*seconds: float) -> float:
-    """Of things that go on at once: a little more than the longest."""
+    """Return the time of overlapping operations, a little more than the longest."""
     return math.pow(math.fsum(math.pow(one, OVERLAP) for one in seconds), 1.0 / OVERLAP)
 
 
 def _mma_share(config: TileConfig, block: Block) -> float:
-    """Of the tensor cores' rate, by what one product of 64 rows, n columns and 16 steps reads of shared memory:
-    (64 + n) · 32 bytes at 128 a cycle, against n / 2 cycles of multiplying."""
+    """Return the share of the tensor cores' rate that the operands' reads from shared memory allow.
+
+    One product of 64 rows, n columns and 16 steps reads (64 + n) · 32 bytes at 128 per cycle, against n / 2 cycles of
+    multiplication.
+    """
     n = config.BM if config.swap_ab else block.BN
     return min(1.0, (n / 2) / (16 + n / 4))
 
 
 def _tail_share(problem: Problem, config: TileConfig, tiles: float) -> float:
-    """What is left of the work where tiles with few rows cost less."""
+    """Return the share of the work that remains where tiles with few rows cost less."""
     if not config.tail:
         return 1.0
-    spare = 1.0 - problem.rows / (tiles * config.BM)  # of all tiles' rows, none of which is anybody's
+    spare = 1.0 - problem.rows / (tiles * config.BM)  # unused rows of all tiles
     return 1.0 - spare / 2

@@ -1,6 +1,6 @@
-"""What `moiety kernels tune` needs of the expert layer: problems, candidates by predicted time, a way to run one.
+"""The expert layer's part of `moiety kernels tune`: problems, candidates by predicted time, a call that runs one.
 
-T tokens, K experts a token, E experts, D model width, F expert width.
+T tokens, K experts per token, E experts, D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moiety_kernels.gpu.targets import DeviceModel
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
-_NARROW_SCALE = 1e-3  # of random weights in few bits, whose values lie within ±448
+_NARROW_SCALE = 1e-3  # for random quantized weights, whose values lie within ±448
 KINDS: dict[str, tuple[tuple[Weights, Scales], ...]] = {
     "bf16": (("wide", "none"),),
     "fp8": (("fp8", "row"), ("fp8", "block")),
@@ -33,7 +33,10 @@ KINDS: dict[str, tuple[tuple[Weights, Scales], ...]] = {
 
 
 class GroupedGemmTunable:
-    """Holds the weights of the layer that was prepared last, since all its problems need the same ones."""
+    """Tunable expert layer.
+
+    It holds the weights of the last prepared layer, since all its problems need the same ones.
+    """
 
     operation = choice.OPERATION
 
@@ -55,7 +58,7 @@ class GroupedGemmTunable:
         return sorted(every, key=lambda config: tiles.seconds(problem, config, model))
 
     def prepare(self, problem: Problem, device: torch.device) -> Callable[[TileConfig], Call]:
-        """Even routing, the first experts of a token drawn without replacement."""
+        """Draw even routing; the first experts of a token are drawn without replacement."""
         gate_up_E2FD, down_EDF = self._make_weights(problem, device)
         up_scale, down_scale = _make_scales(problem, device)
         x_TD = torch.randn(problem.tokens, problem.width, device=device).to(_DTYPES[problem.element_bytes])
@@ -79,7 +82,7 @@ class GroupedGemmTunable:
     def _make_weights(self, problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
         layer = problem.num_experts, problem.width, problem.hidden, problem.weights, problem.element_bytes, device
         if self._weights is None or self._layer != layer:
-            self._weights = None  # before the next are made: two layers may not fit
+            self._weights = None  # freed before the next are made: two layers may not fit
             self._weights = (
                 _random((problem.num_experts, 2 * problem.hidden, problem.width), problem, device),
                 _random((problem.num_experts, problem.width, problem.hidden), problem, device),
@@ -89,11 +92,11 @@ class GroupedGemmTunable:
 
 
 def _random(size: tuple[int, int, int], problem: Problem, device: torch.device) -> Tensor:
-    """No zeros, whose products would be faster than real ones."""
+    """Return random weights without zeros, whose products would be faster than real ones."""
     if problem.scales == "none":
         wide = torch.empty(size, dtype=_DTYPES[problem.element_bytes], device=device)
         return wide.normal_(std=size[2] ** -0.5)
-    if problem.scales == "group":  # two numbers a byte
+    if problem.scales == "group":  # two numbers per byte
         return torch.randint(0, 256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=device)
     if problem.weights == "int8":
         return torch.randint(1, 128, size, dtype=torch.int8, device=device)
@@ -101,7 +104,7 @@ def _random(size: tuple[int, int, int], problem: Problem, device: torch.device) 
 
 
 def _make_scales(problem: Problem, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Of gate and up, and of down."""
+    """Return the scales of gate and up, and of down."""
     experts, width, hidden = problem.num_experts, problem.width, problem.hidden
     if problem.scales == "none":
         return None, None

@@ -1,4 +1,4 @@
-"""A linear map of its own for each head, as latent attention goes in and out of the latent space."""
+"""Linear map with a separate weight per head, as latent attention uses to enter and leave the latent space."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _kernel = when_asked("moiety_kernels.linear", "kernel")
 
 
 def head_linear(x_THK: Tensor, weight_HNK: Tensor, *, invariant: bool = False) -> Tensor:
-    """out_THN = Σ_k x[t, h, k] · weight[h, n, k], contiguous, in x's dtype; as exact as `linear`, and as invariant."""
+    """Return out_THN = Σ_k x[t, h, k] · weight[h, n, k], contiguous, in x's dtype.
+
+    It is as exact and as invariant as `linear`.
+    """
     require_shape("weight", weight_HNK, (x_THK.shape[1], -1, x_THK.shape[2]))
     if x_THK.is_cpu and _cpu().fits(x_THK, weight_HNK, x_THK.shape[2]):
         fast: Tensor = _cpu().head_linear(x_THK, weight_HNK)

@@ -30,7 +30,7 @@ _LAYOUT = struct.Struct("14q")
 
 
 def fits(x_MHK: Tensor, weight_HNK: Tensor, width: int) -> bool:
-    """Whether the functions here take these tensors, of x the first `width` entries of each head."""
+    """Return whether the functions here support these tensors, with the first `width` entries of each head of x."""
     rows, heads, _ = x_MHK.shape
     return (
         x_MHK.dtype is torch.float32
@@ -44,7 +44,7 @@ def fits(x_MHK: Tensor, weight_HNK: Tensor, width: int) -> bool:
 
 
 def head_linear(x_MHK: Tensor, weight_HNK: Tensor) -> Tensor:
-    """out_MHN, contiguous."""
+    """Return out_MHN, contiguous."""
     out_MHN = torch.empty(*x_MHK.shape[:2], weight_HNK.shape[1])
     multiply_heads(x_MHK, weight_HNK, out_MHN)
     return out_MHN

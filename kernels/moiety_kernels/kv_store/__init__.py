@@ -1,4 +1,4 @@
-"""Writing new keys and values into their slots of the paged cache."""
+"""Writes of new keys and values into their slots of the paged KV cache."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def kv_store(
     k_scale_NGP: Tensor | None = None,
     v_scale_NGP: Tensor | None = None,
 ) -> None:
-    """Write token t's key and value to slot slots_T[t] = block · P + place; slots of one call are distinct. A
-    negative slot keeps nothing of its token. A cache of int8 has scales beside it, float32, contiguous."""
+    """Write token t's key and value to slot slots_T[t] = block · P + offset.
+
+    The slots of one call are distinct. A token with a negative slot is not stored. An int8 cache has scales beside it,
+    float32, contiguous.
+    """
     require_shape("slots", slots_T, (k_TGd.shape[0],))
     require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
     require_scales(k_cache_NGPd, k_scale_NGP, v_scale_NGP)
@@ -38,7 +41,7 @@ def kv_store(
 
 
 def require_scales(cache_NGPd: Tensor, k_scale_NGP: Tensor | None, v_scale_NGP: Tensor | None) -> None:
-    """Raises KernelInputError unless a cache of int8, and no other, is to be stored to with scales that fit it."""
+    """Raise KernelInputError unless scales that fit come with an int8 cache, and none with another."""
     for scale_NGP in (k_scale_NGP, v_scale_NGP):
         require((scale_NGP is not None) == (cache_NGPd.dtype is torch.int8), "an int8 cache, and no other, has scales")
         if scale_NGP is not None:

@@ -1,4 +1,4 @@
-"""The definition of storing keys and values. T tokens, G key-value heads, P places a block, N blocks, d head width."""
+"""Definition of the KV store. T tokens, G key-value heads, P slots per block, N blocks, d head width."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
-LARGEST = 127  # of int8
+LARGEST = 127  # largest int8
 
 
 def kv_store(
@@ -24,8 +24,11 @@ def kv_store(
     k_scale_NGP: Tensor | None = None,
     v_scale_NGP: Tensor | None = None,
 ) -> None:
-    """Write token t's key and value to slot slots_T[t] = block · P + place, nowhere if it is negative; what float8 has
-    no number for becomes its greatest, and of int8 each key and value has the scale that makes 127 of its largest."""
+    """Write token t's key and value to slot slots_T[t] = block · P + offset; a negative slot writes nothing.
+
+    Values beyond float8's range become its largest. In int8, each key and each value has the scale that maps its
+    largest entry to 127.
+    """
     places = k_cache_NGPd.shape[2]
     kept_T = slots_T >= 0
     block_t, place_t = slots_T[kept_T] // places, slots_T[kept_T] % places

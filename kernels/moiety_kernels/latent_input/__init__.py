@@ -1,4 +1,4 @@
-"""What multi-head latent attention does before attention: a written cache, and queries as they meet its rows."""
+"""Operations before multi-head latent attention: write of the cache, and queries in the form of the cache rows."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def latent_input(
     latent_scale_NP: Tensor | None = None,
     rotated_scale_NP: Tensor | None = None,
 ) -> Tensor:
-    """Normalise the latent row, rotate what follows it and store both in their slots; return what stands before them,
-    the queries or their latent row, normalised if the plan says so.
+    """Normalise the latent row, rotate the part after it and store both in their slots; return the queries' part.
 
-    The last L columns of a row are for the cache, 2R of them rotated; a slot is block · P + place, and a negative one
-    keeps nothing of its token; tokens with slots come first. The input may be overwritten. positions_T and slots_T are
-    int64, cos and sin float32. A cache of int8 has a scale for each of a row's two parts beside it, float32 and
+    The queries' part is the columns before: the queries, or their latent row, normalised if the plan says so.
+
+    The last L columns of a row are for the cache, 2R of them rotated. A slot is block · P + offset; a token with a
+    negative slot is not stored; tokens with slots come first. The input may be overwritten. positions_T and slots_T are
+    int64, cos and sin float32. An int8 cache has a scale for each of a row's two parts beside it, float32 and
     contiguous.
     """
     require_shape("slots", slots_T, (input_TC.shape[0],))
@@ -61,7 +62,7 @@ def latent_input(
 
 
 def require_latent_scales(cache_NPL: Tensor, *scales: Tensor | None) -> None:
-    """Raises KernelInputError unless a cache of int8, and no other, comes with scales that fit it."""
+    """Raise KernelInputError unless scales that fit come with an int8 cache, and none with another."""
     for scale_NP in scales:
         require((scale_NP is not None) == (cache_NPL.dtype is torch.int8), "an int8 cache, and no other, has scales")
         if scale_NP is not None:
@@ -78,8 +79,11 @@ def latent_queries(
     *,
     invariant: bool = False,
 ) -> Tensor:
-    """(Σ_k q[t, h, k] · key_up[h, l, k], then the last 2R entries of q, rotated) for each token and head: queries as
-    wide as a row of the cache. Shapes and types otherwise as in `latent_input`, `invariant` as in `head_linear`."""
+    """Return queries as wide as a cache row: the latent part, then the rotated part, for each token and head.
+
+    They are (Σ_k q[t, h, k] · key_up[h, l, k], then the last 2R entries of q, rotated). Shapes and types are otherwise
+    as in `latent_input`, `invariant` as in `head_linear`.
+    """
     require_shape("positions", positions_T, (q_THd.shape[0],))
     require_shape("key_up", key_up_HLk, (q_THd.shape[1], -1, q_THd.shape[2] - 2 * cos_PR.shape[1]))
     if q_THd.is_cpu and _cpu().fits_queries(q_THd, key_up_HLk, cos_PR, positions_T):

@@ -1,6 +1,6 @@
-"""What comes before latent attention on a CPU: one pass over a token's row, and one over its queries.
+"""Operations before latent attention on a CPU: one pass over a token's row, and one over its queries.
 
-T tokens, C fused width, H heads, d width of a query head, L width of a cache row, P places a block, R rotated pairs.
+T tokens, C fused width, H heads, d width of a query head, L width of a cache row, P slots per block, R rotated pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _INPUT = struct.Struct("14qd")
 _QUERIES = struct.Struct("11q")
-_BLOCK = 16  # tokens a task
+_BLOCK = 16  # tokens per task
 
 
 def fits(
@@ -36,7 +36,7 @@ def fits(
     cache_NPL: Tensor,
     slots_T: Tensor,
 ) -> bool:
-    """Whether `latent_input` takes these tensors."""
+    """Return whether `latent_input` supports these tensors."""
     widths = plan.latent_norm.shape[0], 2 * cos_PR.shape[1], input_TC.shape[1] - cache_NPL.shape[2]
     return (
         all(t.dtype is torch.float32 for t in (input_TC, cos_PR))
@@ -57,7 +57,7 @@ def latent_input(
     cache_NPL: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
-    """The queries' part as a view of the input."""
+    """Return the queries' part as a view of the input."""
     tokens, fused = input_TC.shape
     query_width = fused - cache_NPL.shape[2]
     team().run(
@@ -84,7 +84,7 @@ def latent_input(
 
 
 def fits_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, positions_T: Tensor) -> bool:
-    """Whether `latent_queries` takes these tensors."""
+    """Return whether `latent_queries` supports these tensors."""
     return (
         cos_PR.dtype is torch.float32
         and positions_T.dtype is torch.int64
@@ -96,7 +96,7 @@ def fits_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, positions_T:
 
 
 def latent_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
-    """The queries, contiguous."""
+    """Return the queries, contiguous."""
     tokens, heads, _ = q_THd.shape
     latent_width, plain_width = key_up_HLk.shape[1:]
     out_THL = torch.empty(tokens, heads, latent_width + 2 * cos_PR.shape[1])

@@ -1,7 +1,7 @@
-"""What comes before latent attention in Triton, in one launch: a program has a token's cache row, another its queries'
-latent row.
+"""Operations before latent attention in Triton, in one launch.
 
-T tokens, C fused width, L width of a cache row, R rotated pairs, N blocks, P places a block.
+One program handles a token's cache row, another its queries' latent row. T tokens, C fused width, L width of a cache
+row, R rotated pairs, N blocks, P slots per block.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from moiety_kernels.gpu.cases import CompileCase
 if TYPE_CHECKING:
     from moiety_kernels.latent_input.plan import LatentInputPlan
 
-_MAX_WIDTH = 16384  # of what is normalised at once, which the registers of 16 warps hold
+_MAX_WIDTH = 16384  # largest width that is normalised at once; it fits in the registers of 16 warps
 _LATENT_WARPS = 2
 
 
 def fits(input_TC: Tensor, plan: LatentInputPlan, cos_PR: Tensor, cache_NPL: Tensor) -> bool:
-    """Whether `latent_input` takes these."""
+    """Return whether `latent_input` supports these tensors."""
     widths = (norm.shape[0] for norm in (plan.latent_norm, plan.query_norm) if norm is not None)
     return max(widths) <= _MAX_WIDTH and input_TC.stride(1) == 1 and cache_NPL.stride(2) == 1 and cos_PR.is_contiguous()
 
@@ -40,7 +40,7 @@ def latent_input(
     latent_scale_NP: Tensor | None = None,
     rotated_scale_NP: Tensor | None = None,
 ) -> Tensor:
-    """The queries' part: a view of the input where the plan leaves it as it is, else its normalised rows."""
+    """Return the queries' part: a view of the input where the plan leaves it unchanged, else its normalised rows."""
     tokens, fused = input_TC.shape
     query_TQ = input_TC[:, : fused - cache_NPL.shape[2]]
     out_TQ = None if plan.query_norm is None else torch.empty_like(query_TQ, memory_format=torch.contiguous_format)
@@ -144,7 +144,7 @@ def _latent_input(
 
 @triton.jit
 def _normed(p_row, p_weight, i_column, WIDTH: tl.constexpr, eps):
-    """Rounded before the weight and after it, as the models' own code does it; zeros beyond the width."""
+    """Return the normalised row, rounded before and after the weight as the models do; zeros beyond the width."""
     m_column = i_column < WIDTH
     x = tl.load(p_row + i_column, mask=m_column, other=0.0)
     x32 = x.to(tl.float32)
@@ -160,12 +160,12 @@ def _scale(largest):
 
 @triton.jit
 def _whole(part, scale):
-    """The nearest whole number of scales."""
+    """Return the nearest integer multiples of the scale."""
     return tl.floor(tl.div_rn(part.to(tl.float32), scale) + 0.5).to(tl.int8)
 
 
 def compile_cases() -> list[CompileCase]:
-    """DeepSeek-V3's row, and V2-Lite's, whose queries have no latent row; a cache of 16 bits and of 8."""
+    """Return the cases of DeepSeek-V3's row and of V2-Lite's, whose queries have no latent row, in 16 and 8 bits."""
     types = dict.fromkeys(("p_x", "p_out", "p_cache"), "*bf16") | {"eps": "fp32"}
     types |= dict.fromkeys(
         ("p_latent_norm", "p_query_norm", "p_cos", "p_sin", "p_latent_scale", "p_rotated_scale"), "*fp32"

@@ -1,4 +1,4 @@
-"""What a layer of latent attention does to what it projects."""
+"""Operations of a latent attention layer on its projections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LatentInputPlan:
-    """RMS weights, float32: of the latent row, and of the queries' latent row if they have one."""
+    """RMS weights, float32, of the latent row, and of the queries' latent row if there is one."""
 
     latent_norm: Tensor
     query_norm: Tensor | None

@@ -1,7 +1,7 @@
-"""The definition of what happens between the first projections of latent attention and attention.
+"""Definition of the steps between the first projections of latent attention and attention.
 
 T tokens, C width of the fused projections, H heads, d width of a query head, k of its part that is not rotated, L width
-of a cache row (for `key_up`: of its latent part), R rotated pairs, N blocks, P places a block.
+of a cache row (for `key_up`: of its latent part), R rotated pairs, N blocks, P slots per block.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ def latent_input(
     rotated_scale_NP: Tensor | None = None,
     normalize: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
 ) -> Tensor:
-    """Normalise, rotate and store what goes into the cache; return what is left of the input, the queries' part. What
-    float8 has no number for becomes its greatest; of int8 each of a row's two parts has the scale that makes 127 of its
-    largest."""
+    """Normalise, rotate and store the cache's part of the input; return the rest, the queries' part.
+
+    Values beyond float8's range become its largest. In int8, each of a row's two parts has the scale that maps its
+    largest entry to 127.
+    """
     latent_width, rotated_width = plan.latent_norm.shape[0], 2 * cos_PR.shape[1]
     query, latent, rotated = input_TC.tensor_split([-latent_width - rotated_width, -rotated_width], dim=1)
     rotated = rope(rotated.unsqueeze(1), cos_PR, sin_PR, positions_T).squeeze(1)
@@ -55,20 +57,23 @@ def latent_input(
 
 
 def scale_of(part_TL: Tensor) -> Tensor:
-    """scale_T1, by which the largest of a row's numbers is the largest of int8."""
+    """Return scale_T1, which maps the largest number of a row to the largest int8."""
     largest_T1 = part_TL.float().abs().amax(1, keepdim=True)
     return torch.where(largest_T1 > 0, largest_T1, 1.0) / LARGEST
 
 
 def to_whole(part_TL: Tensor, scale_T1: Tensor) -> Tensor:
-    """The nearest whole numbers of the rows' scales, as float32."""
+    """Return the nearest integer multiples of the rows' scales, as float32."""
     return torch.floor(part_TL.float() / scale_T1 + 0.5)
 
 
 def _store(row_TL: Tensor, rows: Tensor, slots_T: Tensor) -> None:
-    """Write each row to its slot, if that is not negative. On a GPU nothing may wait to learn which those are: a row
-    that goes nowhere is the first token's once more, and if that goes nowhere, what the first slot holds already."""
-    if rows.itemsize == 1:  # as bytes, since torch copies no float8 by an index
+    """Write each row to its slot, if the slot is not negative.
+
+    On a GPU the host must not wait to learn which slots are negative. So a row without a slot rewrites the first
+    token's row, and if that has no slot either, the current contents of the first slot.
+    """
+    if rows.itemsize == 1:  # as bytes, since torch cannot index-copy float8
         row_TL, rows = row_TL.view(torch.uint8), rows.view(torch.uint8)
     first_L = torch.where(slots_T[0] < 0, rows[0], row_TL[0])
     nowhere_T = slots_T < 0
@@ -87,6 +92,6 @@ def latent_queries(
     positions_T: Tensor,
     multiply: Callable[[Tensor, Tensor], Tensor] = head_linear,
 ) -> Tensor:
-    """Each head's query: its first part taken into the latent space, then its rotated part."""
+    """Return each head's query: its first part projected into the latent space, then its rotated part."""
     plain, rotated = q_THd.tensor_split([key_up_HLk.shape[2]], dim=2)
     return torch.cat((multiply(plain, key_up_HLk), rope(rotated, cos_PR, sin_PR, positions_T)), dim=2)

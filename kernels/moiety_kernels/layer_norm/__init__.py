@@ -1,4 +1,4 @@
-"""Layer normalisation, alone and after the residual addition before it."""
+"""Layer normalisation, alone and fused with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    """(x - mean(x)) / sqrt(variance(x) + eps) · weight + bias over the last dimension; float32 inside, x's dtype
-    outside."""
+    """Return (x - mean(x)) / sqrt(variance(x) + eps) · weight + bias over the last dimension.
+
+    It is computed in float32 and returned in x's dtype.
+    """
     require_shape("weight", weight_D, (x_TD.shape[-1],))
     require_shape("bias", bias_D, (x_TD.shape[-1],))
     return reference.layer_norm(x_TD, weight_D, bias_D, eps)
@@ -22,7 +24,7 @@ def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Te
 def add_layer_norm(
     x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(x + delta, layer_norm(x + delta)). Both inputs may be overwritten; do not read them afterwards."""
+    """Return (x + delta, layer_norm(x + delta)). Both inputs may be overwritten; do not read them afterwards."""
     require(x_TD.shape == delta_TD.shape, "x and delta must have one shape")
     total_TD = x_TD + delta_TD
     return total_TD, layer_norm(total_TD, weight_D, bias_D, eps)

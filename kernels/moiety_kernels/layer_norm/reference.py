@@ -1,4 +1,4 @@
-"""The definition of layer normalisation (Ba et al. 2016). T tokens, D width."""
+"""Definition of layer normalisation (Ba et al. 2016). T tokens, D width."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    """(x - mean(x)) / sqrt(variance(x) + eps) · weight + bias, computed in float32, returned in x's dtype."""
+    """Return (x - mean(x)) / sqrt(variance(x) + eps) · weight + bias, computed in float32, in x's dtype."""
     return functional.layer_norm(x_TD.float(), weight_D.shape, weight_D, bias_D, eps).to(x_TD.dtype)

@@ -16,9 +16,12 @@ _kernel = when_asked(__name__, "kernel")
 def linear(
     x_TD: Tensor, weight_ND: Tensor | QuantizedWeight, bias_N: Tensor | None = None, *, invariant: bool = False
 ) -> Tensor:
-    """x · weightᵀ + bias, in x's dtype. Where the processor has matrix tiles, float32 rows are rounded to a bfloat16
-    weight's dtype first, and what is too small for a normal number counts as zero; products and sums are float32. With
-    `invariant`, a row's bits do not depend on what other rows are there; where that cannot be had it is an error."""
+    """Return x · weightᵀ + bias, in x's dtype.
+
+    On a CPU with matrix tiles, float32 rows are rounded to a bfloat16 weight's dtype first, and subnormal numbers count
+    as zero; products and sums are float32. With `invariant`, a row's bits do not depend on the other rows; where that
+    is not possible it is an error.
+    """
     require_shape("weight", weight_ND, (-1, x_TD.shape[-1]))
     if x_TD.is_cpu and _cpu().fits(x_TD, weight_ND):
         fast: Tensor = _cpu().linear(x_TD, weight_ND, bias_N)

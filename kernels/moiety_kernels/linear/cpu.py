@@ -1,4 +1,4 @@
-"""Linear maps on a CPU: float32 rows, bfloat16 or float32 weight. M rows, N outputs, K inputs."""
+"""Linear maps on a CPU: float32 rows, bfloat16, float32 or quantized weight. M rows, N outputs, K inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LAYOUT = struct.Struct("15q")
 
 
 def fits(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight) -> bool:
-    """Whether `linear` takes these tensors."""
+    """Return whether `linear` supports these tensors."""
     width = x_MK.shape[-1]
     return (
         x_MK.dtype is torch.float32
@@ -46,7 +46,7 @@ def fits(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight) -> bool:
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | None) -> Tensor:
-    """x · weightᵀ + bias."""
+    """Return x · weightᵀ + bias."""
     m, k = x_MK.shape
     n = weight_NK.shape[0]
     out_MN = torch.empty(m, n)

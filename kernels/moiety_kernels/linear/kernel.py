@@ -1,7 +1,7 @@
-"""Linear maps in Triton whose rows have the same bits alone and in any batch; of one weight, which may be in few bits,
-or one for each head.
+"""Batch-invariant linear maps in Triton: a row's result has the same bits alone and in any batch.
 
-T rows, H heads, N outputs, K inputs, G groups of inputs that share a scale.
+There is one weight, which may be quantized, or one per head. T rows, H heads, N outputs, K inputs, G groups of inputs
+that share a scale.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from moiety_kernels.quantization import WeightFormat
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WHOLE, _FLOATING = "int4", MXFP4.name  # how the kernels call numbers of four bits
-_SWAP = tl.constexpr(True)  # weights are the rows of the tensor cores' products, of which 64 are the least
+_WHOLE, _FLOATING = "int4", MXFP4.name  # the kernels' names of the 4-bit formats
+_SWAP = tl.constexpr(True)  # weights are the rows of the tensor cores' products, which need at least 64
 
 
 def unfit(x_THK: Tensor, weight_HNK: Tensor) -> str | None:
-    """Why the functions here do not take these tensors; None if they do."""
+    """Return why the functions here do not support these tensors; None if they do."""
     if x_THK.dtype not in _DTYPES or weight_HNK.dtype not in _DTYPES:
         return f"inputs are {x_THK.dtype} and weights {weight_HNK.dtype}, not all of 16 or 32 bits"
     if x_THK.stride(-1) != 1 or weight_HNK.stride(-1) != 1:
@@ -48,7 +48,7 @@ def unfit(x_THK: Tensor, weight_HNK: Tensor) -> str | None:
 
 
 def unfit_narrow(x_TK: Tensor, weight_NK: QuantizedWeight) -> str | None:
-    """Why `linear` does not take a weight in few bits; None if it does."""
+    """Return why `linear` does not support a quantized weight; None if it does."""
     if x_TK.dtype not in _DTYPES or x_TK.stride(-1) != 1:
         return f"inputs are {x_TK.dtype}, not of 16 or 32 bits whose values lie next to each other"
     if weight_NK.format.bits == 4 and x_TK.element_size() != 2:
@@ -61,7 +61,7 @@ def unfit_narrow(x_TK: Tensor, weight_NK: QuantizedWeight) -> str | None:
 def linear(
     x_TK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | None = None, *, tile: Tile | None = None
 ) -> Tensor:
-    """x · weightᵀ + bias in x's dtype. A weight of another dtype is widened or rounded to it first."""
+    """Return x · weightᵀ + bias in x's dtype. A weight of another dtype is widened or rounded to it first."""
     if isinstance(weight_NK, QuantizedWeight):
         form, values, scales = weight_NK.format, weight_NK.values_NK.unsqueeze(0), weight_NK.scales_NG
         return _multiply(x_TK.unsqueeze(1), values, bias_N, tile, scales, form).squeeze(1)
@@ -69,7 +69,7 @@ def linear(
 
 
 def head_linear(x_THK: Tensor, weight_HNK: Tensor, *, tile: Tile | None = None) -> Tensor:
-    """out_THN = Σ_k x[t, h, k] · weight[h, n, k], contiguous, in x's dtype."""
+    """Return out_THN = Σ_k x[t, h, k] · weight[h, n, k], contiguous, in x's dtype."""
     return _multiply(x_THK, weight_HNK, None, tile)
 
 
@@ -89,7 +89,7 @@ def _multiply(
         device = device_model(x_THK.device)
         tile = choose(_tiles(x_THK, form), rows, heads * width, device.num_sms)
     four = "" if form is None or form.bits == 8 else _FLOATING if form.floating else _WHOLE
-    a_step = tile.BK // (2 if four else 1)  # bytes of two numbers, and halves of rows that meet them
+    a_step = tile.BK // (2 if four else 1)  # bytes of two numbers each, and the halves of rows that they multiply
     engine = copied_by_engine(weight_HNK)
     rows_engine = engine and heads == 1 and rows_aligned(x_THK)
     pieces = heads * triton.cdiv(rows, tile.BM) * triton.cdiv(width, tile.BN)
@@ -136,14 +136,14 @@ def _tiles(x_THK: Tensor, form: WeightFormat | None) -> tuple[Tile, ...]:
 
 
 def _scales(form: WeightFormat | None) -> str:
-    """Whose scales are applied to sums; those of four bits are to numbers."""
+    """Return which scales are applied to sums; those of 4-bit weights are applied to numbers instead."""
     if form is None or form.bits == 4:
         return "none"
     return "row" if form.group is None else "block"
 
 
 def _matrix(weight_HNK: Tensor, columns: int, a_step: int) -> TensorDescriptor:
-    """All heads' weights as one matrix."""
+    """Return a descriptor of all heads' weights as one matrix."""
     heads, width, inner = weight_HNK.shape
     return TensorDescriptor(weight_HNK, [heads * width, inner], [weight_HNK.stride(1), 1], [columns, a_step])
 
@@ -198,7 +198,7 @@ def _linear(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Every tile; those without the copy engine for the targets that lack it, and one for Hopper, too."""
+    """Return a case per tile; those without the copy engine for targets that lack it, and one of them for Hopper."""
     found = [_case(tile, "bf16", ("sm_90", "sm_100"), engine=True, bias=tile is HOPPER[0]) for tile in HOPPER]
     found += [_case(tile, "bf16", ("sm_80", "gfx942"), engine=False) for tile in PORTABLE]
     found.append(_case(HOPPER[0], "bf16", ("sm_90",), engine=False))
@@ -240,7 +240,7 @@ def _case(
         "BIAS": bias,
         "FLAT": tile.flat,
     }
-    # A stage fewer where the compiler has to make the copies of addresses, and where weights leave it for registers.
+    # One stage fewer where the compiler makes the copies from addresses, and where weights are widened in registers.
     ahead = tile.stages - (0 if engine and kept == dtype else 1)
     stage = tile.BM * tile.BK * 2 + tile.BN * a_step * (2 if kept == dtype else 1)
     least = 0 if dtype == "fp32" else ahead * stage

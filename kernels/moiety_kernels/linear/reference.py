@@ -1,4 +1,4 @@
-"""The definition of a linear map. T tokens, D input width, N output width."""
+"""Definition of a linear map. T tokens, D input width, N output width."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def linear(x_TD: Tensor, weight_ND: Tensor | QuantizedWeight, bias_N: Tensor | None = None) -> Tensor:
-    """x · weightᵀ + bias in x's dtype; a weight of another dtype is widened or rounded to it first."""
+    """Return x · weightᵀ + bias in x's dtype; a weight of another dtype is widened or rounded to it first."""
     if isinstance(weight_ND, QuantizedWeight):
         weight_ND = dequantize(weight_ND)
     bias = None if bias_N is None else bias_N.to(x_TD.dtype)

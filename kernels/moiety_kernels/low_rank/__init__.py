@@ -1,7 +1,7 @@
-"""Adding products of low rank to a linear map's: each row by the adapter that it belongs to, many adapters at once.
+"""LoRA products added to those of a linear map: each row uses its own adapter, many adapters at once.
 
-T tokens, K pairs a token, S slots of adapters, E experts, P parts of an output that have factors of their own, r rank,
-D input and N output width.
+T tokens, K pairs per token, S slots of adapters, E experts, P parts of an output with separate factors, r rank, D input
+and N output width.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _cpu = when_asked(__name__, "cpu")
 
 
 def add_low_rank(out_TN: Tensor, x_TD: Tensor, factors: Factors, slot_T: Tensor) -> None:
-    """out[t] += up[slot[t]] · down[slot[t]] · x[t] for the tokens that have a slot; a negative one is none. `slot_T` is
-    int64. On a CPU a token's bits do not depend on what other tokens are there."""
+    """Add out[t] += up[slot[t]] · down[slot[t]] · x[t] for the tokens with a slot; a negative slot means no adapter.
+
+    `slot_T` is int64. On a CPU a token's bits do not depend on the other tokens.
+    """
     down_SRD, up_SrN, widths = factors.down_SRD, factors.up_SrN, factors.widths
     tokens, num_slots = x_TD.shape[0], down_SRD.shape[0]
     require_shape("down", down_SRD, (-1, len(widths) * up_SrN.shape[1], x_TD.shape[1]))

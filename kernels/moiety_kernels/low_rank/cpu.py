@@ -1,7 +1,7 @@
-"""Products of low rank on a CPU: a token is a task, each of its rows is read once a rank and written once a rank.
+"""LoRA products on a CPU: each token is a task, and each of its rows is read once and written once per rank.
 
-T tokens, K pairs a token, S slots, E experts, P parts, r rank, D input and N output width. A pair is a token and one of
-its experts; without experts each token is one. What is not of experts is a layer of one job.
+T tokens, K pairs per token, S slots, E experts, P parts, r rank, D input and N output width. A pair is a token and one
+of its experts; without experts each token is one pair. Products outside the experts are one job per layer.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from moiety_kernels.low_rank.factors import Factors
 
 _LAYOUT = struct.Struct("19q")  # the last three are widths
-_COLUMNS = 4  # inner values that are computed at once
+_COLUMNS = 4  # inner values computed at once
 MAX_PARTS, MAX_INNER = 3, 4096
 
 # arguments
 OUT, X, DOWN, UP, SLOT, CHOSEN, PLACE, WEIGHT = 0, 1, 2, 3, 4, 5, 6, 7
 OUT_STRIDE, X_STRIDE, TOP_K, EXPERTS, RANK, WIDTH, PER_PAIR = 8, 9, 10, 11, 12, 13, 14
-PARTS, WIDTHS = 15, 16  # of which there are MAX_PARTS
+PARTS, WIDTHS = 15, 16  # followed by MAX_PARTS widths
 
 _dots = dot_tile(1, _COLUMNS, widen=False)
 
 
 def takes(factors: Factors) -> bool:
-    """Whether factors of this form can be multiplied here."""
+    """Return whether the code here supports factors of this shape."""
     down_SRD, up_SrN = factors.down_SRD, factors.up_SrN
     return (
         down_SRD.dtype is torch.float32
@@ -50,7 +50,7 @@ def takes(factors: Factors) -> bool:
 
 
 def fits(x_TD: Tensor, out_TN: Tensor, factors: Factors, slot_T: Tensor) -> bool:
-    """Whether `add` takes these tensors."""
+    """Return whether `add` supports these tensors."""
     return (
         x_TD.dtype is torch.float32
         and takes(factors)
@@ -63,13 +63,12 @@ def fits(x_TD: Tensor, out_TN: Tensor, factors: Factors, slot_T: Tensor) -> bool
 
 
 def add(out_TN: Tensor, x_TD: Tensor, factors: Factors, slot_T: Tensor) -> None:
-    """out[t] += up[slot[t]] · down[slot[t]] · x[t] for the tokens that have a slot."""
+    """Add out[t] += up[slot[t]] · down[slot[t]] · x[t] for the tokens with a slot."""
     _run(out_TN, out_TN.stride(0), x_TD.data_ptr(), x_TD.stride(0), factors, slot_T)
 
 
 def spread(out_PN: Tensor, x_TD: Tensor, factors: Factors, slot_T: Tensor, expert_TK: Tensor | None) -> None:
-    """out[t · K + k] = what the factors of the k-th expert make of x[t], for tokens that have a slot; nothing is
-    written for the others."""
+    """Write out[t · K + k], the k-th expert's factors applied to x[t], for tokens with a slot; skip the others."""
     _run(out_PN, out_PN.stride(0), x_TD.data_ptr(), x_TD.stride(0), factors, slot_T, expert_TK, per_pair=True)
 
 
@@ -82,8 +81,10 @@ def gather(
     expert_TK: Tensor | None,
     weight_TK: Tensor | None,
 ) -> None:
-    """out[t] += Σ_k weight · what the factors of the k-th expert make of the pair's row, for tokens that have a slot.
-    `inner_RF`: address and width of rows, of which a pair's is the one that `place_P`, an address, says."""
+    """Add out[t] += Σ_k weight · the k-th expert's factors applied to the pair's row, for tokens with a slot.
+
+    `inner_RF`: address and width of rows; `place_P`: the address of each pair's row index.
+    """
     address, width = inner_RF
     _run(
         out_TN, out_TN.stride(0), address, width, factors, slot_T, expert_TK, place=place_P,
@@ -147,7 +148,7 @@ def _clear(args: int, out: int) -> None:
 
 @jit
 def _add_one(args: int, index: int, x: int, factor: float, out: int, scratch: int) -> None:
-    """out += factor · up · down · x. Scratch: the address of x, then the inner values."""
+    """Add out += factor · up · down · x. Scratch: the address of x, then the inner values."""
     rank, width, parts = load_i64(args, RANK), load_i64(args, WIDTH), load_i64(args, PARTS)
     total = 0
     for part in range(parts):

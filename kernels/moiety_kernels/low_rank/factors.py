@@ -1,4 +1,4 @@
-"""What the product of a low rank is made of."""
+"""The factors of LoRA products."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Of all slots, one shape: an adapter of a smaller rank ends with zeros. The output has parts of these `widths`,
-    such as queries, keys and values, and each has a `down` of its own. Of experts, slot s's expert e has the place
-    s · E + e, so that there S is the number of slots times that of experts."""
+    """Factors of all slots in one shape: an adapter of a smaller rank is padded with zeros.
 
-    down_SRD: Tensor  # R = P · r: the parts' one after the other
+    The output has parts of these `widths`, such as queries, keys and values, and each has its own `down`. With experts,
+    slot s's expert e has index s · E + e, so S is then the number of slots times that of experts.
+    """
+
+    down_SRD: Tensor  # R = P · r: the parts in sequence
     up_SrN: Tensor  # transposed, and already multiplied by the adapter's scale
     widths: tuple[int, ...]
     num_experts: int = 1
@@ -27,7 +29,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardFactors:
-    """Those of a feed-forward, with experts or without, and whose each token is; None where no adapter has any."""
+    """Factors of a feed-forward, with or without experts, and the slot of each token; None where no adapter has any."""
 
     slot_T: Tensor  # int64, negative for none
     gate_up: Factors | None

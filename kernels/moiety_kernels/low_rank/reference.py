@@ -1,7 +1,7 @@
-"""The definition of a product of low rank, which is also how a GPU computes it: batched products over gathered factors,
-for none of which the host waits.
+"""Definition of LoRA products, and their GPU implementation: batched products over gathered factors.
 
-T tokens, R rows, K pairs a token, S slots, P parts, r rank, D input and N output width.
+The host does not wait for the device. T tokens, R rows, K pairs per token, S slots, P parts, r rank, D input and N
+output width.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from moiety_kernels.low_rank.factors import Factors
 
-_GATHERED_BYTES = 256 << 20  # that the gathered factors of some rows take at once
+_GATHERED_BYTES = 256 << 20  # limit on the factors that are gathered for some rows at once
 
 
 def products(x_RD: Tensor, factors: Factors, index_R: Tensor) -> Tensor:
-    """What each row's factors make of it; zeros where the index is negative."""
+    """Return each row's product with its factors; zeros where the index is negative."""
     some = max(1, _GATHERED_BYTES // max(1, factors.down_SRD[0].nbytes + factors.up_SrN[0].nbytes))
     parts = [
         _products(x_RD[first : first + some], factors, index_R[first : first + some])
@@ -38,11 +38,11 @@ def _products(x_RD: Tensor, factors: Factors, index_R: Tensor) -> Tensor:
 
 
 def add(out_TN: Tensor, x_TD: Tensor, factors: Factors, slot_T: Tensor) -> None:
-    """out[t] += up[slot[t]] · down[slot[t]] · x[t] for the tokens that have a slot."""
+    """Add out[t] += up[slot[t]] · down[slot[t]] · x[t] for the tokens with a slot."""
     out_TN += products(x_TD, factors, slot_T)
 
 
 def expert_index(slot_T: Tensor, expert_TK: Tensor, num_experts: int) -> Tensor:
-    """The place of each pair's factors, -1 where there are none."""
+    """Return the index of each pair's factors, -1 where there are none."""
     index_TK = slot_T.unsqueeze(1) * num_experts + expert_TK
     return torch.where((slot_T.unsqueeze(1) < 0) | (expert_TK < 0), -1, index_TK)

@@ -21,7 +21,7 @@ _kernel = when_asked(__name__, "kernel")
 
 
 def reads_whole_numbers(width: int, value_width: int) -> bool:
-    """Whether a GPU that is here can have rows so wide in int8, `value_width` of them the value."""
+    """Return whether the GPU here supports int8 rows of that width, `value_width` of which are the value."""
     taken: bool = _kernel().fits_widths(width, value_width)
     return taken
 
@@ -41,11 +41,11 @@ def mla_attention(
     max_query: int,
     max_context: int,
 ) -> Tensor:
-    """out_THV: attention of each sequence's queries, its last tokens in the cache, to what is at or before them.
+    """Return out_THV: attention of each sequence's queries, its last tokens in the cache, to positions up to their own.
 
     A position has one cache row, latent then rotated part, which is the key of every head; its first V = `value_width`
-    entries are the value. A cache of int8 is to be multiplied by scales, float32: a row's value, and what follows it.
-    The rest is as in `paged_attention`, whose case of one key-value head this is.
+    entries are the value. An int8 cache is multiplied by float32 scales: one for a row's value, one for the rest.
+    Everything else is as in `paged_attention` with one key-value head.
     """
     require_shape("cache", cache_NPL, (-1, -1, q_THL.shape[2]))
     require(0 < value_width <= q_THL.shape[2], "value_width must be between 1 and the width of a cache row")

@@ -1,7 +1,7 @@
-"""Attention over latent rows in Triton: the kernels of paged attention with one key-value head, whose values are the
-first part of its keys and so are not read again. The README beside this has the design.
+"""Attention over latent rows in Triton: the kernels of paged attention with one key-value head.
 
-T tokens, S sequences, B blocks a row, H query heads, N blocks, P places a block, L width of a cache row, V of a value.
+Values are the first part of the keys and so are not read again. The README beside this file describes the design. T
+tokens, S sequences, B blocks per row, H query heads, N blocks, P slots per block, L width of a cache row, V of a value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_WIDTH = 576
 
 
 def fits(q_THL: Tensor, cache_NPL: Tensor, value_width: int) -> bool:
-    """Whether the kernels take these."""
+    """Return whether the kernels support these tensors."""
     return (
         q_THL.dtype in (torch.float16, torch.bfloat16)
         and (cache_NPL.dtype is q_THL.dtype or (cache_NPL.itemsize == 1 and paged.converts(cache_NPL)))
@@ -36,9 +36,11 @@ def fits(q_THL: Tensor, cache_NPL: Tensor, value_width: int) -> bool:
 
 
 def fits_widths(width: int, value_width: int) -> bool:
-    """Whether they take such rows on the kind of GPU that is here: the value must be all of the first of a row's two
-    parts."""
-    fits_memory = torch.version.hip is None  # on the others shared memory is too small for such rows
+    """Return whether the kernels support rows of this width on the GPU here.
+
+    The value must be all of the first of a row's two parts.
+    """
+    fits_memory = torch.version.hip is None  # on AMD, shared memory is too small for these rows
     return fits_memory and width <= MAX_WIDTH and parts(width)[0] == value_width < width
 
 
@@ -56,7 +58,7 @@ def mla_attention(
     num_decode: int,
     max_context: int,
 ) -> Tensor:
-    """out_THV, contiguous."""
+    """Return out_THV, contiguous."""
     k_NGPL = cache_NPL.unsqueeze(1)
     return paged.paged_attention(
         q_THL,
@@ -68,7 +70,7 @@ def mla_attention(
         scale,
         None,
         None,
-        rotated_scale_NP,  # what a key has beyond its value
+        rotated_scale_NP,  # for the rest of a key after its value
         latent_scale_NP,
         num_decode=num_decode,
         max_context=max_context,

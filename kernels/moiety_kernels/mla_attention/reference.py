@@ -1,6 +1,7 @@
-"""The definition of multi-head latent attention in its absorbed form (DeepSeek-V2, 2405.04434).
+"""Definition of multi-head latent attention in its absorbed form (DeepSeek-V2, 2405.04434).
 
-T tokens, S sequences, B blocks a row, H query heads, N blocks, P places a block, L width of a cache row, V of a value.
+T tokens, S sequences, B blocks per row, H query heads, N blocks, P slots per block, L width of a cache row, V of a
+value.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ def mla_attention(
     latent_scale_NP: Tensor | None = None,
     rotated_scale_NP: Tensor | None = None,
 ) -> Tensor:
-    """out_THV: each sequence's queries are its last tokens in the cache; query i sees its own position and those before
-    it. The row of a position is the key of all heads, its first V entries are the value. A cache of few bits may hold
-    a row's first V entries, and those after them, divided by scales of their own."""
+    """Return out_THV: each sequence's queries are its last tokens in the cache; query i sees positions up to its own.
+
+    The row of a position is the key of all heads, its first V entries are the value. A quantized cache may hold a row's
+    first V entries, and those after them, each divided by their own scale.
+    """
     if latent_scale_NP is not None and rotated_scale_NP is not None:
         cache_NPL = unscaled(cache_NPL, value_width, latent_scale_NP, rotated_scale_NP)
     out_THV = q_THL.new_empty(*q_THL.shape[:2], value_width)
@@ -46,6 +49,6 @@ def mla_attention(
 
 
 def unscaled(cache_NPL: Tensor, value_width: int, latent_scale_NP: Tensor, rotated_scale_NP: Tensor) -> Tensor:
-    """What rows of few bits stand for, float32."""
+    """Return the values of quantized rows, float32."""
     latent, rotated = cache_NPL.float().tensor_split([value_width], dim=-1)
     return torch.cat((latent * latent_scale_NP[..., None], rotated * rotated_scale_NP[..., None]), dim=-1)

@@ -1,4 +1,4 @@
-"""The feed-forward products: the experts of a mixture layer, and the one expert of a dense layer."""
+"""Feed-forward products: the experts of a mixture layer, and the single expert of a dense layer."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def experts(
     invariant: bool = False,
     adapters: FeedForwardFactors | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token. Of the rows of
-    w_gate_up the first half are the gate's, the second the up's; so are the biases', which are float32. A negative
-    number in `expert` is of an expert that is elsewhere: it costs nothing here, and adds nothing.
+    """Return Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token.
 
-    `kernel` is who computes it: "auto" takes the fastest that takes these tensors; another that does not is an error.
-    With `invariant`, a token's bits do not depend on what other tokens are there; on a GPU only Triton's can do that.
-    `adapters` add what is theirs to the experts' products; on a GPU whoever computes those, torch does then.
+    The first half of w_gate_up's rows is the gate's, the second the up's; the same holds for the biases, which are
+    float32. A negative number in `expert` stands for an expert on another rank: it costs nothing here and adds nothing.
+
+    `kernel` names the implementation: "auto" chooses the fastest that supports these tensors; a named one that does not
+    is an error. With `invariant`, a token's bits do not depend on the other tokens; on a GPU only Triton supports that.
+    `adapters` are added to the experts' products; on a GPU torch then computes the layer, whatever `kernel` is chosen.
     """
     num_experts, width, hidden = w_down_EDF.shape
     require(
@@ -82,7 +83,7 @@ def experts(
 def _by_triton(
     x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: Weight, down: Weight, **options: Any
 ) -> Tensor | str:
-    """The result, or why the kernels do not take this."""
+    """Return the result, or why the Triton kernels do not support the tensors."""
     reason = unfit_for_triton(x_TD, expert_TK, up, down)
     if reason is not None:
         return reason
@@ -95,7 +96,7 @@ def _by_triton(
 
 
 def unfit_for_triton(x_TD: Tensor, expert_TK: Tensor, up: Weight, down: Weight) -> str | None:
-    """Why the Triton kernels do not take this; None if they do."""
+    """Return why the Triton kernels do not support these tensors; None if they do."""
     (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
     forms = {None if isinstance(weight, Tensor) else weight.format for weight in (up, down)}
     if len(forms) > 1:
@@ -106,7 +107,7 @@ def unfit_for_triton(x_TD: Tensor, expert_TK: Tensor, up: Weight, down: Weight) 
 
 
 def _values_and_scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """As the Triton kernels take them: the scales of rows without the dimension of groups."""
+    """Return values and scales for the Triton kernels: scales of rows without the dimension of groups."""
     if isinstance(weight, Tensor):
         return weight, None
     scales = weight.scales_NG
@@ -126,9 +127,11 @@ def dense_glu(
     invariant: bool = False,
     adapters: FeedForwardFactors | None = None,
 ) -> Tensor:
-    """down(act(gate(x), up(x))), the feed-forward of a layer without experts, and of experts that serve every token:
-    times `weight`, float32, and added to `onto`, where they are given; `onto` may be overwritten. `invariant` as in
-    `linear`. `adapters` add what is theirs to both products."""
+    """Return down(act(gate(x), up(x))), the feed-forward of a layer without experts, or of shared experts.
+
+    The result is multiplied by `weight`, float32, and added to `onto`, where they are given; `onto` may be overwritten.
+    `invariant` as in `linear`. `adapters` are added to both products.
+    """
     biases = gate_up_bias_2F, down_bias_D
     if weight_T1 is not None:
         require_shape("weight", weight_T1, (x_TD.shape[0], 1))

@@ -1,4 +1,4 @@
-"""What stands between the two products of a feed-forward. Knows nothing of how it is computed."""
+"""Activation between the two products of a feed-forward, as data without an implementation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What is made of a gate and an up value.
+    """Function of a gate and an up value.
 
-    "silu": silu(gate) · up. "gelu_tanh": gelu(gate) · up, with the approximation by tanh. "clipped" (gpt-oss):
-    (up + 1) · gate · sigmoid(alpha · gate), with gate at most `limit` and up within ± `limit`.
+    "silu": silu(gate) · up. "gelu_tanh": gelu(gate) · up, with the tanh approximation. "clipped" (gpt-oss): (up + 1) ·
+    gate · sigmoid(alpha · gate), with gate at most `limit` and up within ±`limit`.
     """
 
     kind: Literal["silu", "gelu_tanh", "clipped"]

@@ -1,7 +1,8 @@
-"""The expert layer with adapters in torch: what they add stands between the products and what follows them. It is the
-definition, and how a GPU computes it, where in 16 bits nothing waits for the device.
+"""The expert layer with LoRA adapters in torch: their products are added before the activation and the weighted sum.
 
-T tokens, K experts a token, R = T · K routed rows, E experts, D model width, F expert width.
+It is the definition, and the GPU implementation, where 16-bit types need no host synchronisation.
+
+T tokens, K experts per token, R = T · K routed rows, E experts, D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def experts(
     down_bias_ED: Tensor | None,
     adapters: FeedForwardFactors,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token, summed in the order of k; a negative expert is elsewhere."""
+    """Return Σ_k weight · expert(x) for each token, summed in the order of k; a negative expert is on another rank."""
     tokens, top_k = expert_TK.shape
     num_experts = w_down_EDF.shape[0]
-    chosen_R = torch.where(expert_TK < 0, num_experts, expert_TK).flatten()  # what is elsewhere comes last
+    chosen_R = torch.where(expert_TK < 0, num_experts, expert_TK).flatten()  # pairs of other ranks come last
     order_R = torch.argsort(chosen_R, stable=True)
     sorted_R, x_RD = chosen_R[order_R], x_TD[order_R // top_k]
     own_R = (sorted_R < num_experts).unsqueeze(1)
@@ -53,7 +54,7 @@ def experts(
 def _product(
     x_RD: Tensor, w_END: Weight, bias_EN: Tensor | None, expert_R: Tensor, factors: Factors | None, index_R: Tensor
 ) -> Tensor:
-    """Each row by its expert, the rows being in the order of their experts, with what the row's adapter adds."""
+    """Return each row's product with its expert, plus its adapter's product; rows are in the order of their experts."""
     num_experts = w_END.shape[0]
     if x_RD.is_cuda and isinstance(w_END, Tensor) and grouped.fits(x_RD, w_END):
         every = torch.arange(num_experts, device=x_RD.device, dtype=expert_R.dtype)

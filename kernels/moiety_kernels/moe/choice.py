@@ -1,4 +1,4 @@
-"""Which implementation of the expert layer is asked for, and where it can run. Knows no tensors."""
+"""Choice of the expert layer's implementation, and the devices that each supports. Handles no tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 MOE_KERNELS = ("auto", "triton", "grouped", "reference")
 
-_LEAST_CAPABILITY = (8, 0)  # of NVIDIA's, with bfloat16 in the tensor cores
+_LEAST_CAPABILITY = (8, 0)  # NVIDIA's, with bfloat16 in the tensor cores
 
 
 @functools.cache
 def unavailable(kernel: str, device: torch.device, dtype: torch.dtype, form: WeightFormat | None = None) -> str | None:
-    """Why `kernel` cannot run on `device` with activations of `dtype` and weights in `form`; None if it can."""
+    """Return why `kernel` cannot run on `device` with these types of activations and weights; None if it can."""
     if kernel == "triton":
         reason = None if form is None else unreadable(form, device)
         return reason or _triton_unavailable(device)

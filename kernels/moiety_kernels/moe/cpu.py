@@ -1,7 +1,8 @@
 """The expert layer on a CPU: pairs grouped by expert, gate and up products, activation, down products, weighted sum.
 
-T tokens, K experts a token, R = T · K routed rows in the order of their experts, E experts, D model and F expert width.
-An item is one expert with up to ROW_BLOCK of its rows; a task is an item and a chunk of the expert's weight rows.
+T tokens, K experts per token, R = T · K routed rows in the order of their experts, E experts, D model and F expert
+width. An item is one expert with up to ROW_BLOCK of its rows; a task is an item and a chunk of the expert's weight
+rows.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 _LAYOUT = struct.Struct("30q2d9q")
 _SILU, _GELU_TANH, _CLIPPED = range(3)
 _KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED}
-_COMBINE_BLOCK = 16  # tokens a task
-ELSEWHERE = -1  # the place of a pair whose expert is not here
+_COMBINE_BLOCK = 16  # tokens per task
+ELSEWHERE = -1  # row index of a pair whose expert is on another rank
 _MAX_CHUNK = (UNPACKED_AT - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
 
 # arguments
@@ -54,7 +55,11 @@ STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 18, 19, 20, 21, 22  # int64 workspace
 UP_TASK, DOWN_TASK, COMBINE_TASK = 23, 24, 25
 ACTIVATION, UP_BIAS, DOWN_BIAS, ONTO, LIMIT, ALPHA = 26, 27, 28, 29, 30, 31
 UP_SCALES, UP_BITS, UP_SHIFT, DOWN_SCALES, DOWN_BITS, DOWN_SHIFT = 32, 33, 34, 35, 36, 37
-ADDED, ADDED_ROWS, SLOT = 38, 39, 40  # what adapters add to gates and ups: a row a pair, those in order, whose they are
+ADDED, ADDED_ROWS, SLOT = (
+    38,
+    39,
+    40,
+)  # adapters' additions to gates and ups: one row per pair, those in order, and their slots
 
 
 def fits(
@@ -66,7 +71,7 @@ def fits(
     down_bias_ED: Tensor | None,
     adapters: FeedForwardFactors | None = None,
 ) -> bool:
-    """Whether `experts` takes these tensors."""
+    """Return whether `experts` supports these tensors."""
     _, width, hidden = w_down_EDF.shape
     rows = x_TD.shape[0] if expert_TK is None else expert_TK.numel()
     biases = [bias for bias in (gate_up_bias_E2F, down_bias_ED) if bias is not None]
@@ -98,8 +103,11 @@ def experts(
     onto_TD: Tensor | None = None,
     adapters: FeedForwardFactors | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token; without experts the first one once, without weights unweighted. A negative
-    number is of an expert that is elsewhere. `onto` is added to and returned, if it is given."""
+    """Return Σ_k weight · expert(x) for each token.
+
+    Without `expert` every token uses the first expert once; without `weight` the sum is unweighted. A negative number
+    stands for an expert on another rank. If `onto` is given, the result is added to it and it is returned.
+    """
     tokens, top_k = (x_TD.shape[0], 1) if expert_TK is None else expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
     rows = tokens * top_k
@@ -139,7 +147,7 @@ def experts(
 
 
 def combine(rows_RD: Tensor, weight_TK: Tensor) -> Tensor:
-    """Σ_k weight · row for each token, as `experts` sums: rows are those of the pairs, one after the other."""
+    """Return Σ_k weight · row for each token, summed as in `experts`; the rows are those of the pairs in order."""
     (tokens, top_k), width = weight_TK.shape, rows_RD.shape[1]
     out_TD = torch.empty(tokens, width)
     place_R = torch.arange(tokens * top_k)
@@ -158,7 +166,7 @@ def _address(tensor: Tensor | None) -> int:
 def _kinds_and_chunks(
     w_gate_up_E2FD: Tensor | QuantizedWeight, w_down_EDF: Tensor | QuantizedWeight, rows: int
 ) -> tuple[int, int, int, int]:
-    """How both products are multiplied, and how many weight rows a task of each takes."""
+    """Return how both products are multiplied, and how many weight rows a task of each takes."""
     num_experts, width, hidden = w_down_EDF.shape
     up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
     items = min(num_experts, rows)
@@ -169,7 +177,7 @@ def _kinds_and_chunks(
 
 @jit
 def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -> None:
-    """Group, then the three jobs one after the other."""
+    """Group the pairs, then run the three jobs in sequence."""
     items = _group(args)
     up_chunk, down_chunk = load_i64(args, UP_CHUNK), load_i64(args, DOWN_CHUNK)
     hidden, width, tokens = load_i64(args, HIDDEN), load_i64(args, WIDTH), load_i64(args, TOKENS)
@@ -181,7 +189,7 @@ def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -
 
 @jit
 def _group(args: int) -> int:
-    """Sort the pairs by expert (counting sort, stable), write row addresses and items; returns the number of items."""
+    """Sort the pairs by expert (counting sort, stable), write row addresses and items; return the number of items."""
     experts, top_k = load_i64(args, EXPERTS), load_i64(args, TOP_K)
     rows = load_i64(args, TOKENS) * top_k
     chosen, starts, place, items = (
@@ -258,7 +266,7 @@ def _up_task(args: int, task: int, scratch: int) -> None:
 def _weight(
     args: int, at: int, scales_at: int, kind: int, first: int, num_rows: int, k: int, scratch: int, after: int
 ) -> int:
-    """Rows in the form that `multiply` takes, `after` so many others."""
+    """Return rows in the form that `multiply` takes, placed after `after` others."""
     return weight_rows(
         load_i64(args, at), load_i64(args, scales_at), load_i64(args, scales_at + 1), load_i64(args, scales_at + 2),
         kind, first, num_rows, k, scratch, after,

@@ -1,6 +1,6 @@
-"""The expert layer through torch's grouped matrix product, for GPUs in 16 bits: never waits for the device.
+"""The expert layer through torch's grouped matrix product, for GPUs in 16 bits, without a host synchronisation.
 
-T tokens, K experts a token, R = T · K routed rows, E experts, D model width, F expert width.
+T tokens, K experts per token, R = T · K routed rows, E experts, D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from moiety_kernels.moe.activation import Activation
 
-_ALIGNMENT = 8  # elements of 16 bits that fill the 16 bytes which the product asks rows to be aligned to
+_ALIGNMENT = 8  # 16-bit elements in 16 bytes, the row alignment that the product requires
 
 
 def fits(x_TD: Tensor, w_down_EDF: Tensor) -> bool:
-    """Whether `experts` takes these tensors."""
+    """Return whether `experts` supports these tensors."""
     _, width, hidden = w_down_EDF.shape
     return (
         hasattr(functional, "grouped_mm")
@@ -45,12 +45,14 @@ def experts(
     gate_up_bias_E2F: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token, summed in the order of k. A negative number is of an expert that is
-    elsewhere, and adds nothing."""
+    """Return Σ_k weight · expert(x) for each token, summed in the order of k.
+
+    A negative number stands for an expert on another rank and adds nothing.
+    """
     tokens, top_k = expert_TK.shape
     num_experts = w_down_EDF.shape[0]
     chosen_R = expert_TK.flatten()
-    chosen_R = torch.where(chosen_R < 0, num_experts, chosen_R)  # those come last, after all that is multiplied
+    chosen_R = torch.where(chosen_R < 0, num_experts, chosen_R)  # sorted after all rows that are multiplied
     order_R = torch.argsort(chosen_R, stable=True)
     sorted_R = chosen_R[order_R]
     ends_E = torch.searchsorted(

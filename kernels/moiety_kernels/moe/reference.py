@@ -1,6 +1,6 @@
-"""The definition of an expert layer after routing: gather → gate and up → activation → down → weight → combine.
+"""Definition of an expert layer after routing: gather → gate and up → activation → down → weight → combine.
 
-T tokens, K experts a token, E experts, D model width, F expert width. No capacity limit, no dropped token.
+T tokens, K experts per token, E experts, D model width, F expert width. No capacity limit, no dropped token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def activate(gate_up_R2F: Tensor, activation: Activation = SILU) -> Tensor:
-    """What the activation makes of the gate, the first half of the last dimension, and up, the second."""
+    """Return the activation of the gate, the first half of the last dimension, and up, the second half."""
     gate, up = gate_up_R2F.chunk(2, dim=-1)
     if activation.kind == "silu":
         return functional.silu(gate) * up
@@ -44,8 +44,10 @@ def experts(
     gate_up_bias_E2F: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token, summed in the order of k, so that the result is deterministic. A negative
-    number is of an expert that is elsewhere, and adds nothing."""
+    """Return Σ_k weight · expert(x) for each token, summed in the order of k, so that the result is deterministic.
+
+    A negative number stands for an expert on another rank and adds nothing.
+    """
     num_tokens, top_k = expert_TK.shape
     order_R, counts_E = group_by_expert(expert_TK, w_down_EDF.shape[0])
     y_RD = x_TD.new_zeros(num_tokens * top_k, x_TD.shape[1])

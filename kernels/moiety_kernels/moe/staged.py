@@ -1,7 +1,9 @@
-"""The expert layer where not all of its experts are there at once: each stage computes the pairs whose experts are, and
-what all stages gave is then weighted and summed just as `experts` does it, so that the result is the same bits.
+"""The expert layer in stages, for experts that are not all in memory at once.
 
-T tokens, K experts a token, R = T · K pairs, N pairs of a stage, S experts that there is room for, D model width.
+Each stage computes the pairs whose experts are present. All stages' rows are then weighted and summed exactly as in
+`experts`, so that the result has the same bits.
+
+T tokens, K experts per token, R = T · K pairs, N pairs of a stage, S resident experts, D model width.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ def experts_in_stages(
     kernel: str = "auto",
     **options: Any,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token. Each of `stages` says for every pair, [T, K] int32, where among the
-    weights its expert is, negative for those whose turn it is not; the weights may change once the next one is asked
-    for, on a GPU behind what is queued by then. A pair that no stage had adds nothing. `options` are those of `experts`
-    but for adapters."""
+    """Return Σ_k weight · expert(x) for each token.
+
+    Each of `stages` gives for every pair, [T, K] int32, the index of its expert among the weights, negative for pairs
+    of other stages. The weights may change when the next stage is requested; on a GPU that change must be queued after
+    the work so far. A pair in no stage adds nothing. `options` are those of `experts` except adapters.
+    """
     tokens, top_k = weight_TK.shape
     by = _computed_by(x_TD, weight_TK, w_gate_up_S2FD, w_down_SDF, kernel, options)
     rows_RD = x_TD.new_zeros(tokens * top_k, x_TD.shape[1])
@@ -47,7 +51,7 @@ def experts_in_stages(
         if not len(pair_N):
             continue
         place_R[pair_N] = 0
-        # Triton's kernels round a row when it has been weighted, the others only their sum
+        # Triton's kernels round a row after weighting it, the others round only the sum.
         weight_N = weight_TK.flatten()[pair_N] if by == "triton" else torch.ones(len(pair_N), device=x_TD.device)
         rows_RD[pair_N] = experts(
             x_TD[pair_N // top_k],
@@ -70,7 +74,7 @@ def experts_in_stages(
 def _computed_by(
     x_TD: Tensor, weight_TK: Tensor, up: Weight, down: Weight, kernel: str, options: dict[str, Any]
 ) -> str:
-    """Who would compute all pairs at once, and so computes them in stages."""
+    """Return the implementation that `experts` would use for all pairs at once; the stages use the same."""
     chosen_TK = torch.empty(weight_TK.shape, dtype=torch.int32, device=x_TD.device)
     biases = options.get("gate_up_bias_E2F"), options.get("down_bias_ED")
     if kernel != "auto":

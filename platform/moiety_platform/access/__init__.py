@@ -1,1 +1,4 @@
-"""Who may do what in the admin API: roles, and one table from action to those who may. Pure; knows no HTTP, no SQL."""
+"""Role-based access control of the admin API: roles, and one table of the roles that each action allows.
+
+Pure: no HTTP, no SQL.
+"""

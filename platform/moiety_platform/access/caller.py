@@ -1,4 +1,4 @@
-"""The administrator behind a request of the admin API, and the one decision over what it may do."""
+"""The administrator behind an admin API request, and the check of what it may do."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ MISSING_ROLE = "missing_role"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`actor` is what the audit log names it by; `tenant_id` the tenant that it belongs to, None for the whole
-    deployment."""
+    """An authenticated administrator.
+
+    `actor` is its name in the audit log. `tenant_id` is the tenant that it belongs to, None for an administrator of the
+    whole deployment.
+    """
 
     actor: str
     role: Role
@@ -25,7 +28,7 @@ class Caller:
         return self.role in (rule.anyone if self.tenant_id is None else rule.own)
 
     def require(self, action: AdminAction) -> None:
-        """Raises Forbidden, which says which roles may."""
+        """Check that the caller may do this. Raises Forbidden, whose message names the roles that may."""
         if not self.may(action):
             mine = f"'{self.role}'" if self.tenant_id is None else f"'{self.role}' of one tenant"
             raise Forbidden(
@@ -35,7 +38,10 @@ class Caller:
 
 
 def _roles(rule: AccessRule) -> str:
-    """Those that may, such as `'owner', 'operator' or 'tenant-admin'`; of whole deployments first."""
+    """Return the roles that a rule allows, those of the whole deployment first.
+
+    Example: `'owner', 'operator' or 'tenant-admin'`.
+    """
     names = [f"'{role}'" for role in Role if role in rule.anyone]
     names += [f"'{role}' of one tenant" for role in Role if role in rule.own]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

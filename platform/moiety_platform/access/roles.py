@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What an administrator is. `TENANT_ADMIN` always belongs to one tenant, `VIEWER` may, the others never do."""
+    """Role of an administrator. `TENANT_ADMIN` always belongs to one tenant, `VIEWER` can, the others never do."""
 
     OWNER = "owner"
     OPERATOR = "operator"
@@ -15,12 +15,15 @@ class Role(StrEnum):
 
     @classmethod
     def of(cls, name: str | None) -> Role | None:
-        """None for no role, and for one that only a later release knows: that lets nobody in."""
+        """Return the role with this name, or None.
+
+        A role that only a later release knows counts as None and grants nothing.
+        """
         return cls(name) if name in frozenset(cls) else None
 
 
 def tenant_complaint(role: Role, tenant: str | None) -> str | None:
-    """Why an administrator of this role cannot belong to this tenant (None: to none); None where it can."""
+    """Return why an administrator of this role cannot belong to this tenant (None: no tenant); None where it can."""
     if role is Role.TENANT_ADMIN and tenant is None:
         return f"The role '{role}' is for one tenant; say for which."
     if role in (Role.OWNER, Role.OPERATOR) and tenant is not None:

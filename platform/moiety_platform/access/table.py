@@ -1,7 +1,7 @@
-"""The one table of who may do what.
+"""The access control table of the admin API.
 
-Every route of the admin API names its action in its `opt`; a route that names none is not served. What a request
-contains may need a second action, such as a limit on a tenant as a whole.
+Every admin route names its action in its `opt`; a route without an action is not served. The contents of a request can
+require a second action, for example a quota on a whole tenant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ACTION = "action"  # its name in a route's `opt`
 
 
 class AdminAction(StrEnum):
-    """What can be done through the admin API."""
+    """Actions of the admin API."""
 
     READ_TENANTS = "tenants.read"
     WRITE_TENANTS = "tenants.write"
@@ -59,8 +59,12 @@ class AdminAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """Who may do something: administrators of the whole deployment to `anyone`'s objects, those of one tenant to
-    objects of their `own` tenant and to what belongs to no tenant. Nobody where no role stands."""
+    """Roles that may perform an action.
+
+    `anyone` are the roles of administrators of the whole deployment, who may act on every object. `own` are the roles
+    of administrators of one tenant, who may act on objects of that tenant and on objects without a tenant. An empty set
+    allows nobody.
+    """
 
     anyone: frozenset[Role]
     own: frozenset[Role] = frozenset()
@@ -99,7 +103,7 @@ RULES: Mapping[AdminAction, AccessRule] = MappingProxyType(
         AdminAction.READ_EXPERTS: AccessRule(anyone=_READERS, own=_OWN_READERS),
         AdminAction.PLAN_EXPERTS: AccessRule(anyone=_READERS),
         AdminAction.ERASE_KEPT_ANSWERS: AccessRule(anyone=_OPERATORS, own=_OWN_WRITERS),
-        AdminAction.READ_WEBHOOKS: AccessRule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
+        AdminAction.READ_WEBHOOKS: AccessRule(anyone=_OPERATORS),  # an address may contain a secret of its receiver
         AdminAction.WRITE_WEBHOOKS: AccessRule(anyone=_OPERATORS),
         AdminAction.READ_TRACES: AccessRule(anyone=_READERS, own=_OWN_READERS),
         AdminAction.SIMULATE: AccessRule(anyone=_OPERATORS),
@@ -108,11 +112,11 @@ RULES: Mapping[AdminAction, AccessRule] = MappingProxyType(
         AdminAction.READ_ADAPTERS: AccessRule(anyone=_READERS, own=_OWN_READERS),
         AdminAction.WRITE_ADAPTERS: AccessRule(anyone=_OPERATORS, own=_OWN_WRITERS),
         AdminAction.READ_SETTINGS: AccessRule(anyone=_READERS),
-        AdminAction.GRANT_ADAPTERS: AccessRule(anyone=_OPERATORS),  # of those that are on the engines' hosts
+        AdminAction.GRANT_ADAPTERS: AccessRule(anyone=_OPERATORS),  # adapters on the engines' hosts
     }
 )
 
 
 def needs(action: AdminAction) -> dict[str, Any]:
-    """A route's `opt`: what whoever calls it does."""
+    """Return a route's `opt`, which names the action that the route performs."""
     return {ACTION: action}

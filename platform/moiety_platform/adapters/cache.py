@@ -1,4 +1,4 @@
-"""Which adapters there are, as the requests of one gateway process see them."""
+"""Cached snapshot of the adapters, for the requests of one gateway process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moiety_platform.db.snapshot import TTL_S, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class NamedAdapter:
-    """`model` is the one that it is for, `engine_name` what engines know it by."""
+    """One usable adapter. `model` is its base model, `engine_name` its name on the engines."""
 
     served_as: str
     model: str
@@ -26,7 +26,7 @@ class NamedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterNames:
-    """All adapters at one moment, by tenant and the name that clients use."""
+    """All adapters at one moment, by tenant and by the name that clients use."""
 
     of_tenant: Mapping[str, Mapping[str, NamedAdapter]] = field(default_factory=dict)
 
@@ -35,23 +35,25 @@ class AdapterNames:
 
 
 class AdapterCache(Snapshot[AdapterNames]):
-    """Owned by the entry point; one event loop."""
+    """Snapshot of the adapters that expires after `ttl_s` seconds. Owned by the entry point; for one event loop."""
 
     def __init__(self, database: Database, clock: Clock, *, ttl_s: float = TTL_S) -> None:
         super().__init__("adapters", load_names, database, clock, ttl_s=ttl_s)
 
     async def find(self, tenant_id: str, model: str) -> NamedAdapter | None:
-        """The tenant's adapter that a client calls so; None where that is none, and costs nothing then if no adapter
-        could be called so. Raises Unavailable."""
+        """Return the tenant's adapter that clients call `model`, or None. A name without `:` costs no lookup.
+
+        Raises Unavailable.
+        """
         return (await self.current()).find(tenant_id, model) if ":" in model else None
 
     async def all_of(self, tenant_id: str) -> Mapping[str, NamedAdapter]:
-        """The tenant's own, by the names that clients use. Raises Unavailable."""
+        """Return the tenant's adapters by the names that clients use. Raises Unavailable."""
         return (await self.current()).of_tenant.get(tenant_id, {})
 
 
 async def load_names(session: AsyncSession) -> AdapterNames:
-    """All that can be used."""
+    """Load all adapters that are ready for use."""
     found: dict[str, dict[str, NamedAdapter]] = {}
     for one in await list_adapters(session, ready=True):
         name = served_name(one.model, one.name)

@@ -1,4 +1,4 @@
-"""An adapter's content as it lies in the store, part by part."""
+"""Reading of an adapter's stored content, part by part."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moiety_wire.messages import AdapterPart
 
 @dataclass(frozen=True, slots=True)
 class AdapterContents:
-    """Reads one part a transaction, so that no adapter is ever whole in memory."""
+    """Reader of adapters that reads one part per transaction, so that an adapter is never in memory as a whole."""
 
     database: Database
 
     async def parts(self, adapter_id: str) -> AsyncIterator[AdapterPart]:
-        """As engines take them. Raises NotFound, or Unavailable."""
+        """Yield the parts in the form that engines accept. Raises NotFound or Unavailable."""
         async with self.database.read() as session:
             adapter = await get_adapter(session, adapter_id)
             num_bytes, config = adapter.num_bytes, adapter.config
@@ -38,7 +38,7 @@ class AdapterContents:
             index += 1
 
     async def check(self, adapter: Adapter) -> str:
-        """The digest of an upload whose tensors are all there. Raises BadRequest for what is no adapter's."""
+        """Return the digest of a completed upload. Raises BadRequest where the bytes are not an adapter's tensors."""
         digest, head, length = hashlib.sha256(), b"", 0
         if not adapter.num_bytes:
             raise BadRequest("nothing was uploaded; send the parts of adapter_model.safetensors first")
@@ -52,7 +52,10 @@ class AdapterContents:
         return digest.hexdigest()
 
     async def _check_values(self, adapter: Adapter, magnitudes: Magnitudes) -> None:
-        """Read the parts again, now that it is known where each tensor lies. Raises BadRequest."""
+        """Read the parts again, now that the offsets of all tensors are known, and check their values.
+
+        Raises BadRequest.
+        """
         start = 0
         async for part in self.parts(adapter.id):
             await asyncio.to_thread(magnitudes.take, start, part.data)

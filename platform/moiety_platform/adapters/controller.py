@@ -1,4 +1,4 @@
-"""`/admin/v1/adapters`: LoRA adapters of tenants. The door is the admin router's."""
+"""`/admin/v1/adapters`: LoRA adapters of tenants. The admin router authenticates."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from moiety_platform.openapi.described import fails
 
 
 class AdapterRoom:
-    """How large one adapter may be, and all of a tenant; may be set to others, for the parts that come from then on."""
+    """Largest size of one adapter and of all adapters of a tenant, in bytes.
+
+    A change applies to the parts received afterwards.
+    """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
         self.max_bytes, self.max_tenant_bytes = max_bytes, max_tenant_bytes
 
 
 def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHandler]:
-    """The handlers, for the admin router to take in."""
+    """Return the handlers, for the admin router to register."""
 
     @post(
         "/adapters", tags=["adapters"], name="create_adapter", opt=needs(AdminAction.WRITE_ADAPTERS) | fails(404, 409)
@@ -36,7 +39,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
         caller: NamedDependency[SkipValidation[Caller]],
         data: JSONBody[NewAdapter],
     ) -> AdapterView:
-        """Begin an upload; its parts follow. With `engine_adapter`, which needs an operator, nothing is uploaded."""
+        """Begin an upload; its parts follow. With `engine_adapter`, which requires an operator, nothing is uploaded."""
         if data.engine_adapter is not None:
             caller.require(AdminAction.GRANT_ADAPTERS)
         async with store.write() as session:
@@ -54,7 +57,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
     async def add_adapter_part(
         database: NamedDependency[Database], adapter_id: FromPath[str], data: JSONBody[AdapterPartBody]
     ) -> AdapterView:
-        """Add the next part of the tensors."""
+        """Append the next part of the tensors."""
         async with database.write() as session:
             limits = {"max_bytes": room.max_bytes, "max_tenant_bytes": room.max_tenant_bytes}
             return AdapterView.of(await service.append_part(session, adapter_id, data.start, data.data, **limits))
@@ -69,7 +72,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
     async def publish_adapter(
         database: NamedDependency[Database], store: NamedDependency[AuditedStore], adapter_id: FromPath[str]
     ) -> AdapterView:
-        """All parts have come: the tenant may use it, at every gateway within seconds."""
+        """Complete an upload: the tenant can use the adapter at every gateway within seconds."""
         async with database.read() as session:
             adapter = await service.get_adapter(session, adapter_id)
         digest = await AdapterContents(database).check(adapter)
@@ -83,13 +86,13 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
     async def list_adapters(
         database: NamedDependency[Database], tenant_id: FromQuery[str | None] = None
     ) -> AdapterViews:
-        """Adapters, by tenant, model and name."""
+        """List adapters by tenant, model and name."""
         async with database.read() as session:
             return AdapterViews([AdapterView.of(one) for one in await service.list_adapters(session, tenant_id)])
 
     @get("/adapters/{adapter_id:str}", tags=["adapters"], name="get_adapter", opt=needs(AdminAction.READ_ADAPTERS))
     async def get_adapter(database: NamedDependency[Database], adapter_id: FromPath[str]) -> AdapterView:
-        """One adapter."""
+        """Return one adapter."""
         async with database.read() as session:
             return AdapterView.of(await service.get_adapter(session, adapter_id))
 
@@ -101,7 +104,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHand
         opt=needs(AdminAction.WRITE_ADAPTERS),
     )
     async def delete_adapter(store: NamedDependency[AuditedStore], adapter_id: FromPath[str]) -> AdapterView:
-        """Let nobody use it any more; returns what it was."""
+        """Delete an adapter, so that nobody can use it any more; returns its last state."""
         async with store.write() as session:
             view = AdapterView.of(await service.get_adapter(session, adapter_id))
             await service.delete_adapter(session, adapter_id)

@@ -1,8 +1,8 @@
-"""How large an adapter's weights are, found part by part while an upload is read. Knows no engine.
+"""Magnitude check of an adapter's weights, part by part while an upload is read. Knows no engine.
 
-Only the highest byte of each number is looked at: it holds the sign and the upper bits of the exponent, so that it
-bounds the magnitude, and NaN and infinity are above every bound. So a file of hundreds of megabytes is read
-without an array library and without ever being whole in memory.
+Only the highest byte of each number is read: it holds the sign and the upper bits of the exponent, so it bounds the
+magnitude, and NaN and infinity exceed every bound. A file of hundreds of megabytes is thus read without an array
+library and is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from moiety_platform.errors import BadRequest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# The largest output of a product's two factors and scale for inputs of magnitude 1. What training leaves is below 1e4;
-# squares of sums of such outputs, as norms take them, must fit float32 beside the model's own values.
+# The largest output of a product's two factors and scale for inputs of magnitude 1. Training leaves values below 1e4;
+# squares of sums of these outputs, as norms compute them, must fit float32 beside the model's own values.
 MAX_GAIN = 1e12
 _WITHOUT_SIGN = bytes(byte & 0x7F for byte in range(256))
-# of a safetensors dtype: bytes of a number, bits of its exponent, the exponent's bias
+# by safetensors dtype: bytes per number, bits of the exponent, bias of the exponent
 _FLOATS = {"F64": (8, 11, 1023), "F32": (4, 8, 127), "BF16": (2, 8, 127), "F16": (2, 5, 15)}
-_BITS, _ALL_ONES = 7, 0x7F  # of the highest byte, below the sign
+_BITS, _ALL_ONES = 7, 0x7F  # bits of the highest byte without the sign
 
 
 def bound_of(byte: int, dtype: str) -> float:
-    """Return a number that no magnitude with this highest byte, without its sign, reaches; infinity for what may be
-    infinite or NaN. Of F64, whose exponent has four more bits elsewhere, it is the least such magnitude instead, so
-    that nothing is refused which the engine, which looks at all bits, would take."""
+    """Return a number above every magnitude with this highest byte, without its sign.
+
+    Infinity if the number can be infinite or NaN. For F64, whose exponent has four more bits in the next byte, return
+    the least magnitude instead, so that nothing is refused that the engine, which reads all bits, would accept.
+    """
     _, bits, bias = _FLOATS[dtype]
     if dtype == "F64":
         return math.inf if byte == _ALL_ONES else 2.0 ** ((byte << (bits - _BITS)) - bias)
-    # the byte has the whole exponent and the first bits of the fraction, or else the exponent's first bits
+    # the byte holds the whole exponent and the first bits of the fraction, or only the exponent's first bits
     exponent = byte >> (_BITS - bits) if bits < _BITS else ((byte + 1) << (bits - _BITS)) - 1
     return math.inf if exponent >= (1 << bits) - 1 else 2.0 ** (exponent - bias + 1)
 
 
 @dataclass(slots=True)
 class _Factors:
-    """All lora_A, or all lora_B, of a file. `width`: the most inputs of any."""
+    """All lora_A, or all lora_B, of a file. `width` is the largest number of inputs."""
 
     bound: float = 0.0
     width: int = 0
@@ -47,14 +49,14 @@ class _Factors:
 
 @dataclass(slots=True)
 class Magnitudes:
-    """Bounds of a file's factors. `entries` are those of its head, whose data begin at `begin`."""
+    """Bounds of a file's factors. `entries` are the entries of its safetensors header, whose data begin at `begin`."""
 
     entries: Mapping[str, Any]
     begin: int
     _factors: dict[str, _Factors] = field(default_factory=lambda: {"A": _Factors(), "B": _Factors()})
 
     def take(self, start: int, data: bytes) -> None:
-        """Look at the next part of the file, which begins at `start`. Raises BadRequest for NaN and infinity."""
+        """Check the next part of the file, which begins at `start`. Raises BadRequest for NaN and infinity."""
         for name, entry in self.entries.items():
             size = _FLOATS.get(entry["dtype"], (0,))[0]
             first, end = (self.begin + offset for offset in entry["data_offsets"])
@@ -62,7 +64,7 @@ class Magnitudes:
                 self._look(name, entry, data, size, first - start, end - start)
 
     def _look(self, name: str, entry: Mapping[str, Any], data: bytes, size: int, first: int, end: int) -> None:
-        place = first + size - 1  # of the first number's highest byte in `data`; it may lie in a part before
+        place = first + size - 1  # offset in `data` of the first number's highest byte; negative: in an earlier part
         if place < 0:
             place += -(place // size) * size
         highest = max(data[place : min(end, len(data)) : size].translate(_WITHOUT_SIGN), default=0)
@@ -77,7 +79,7 @@ class Magnitudes:
         factors.width = max(factors.width, int(entry["shape"][-1]))
 
     def check_gain(self, scale: float) -> None:
-        """Raises BadRequest where outputs may overflow. `scale`: what products of the factors are multiplied by."""
+        """Check that outputs cannot overflow. `scale` multiplies the products of the factors. Raises BadRequest."""
         gain = abs(scale)
         for factors in self._factors.values():
             gain *= factors.bound * factors.width

@@ -1,4 +1,4 @@
-"""The tables of adapters. Times are Unix milliseconds by the database's clock, sizes bytes."""
+"""Tables of adapters. Times are Unix milliseconds of the database's clock, sizes are bytes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ MAX_ADAPTER_NAME_LENGTH = 64
 
 
 class AdapterState(StrEnum):
-    UPLOADING = "uploading"  # its parts are coming; nobody can use it yet
+    UPLOADING = "uploading"  # parts are arriving; nobody can use it yet
     READY = "ready"
-    DELETED = "deleted"  # nobody can use it any more; its parts are on their way out
+    DELETED = "deleted"  # nobody can use it any more; its parts are being deleted
 
 
 class Adapter(Base):
-    """One adapter of a tenant. Its tensors are in chunks or, where it has an `engine_adapter`, on the engines' hosts,
-    where an operator has put them under that name."""
+    """One adapter of a tenant.
+
+    Its tensors are in chunks or, with `engine_adapter`, on the engines' hosts, where an operator has stored them under
+    that name.
+    """
 
     __tablename__ = "adapters"
     __table_args__ = (
@@ -33,19 +36,19 @@ class Adapter(Base):
 
     id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(String(ID_LENGTH))
-    model: Mapped[str] = mapped_column(String(MAX_MODEL_LENGTH))  # that it is for
+    model: Mapped[str] = mapped_column(String(MAX_MODEL_LENGTH))  # base model
     name: Mapped[str] = mapped_column(String(MAX_ADAPTER_NAME_LENGTH))
     state: Mapped[str] = mapped_column(String(16))
     config: Mapped[str] = mapped_column(Text)  # adapter_config.json
-    num_bytes: Mapped[int] = mapped_column(BigInteger)  # of adapter_model.safetensors, as far as it has come
-    digest: Mapped[str | None] = mapped_column(String(64))  # SHA-256 of it, once all of it is there
+    num_bytes: Mapped[int] = mapped_column(BigInteger)  # bytes of adapter_model.safetensors received so far
+    digest: Mapped[str | None] = mapped_column(String(64))  # SHA-256 of the tensors, once complete
     engine_adapter: Mapped[str | None] = mapped_column(String(MAX_ADAPTER_NAME_LENGTH))
     created_ms: Mapped[int] = mapped_column(BigInteger)
-    touched_ms: Mapped[int] = mapped_column(BigInteger)  # when something was last added
+    touched_ms: Mapped[int] = mapped_column(BigInteger)  # time of the last addition
 
 
 class AdapterChunk(Base):
-    """The bytes of an adapter's tensors from `start` on."""
+    """Bytes of an adapter's tensors from `start` on."""
 
     __tablename__ = "adapter_chunks"
 
@@ -55,5 +58,5 @@ class AdapterChunk(Base):
 
     @classmethod
     def of_tenant(cls, tenant_id: str) -> ColumnElement[bool]:
-        """Which rows are that tenant's."""
+        """Return the condition for the rows of this tenant."""
         return cls.adapter_id.in_(select(Adapter.id).where(Adapter.tenant_id == tenant_id))

@@ -1,4 +1,4 @@
-"""What a key may call by an adapter's name, and whether an engine can serve it. Pure."""
+"""Adapter names in a key's allowed models, and the choice of an engine that serves adapters. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ NOT_SUPPORTED = "adapters_not_supported"
 
 
 def allowed_of(allowed: frozenset[str] | None, adapter: NamedAdapter | None) -> frozenset[str] | None:
-    """The models that a key may use, None being all: one that may use a model with an adapter may, with that, use the
-    model; one that may use the model may use it with all adapters of its tenant."""
+    """Return the models that a key may use; None means all.
+
+    A key that may use a model with an adapter may, with that adapter, use the model. A key that may use the model may
+    use it with all adapters of its tenant.
+    """
     if allowed is None or adapter is None or adapter.served_as not in allowed:
         return allowed
     return allowed | {adapter.model}
 
 
 def adapting_card(adapter: NamedAdapter | None, card: ModelCard, able: Iterable[EngineState]) -> ModelCard:
-    """The card itself, or with an adapter that of the first engine that serves some. Raises BadRequest where none
-    does."""
+    """Return `card`, or with an adapter the card of the first engine that serves adapters.
+
+    Raises BadRequest where no engine does.
+    """
     if adapter is None or card.takes_adapters:
         return card
     found = next((one.card for one in able if one.card is not None and one.card.takes_adapters), None)

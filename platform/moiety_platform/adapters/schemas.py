@@ -1,4 +1,4 @@
-"""What the admin API says and hears of adapters."""
+"""Request and response bodies of the admin API for adapters."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ Name = Annotated[str, shows(pattern=f"^{NAME.pattern}$")]
 
 
 class NewAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter that is about to be uploaded: `config` is the text of its adapter_config.json. Or one that an operator
-    has given the engines under the name `engine_adapter`, for this tenant to use."""
+    """An adapter to upload: `config` is the text of its adapter_config.json.
+
+    Or an adapter that an operator has stored on the engines under the name `engine_adapter`, for this tenant to use.
+    """
 
     tenant_id: str
     model: Annotated[str, shows(minLength=1, maxLength=MAX_MODEL_LENGTH, format="printable")]
@@ -38,7 +40,7 @@ class AdapterPartBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdapterView(msgspec.Struct, frozen=True):
-    """One adapter. Clients name it by `served_as`. `digest` is the SHA-256 of its tensors, once they are there."""
+    """One adapter. Clients use the name `served_as`. `digest` is the SHA-256 of its tensors, once they are complete."""
 
     id: str
     tenant_id: str
@@ -68,11 +70,11 @@ class AdapterView(msgspec.Struct, frozen=True):
 
 
 class AdapterViews(msgspec.Struct, frozen=True):
-    """Adapters, by tenant, model and name."""
+    """Adapters by tenant, model and name."""
 
     data: list[AdapterView]
 
 
 def served_name(model: str, name: str) -> str:
-    """What clients call the model with that adapter."""
+    """Return the name that clients use for the model with that adapter."""
     return f"{model}:{name}"

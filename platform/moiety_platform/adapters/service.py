@@ -1,4 +1,4 @@
-"""Makes, fills, finds and removes adapters, within the caller's transaction. Knows nothing of HTTP."""
+"""Creates, fills, finds and deletes adapters within the caller's transaction. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from moiety_platform.tenants.service import get_living_tenant
 Now = Callable[[], ColumnElement[int]]
 
 MAX_ADAPTERS_PER_TENANT = 1000
-ERASE_CHUNKS = 64  # in one transaction
-ABANDONED_MS = 3600 * 1000  # an upload to which nothing was added for so long is no more
+ERASE_CHUNKS = 64  # per transaction
+ABANDONED_MS = 3600 * 1000  # an upload without an addition for this long is abandoned
 
 
 async def create_adapter(session: AsyncSession, new: NewAdapter) -> Adapter:
-    """An adapter whose tensors are to come, or one that is on the engines' hosts. Raises BadRequest, NotFound, or
-    Conflict where the name is taken."""
+    """Create an adapter whose tensors follow, or one that is stored on the engines' hosts.
+
+    Raises BadRequest, NotFound, or Conflict where the name is taken.
+    """
     for field, name in (("name", new.name), ("engine_adapter", new.engine_adapter)):
         if name is not None and not NAME.fullmatch(name):
             told = f"'{field}' must have 1 to 64 letters, digits, '.', '_' and '-', and begin with one of the first two"
@@ -72,7 +74,7 @@ async def create_adapter(session: AsyncSession, new: NewAdapter) -> Adapter:
 async def append_part(
     session: AsyncSession, adapter_id: str, start: int, data: bytes, *, max_bytes: int, max_tenant_bytes: int
 ) -> Adapter:
-    """Add to the end of an upload. Raises NotFound, Conflict, BadRequest, or TooLarge."""
+    """Append a part to an upload. Raises NotFound, Conflict, BadRequest, or TooLarge."""
     adapter = await get_adapter(session, adapter_id, lock=True)
     if adapter.state != AdapterState.UPLOADING:
         raise Conflict("All parts of this adapter have come; make another one.", code="adapter_complete")
@@ -96,7 +98,7 @@ async def append_part(
 
 
 async def publish_adapter(session: AsyncSession, adapter_id: str, num_bytes: int, digest: str) -> Adapter:
-    """Let an upload of so many bytes, which were looked at, be used. Raises NotFound or Conflict."""
+    """Make a checked upload of `num_bytes` bytes ready for use. Raises NotFound or Conflict."""
     adapter = await get_adapter(session, adapter_id, lock=True)
     if adapter.state != AdapterState.UPLOADING or adapter.num_bytes != num_bytes:
         raise Conflict("The adapter changed meanwhile; look at it again.", code="adapter_changed")
@@ -106,7 +108,7 @@ async def publish_adapter(session: AsyncSession, adapter_id: str, num_bytes: int
 
 
 async def get_adapter(session: AsyncSession, adapter_id: str, *, lock: bool = False) -> Adapter:
-    """Raises NotFound."""
+    """Return the adapter. Raises NotFound."""
     living = Adapter.id == adapter_id, Adapter.state != AdapterState.DELETED
     statement = select(Adapter).where(*living)
     if lock:
@@ -120,7 +122,10 @@ async def get_adapter(session: AsyncSession, adapter_id: str, *, lock: bool = Fa
 async def list_adapters(
     session: AsyncSession, tenant_id: str | None = None, *, ready: bool = False
 ) -> Sequence[Adapter]:
-    """By tenant, model and name, without what their configurations say; of all tenants, or of one."""
+    """Return adapters of all tenants, or of one, by tenant, model and name.
+
+    The texts of their configurations are not loaded.
+    """
     statement = select(Adapter).options(defer(Adapter.config)).where(Adapter.state != AdapterState.DELETED)
     if tenant_id is not None:
         statement = statement.where(Adapter.tenant_id == tenant_id)
@@ -130,7 +135,10 @@ async def list_adapters(
 
 
 async def delete_adapter(session: AsyncSession, adapter_id: str) -> Adapter:
-    """Nobody can use it any more, and its name is free; its parts are erased soon. Raises NotFound."""
+    """Mark an adapter as deleted: nobody can use it any more, its name is free, its parts are erased soon.
+
+    Raises NotFound.
+    """
     adapter = await get_adapter(session, adapter_id, lock=True)
     _mark_deleted(adapter)
     await session.flush()
@@ -139,12 +147,14 @@ async def delete_adapter(session: AsyncSession, adapter_id: str) -> Adapter:
 
 def _mark_deleted(adapter: Adapter) -> None:
     adapter.state = AdapterState.DELETED
-    adapter.name = f"~{adapter.id}"  # no name may begin so, or one that is an adapter's id would block this
+    adapter.name = f"~{adapter.id}"  # no valid name begins with `~`; an id that is a valid name could block another
 
 
 async def erase_some(session: AsyncSession, now: Now = now_ms) -> int:
-    """Erase some parts of an adapter that is deleted, or whose upload was given up, or at last the adapter itself; how
-    many rows, 0 where there is none."""
+    """Erase some parts of an adapter that is deleted or whose upload was abandoned, and finally the adapter itself.
+
+    Return the number of rows deleted, 0 where there is nothing to erase.
+    """
     moment = int(await session.scalar(select(now())) or 0)
     given_up = (Adapter.state == AdapterState.UPLOADING) & (Adapter.touched_ms < moment - ABANDONED_MS)
     over = select(Adapter).where((Adapter.state == AdapterState.DELETED) | given_up).limit(1)
@@ -152,7 +162,7 @@ async def erase_some(session: AsyncSession, now: Now = now_ms) -> int:
     if adapter is None:
         return 0
     adapter_id = adapter.id
-    if adapter.state != AdapterState.DELETED:  # an upload that goes on now, late, must not find a part of its parts
+    if adapter.state != AdapterState.DELETED:  # an upload that resumes now must not find only some of its parts
         _mark_deleted(adapter)
         await session.flush()
     chunks = AdapterChunk.adapter_id == adapter_id
@@ -165,6 +175,6 @@ async def erase_some(session: AsyncSession, now: Now = now_ms) -> int:
 
 
 async def read_part(session: AsyncSession, adapter_id: str, start: int) -> bytes:
-    """The part that begins at `start`; empty at the end."""
+    """Return the part that begins at `start`; empty at the end."""
     here = AdapterChunk.adapter_id == adapter_id, AdapterChunk.start == start
     return await session.scalar(select(AdapterChunk.data).where(*here)) or b""

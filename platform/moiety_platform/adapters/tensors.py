@@ -1,4 +1,4 @@
-"""Whether bytes are an adapter's tensors, as far as their head tells. Pure; the engine looks at the rest."""
+"""Check of an adapter's safetensors header. Pure; the engine checks the rest."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import msgspec
 from moiety_platform.adapters.magnitudes import MAX_GAIN
 from moiety_platform.errors import BadRequest
 
-DEFAULT_ALPHA = 8  # PEFT's
+DEFAULT_ALPHA = 8  # PEFT's default
 MAX_HEAD_BYTES = 16 * 1024 * 1024
 _LENGTH = struct.Struct("<Q")
 _TENSOR = re.compile(r".*\.lora_[AB]\.weight")
 
 
 def check_config(text: str) -> float:
-    """Return what products of the factors are multiplied by. Raises BadRequest for what is no adapter_config.json of a
-    LoRA."""
+    """Return the scale of the factors' products.
+
+    Raises BadRequest where the text is not the adapter_config.json of a LoRA.
+    """
     try:
         config = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as exc:
@@ -43,7 +45,7 @@ def check_config(text: str) -> float:
 
 
 def head_bytes(beginning: bytes) -> int:
-    """How long the head is, from the first bytes of the file. Raises BadRequest."""
+    """Return the length of the header in bytes, from the first bytes of the file. Raises BadRequest."""
     if len(beginning) < _LENGTH.size:
         raise BadRequest("the upload is no safetensors file; send adapter_model.safetensors")
     (length,) = _LENGTH.unpack_from(beginning)
@@ -53,8 +55,10 @@ def head_bytes(beginning: bytes) -> int:
 
 
 def check_head(head: bytes, num_bytes: int) -> dict[str, Any]:
-    """Return the head's entries, one a tensor. Raises BadRequest where the head is not that of so many bytes of an
-    adapter's tensors."""
+    """Return the header's entries, one per tensor.
+
+    Raises BadRequest where the header does not describe `num_bytes` bytes of an adapter's tensors.
+    """
     try:
         entries: Any = msgspec.json.decode(head[_LENGTH.size :])
         tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
@@ -73,7 +77,7 @@ def check_head(head: bytes, num_bytes: int) -> dict[str, Any]:
 
 
 def _end_of(entry: Any) -> int:
-    """Where a tensor's data end. Raises TypeError, ValueError or LookupError for what is no entry of a tensor."""
+    """Return the end offset of a tensor's data. Raises TypeError, ValueError or LookupError for a malformed entry."""
     (begin, end), shape = entry["data_offsets"], entry["shape"]
     is_tensor = isinstance(entry["dtype"], str) and shape and all(isinstance(one, int) for one in shape)
     if not (is_tensor and isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end):

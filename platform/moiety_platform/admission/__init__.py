@@ -1,1 +1,1 @@
-"""Who may enter: bounds on what is in flight, and early refusals of what is hopeless."""
+"""Admission control: bounds on requests in flight, and early refusal of hopeless requests."""

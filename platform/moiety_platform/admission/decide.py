@@ -1,7 +1,7 @@
-"""Early refusal: a pure decision over what an engine last said of a class.
+"""Early refusal: a pure decision over an engine's last load report for a class.
 
-The engine's own verdict is exact and comes with every request; this one only keeps a flood off the wire. So it refuses
-what is hopeless beyond doubt, and nothing where it knows nothing.
+The engine's own verdict is exact and comes with every request; this decision only keeps a flood of requests off the
+wire. It refuses only what is certainly hopeless, and nothing where no report is known.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.figures import ClassLoad
 from moiety_wire.notes import Reason
 
-HOPELESS = 2.0  # times the longest wait of the class
+HOPELESS = 2.0  # times the class's longest wait
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRefusal:
-    """Why a request is turned away, and when it is worth coming back."""
+    """Reason for a refusal, and the time after which a retry makes sense."""
 
     reason: Reason
     retry_after_s: float
@@ -27,7 +27,10 @@ class AdmissionRefusal:
 
 
 def refuse_hopeless(service: ServiceClass, load: ClassLoad | None) -> AdmissionRefusal | None:
-    """None lets the request go on to the engine. `load` is None where nothing recent is known of the class."""
+    """Return a refusal, or None to send the request to the engine.
+
+    `load` is None where no recent report on the class is known.
+    """
     if load is None or service.on_overload is not OverloadAction.REJECT:
         return None
     if load.predicted_ttft_s <= HOPELESS * service.max_queue_s:

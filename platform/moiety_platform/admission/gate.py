@@ -1,4 +1,4 @@
-"""How much each tenant has in flight at this gateway, and the bound on it."""
+"""Count of each tenant's sequences in flight at this gateway, and the bound on it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from moiety_wire.notes import Reason
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-MEMORY = 0.9  # how much of the mean time between ends stays at each end
+MEMORY = 0.9  # weight of the previous mean at each new gap
 
 
 @dataclass(slots=True)
 class _Tenant:
     num_inflight: int = 0
     last_end_s: float | None = None
-    gap_s: float | None = None  # mean time between the ends of two of its sequences
+    gap_s: float | None = None  # mean time between the ends of two sequences
 
 
 class AdmissionGate:
-    """Counts sequences (prompts × n), since each is a request to an engine. One event loop."""
+    """Counter of sequences (prompts × n) in flight, each of which is one request to an engine. For one event loop."""
 
     def __init__(self, max_inflight_per_tenant: int, clock: Clock) -> None:
-        self.limit = max_inflight_per_tenant  # may be set to another, for those that enter from then on
+        self.limit = max_inflight_per_tenant  # can be changed, for requests admitted from then on
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
 
     def enter(self, tenant_id: str, num_sequences: int) -> GatePlace:
-        """Count a request as in flight, from now until its place is left. Raises Overloaded where that is more than the
-        tenant may have; one that is larger than the bound by itself gets in when nothing else is there."""
+        """Count a request as in flight until its place is released. Raises Overloaded above the tenant's bound.
+
+        A request larger than the bound is admitted when the tenant has nothing else in flight.
+        """
         tenant = self._tenants.setdefault(tenant_id, _Tenant())
         if tenant.num_inflight and tenant.num_inflight + num_sequences > self.limit:
             raise Overloaded(
@@ -43,7 +45,7 @@ class AdmissionGate:
         return GatePlace(self, tenant_id, tenant, num_sequences)
 
     def drop(self, tenant_id: str, tenant: _Tenant, num_sequences: int) -> None:
-        """A place was left."""
+        """Release a place."""
         tenant.num_inflight -= num_sequences
         if not tenant.num_inflight:
             del self._tenants[tenant_id]
@@ -56,7 +58,7 @@ class AdmissionGate:
 
 
 class GatePlace:
-    """What one request takes up. Left once, by whoever entered."""
+    """Count of one request's sequences in flight. The caller that entered must leave exactly once."""
 
     __slots__ = ("_gate", "_num_sequences", "_tenant", "_tenant_id")
 
@@ -64,11 +66,11 @@ class GatePlace:
         self._gate, self._tenant_id, self._tenant, self._num_sequences = gate, tenant_id, tenant, num_sequences
 
     def leave(self) -> None:
-        """The request is over."""
+        """Release the place at the end of the request."""
         self._gate.drop(self._tenant_id, self._tenant, self._num_sequences)
 
 
 def _retry_after_s(tenant: _Tenant, num_too_many: int) -> float:
-    """When so many of the tenant's sequences will have ended, if they go on to end as they did."""
+    """Return the seconds until `num_too_many` of the tenant's sequences will have ended, at the recent rate of ends."""
     wait_s = MIN_RETRY_S if tenant.gap_s is None else num_too_many * tenant.gap_s
     return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)

@@ -1,4 +1,4 @@
-"""How many streams each key has open at this gateway, and the bound on them."""
+"""Count of each key's open streams at this gateway, and the bound on it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ RETRY_AFTER_S = 1.0
 
 
 class StreamGate:
-    """Counts streamed answers from their request's body to their end. One event loop."""
+    """Counter of streamed responses, from the body of their request to their end. For one event loop."""
 
     def __init__(self, max_per_key: int) -> None:
-        self.limit = max_per_key  # may be set to another, for those that begin from then on
+        self.limit = max_per_key  # can be changed, for streams that begin from then on
         self._num_open: Counter[str] = Counter()
 
     @contextmanager
     def hold(self, key_id: str) -> Iterator[None]:
-        """Count a stream as open. Raises RateLimited where the key has as many as it may have."""
+        """Count a stream as open. Raises RateLimited where the key is at its limit."""
         if self._num_open[key_id] >= self.limit:
             raise RateLimited(
                 f"This key has {self.limit} streams open at this gateway, and no more are allowed; read some to their "

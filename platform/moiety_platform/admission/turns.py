@@ -1,9 +1,9 @@
-"""The order in which requests are worked on by the event loop of a gateway: tenants take turns.
+"""Fair order of request processing on a gateway's event loop: tenants take turns.
 
-To decode a request's body and to count its tokens holds the event loop, for longer the more text there is. Requests
-that come at the same time would otherwise be worked on in the order in which they came, so that a tenant which sends
-hundreds at once would hold up everybody else's requests and every stream until the last of them is done. A few requests
-are begun in each iteration of the event loop, one of each tenant in turn; between two iterations sockets are served.
+Decoding a request's body and counting its tokens block the event loop, for longer the more text there is. In order of
+arrival, a tenant that sends hundreds of requests at once would delay the requests and streams of everybody else until
+its last request is done. Instead each iteration of the event loop begins a few requests, one per tenant in turn;
+sockets are served between two iterations.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-MAX_BEGUN = 4  # in an iteration: each costs up to half a millisecond, and a gateway with fewer serves fewer a second
+MAX_BEGUN = 4  # per iteration: each takes up to 0.5 ms; a lower bound limits the requests per second
 
 
 class Turns:
-    """One event loop. A request that finds less than `MAX_BEGUN` before it in the same iteration goes on at once."""
+    """Round-robin over tenants, for one event loop.
+
+    A request with fewer than `MAX_BEGUN` before it in the same iteration continues at once.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, in the order of their turns
         self._num_begun = 0  # in this iteration
 
     async def wait(self, tenant_id: str) -> None:
-        """Return when the tenant has its turn, its requests in the order of their calls."""
+        """Wait for the tenant's turn. The requests of one tenant keep the order of their calls."""
         if self._num_begun < MAX_BEGUN and not self._waiting:
             self._begin()
             return
@@ -42,7 +45,7 @@ class Turns:
             futures = self._waiting.pop(tenant_id)
             future = futures.popleft()
             if futures:
-                self._waiting[tenant_id] = futures  # after all others
-            if not future.done():  # else its client has left
+                self._waiting[tenant_id] = futures  # behind all other tenants
+            if not future.done():  # otherwise its client has disconnected
                 future.set_result(None)
                 self._begin()

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API over the same pipeline: its fields, its words and its errors."""
+"""Anthropic's Messages API on the shared inference pipeline: fields, answers and errors."""

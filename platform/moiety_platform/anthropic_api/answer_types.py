@@ -1,4 +1,4 @@
-"""What Anthropic's answers look like: the types that they are made as, and that the OpenAPI shows."""
+"""Types of Anthropic's answers, used to build the answers and to generate the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AnswerTextBlock(TypedDict):
 
 
 class AnswerThinkingBlock(TypedDict):
-    """What the model thought before it answered. The signature is empty: whoever sends the block back is believed."""
+    """Reasoning of the model before its answer. The signature is empty, since returned blocks are not verified."""
 
     type: Literal["thinking"]
     thinking: str
@@ -30,7 +30,7 @@ class AnswerThinkingBlock(TypedDict):
 
 
 class AnswerToolUseBlock(TypedDict):
-    """A call of a tool, for the client to make."""
+    """A tool call for the client to execute."""
 
     type: Literal["tool_use"]
     id: str
@@ -44,14 +44,14 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "ref
 
 
 class MessageStop(TypedDict):
-    """Why a message ended, null while it has not; `stop_sequence` is the one that ended it, if one did."""
+    """Why a message ended, null until then. `stop_sequence` is the stop sequence that ended it, if any."""
 
     stop_reason: StopReason | None
     stop_sequence: str | None
 
 
 class TokenUsage(TypedDict):
-    """What is billed: input that the prefix cache did not hold, input that it did, and output."""
+    """Billed tokens: uncached input, input read from the prefix cache, and output."""
 
     input_tokens: Count
     cache_creation_input_tokens: Count
@@ -60,7 +60,7 @@ class TokenUsage(TypedDict):
 
 
 class MessageUsage(TokenUsage):
-    """The same, and the tier that was served."""
+    """Billed tokens and the tier that served the request."""
 
     service_tier: Literal["priority", "standard", "batch"]
 
@@ -92,7 +92,7 @@ class ContentBlockStart(TypedDict):
 
 
 class Ping(TypedDict):
-    """The connection is alive."""
+    """Keep-alive event."""
 
     type: Literal["ping"]
 
@@ -105,7 +105,7 @@ class TextDelta(TypedDict):
 
 
 class ThinkingDelta(TypedDict):
-    """More of a thought."""
+    """More text of the reasoning."""
 
     type: Literal["thinking_delta"]
     thinking: str
@@ -119,7 +119,7 @@ class InputJsonDelta(TypedDict):
 
 
 class ContentBlockDelta(TypedDict):
-    """A block goes on."""
+    """More of a block."""
 
     type: Literal["content_block_delta"]
     index: Count
@@ -127,14 +127,14 @@ class ContentBlockDelta(TypedDict):
 
 
 class ContentBlockStop(TypedDict):
-    """A block is whole."""
+    """A block is complete."""
 
     type: Literal["content_block_stop"]
     index: Count
 
 
 class MessageDelta(TypedDict):
-    """Why the message ended, and all of what is billed."""
+    """Why the message ended, and all billed tokens."""
 
     type: Literal["message_delta"]
     delta: MessageStop
@@ -148,7 +148,7 @@ class MessageEnd(TypedDict):
 
 
 class TokenCount(TypedDict):
-    """How many tokens a conversation has as input."""
+    """Number of input tokens of a conversation."""
 
     input_tokens: Count
 
@@ -165,4 +165,4 @@ EVENTS: Mapping[str, type] = MappingProxyType(
         "error": AnthropicErrorBody,
     }
 )
-"""By name; a stream that breaks off ends with the last."""
+"""Event types by name. A stream that fails ends with `error`."""

@@ -1,7 +1,7 @@
-"""Messages as `/v1/messages` answers them: whole, or in events.
+"""Answers of `/v1/messages`: complete, or as events.
 
-The tokens of a prompt that were found in the prefix cache are told apart from its other input tokens, as Anthropic's
-clients expect; together they are what `count_tokens` counts.
+Prompt tokens read from the prefix cache are reported apart from the other input tokens, as Anthropic's clients expect.
+The sum of both is what `count_tokens` returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
 _Tier = Literal["priority", "standard", "batch"]
 
-_TIERS: Mapping[str, _Tier] = {"priority": "priority", "default": "standard", "flex": "batch"}  # by OpenAI's words
+_TIERS: Mapping[str, _Tier] = {"priority": "priority", "default": "standard", "flex": "batch"}  # by OpenAI's names
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _BLOCK_START = (
@@ -37,15 +37,15 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class MessageHead:
-    """What is known of an answer before it begins."""
+    """Fields of an answer that are known before it begins."""
 
     message_id: str
     model: str
-    served_tier: str  # in OpenAI's words
+    served_tier: str  # as OpenAI names it
     stop_sequences: Sequence[str]
 
     def fields(self, content: list[AnswerBlock], stop: MessageStop, usage: Usage) -> Message:
-        """The message."""
+        """Return the message."""
         return {
             "id": self.message_id,
             "type": "message",
@@ -57,7 +57,7 @@ class MessageHead:
         }
 
     def stop_fields(self, finished: Finished, *, has_called: bool = False) -> MessageStop:
-        """Why it ended. A limit that has nothing left counts as `max_tokens`."""
+        """Return why the message ended. An exhausted quota counts as `max_tokens`."""
         if finished.reason is FinishReason.LENGTH:
             return _stop_fields("max_tokens")
         if finished.reason is FinishReason.CONTENT_FILTER:
@@ -68,14 +68,17 @@ class MessageHead:
 
 
 def whole_message(head: MessageHead, content: list[AnswerBlock], finished: Finished, usage: Usage) -> bytes:
-    """An answer that is not streamed, of the blocks in `content`."""
+    """Return an answer that is not streamed, with the blocks in `content`."""
     has_called = any(block["type"] == "tool_use" for block in content)
     return _encode(head.fields(content, head.stop_fields(finished, has_called=has_called), usage))
 
 
 class MessageEvents:
-    """The events of a streamed answer: one message of one text block. How much of the prompt was cached is known at its
-    end, so `message_delta` repeats the input tokens that `message_start` told."""
+    """Encoder of a streamed answer: one message with one text block.
+
+    The number of cached prompt tokens is known only at the end, so `message_delta` repeats the input tokens of
+    `message_start`.
+    """
 
     def __init__(self, head: MessageHead, num_prompt_tokens: int) -> None:
         self._head = head
@@ -114,5 +117,5 @@ def _usage_fields(usage: Usage) -> TokenUsage:
 
 
 def event(kind: str, fields: dict[str, Any]) -> bytes:
-    """One event of a stream."""
+    """Return one encoded event of a stream."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))

@@ -1,4 +1,4 @@
-"""The blocks that messages are made of: text, thoughts, calls of tools and their results, in Anthropic's fields."""
+"""Content blocks of messages in Anthropic's fields: text, reasoning, tool calls and tool results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moiety_platform.anthropic_api.cache_control import CacheControl, longest
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.inference.tool_fields import ArgumentsObject, ToolName, call_for_template
 
-ERROR_PREFIX = "Error: "  # chat templates know no results that failed, so their texts say it
+ERROR_PREFIX = "Error: "  # chat templates have no field for failed tool results, so the text says it
 
 
 class TextBlock(StrictBody):
@@ -35,7 +35,7 @@ TextBlocks = Annotated[list[TextBlock], _MANY, _OR_TEXT]
 
 
 class ToolUseBlock(StrictBody):
-    """A call that an earlier answer has made."""
+    """A tool call of an earlier answer."""
 
     type: Annotated[str, shows(enum=["tool_use"])]
     id: str
@@ -48,7 +48,7 @@ class ToolUseBlock(StrictBody):
 
 
 class ThinkingBlock(StrictBody):
-    """What an earlier answer has thought. Its signature, which is empty here, is not looked at."""
+    """Reasoning of an earlier answer. Its signature, which this server leaves empty, is ignored."""
 
     type: Annotated[str, shows(enum=["thinking"])]
     thinking: str
@@ -78,7 +78,7 @@ _BY_TYPE = {name: schema for schemas in _OF_ROLE.values() for name, schema in sc
 
 
 def _as_block(value: Any, info: ValidationInfo) -> Block:
-    """By its type, so that complaints are of the one form that was meant."""
+    """Validate a block as the type that it names, so that errors refer to that type only."""
     kind = value.get("type") if isinstance(value, dict) else None
     schema = _BY_TYPE.get(kind, TextBlock) if isinstance(kind, str) else TextBlock
     return schema.model_validate(value, context=info.context)
@@ -92,7 +92,7 @@ Blocks = Annotated[
 
 
 def keep_s_of(blocks: Iterable[Block]) -> float:
-    """For how long blocks are to be kept, the longest that any of them says."""
+    """Return how long to retain the blocks in the prefix cache, in seconds: the longest TTL of any block."""
     return longest(None if isinstance(block, ThinkingBlock) else block.cache_control for block in blocks)
 
 
@@ -101,7 +101,7 @@ def text_of(blocks: Sequence[Block]) -> str:
 
 
 def _blocks_of(role: str) -> dict[str, Any]:
-    """A JSON schema: which blocks a turn of the role has."""
+    """Return a JSON schema of the blocks that a turn of the role may have."""
     types = {"properties": {"type": {"enum": ["text", *_OF_ROLE[role]]}}}
     return {
         "if": {"properties": {"role": {"const": role}}},
@@ -110,7 +110,7 @@ def _blocks_of(role: str) -> dict[str, Any]:
 
 
 class MessageTurn(StrictBody):
-    """One message. Calls and thoughts are the assistant's, results the user's."""
+    """One message. Tool calls and reasoning belong to the assistant, tool results to the user."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [_blocks_of(role) for role in _OF_ROLE]})
 
@@ -145,7 +145,7 @@ class MessageTurn(StrictBody):
 
 
 def check_results(turns: list[MessageTurn]) -> list[MessageTurn]:
-    """Every result is of a call before it, and the last calls have theirs."""
+    """Check that every result has an earlier call, and that the last calls have results."""
     made: set[str] = set()
     for place, turn in enumerate(turns):
         made.update(call.id for call in turn.calls)
@@ -161,7 +161,7 @@ def check_results(turns: list[MessageTurn]) -> list[MessageTurn]:
 
 
 def turn_messages(role: str, turns: Sequence[MessageTurn]) -> list[dict[str, Any]]:
-    """Turns of one role in succession, for the model's chat template: results first, after the calls before them."""
+    """Return consecutive turns of one role for the chat template. Results come first, right after their calls."""
     results = [result.for_template() for turn in turns for result in turn.results]
     spoken = [turn for turn in turns if not turn.results or any(isinstance(block, TextBlock) for block in turn.content)]
     if not spoken:

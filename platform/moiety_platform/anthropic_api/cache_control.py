@@ -1,4 +1,4 @@
-"""What a client says of a conversation that will come back, in Anthropic's words."""
+"""Anthropic's `cache_control`: prefix-cache retention of a conversation that will continue."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 class CacheControl(StrictBody):
-    """That what leads up to here will be sent again soon. All of the conversation is kept then, the answer included."""
+    """Marks a prefix that will be sent again soon. The whole conversation is then retained, including the answer."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 def longest(marks: Iterable[CacheControl | None]) -> float:
-    """Seconds; 0 where nothing is marked."""
+    """Return the longest TTL in seconds, or 0 without marks."""
     return max((_SECONDS[mark.ttl or "5m"] for mark in marks if mark is not None), default=0.0)

@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MessageServices:
-    """What these endpoints need."""
+    """Services that these endpoints need."""
 
     exchange: HandlerServices
     replicas: Replicas
@@ -62,7 +62,7 @@ class MessageServices:
 
 
 def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
-    """The handlers of both endpoints."""
+    """Return the handlers of both endpoints."""
     messages = Endpoint(
         MESSAGES_PATH,
         "chat",
@@ -140,7 +140,7 @@ def _count_route(services: MessageServices) -> HTTPRouteHandler:
 
 
 def _authorization_of(scope: Scope) -> str | None:
-    """The key in Anthropic's own header goes before one in `Authorization`."""
+    """Return the API key. Anthropic's own header takes precedence over `Authorization`."""
     key = header_of(scope, b"x-api-key")
     return authorization_of(scope) if key is None else f"Bearer {key}"
 
@@ -151,7 +151,7 @@ def _answer_error(request: Request[Any, Any, Any], error: PlatformError) -> Resp
 
 
 def _answer_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """A defect of ours: logged whole, told without detail."""
+    """Answer an internal error: log it completely and send no details."""
     log.error("unexpected_error", exc_info=error)
     return _answer_error(request, internal_error())
 

@@ -1,5 +1,4 @@
-"""Errors in Anthropic's form. Its `details` hold our stable code as `error_code`, and `param` and `reason` where there
-are any."""
+"""Errors in Anthropic's format. `details` has our stable code as `error_code`, and `param` and `reason` if any."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _TYPES = {
 
 
 class AnthropicErrorDetails(TypedDict):
-    """`error_code` is stable."""
+    """Details of an error. `error_code` is stable."""
 
     error_code: str
     param: NotRequired[str]
@@ -31,7 +30,7 @@ class AnthropicErrorDetails(TypedDict):
 
 
 class AnthropicErrorFields(TypedDict):
-    """What went wrong."""
+    """Type, message and details of an error."""
 
     type: str
     message: str
@@ -39,7 +38,7 @@ class AnthropicErrorFields(TypedDict):
 
 
 class AnthropicErrorBody(TypedDict):
-    """An error, in Anthropic's form."""
+    """An error in Anthropic's format."""
 
     type: Literal["error"]
     error: AnthropicErrorFields
@@ -47,13 +46,13 @@ class AnthropicErrorBody(TypedDict):
 
 
 class AnthropicErrors:
-    """The form of every error under `/v1/messages`, in an answer of its own or in a stream."""
+    """Encoder of every error under `/v1/messages`, as an answer or as a stream event."""
 
     schema: ClassVar[type] = AnthropicErrorBody
     statuses: ClassVar[tuple[int, ...]] = (OVERLOADED_STATUS,)
 
     def status(self, error: PlatformError) -> int:
-        """529 where the server has too much to do, 429 where the tenant itself has too much in flight."""
+        """Return 529 where the server is overloaded, 429 where the tenant has too many requests in flight."""
         if isinstance(error, Overloaded) and error.reason is not Reason.TENANT_QUEUE_FULL:
             return OVERLOADED_STATUS
         return error.status

@@ -1,6 +1,6 @@
 """The bodies of `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's fields, strictly typed.
 
-Unknown fields are ignored. What is known, would change the answer and is not supported yet is refused by name.
+Unknown fields are ignored. Known fields that would change the answer and are not supported yet are refused by name.
 """
 
 from __future__ import annotations
@@ -43,27 +43,29 @@ from moiety_platform.inference.body_fields import (
 from moiety_platform.inference.generation import Conversation, Generation
 from moiety_wire.messages import Sampling
 
-_TIERS = {"auto": None, "standard_only": "default"}  # in OpenAI's words; without one the tenant's own class serves
+_TIERS = {"auto": None, "standard_only": "default"}  # as OpenAI names them; None: the tenant's default class
 
 _Unsupported = Annotated[Any, shows(enum=[None, [], {}])]
 
 
 class Metadata(StrictBody):
-    """What a client says of its own user. Nothing is decided by it."""
+    """The client's data about its own user. It has no effect."""
 
     user_id: Annotated[str, StringConstraints(max_length=512)] | None = None
 
 
 class ThinkingOption(StrictBody):
-    """Whether the model is to think before it answers. How much is up to it: `max_tokens` bounds thought and answer
-    together, and a budget of its own is not kept to."""
+    """Reasoning before the answer, on or off.
+
+    The model decides how much. `max_tokens` bounds reasoning and answer together, and `budget_tokens` is ignored.
+    """
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class ConversationBody(StrictBody):
-    """`POST /v1/messages/count_tokens`, and what `POST /v1/messages` has of it."""
+    """`POST /v1/messages/count_tokens`, and the fields that `POST /v1/messages` shares with it."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [NEEDS_TOOLS]})
 
@@ -89,7 +91,7 @@ class ConversationBody(StrictBody):
     @field_validator("thread")
     @classmethod
     def _no_thread(cls, value: Any) -> Any:
-        """Anthropic's clients know the code, and send the whole conversation then."""
+        """Refuse threads with a code that Anthropic's clients know. They then send the whole conversation."""
         if value is not None:
             raise refuse("conversations are not kept; send all messages each time", "thread_unsupported_request")
         return value
@@ -125,8 +127,11 @@ class ConversationBody(StrictBody):
         return self
 
     def conversation(self) -> Conversation:
-        """For the model's chat template: turns of one role in succession are one, and an assistant's at the end is how
-        the answer begins."""
+        """Return the conversation for the chat template.
+
+        Consecutive turns of one role become one message. A last turn of the assistant becomes the beginning of the
+        answer.
+        """
         messages = [
             message
             for role, group in groupby(self.messages, key=lambda turn: turn.role)
@@ -146,7 +151,7 @@ class MessagesBody(ConversationBody, GeneratingBody):
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     temperature: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the best token
+    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the most likely token
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None  # 0: off
     stop_sequences: StopStrings | None = None
     metadata: Metadata | None = None

@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts in messages: `tool_use` and `thinking` blocks, whole or in events."""
+"""Tool calls and reasoning in messages: `tool_use` and `thinking` blocks, complete or as events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moiety_wire.messages import Finished, TokenLogprob
 
 
 def blocks_of(parts: Parts) -> list[AnswerBlock]:
-    """The content of a message; at least one block, if only of no text."""
+    """Return the content of a message, which has at least one block, if only an empty text block."""
     return [_block_of(part) for part in parts or [""]]
 
 
@@ -30,14 +30,17 @@ def _block_of(part: Part) -> AnswerBlock:
 
 
 class ToolMessageEvents(MessageEvents):
-    """The events of a streamed answer that may call or think: a block for each stretch of text, the thought and each
-    call. A call comes once it is whole; one that breaks off is text, as in an answer that is not streamed."""
+    """Encoder of a streamed answer that may contain tool calls or reasoning.
+
+    Each run of text, the reasoning and each call has its own block. A call is sent when it is complete. An incomplete
+    call is sent as text, as in an answer that is not streamed.
+    """
 
     def __init__(self, head: MessageHead, num_prompt_tokens: int, reader: AnswerReader) -> None:
         super().__init__(head, num_prompt_tokens)
         self._reader = reader
         self._num_blocks = 0
-        self._open = ""  # the type of the block that is open
+        self._open = ""  # type of the open block
         self._has_called = False
 
     def opening(self, index: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Tools and the choice of them in Anthropic's fields."""
+"""Tools and tool choice in Anthropic's fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moiety_text.tools.offer import ToolOffer
 
 
 class MessageTool(StrictBody):
-    """A function of the client's."""
+    """A function that the client provides."""
 
     type: Annotated[str, shows(enum=["custom"])] | None = None
     name: ToolName
@@ -74,13 +74,13 @@ NEEDS_TOOLS = needs_tools({"type": "object", "properties": {"type": {"enum": ["a
 
 
 def check_choice(choice: MessageToolChoice | None, tools: Sequence[MessageTool] | None) -> None:
-    """Raises what a validator does if `tools` do not allow it."""
+    """Raise a validator's error if `tools` do not allow the choice."""
     if choice is not None and choice.type in ("any", "tool"):
         require_among([tool.name for tool in tools or ()], choice.name if choice.type == "tool" else None)
 
 
 def offer_of(tools: Sequence[MessageTool] | None, choice: MessageToolChoice | None) -> ToolOffer | None:
-    """What the model may call; None if nothing."""
+    """Return the tools that the model may call, or None."""
     if not tools or (choice is not None and choice.type == "none"):
         return None
     told = tuple(tool_of(tool.name, tool.description, tool.input_schema, strict=tool.strict) for tool in tools)

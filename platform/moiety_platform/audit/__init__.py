@@ -1,1 +1,1 @@
-"""Who changed what: an append-only log of every administrative change, chained by hashes (docs/commands.md)."""
+"""Audit log: an append-only log of every administrative change, chained by hashes (docs/commands.md)."""

@@ -1,11 +1,13 @@
-"""The chain: each entry's hash covers the entry and the hash before it, so nothing in the middle can be changed, left
-out or put in unnoticed. Pure, and the same for whoever writes and whoever verifies.
+"""Hash chain of the audit log. Pure; the writer and the verifier share it.
 
-Who acted and what changed may have to be erased one day. So an entry's hash covers them by a digest only, salted, and
-they stand beside it: without salt and content the digest tells nothing, and the chain holds. What was erased is listed
-by an entry of its own, with a seal over what is left of each; blanks that no entry lists are tampering like any other.
-Entries of version 1, from before there were digests, have their content hashed itself: once it is erased their hash is
-taken as it is, held in place by the next entry's hash, and what is left of them is proven by the seal alone.
+The hash of each entry covers the entry and the previous hash, so nothing in the middle can be changed, left out or
+inserted unnoticed.
+
+Actor and content of an entry may have to be erased later. The hash therefore covers them only by a salted digest, and
+they are stored beside it: without salt and content the digest reveals nothing, and the chain still holds. An entry of
+its own lists what was erased, with a seal over the remains of each; blanks that no entry lists count as tampering. In
+entries of version 1, which have no digest, the content itself is hashed: once it is erased, their hash is taken as
+given, confirmed by the hash of the next entry, and only the seal proves their remains.
 """
 
 from __future__ import annotations
@@ -17,22 +19,22 @@ from dataclasses import dataclass
 from typing import Any
 
 GENESIS = "0" * 64
-VERSION = 2  # of entries that are written now
+VERSION = 2  # version of entries written now
 FIELDS = ("seq", "at", "actor", "action", "object_kind", "object_id", "before", "after")
-OPTIONAL_FIELDS = ("actor_role",)  # hashed where they are not null, so that entries from before them still verify
+OPTIONAL_FIELDS = ("actor_role",)  # hashed where not null, so that entries from before these fields still verify
 ERASABLE = ("actor", "before", "after")
 LASTING = tuple(name for name in FIELDS if name not in ERASABLE)
-ERASE, LOG = "erase", "audit_log"  # action and kind of the entries that list what was erased
-SEALS = "sealed"  # where they list it: number → seal
+ERASE, LOG = "erase", "audit_log"  # action and kind of the entries that list erased content
+SEALS = "sealed"  # key of their list: number → seal
 
 
 class BrokenChain(Exception):
-    """The message says where."""
+    """The chain is broken. The message says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """How many entries there are, the last one's hash, and how many of them have been erased."""
+    """Number of entries, hash of the last entry, and number of erased entries."""
 
     num_entries: int
     head: str
@@ -40,12 +42,15 @@ class Verified:
 
 
 def digest(salt: str, entry: Mapping[str, Any]) -> str:
-    """SHA-256 of the salt and what may be erased of the entry."""
+    """Return the SHA-256 of the salt and the erasable fields of the entry."""
     return _sha256(f"{salt}\n{_json({name: entry[name] for name in ERASABLE})}")
 
 
 def entry_hash(previous: str, entry: Mapping[str, Any]) -> str:
-    """SHA-256 of the previous hash and the entry's fields as canonical JSON (sorted keys, no spaces, UTF-8)."""
+    """Return the SHA-256 of the previous hash and the entry's fields.
+
+    The fields are canonical JSON (sorted keys, no spaces, UTF-8).
+    """
     if _version(entry) == 1:
         content = {name: entry[name] for name in FIELDS}
     else:
@@ -55,27 +60,27 @@ def entry_hash(previous: str, entry: Mapping[str, Any]) -> str:
 
 
 def seal(entry: Mapping[str, Any]) -> str:
-    """SHA-256 of what is left of an entry that is erased."""
+    """Return the SHA-256 of the remains of an erased entry."""
     names = (*LASTING, *OPTIONAL_FIELDS, "actor", "version", "digest", "hash")
     return _sha256(_json({name: entry.get(name) for name in names}))
 
 
 def is_intact(previous: str, entry: Mapping[str, Any]) -> bool:
-    """Whether an entry with all its content is what it was when it was written, after that hash."""
+    """Return whether an entry with all its content is unchanged since it was written after the hash `previous`."""
     if _version(entry) != 1 and (entry["salt"] is None or digest(entry["salt"], entry) != entry["digest"]):
         return False
     return bool(entry["hash"] == entry_hash(previous, entry))
 
 
 class Verifier:
-    """Goes through all entries from the first, a few at a time."""
+    """Incremental verification of all entries from the first."""
 
     def __init__(self) -> None:
-        self.head, self.num_entries, self.num_erased = GENESIS, 0, 0  # of what was taken and held
-        self._unlisted: dict[str, str] = {}  # what was erased and no entry has listed yet: number → seal
+        self.head, self.num_entries, self.num_erased = GENESIS, 0, 0  # of the entries verified so far
+        self._unlisted: dict[str, str] = {}  # erased entries that no entry has listed yet: number → seal
 
     def take(self, entry: Mapping[str, Any]) -> None:
-        """The next entry. Raises BrokenChain."""
+        """Verify the next entry. Raises BrokenChain."""
         seq = self.num_entries + 1
         if entry["seq"] != seq:
             raise BrokenChain(f"after entry {self.num_entries} comes {entry['seq']}: something is missing")
@@ -93,7 +98,7 @@ class Verifier:
         self.head, self.num_entries, self.num_erased = entry["hash"], seq, self.num_erased + is_erased
 
     def finish(self) -> Verified:
-        """There are no more. Raises BrokenChain."""
+        """Complete the verification after the last entry. Raises BrokenChain."""
         if self._unlisted:
             first = min(map(int, self._unlisted))
             raise BrokenChain(f"the content of entry {first} is gone, and no entry says that it was erased")
@@ -101,7 +106,7 @@ class Verifier:
 
 
 def verify(entries: Iterable[Mapping[str, Any]]) -> Verified:
-    """Go through all entries from the first. Raises BrokenChain."""
+    """Verify all entries from the first. Raises BrokenChain."""
     verifier = Verifier()
     for entry in entries:
         verifier.take(entry)

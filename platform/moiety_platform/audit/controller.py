@@ -1,4 +1,4 @@
-"""/admin/v1/audit. Maps HTTP to the log; who may call, and sees which entries, is the router's affair."""
+"""`/admin/v1/audit`: maps HTTP to the audit log. The admin router decides on access and visible entries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Before = Annotated[str | None, whole("Entries before this number, the newest fir
 
 
 class AuditController(Controller):
-    """The log of administrative changes. It has no way to change it."""
+    """Read-only routes of the audit log."""
 
     path = "/audit"
     tags = ("audit",)
@@ -42,7 +42,7 @@ class AuditController(Controller):
         before: Before = None,
         object_id: FromQuery[str | None] = None,
     ) -> AuditPage:
-        """Changes, oldest first, or newest first with `before`; with `object_id`, those to one thing."""
+        """List changes, oldest first, or newest first with `before`; with `object_id`, the changes to one object."""
         size = parse_page(limit, None).limit
         seq, newest_first = AuditEntry.seq, before is not None
         statement = select(AuditEntry).where(seq > (0 if after is None else _parse_number(after, "after")))
@@ -62,8 +62,7 @@ class AuditController(Controller):
 
     @get("/verification", opt=needs(AdminAction.VERIFY_AUDIT))
     async def verify_chain(self, database: NamedDependency[Database]) -> AuditVerdict:
-        """Compute the whole chain anew and compare: some hundred entries a read, so it takes a while where the log is
-        long."""
+        """Recompute and compare the whole chain, in reads of some hundred entries. Takes long for a long log."""
         verifier, seq = Verifier(), 0
         try:
             while True:
@@ -82,7 +81,7 @@ class AuditController(Controller):
 
 
 def _parse_number(text: str, param: str) -> int:
-    """Raises BadRequest."""
+    """Return the number of an entry. Raises BadRequest."""
     number = parse_whole(text, param)
     if not 0 <= number <= MAX_SEQ:
         raise BadRequest(f"'{param}' must be the number of an entry, from 0 to {MAX_SEQ}.", param=param)

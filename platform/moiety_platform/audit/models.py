@@ -1,4 +1,4 @@
-"""The table of the audit log. Rows are only ever added; the content of one may be erased, once."""
+"""Table of the audit log. Rows are only added; the content of a row can be erased once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ SALT_LENGTH = 32
 
 
 class AuditEntry(Base):
-    """One change. `before` is null of what was made, `after` of what was deleted; hashes of keys are in neither.
-    `actor_role` is null where the platform itself is the actor, and in entries from before there were roles.
-    `tenant_id` says whose the changed thing is, null if nobody's; it follows from the rest, so no hash covers it.
-    `version` says how the hash is made (see `chain.py`); `salt` and `digest` are null in version 1, and the salt is in
-    what is erased."""
+    """One change.
+
+    `before` is null for a created object, `after` for a deleted one; neither contains hashes of keys. `actor_role` is
+    null where the platform itself is the actor, and in entries from before there were roles. `tenant_id` is the tenant
+    of the changed object, null if it has none; it follows from the other fields, so no hash covers it. `version` is the
+    version of the hash (see `chain.py`); `salt` and `digest` are null in version 1, and the salt is erased with the
+    content.
+    """
 
     __tablename__ = "audit_log"
     __table_args__ = (Index(None, "object_id"), Index(None, "tenant_id", "seq"))

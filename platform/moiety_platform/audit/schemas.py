@@ -1,4 +1,4 @@
-"""What the admin API says of the audit log."""
+"""Response bodies of the admin API for the audit log."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from moiety_platform.audit.models import AuditEntry
 
 
 class AuditView(msgspec.Struct, frozen=True):
-    """One change. `actor` is the id of the key that made it, `actor_role` what that key was then. `hash` is the SHA-256
-    of the hash before (64 zeros for the first), a line feed, and, as JSON with sorted keys and without spaces, in
-    version 1 the fields from `seq` to `after`, in version 2 those without `actor`, `before` and `after`, but with
-    `version` and `digest`; `actor_role` only where it is not null. `digest` is the SHA-256 of `salt`, a line feed,
-    and the JSON of `actor`, `before` and `after`. Where `erased_at` is not null, salt and content are gone."""
+    """One change.
+
+    `actor` is the id of the key that made it, `actor_role` the role of that key at that time. `hash` is the SHA-256 of
+    the previous hash (64 zeros for the first), a line feed, and JSON with sorted keys and without spaces: in version 1
+    of the fields from `seq` to `after`, in version 2 of those fields without `actor`, `before` and `after`, but with
+    `version` and `digest`; `actor_role` only where it is not null. `digest` is the SHA-256 of `salt`, a line feed, and
+    the JSON of `actor`, `before` and `after`. Where `erased_at` is not null, salt and content are gone.
+    """
 
     seq: int
     at: str
@@ -52,8 +55,10 @@ class AuditView(msgspec.Struct, frozen=True):
 
 
 class AuditVerdict(msgspec.Struct, frozen=True):
-    """What computing the whole chain anew has found. `head` is the last entry's hash; `complaint` says where the chain
-    is broken, and is null where it holds."""
+    """Result of recomputing the whole chain.
+
+    `head` is the hash of the last entry; `complaint` says where the chain is broken, and is null where it is intact.
+    """
 
     intact: bool
     num_entries: int
@@ -63,9 +68,11 @@ class AuditVerdict(msgspec.Struct, frozen=True):
 
 
 class AuditPage(msgspec.Struct, frozen=True):
-    """Some entries, oldest first, or newest first where `before` was asked for, after which `next_before` goes on;
-    `next_after` and `next_before` are null on the last page. `whole` says whether all entries may be read:
-    an administrator of one tenant reads only those of that tenant, whose chain cannot be verified alone."""
+    """One page of entries, oldest first, or newest first for a request with `before`, which `next_before` continues.
+
+    `next_after` and `next_before` are null on the last page. `whole` says whether the caller may read all entries: an
+    administrator of one tenant reads only the entries of that tenant, which cannot be verified alone.
+    """
 
     data: list[AuditView]
     next_after: int | None

@@ -1,7 +1,7 @@
-"""Writes the log: whatever a session inserts, changes or deletes of the audited tables, in the same transaction.
+"""Writer of the audit log: records the inserts, changes and deletes of the audited tables in the same transaction.
 
-The changes are read from the session itself, so that no endpoint can forget to tell of one. A statement that goes round
-the session's objects tells of itself with `note`.
+The changes are read from the session itself, so no endpoint can forget one. A statement that bypasses the session's
+objects must report its change with `note`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from moiety_platform.db.base import Base
 from moiety_platform.db.session import UNRESTRICTED, Database
 
 _CHANGES = "moiety_audit_changes"
-_UNLOGGED = frozenset({"secret_hash", "pepper_mark", "folded_name"})  # secrets, and what follows from others
+_UNLOGGED = frozenset({"secret_hash", "pepper_mark", "folded_name"})  # secrets, and values derived from others
 _ADVISORY_LOCK = 0x6175_6469  # "audi"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change to one row, in words that the log keeps."""
+    """One change to one row, in the form that the log keeps."""
 
     action: str  # create, change, delete, erase
-    object_kind: str  # the table
+    object_kind: str  # name of the table
     object_id: str
     before: Mapping[str, Any] | None
     after: Mapping[str, Any] | None
 
 
-TenantOf = Callable[[AsyncSession, Change], Awaitable[str | None]]  # whose the changed thing is; None: nobody's
+TenantOf = Callable[[AsyncSession, Change], Awaitable[str | None]]  # tenant of the changed object; None: no tenant
 
 
 @dataclass(frozen=True, slots=True)
 class AuditedStore:
-    """The database as one administrator changes it; `role` is what it was then, None for the platform itself."""
+    """Database access of one administrator, whose changes are logged.
+
+    `role` is its current role, None for the platform itself.
+    """
 
     database: Database
     actor: str
@@ -55,9 +58,9 @@ class AuditedStore:
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
-        """A transaction whose changes are logged, or rolled back together with the log."""
+        """Open a transaction whose changes are logged; changes and log roll back together."""
         async with self.database.write() as session:
-            await _lock(session)  # first, so that what is logged as it was before is what it was
+            await _lock(session)  # first, so that the logged `before` is the true previous state
             changes: list[Change] = []
             session.info[_CHANGES] = changes
             event.listen(session.sync_session, "after_flush", _collect)
@@ -67,7 +70,7 @@ class AuditedStore:
             await self._append(session, changes)
 
     async def _append(self, session: AsyncSession, changes: list[Change]) -> None:
-        """Add to the end of the chain, which is locked."""
+        """Append to the end of the chain, which the caller has locked."""
         if not changes:
             return
         newest = select(AuditEntry).order_by(AuditEntry.seq.desc()).limit(1).execution_options(**UNRESTRICTED)
@@ -99,18 +102,18 @@ class AuditedStore:
 
 
 def note(session: AsyncSession, change: Change) -> None:
-    """Tell of a change that the session's objects do not know of. Without effect where nothing is logged."""
+    """Report a change that bypassed the session's objects. No effect where nothing is logged."""
     session.info.get(_CHANGES, []).append(change)
 
 
 async def _lock(session: AsyncSession) -> None:
-    """Nobody else changes anything that is logged until this transaction ends. On SQLite nobody writes anyway."""
+    """Block all other logged changes until this transaction ends. SQLite has only one writer anyway."""
     if session.get_bind().dialect.name == "postgresql":
         await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
 
 
 def row_of(record: Base) -> dict[str, Any]:
-    """A row's columns, but for what must not be logged."""
+    """Return a row's columns without those that must not be logged."""
     state = inspect(record)
     return {
         attribute.key: getattr(record, attribute.key)
@@ -130,7 +133,7 @@ def _collect(session: Session, _context: UOWTransaction) -> None:
 
 
 def _before(record: Base) -> dict[str, Any]:
-    """The row as it was before the flush that has just been sent."""
+    """Return the row as it was before the flush that has just been sent."""
     state = inspect(record)
     was = row_of(record)
     for name in was:
@@ -147,7 +150,7 @@ def _change(action: str, record: Base, before: dict[str, Any] | None, after: dic
 
 
 def _plain(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """As JSON keeps it."""
+    """Return the row in the form that JSON stores."""
     if row is None:
         return None
     return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()}

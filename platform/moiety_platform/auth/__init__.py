@@ -1,1 +1,1 @@
-"""Who is calling: keys, tokens of an issuer, and the door of the admin API."""
+"""Authentication: API keys, OIDC tokens, and the guard of the admin API."""

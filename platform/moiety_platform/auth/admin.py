@@ -1,5 +1,7 @@
-"""The admin API as one router: every route of it behind the administrators' door, and with the store as far as its
-caller reaches."""
+"""The admin API as one router.
+
+Every route is behind the administrators' guard, and its store is restricted to the objects that the caller may reach.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,13 @@ def admin_router(
     set_aside: SetAside | None = None,
     more: Sequence[ControllerRouterHandler] = (),
 ) -> Router:
-    """Routes under /admin/v1; `more` are handlers that others add behind the same door. Each names its action (see
-    access/table.py). `traces` is the store of traces, where that is another database; `set_aside` the usage that this
-    gateway has set aside."""
+    """Return the routes under /admin/v1.
+
+    `more` are further handlers behind the same guard. Each route names its action (see access/table.py). `traces` is
+    the trace store, if it is another database; `set_aside` is the usage that this gateway has set aside.
+    """
     wrapped = Pepper(pepper)
-    criteria_of("")  # says now, and not at the first request of a tenant's administrator, what a table lacks
+    criteria_of("")  # reports a table without a tenant now, and not at the first request of a tenant's administrator
 
     def caller(request: Request[Any, Any, Any]) -> Caller:
         found: Caller = request.state.caller
@@ -121,11 +125,11 @@ def admin_router(
 
 
 def check_actions(app: Litestar) -> None:
-    """Raises UnguardedRoute for a route of the admin API that does not say what its caller does."""
+    """Check that every route of the admin API names its action. Raises UnguardedRoute."""
     for route in app.routes:
         if isinstance(route, HTTPRoute) and route.path.startswith(ADMIN_PATH):
             for method, (handler, _) in route.route_handler_map.items():
-                if method != "OPTIONS":  # the framework's own, which say no more than the methods that there are
+                if method != "OPTIONS":  # the framework's own, which only list the methods of a path
                     action_of(handler)
 
 
@@ -135,8 +139,11 @@ def _precondition(request: Request[Any, Any, Any]) -> Precondition:
 
 
 def _answer_store_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """Answer for what the store refused and no handler foresaw: a value that it cannot hold, or a row that contradicts
-    another one. Drivers let some errors of their encoding through as they are."""
+    """Answer a store error that no handler foresaw.
+
+    Causes: a value that the store cannot hold, or a row that contradicts another one. Drivers raise some encoding
+    errors unwrapped.
+    """
     if is_bad_value(error):
         told = "a value of this request cannot be stored: send text without NUL, and numbers and moments within range"
         return answer_platform_error(request, BadRequest(told, code="invalid_value"))
@@ -147,8 +154,11 @@ def _answer_store_error(request: Request[Any, Any, Any], error: Exception) -> Re
 
 
 async def _check_body(request: Request[Any, Any, Any]) -> None:
-    """Raises BadRequest for JSON that would exhaust the framework's decoder, or that is not what the handler takes: the
-    framework would take "5" for 5. The body is kept for the handler."""
+    """Check the JSON body. Raises BadRequest.
+
+    Refuses JSON that would exhaust the framework's decoder, and JSON of the wrong types: the framework would accept "5"
+    for 5. The body remains available to the handler.
+    """
     body = await request.body()
     check_depth(body, MAX_JSON_DEPTH)
     data = request.route_handler.parsed_fn_signature.parameters.get("data")

@@ -1,10 +1,10 @@
-"""Turns an Authorization header into a Principal.
+"""Authentication of an Authorization header, which yields a Principal.
 
-Owns a small cache of keys, so that a request costs no statement: what it holds is trusted for `ttl_s`, which bounds how
-long a revoked key or a suspended tenant still passes. Keys in use are read again before that, all by one statement.
-When the database is away, or does not answer for `PATIENCE_S`, it fails closed for keys that it does not know (503,
-never 401) and serves those that it knows for `grace_s`. Ids that may not exist are looked up in a queue of their own,
-whose failures say nothing about the store. Knows nothing of HTTP but the header's form.
+A small cache of keys saves a statement per request: an entry is trusted for `ttl_s`, which bounds how long a revoked
+key or a suspended tenant still passes. One statement reads the keys in use again before that. When the database is
+down, or does not answer within `PATIENCE_S`, unknown keys fail closed (503, never 401) and known keys are served for
+`grace_s`. Ids that may not exist are looked up in a separate queue, whose failures say nothing about the store. Depends
+on HTTP only for the form of the header.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ TTL_S = 2.0
 GRACE_S = 60.0
 MAX_CACHED_KEYS = 10_000
 NO_TURN = PepperRotation()
-IN_USE_S = 30.0  # a key that was used within this is read again before it has to be
-MAX_AT_ONCE = 1_000  # keys by one statement
+IN_USE_S = 30.0  # a key used within this time is read again before its entry expires
+MAX_AT_ONCE = 1_000  # keys per statement
 LOOKUP_TIMEOUT_S = 3.0
-PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # for what the database says of a key that is known
+PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # wait for the database to confirm a known key
 OUTAGE_PAUSE_S = 0.5
 KNOWN_STATEMENTS, MAX_KNOWN_WAITING = 2, 10_000
 UNKNOWN_STATEMENTS, MAX_UNKNOWN_WAITING = 1, 1_000
 UNKNOWN_GATHER_S = 0.02  # bounds statements for invented ids to 50 per second
-KNOWN_IDS_S = 5.0  # how often the ids of new keys are read
+KNOWN_IDS_S = 5.0  # interval at which the ids of new keys are read
 
 log = structlog.get_logger(__name__)
 
 
 def _reason(error: Unavailable) -> str:
-    """Why keys cannot be checked, for the operator's log."""
+    """Return why keys cannot be checked, for the operator's log."""
     cause = error.__cause__
     if cause is not None and is_unmigrated(cause):
         return "the database lacks tables that this release needs; run: moiety migrate upgrade"
@@ -61,7 +61,7 @@ def _reason(error: Unavailable) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What the database said of a key id, and when; `stored` None: it has no such key."""
+    """The database's answer for a key id, and its time. `stored` None: there is no such key."""
 
     stored: StoredKey | None
     principal: Principal | None
@@ -69,7 +69,7 @@ class _Entry:
 
 
 class Authenticator:
-    """Authenticates every request of one gateway process."""
+    """Authenticator of all requests of one gateway process."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class Authenticator:
         self._max_cached_keys = max_cached_keys
         self._known: OrderedDict[str, _Entry] = OrderedDict()
         self._unknown: OrderedDict[str, _Entry] = OrderedDict()
-        self._edits = Edits()  # of keys, through this process
-        self._used_s: dict[str, float] = {}  # when keys were last used
+        self._edits = Edits()  # edits of keys through this process
+        self._used_s: dict[str, float] = {}  # time of each key's last use
         self._refreshing: asyncio.Task[None] | None = None
         self._health = StoreHealth(clock, OUTAGE_PAUSE_S)
         self._known_lookups = LookupQueue(
@@ -115,14 +115,17 @@ class Authenticator:
             gather_s=UNKNOWN_GATHER_S,
             pause_s=OUTAGE_PAUSE_S,
         )
-        self._has_told_failure = False  # of the look-ups of unknown keys, since one succeeded
+        self._has_told_failure = False  # of the look-ups of unknown keys, since the last success
         self._ids = KnownKeyIds()
         self._id_rounds = PeriodicTask("read_key_ids", self.read_key_ids, KNOWN_IDS_S)
-        self._reading_since_s: dict[object, float] = {}  # when statements under way were sent, for keys that exist
+        self._reading_since_s: dict[object, float] = {}  # start times of running statements for existing keys
 
     async def authenticate(self, authorization: str | None) -> Principal:
-        """The caller. Raises Unauthenticated (no key, wrong, revoked or expired), Forbidden (its tenant is
-        suspended), or Unavailable (the database is away and this key was not seen lately)."""
+        """Return the caller.
+
+        Raises Unauthenticated (key missing, wrong, revoked or expired), Forbidden (its tenant is suspended), or
+        Unavailable (the database is down and this key was not seen recently).
+        """
         key = read_key(authorization)
         offered_hash = hash_key(key, self._pepper)
         entry = await self._find(key.key_id)
@@ -133,7 +136,10 @@ class Authenticator:
         return entry.principal
 
     def _is_right(self, key: KeyText, offered_hash: bytes, stored: StoredKey) -> bool:
-        """By the present pepper or by one beside it; what is not marked as of the present one is to be."""
+        """Return whether the key matches the stored hash under the current pepper or another one of the rotation.
+
+        A key that matches and lacks the current pepper's mark is noted for rehashing.
+        """
         if hashes_match(stored.secret_hash, offered_hash):
             if stored.pepper_mark != self._mark:
                 self.rehashing.note(key, stored.secret_hash)
@@ -148,8 +154,7 @@ class Authenticator:
         return pepper is not None and hashes_match(stored.secret_hash, hash_key(key, pepper))
 
     async def principal_of(self, key_id: str) -> Principal:
-        """The holder of a key that was authenticated before, for work that was left under it. Raises what
-        `authenticate` raises."""
+        """Return the holder of a key that was authenticated before, for deferred work. Raises like `authenticate`."""
         self._ids.add(key_id)
         entry = await self._find(key_id)
         if entry.stored is None or entry.principal is None:
@@ -158,7 +163,7 @@ class Authenticator:
         return entry.principal
 
     def _check_standing(self, stored: StoredKey) -> None:
-        """Raises Unauthenticated or Forbidden where the key may not be used now."""
+        """Check that the key may be used now. Raises Unauthenticated or Forbidden."""
         if stored.revoked_at is not None and stored.revoked_at <= self._clock.now():
             raise Unauthenticated("This API key was revoked. Ask your administrator for another.", code="key_revoked")
         if stored.expires_at is not None and stored.expires_at <= self._clock.now():
@@ -170,16 +175,20 @@ class Authenticator:
             )
 
     def forget(self, key_id: str) -> None:
-        """Drop what is cached of a key, so that a change made through this process counts here at once; what is being
-        read just now may be older than the change, and is not kept."""
+        """Drop the cache entry of a key, so that a change through this process takes effect here at once.
+
+        The result of a read that is under way may be older than the change, and is not cached.
+        """
         self._drop(key_id)
         self._edits.note(key_id)
         self._known_lookups.forget(key_id)
         self._unknown_lookups.forget(key_id)
 
     async def read_key_ids(self) -> None:
-        """Learn the ids of keys that were made elsewhere, so that their first use does not wait with strangers'. Raises
-        Unavailable."""
+        """Read the ids of keys that other processes made, so that their first use skips the queue of unknown ids.
+
+        Raises Unavailable.
+        """
         await self._ids.refresh(self._database)
 
     async def __aenter__(self) -> Self:
@@ -191,8 +200,10 @@ class Authenticator:
         await self.close()
 
     async def close(self) -> None:
-        """End what goes on beside the requests, as the database is closed next: nothing is to hold a transaction then.
-        Keys that are hashed anew are written first."""
+        """Stop the background work before the database is closed, so that nothing holds a transaction.
+
+        Pending rehashes are written first.
+        """
         await self._id_rounds.cancel()
         await self.rehashing.close()
         if self._refreshing is not None:
@@ -203,12 +214,12 @@ class Authenticator:
 
     @property
     def num_waiting(self) -> int:
-        """Keys that wait to be looked up."""
+        """Number of keys that wait for a look-up."""
         return self._known_lookups.num_waiting + self._unknown_lookups.num_waiting
 
     @property
     def num_cached(self) -> int:
-        """Entries held, known and unknown keys together."""
+        """Number of cache entries, of known and unknown keys together."""
         return len(self._known) + len(self._unknown)
 
     async def _find(self, key_id: str) -> _Entry:
@@ -226,11 +237,13 @@ class Authenticator:
         self._touch(key_id, now_s)
         if not self._health.is_paused:
             await self._confirm(key_id, now_s)
-        return self._known.get(key_id) or await self._find(key_id)  # again, where it was changed meanwhile
+        return self._known.get(key_id) or await self._find(key_id)  # again if it was changed meanwhile
 
     async def _confirm(self, key_id: str, now_s: float) -> None:
-        """Have a key that is known read again: with all others, and hardly waited for, where the database does not
-        answer."""
+        """Start another read of a known key, with a bounded wait.
+
+        If the database does not answer, all keys in use are read together, and the wait is short.
+        """
         oldest_s = next(iter(self._reading_since_s.values()), now_s)
         asking: asyncio.Future[Any]
         if self._health.is_away or now_s - oldest_s >= PATIENCE_S:
@@ -240,14 +253,16 @@ class Authenticator:
         await asyncio.wait([asking], timeout=max(0.0, oldest_s + patience_s - now_s))
 
     async def _look_up(self, key_id: str) -> _Entry:
-        """What the database says of a key that is not cached. Every caller that waits for the same key shares one
-        look-up; a caller that leaves does not take it along. Raises Unavailable."""
+        """Return the database's answer for a key that is not cached. Raises Unavailable.
+
+        All callers that wait for the same key share one look-up; a caller's cancellation does not cancel it.
+        """
         exists = key_id in self._known or key_id in self._ids
         lookups = self._known_lookups if exists else self._unknown_lookups
         return await asyncio.shield(lookups.begin(key_id))
 
     def _refresh_soon(self, now_s: float) -> asyncio.Task[None]:
-        """Read every key that was used lately again, while what is held of it is still good."""
+        """Start a read of all recently used keys, while their entries are still valid."""
         if self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh(now_s), name="key-refresh")
         return self._refreshing
@@ -260,7 +275,7 @@ class Authenticator:
             for first in range(0, len(due), MAX_AT_ONCE):
                 await self._read(due[first : first + MAX_AT_ONCE])
         except Unavailable:
-            pass  # was told; what is held is good for a while yet
+            pass  # already logged; the entries remain valid for a while
         finally:
             self._refreshing = None
 
@@ -269,7 +284,7 @@ class Authenticator:
         return entry is not None and now_s - entry.read_at_s >= self._ttl_s / 4
 
     async def _read(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
-        """What the database says now of keys that exist. Raises Unavailable."""
+        """Read the current state of keys that exist. Raises Unavailable."""
         asked_at_s, token = self._clock.monotonic(), object()
         self._reading_since_s[token] = asked_at_s
         try:
@@ -285,8 +300,10 @@ class Authenticator:
         return entries
 
     async def _read_strangers(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
-        """What the database says now of keys that may not exist. A failure counts for nobody else, and is logged once
-        unless it was late only. Raises Unavailable."""
+        """Read the current state of keys that may not exist. Raises Unavailable.
+
+        A failure does not count against the store, and is logged once unless it was a timeout.
+        """
         try:
             entries = await self._read_unknown(key_ids)
         except Unavailable as error:
@@ -298,7 +315,7 @@ class Authenticator:
         return entries
 
     async def _read_unknown(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
-        """What the database says of these keys, without a word on the database itself. Raises Unavailable."""
+        """Read the state of these keys, without an effect on the store's health. Raises Unavailable."""
         asked_at_s, seen = self._clock.monotonic(), self._edits.now
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):

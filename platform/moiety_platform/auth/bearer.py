@@ -11,7 +11,7 @@ _MAX_HEADER_LENGTH = 512
 
 
 def read_key(authorization: str | None) -> KeyText:
-    """Return the key, which nobody has checked yet. Raises Unauthenticated where the header has none."""
+    """Return the key, not yet verified. Raises Unauthenticated where the header has none."""
     if not authorization:
         raise Unauthenticated(f"There is no API key in this request. {HOW_TO}", code="missing_api_key")
     scheme, _, credential = authorization[:_MAX_HEADER_LENGTH].partition(" ")

@@ -1,5 +1,4 @@
-"""The first run: an owner's key, and a demo tenant to try with. Done once, whoever else starts at the same
-time."""
+"""First start: creates an owner's key and a demo tenant, once, even if several processes start at the same time."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _ADVISORY_LOCK = 0x626F_6F74  # "boot"
 
 @dataclass(frozen=True, slots=True)
 class BootstrapResult:
-    """What was made. The keys are in clear, for the one time that they can be shown."""
+    """Objects created by the first start. The keys are in clear, for the one time that they can be shown."""
 
     tenant_id: str
     tenant_name: str
@@ -42,8 +41,11 @@ class BootstrapResult:
 async def ensure_bootstrap(
     database: Database, pepper: bytes, clock: Clock, *, reissue: bool = False
 ) -> BootstrapResult | None:
-    """Fill an empty store; None if it is not empty. `reissue` makes new keys beside the old ones even so, for when the
-    first ones were lost. Raises Unavailable when the store is away."""
+    """Fill an empty store; return None if it is not empty.
+
+    With `reissue`, make new keys beside the old ones even then, for the case that the first ones were lost. Raises
+    Unavailable when the store is down.
+    """
     async with AuditedStore(database, ACTOR, None, tenant_of, clock).write() as session:
         await _only_one(session, database)
         used = await session.scalar(select(exists(select(ApiKey.id)) | exists(select(Tenant.id))))
@@ -55,9 +57,11 @@ async def ensure_bootstrap(
 async def ensure_owner(
     database: Database, pepper: bytes, clock: Clock, keep: Callable[[str], None], *, reissue: bool = False
 ) -> bool:
-    """Make an owner's key in a store that has no keys, or `reissue` one beside those that it has. The key counts only
-    once `keep` has returned, which gets it in clear. False if the store has keys. Raises Unavailable when the store is
-    away, and what `keep` raises."""
+    """Make an owner's key in a store that has no keys, or `reissue` one beside the existing keys.
+
+    The key becomes valid only once `keep`, which receives it in clear, has returned. Return False if the store has
+    keys. Raises Unavailable when the store is down, and the errors of `keep`.
+    """
     async with AuditedStore(database, ACTOR, None, tenant_of, clock).write() as session:
         await _only_one(session, database)
         if not reissue and await session.scalar(select(exists(select(ApiKey.id)))):
@@ -68,7 +72,7 @@ async def ensure_owner(
 
 
 async def _only_one(session: AsyncSession, database: Database) -> None:
-    """Of several processes that fill a store, one goes at a time; SQLite's writers do so anyway."""
+    """Serialize the processes that fill a store. SQLite has only one writer anyway."""
     if database.dialect == "postgresql":
         await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
 

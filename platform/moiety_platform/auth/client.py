@@ -1,4 +1,4 @@
-"""The door of the endpoints that clients use, beside those that ask something of an engine."""
+"""Authentication of client endpoints that send no request to an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 
 
 async def authenticate(authenticator: Authenticator, request: Request[Any, Any, Any]) -> Principal:
-    """The caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
+    """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
     principal = await authenticator.authenticate(request.headers.get("authorization"))
     require_scope(principal, INFERENCE_SCOPE)
     return principal

@@ -1,4 +1,4 @@
-"""/admin/v1/keys. Maps HTTP to the service; who may call is the router's affair."""
+"""`/admin/v1/keys`: maps HTTP to the service. The admin router decides on access."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OfRole = Annotated[str | None, one_of("Of administrators with this role only.", 
 
 
 class KeyController(Controller):
-    """Keys."""
+    """Routes of API keys."""
 
     path = "/keys"
     tags = ("keys",)
@@ -45,7 +45,7 @@ class KeyController(Controller):
         caller: NamedDependency[Caller],
         data: JSONBody[NewKey],
     ) -> MadeKey:
-        """Make a key; its text is shown in this answer only. Only owners make administrators' keys."""
+        """Make a key; only this response contains its text. Only owners make administrators' keys."""
         if data.project_id is None:
             caller.require(AdminAction.WRITE_ADMIN_KEYS)
         async with store.write() as session:
@@ -63,7 +63,7 @@ class KeyController(Controller):
         project_id: FromQuery[str | None] = None,
         role: OfRole = None,
     ) -> KeyPage:
-        """Keys, oldest first; of one tenant, project or role if given."""
+        """List keys, oldest first; of one tenant, project or role if given."""
         page = parse_page(limit, cursor)
         async with database.read() as session:
             return await service.list_keys(
@@ -74,7 +74,7 @@ class KeyController(Controller):
     async def get_key(
         self, database: NamedDependency[Database], clock: NamedDependency[SkipValidation[Clock]], key_id: FromPath[str]
     ) -> Response[KeyView]:
-        """One key."""
+        """Return one key."""
         async with database.read() as session:
             return tagged(KeyView.of(await service.get_key(session, key_id), clock.now()))
 
@@ -88,7 +88,7 @@ class KeyController(Controller):
         precondition: NamedDependency[Precondition],
         key_id: FromPath[str],
     ) -> KeyView:
-        """Make a key useless, here at once and at every other gateway within seconds."""
+        """Revoke a key, here at once and at every other gateway within seconds."""
         async with store.write() as session:
             await _check_may_change(session, caller, key_id)
             precondition.check(KeyView.of(await service.get_key(session, key_id), clock.now()))
@@ -108,7 +108,7 @@ class KeyController(Controller):
         key_id: FromPath[str],
         data: JSONBody[Rotation | None] = None,
     ) -> MadeKey:
-        """Make a key's successor; the old key works on for `grace_s`, a day if not given."""
+        """Make a key's successor; the old key works for another `grace_s`, by default one day."""
         grace_s = (data or Rotation()).grace_s
         async with store.write() as session:
             await _check_may_change(session, caller, key_id)
@@ -119,7 +119,7 @@ class KeyController(Controller):
 
 
 def parse_role(text: str | None) -> Role | None:
-    """Raises BadRequest."""
+    """Return the role. Raises BadRequest."""
     role = Role.of(text)
     if text is not None and role is None:
         raise BadRequest(f"'role' must be one of: {', '.join(Role)}.", param="role")
@@ -127,7 +127,10 @@ def parse_role(text: str | None) -> Role | None:
 
 
 async def _check_may_change(session: AsyncSession, caller: Caller, key_id: str) -> None:
-    """Raises NotFound, or Forbidden for an administrator's key, which only owners change."""
+    """Check that the caller may change the key.
+
+    Raises NotFound, or Forbidden where an administrator's key is not changed by an owner.
+    """
     if (await service.get_key(session, key_id)).role is not None:
         caller.require(AdminAction.WRITE_ADMIN_KEYS)
 

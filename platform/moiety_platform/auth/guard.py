@@ -1,4 +1,4 @@
-"""The door of the admin API: a Litestar guard that lets in whoever may do what the route does, and nobody else."""
+"""Guard of the admin API: a Litestar guard that admits only callers who may perform the route's action."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ AsyncGuard = Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], Aw
 
 
 class UnguardedRoute(Exception):
-    """A defect of ours: a route of the admin API does not say what its caller does."""
+    """A defect in the code: a route of the admin API names no action."""
 
 
 FindVerifier = Callable[[], OidcVerifier | None]
 
 
 def admin_guard(authenticator: Authenticator, oidc: FindVerifier = lambda: None) -> AsyncGuard:
-    """A guard that leaves the caller in `connection.state.caller`. Where `oidc` finds a verifier, a bearer that is no
-    key of ours is a token. Raises Unauthenticated, Forbidden or Unavailable."""
+    """Return a guard that stores the caller in `connection.state.caller`.
+
+    Where `oidc` finds a verifier, a bearer credential that is not one of our keys counts as a token. The guard raises
+    Unauthenticated, Forbidden or Unavailable.
+    """
 
     async def guard(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
         authorization = connection.headers.get("authorization")
@@ -39,7 +42,7 @@ def admin_guard(authenticator: Authenticator, oidc: FindVerifier = lambda: None)
             caller = await verifier.authenticate(token.strip())
         else:
             caller = caller_of(await authenticator.authenticate(authorization))
-        if connection.scope.get("method") != HttpMethod.OPTIONS:  # the framework's own, which tells a path's methods
+        if connection.scope.get("method") != HttpMethod.OPTIONS:  # the framework's own, which lists a path's methods
             caller.require(action_of(handler))
         connection.state.caller = caller
 
@@ -47,7 +50,7 @@ def admin_guard(authenticator: Authenticator, oidc: FindVerifier = lambda: None)
 
 
 def action_of(handler: BaseRouteHandler) -> AdminAction:
-    """What whoever calls the route does. Raises UnguardedRoute."""
+    """Return the action of a route. Raises UnguardedRoute."""
     action = handler.opt.get(ACTION)
     if not isinstance(action, AdminAction):
         raise UnguardedRoute(f"{handler} names no action; give it opt=needs(AdminAction.…) of access/table.py")
@@ -55,7 +58,7 @@ def action_of(handler: BaseRouteHandler) -> AdminAction:
 
 
 def caller_of(principal: Principal) -> Caller:
-    """Raises Forbidden for a key that is no administrator's."""
+    """Return the administrator of a key. Raises Forbidden for a key without a role."""
     if principal.role is None:
         raise Forbidden(
             "This endpoint is for administrators, and this key has no role; use an administrator's key.",

@@ -1,4 +1,4 @@
-"""API keys as text and as hashes: `mty_<id>.<secret>`. Pure but for the random numbers; knows no SQL and no HTTP."""
+"""API keys as text and as hashes: `mty_<id>.<secret>`. Pure except for the random numbers; no SQL, no HTTP."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import string
 from dataclasses import dataclass
 
 PREFIX = "mty_"
-ID_LENGTH = 16  # 95 bits: never taken twice
+ID_LENGTH = 16  # 95 bits: no collisions
 SECRET_LENGTH = 32  # base62 characters: 190 bits
 HINT_LENGTH = 4
 MIN_PEPPER_BYTES = 16
-MARK_LENGTH = 16  # hexadecimal digits; the column's
+MARK_LENGTH = 16  # hexadecimal digits; length of the column
 
 _ALPHABET = string.ascii_letters + string.digits
 _SHAPE = re.compile(rf"{PREFIX}([A-Za-z0-9]{{{ID_LENGTH}}})\.([A-Za-z0-9]{{{SECRET_LENGTH}}})", re.ASCII)
@@ -30,7 +30,7 @@ class KeyText:
 
     @property
     def text(self) -> str:
-        """What the client sends."""
+        """The text that the client sends."""
         return f"{PREFIX}{self.key_id}.{self.secret}"
 
     @property
@@ -43,18 +43,18 @@ class KeyText:
 
 
 def generate_key() -> KeyText:
-    """A new random key."""
+    """Return a new random key."""
     return KeyText(key_id=random_base62(ID_LENGTH), secret=random_base62(SECRET_LENGTH))
 
 
 def parse_key(text: str) -> KeyText | None:
-    """The key in `text`; None unless it has exactly the shape that `generate_key` gives."""
+    """Return the key in `text`; None unless it has exactly the form of `generate_key`."""
     match = _SHAPE.fullmatch(text)
     return KeyText(key_id=match[1], secret=match[2]) if match else None
 
 
 def hash_key(key: KeyText, pepper: bytes) -> bytes:
-    """HMAC-SHA256 of the whole key under the deployment's pepper, 32 bytes."""
+    """Return the HMAC-SHA256 of the whole key under the deployment's pepper, 32 bytes."""
     keyed = _keyed(pepper).copy()
     keyed.update(key.text.encode())
     return keyed.digest()
@@ -62,26 +62,26 @@ def hash_key(key: KeyText, pepper: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=4)
 def mark_of(pepper: bytes) -> str:
-    """By which a pepper is known among others; says nothing about it."""
+    """Return a mark that identifies a pepper and reveals nothing about it."""
     return hmac.digest(pepper, b"mark", hashlib.sha256).hex()[:MARK_LENGTH]
 
 
 @functools.lru_cache(maxsize=4)
 def _keyed(pepper: bytes) -> hmac.HMAC:
-    """The part of the work that is the same for every key, which is most of it."""
+    """Return the HMAC state that all keys share, which is most of the work."""
     return hmac.new(pepper, b"key:", hashlib.sha256)
 
 
 def hashes_match(one: bytes, other: bytes) -> bool:
-    """Equality in a time that does not depend on where they differ."""
+    """Compare two hashes in constant time."""
     return hmac.compare_digest(one, other)
 
 
 def derive_cache_salt(tenant_id: str, pepper: bytes) -> bytes:
-    """Where a tenant's prefix-cache chain starts: nobody without the pepper can compute it, 32 bytes."""
+    """Return the start of a tenant's prefix-cache chain, 32 bytes. Nobody without the pepper can compute it."""
     return hmac.digest(pepper, b"cache-salt" + tenant_id.encode(), hashlib.sha256)
 
 
 def random_base62(length: int) -> str:
-    """Letters and digits from the system's source of randomness."""
+    """Return random letters and digits from the system's source of randomness."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(length))

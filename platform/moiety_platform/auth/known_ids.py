@@ -1,7 +1,7 @@
-"""The ids of the API keys that exist, as far as this process has read them.
+"""Ids of the existing API keys that this process has read.
 
-It decides in which queue a look-up waits and never who is let in, so an id that it lacks only waits with those of
-strangers. Ids of deleted keys stay until the process ends.
+They only decide in which queue a look-up waits, never on access: a missing id just waits in the queue of unknown ids.
+Ids of deleted keys stay until the process ends.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from moiety_platform.tenants.models import ApiKey
 
 PAGE_ROWS = 5_000
 MAX_IDS = 2_000_000  # about 70 bytes each
-OVERLAP = timedelta(minutes=5)  # read again in each round: clocks of gateways differ, and transactions commit late
+OVERLAP = timedelta(minutes=5)  # read again each time: the clocks of gateways differ, and transactions commit late
 
 
 class KnownKeyIds:
-    """A set of key ids, kept as hashes under a secret of the process."""
+    """Set of key ids, kept as hashes under a secret of the process."""
 
     def __init__(self, *, max_ids: int = MAX_IDS) -> None:
         self._hashes: set[int] = set()
@@ -37,7 +37,7 @@ class KnownKeyIds:
             self._hashes.add(hash(key_id))
 
     async def refresh(self, database: Database) -> None:
-        """Read the ids of keys that were created since the last call. Raises Unavailable."""
+        """Read the ids of the keys created since the last call. Raises Unavailable."""
         after: tuple[datetime, str] | None = None if self._read_until is None else (self._read_until - OVERLAP, "")
         columns = ApiKey.created_at, ApiKey.id
         while True:

@@ -1,7 +1,7 @@
-"""Queues of key look-ups: what waits for the database is bounded, and many ids are read by one statement.
+"""Queues of key look-ups with bounded length; one statement reads many ids.
 
-Look-ups of keys that exist and of keys that may not exist wait in queues of their own, so that a flood of invented ids
-delays and fails nobody else. Knows nothing of what a look-up finds.
+Look-ups of existing keys and of keys that may not exist wait in separate queues, so that a flood of invented ids
+neither delays nor fails other requests. Independent of the looked-up values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ Read = Callable[[Sequence[str]], Awaitable[Mapping[str, T]]]
 
 
 class LookupQueue(Generic[T]):
-    """Look-ups of one kind. At most `max_statements` run at once, each of at most `max_batch` ids, and at most
-    `max_waiting` ids wait. Callers that ask for the same id share one look-up, and none of them cancels it by leaving.
-    An id waits `gather_s` for others, so that one statement reads them all. After a failure nothing is read for
-    `pause_s`. Owned by the authenticator; one event loop."""
+    """Queue of look-ups of one kind.
+
+    At most `max_statements` run at once, each with at most `max_batch` ids, and at most `max_waiting` ids wait. Callers
+    with the same id share one look-up, which no caller's cancellation cancels. An id waits `gather_s` for others, so
+    that one statement reads them all. After a failure nothing is read for `pause_s`. Owned by the authenticator; for
+    one event loop.
+    """
 
     def __init__(
         self,
@@ -49,21 +52,23 @@ class LookupQueue(Generic[T]):
         self._waiting: dict[str, asyncio.Future[T]] = {}
         self._running: dict[str, asyncio.Future[T]] = {}
         self._readers: set[asyncio.Task[None]] = set()
-        self._num_reading = 0  # of the readers, those that will look at what waits
+        self._num_reading = 0  # readers that will still check the waiting ids
 
     @property
     def num_waiting(self) -> int:
-        """Ids that wait for a statement, those that one reads just now not among them."""
+        """Number of ids that wait for a statement, without those of running statements."""
         return len(self._waiting)
 
     @property
     def num_statements(self) -> int:
-        """Statements under way."""
+        """Number of running statements."""
         return self._num_reading
 
     def begin(self, key_id: str) -> asyncio.Future[T]:
-        """The look-up of an id, which goes on whether or not anybody waits for it; do not cancel it. It fails with
-        what `read` raises. Raises Unavailable where too many wait, or a look-up has just failed."""
+        """Return the look-up of an id. Raises Unavailable where too many ids wait, or a look-up has just failed.
+
+        The look-up runs whether or not a caller waits for it; do not cancel it. It fails with the errors of `read`.
+        """
         found = self._waiting.get(key_id) or self._running.get(key_id)
         if found is not None:
             return found
@@ -80,11 +85,14 @@ class LookupQueue(Generic[T]):
         return future
 
     def forget(self, key_id: str) -> None:
-        """The key was changed: a look-up under way may be older than that, and answers nobody who asks from now on."""
+        """Detach running look-ups of a changed key.
+
+        Their results may be stale, so later callers start another look-up.
+        """
         self._running.pop(key_id, None)
 
     async def close(self) -> None:
-        """End all look-ups, which fail with Unavailable."""
+        """Cancel all look-ups, which fail with Unavailable."""
         readers = list(self._readers)
         for reader in readers:
             reader.cancel()
@@ -92,16 +100,16 @@ class LookupQueue(Generic[T]):
         self._fail_all(self._waiting, cannot_check())
 
     async def _read_waiting(self) -> None:
-        """Read until nothing waits."""
+        """Read batches until no id waits."""
         try:
             while self._waiting:
                 if self._gather_s:
                     await asyncio.sleep(self._gather_s)
                 await self._read_batch()
-        except BaseException:  # a defect, or the end of the process: raised on once those who wait are told
+        except BaseException:  # a defect, or the end of the process: raise again after the waiting callers have failed
             self._fail_all(self._waiting, cannot_check())
             raise
-        finally:  # in the same turn in which it has seen that nothing waits
+        finally:  # in the same event-loop step in which it saw that no id waits
             self._num_reading -= 1
 
     async def _read_batch(self) -> None:
@@ -119,7 +127,7 @@ class LookupQueue(Generic[T]):
                 if not future.done():
                     future.set_result(found[key_id])
         finally:
-            self._fail_all(batch, cannot_check())  # whatever else has ended it
+            self._fail_all(batch, cannot_check())  # after any other end
             for key_id, future in batch.items():
                 if self._running.get(key_id) is future:
                     del self._running[key_id]
@@ -133,31 +141,34 @@ class LookupQueue(Generic[T]):
 
 
 class StoreHealth:
-    """Whether the store answers look-ups of keys that exist. It counts as away after a connection that failed, or after
-    `max_timeouts` look-ups in a row that were not answered in time, and only where no later one was answered."""
+    """Health of the store, from look-ups of existing keys.
+
+    The store counts as down after a failed connection, or after `max_timeouts` consecutive timeouts, unless a later
+    look-up was answered.
+    """
 
     def __init__(self, clock: Clock, pause_s: float, max_timeouts: int = 2) -> None:
         self._clock = clock
         self._pause_s = pause_s
         self._max_timeouts = max_timeouts
         self._num_timeouts = 0
-        self._answered_s = float("-inf")  # when the latest look-up that was answered had been asked
+        self._answered_s = float("-inf")  # start time of the latest answered look-up
         self._paused_until_s = float("-inf")
         self.is_away = False
 
     @property
     def is_paused(self) -> bool:
-        """Whether it failed so lately that it is not asked."""
+        """True while the store is not queried after a failure."""
         return self._clock.monotonic() < self._paused_until_s
 
     def answered(self, asked_s: float) -> None:
-        """A look-up that was asked then has its answer."""
+        """Record the success of a look-up that began at `asked_s`."""
         self._answered_s = max(self._answered_s, asked_s)
         self._num_timeouts = 0
         self.is_away = False
 
     def failed(self, asked_s: float, *, timed_out: bool) -> bool:
-        """Take note of a look-up that failed; whether the store is away since just now."""
+        """Record a failed look-up. Return whether the store counts as down since this call."""
         if self._answered_s > asked_s:
             return False
         self._num_timeouts += timed_out
@@ -177,6 +188,6 @@ def cannot_check() -> Unavailable:
 
 
 def _retrieve(future: asyncio.Future[T]) -> None:
-    """Take note of the exception, even if every caller has left."""
+    """Retrieve the exception, even if every caller was cancelled."""
     if not future.cancelled():
         future.exception()

@@ -1,8 +1,8 @@
-"""Administrators that come with a token of an OpenID Connect issuer instead of a key.
+"""Authentication of administrators by tokens of an OpenID Connect issuer instead of a key.
 
-A token is good if one of the issuer's published keys signed it, with an asymmetric algorithm, and it is for us and of
-now. Its claims say the role, and the tenant where the role belongs to one. Fails closed: an issuer that is away is 503
-for tokens that were signed with a key that is not known yet.
+A token is valid if one of the issuer's published keys signed it with an asymmetric algorithm, and its audience and
+times match. Its claims contain the role, and the tenant where the role belongs to one. Fails closed: while the issuer
+is down, tokens signed with an unknown key get 503.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from moiety_platform.tenants.checks import is_id
 from moiety_platform.tenants.models import Tenant, TenantStatus
 
 FETCH_TIMEOUT_S = 5.0
-REFETCH_S = 30.0  # keys are asked for at most so often, however many unknown ones tokens name
-MAX_AGE_S = 600.0  # and at least so often while tokens come, so that a key that was withdrawn stops to count
+REFETCH_S = 30.0  # shortest interval between fetches of the keys, however many unknown keys tokens name
+MAX_AGE_S = 600.0  # longest interval while tokens arrive, so that a withdrawn key stops working
 LEEWAY_S = 30.0
 MAX_TOKEN_LENGTH = 16_384
 MAX_KEYS = 100
@@ -44,13 +44,15 @@ log = structlog.get_logger(__name__)
 
 
 class OtherIssuer(ValueError):
-    """It says in its own words that it is not the one of the settings, so that no token of it would count."""
+    """The issuer's own name differs from the one in the settings, so none of its tokens would be valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class OidcTerms:
-    """Whose tokens count, for whom they must be, and which claims say the role and the tenant's id. A claim inside
-    another is named with dots."""
+    """Issuer and audience of accepted tokens, and the claims that contain the role and the tenant's id.
+
+    Dots separate the names of nested claims.
+    """
 
     issuer: str
     audience: str
@@ -59,7 +61,7 @@ class OidcTerms:
 
 
 class OidcVerifier:
-    """Turns tokens into callers. Owns the issuer's keys as they were last read; `http` is the caller's to close."""
+    """Verifier of tokens. Caches the issuer's keys; the caller closes `http`."""
 
     def __init__(self, terms: OidcTerms, database: Database, http: httpx.AsyncClient, clock: Clock) -> None:
         self._terms = terms
@@ -72,7 +74,10 @@ class OidcVerifier:
         self._fetching = asyncio.Lock()
 
     async def authenticate(self, token: str) -> Caller:
-        """Raises Unauthenticated, Forbidden (no role of ours, or not for this tenant), or Unavailable."""
+        """Return the caller of a token.
+
+        Raises Unauthenticated, Forbidden (no known role, or not for this tenant), or Unavailable.
+        """
         claims = await self._verify(token)
         role = self._role(claims)
         tenant_id = _claim(claims, self._terms.tenant_claim)
@@ -109,12 +114,15 @@ class OidcVerifier:
             ) from exc
         except jwt.PyJWTError as exc:
             raise _bad(str(exc)) from exc
-        except RecursionError as exc:  # a header of nothing but brackets
+        except RecursionError as exc:  # a header that consists only of brackets
             raise _bad("it is nested too deeply") from exc
         return claims
 
     async def _key(self, key_id: object) -> jwt.PyJWK:
-        """The issuer's key of that id, read anew where it is not known. Raises Unauthenticated or Unavailable."""
+        """Return the issuer's key with that id; fetch the keys if it is unknown.
+
+        Raises Unauthenticated or Unavailable.
+        """
         if not isinstance(key_id, str):
             raise _bad("it names no key ('kid')")
         if self._is_due(key_id):
@@ -136,7 +144,7 @@ class OidcVerifier:
         return age_s >= (MAX_AGE_S if key_id in self._keys else REFETCH_S)
 
     async def _fetch(self) -> None:
-        """Read the issuer's keys; where that fails, those that are known count on."""
+        """Fetch the issuer's keys; if that fails, the known keys stay valid."""
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 self._keys = await read_keys(self._http, self._terms.issuer)
@@ -145,11 +153,11 @@ class OidcVerifier:
             log.warning("oidc_issuer_away", issuer=self._terms.issuer, reason=f"{type(exc).__name__}: {exc}"[:300])
         else:
             self._failed = False
-        finally:  # not before: who comes meanwhile waits for what is being read
+        finally:  # not earlier: callers that arrive meanwhile wait for this fetch
             self._fetched_s = self._clock.monotonic()
 
     def _role(self, claims: Mapping[str, Any]) -> Role:
-        """The one with most rights of those that the token has and we know."""
+        """Return the role with the most rights among the token's known roles. Raises Forbidden."""
         given = _claim(claims, self._terms.roles_claim)
         names = given if isinstance(given, list) else [given]
         for role in Role:
@@ -174,7 +182,7 @@ class OidcVerifier:
 
 
 async def read_keys(http: httpx.AsyncClient, issuer: str) -> dict[str, jwt.PyJWK]:
-    """The issuer's published keys that signatures can be checked with, by id. Raises one of UNREADABLE."""
+    """Return the issuer's published keys that can check signatures, by id. Raises one of UNREADABLE."""
     found = await _get(http, f"{issuer.rstrip('/')}/.well-known/openid-configuration")
     if found.get("issuer") != issuer:
         raise OtherIssuer(f"it calls itself {found.get('issuer')!r}")
@@ -194,7 +202,7 @@ async def _get(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
 
 
 def _usable(published: list[dict[str, Any]]) -> list[tuple[str, jwt.PyJWK]]:
-    """The published keys that signatures can be checked with, by id; of the rest nothing is asked."""
+    """Return the published keys that can check signatures, with their ids; others are ignored."""
     usable = []
     for fields in published[:MAX_KEYS]:
         try:
@@ -207,7 +215,7 @@ def _usable(published: list[dict[str, Any]]) -> list[tuple[str, jwt.PyJWK]]:
 
 
 def _claim(claims: Mapping[str, Any], name: str) -> Any:
-    """The claim of that name as it is, or else by its dots; None if there is none."""
+    """Return the claim of that name, or the nested claim where the dots separate names; None if there is none."""
     if name in claims:
         return claims[name]
     found: Any = claims
@@ -217,7 +225,7 @@ def _claim(claims: Mapping[str, Any], name: str) -> Any:
 
 
 def _actor(subject: str) -> str:
-    """What the audit log calls the token's subject: `oidc:…`, with a hash of what is too long for it."""
+    """Return the token subject's name in the audit log: `oidc:…`, hashed if it is too long."""
     actor = f"oidc:{subject}"
     if len(actor) <= ACTOR_LENGTH and subject.isprintable():
         return actor

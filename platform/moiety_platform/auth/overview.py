@@ -1,4 +1,4 @@
-"""/admin/v1/overview: the state of the deployment at a glance, as far as the store knows it; and /admin/v1/caller."""
+"""`/admin/v1/overview`, the state of the deployment as recorded in the store; and `/admin/v1/caller`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moiety_platform.usage.schemas import UsageTotals
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """Counts, and sums over the last hour and the last 24."""
+    """Counts, and sums over the last hour and the last 24 hours."""
 
     as_of: datetime
     tenants_active: int
@@ -34,8 +34,11 @@ class Overview(msgspec.Struct, frozen=True):
 
 
 class CallerView(msgspec.Struct, frozen=True):
-    """Whoever asks. `actor` is what the audit log names it by; `tenant_id` is null for the whole deployment; `may` are
-    the actions that its role allows."""
+    """The calling administrator.
+
+    `actor` is its name in the audit log; `tenant_id` is null for the whole deployment; `may` are the actions that its
+    role allows.
+    """
 
     actor: str
     role: str
@@ -44,20 +47,20 @@ class CallerView(msgspec.Struct, frozen=True):
 
 
 class CallerController(Controller):
-    """Whoever asks."""
+    """Route of the calling administrator."""
 
     path = "/caller"
     tags = ("overview",)
 
     @get(opt=needs(AdminAction.READ_OVERVIEW))
     async def get_caller(self, caller: NamedDependency[Caller]) -> CallerView:
-        """Who you are to the admin API, and what you may do."""
+        """Return your name in the audit log, your role, and the actions that it allows."""
         may = sorted(action.value for action in AdminAction if caller.may(action))
         return CallerView(caller.actor, caller.role.value, caller.tenant_id, may)
 
 
 class OverviewController(Controller):
-    """The overview."""
+    """Route of the overview."""
 
     path = "/overview"
     tags = ("overview",)
@@ -68,7 +71,7 @@ class OverviewController(Controller):
         database: NamedDependency[Database],
         clock: NamedDependency[SkipValidation[Clock]],
     ) -> Overview:
-        """The deployment at a glance."""
+        """Return the state of the deployment at a glance."""
         now = clock.now()
         active = Tenant.status == TenantStatus.ACTIVE
         working = ApiKey.revoked_at.is_(None) & or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now)

@@ -1,7 +1,7 @@
 """The pepper: a secret of the deployment, outside the database, without which the stored hashes of keys are useless.
 
-While it is replaced there are two: gateways that know the coming one take keys that others have hashed with it, and
-those that know the previous one hash anew what is used.
+During a rotation there are two: gateways that know the next one accept keys that others have hashed with it, and
+gateways that know the previous one rehash the keys in use.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class BadPepper(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Pepper:
-    """The pepper under a type of its own, whose repr does not show it."""
+    """The pepper under a type of its own, whose repr hides it."""
 
     value: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PepperRotation:
-    """The peppers beside the present one while it is replaced: the one that is coming, and the one that was."""
+    """The next and the previous pepper, which are accepted beside the current one during a rotation."""
 
     coming: bytes | None = field(default=None, repr=False)
     previous: bytes | None = field(default=None, repr=False)
 
 
 def pepper_of(settings: GatewaySettings) -> bytes:
-    """The gateway's. Raises BadPepper."""
+    """Return the gateway's pepper. Raises BadPepper."""
     return resolve_pepper(_text(settings.key_pepper), settings.data_dir)
 
 
 def turn_of(settings: GatewaySettings) -> PepperRotation:
-    """Those beside it; the previous one of a data directory is a file there. Raises BadPepper."""
+    """Return the next and the previous pepper; a data directory keeps the previous one in a file. Raises BadPepper."""
     coming, previous = _text(settings.key_pepper_next), _text(settings.key_pepper_previous)
     file = settings.data_dir / PREVIOUS_FILE_NAME
     kept = None if previous is None else _checked(previous.encode(), "MOIETY_KEY_PEPPER_PREVIOUS")
@@ -56,8 +56,10 @@ def turn_of(settings: GatewaySettings) -> PepperRotation:
 
 
 def resolve_pepper(configured: str | None, data_dir: Path) -> bytes:
-    """The configured pepper; or else the one in `data_dir`, made there at the first start. Every gateway on one
-    database needs the same. Raises BadPepper."""
+    """Return the configured pepper, or else the one in `data_dir`, which the first start creates.
+
+    All gateways on one database need the same. Raises BadPepper.
+    """
     if configured is not None:
         return _checked(configured.encode(), "MOIETY_KEY_PEPPER")
     path = data_dir / FILE_NAME
@@ -71,7 +73,7 @@ def _text(secret: SecretStr | None) -> str | None:
 
 
 def _create(path: Path) -> None:
-    """Write a new pepper whole or not at all; of several processes that try, the first one wins."""
+    """Write a new pepper atomically; of several concurrent processes, the first one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -82,7 +84,7 @@ def _create(path: Path) -> None:
     try:
         os.link(draft, path)
     except FileExistsError:
-        pass  # another process was first; its pepper counts
+        pass  # another process was first; its pepper is used
     finally:
         draft.unlink()
 

@@ -1,4 +1,4 @@
-"""The caller of a request, as the rest of the gateway sees it."""
+"""The authenticated caller of a request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from moiety_platform.tenants.models import SpeculativePrefillMode
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A key, resolved. `cache_salt` is derived on the server from the tenant and starts its prefix-cache chain;
-    `allowed_models` None means every served model; `scopes` are e.g. `inference`, `admin`. `role` is an
-    administrator's, None for a key that clients use; an administrator of all tenants has an empty `tenant_id`."""
+    """A resolved key.
+
+    `cache_salt` is derived on the server from the tenant and starts its prefix-cache chain; `allowed_models` None means
+    every served model; `scopes` are e.g. `inference`, `admin`. `role` is an administrator's, None for a client's key;
+    an administrator of all tenants has an empty `tenant_id`.
+    """
 
     key_id: str
-    root_key_id: str  # the key whose limits hold: of those that were rotated to it, the first
+    root_key_id: str  # the key whose quotas apply: the first of the keys that were rotated to this one
     tenant_id: str
     tenant_name: str
     project_id: str

@@ -1,8 +1,8 @@
-"""How far an administrator of one tenant reaches: which rows of each table are that tenant's.
+"""Row-level restriction of an administrator of one tenant to that tenant's rows.
 
-For such an administrator the store is as if it held nothing else, whatever a query asks for; so what is another
-tenant's is missing everywhere in the same way as what does not exist. A table with a column `tenant_id` goes by that;
-one without says it in a class method `of_tenant`, or here.
+For a restricted administrator every query sees only these rows, so another tenant's objects are missing in the same way
+as objects that do not exist. A table with a column `tenant_id` is restricted by that column; another one defines a
+class method `of_tenant`, or has a condition here.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from moiety_platform.quota.owners import Condition, own_key, own_quota
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.models import UsageDayMark
 
-# of no tenant: everybody may know them
+# without a tenant: readable by everybody
 SHARED: frozenset[type[Base]] = frozenset({ClassRecord, PriceRecord, UsageDayMark})
 
 
 class UnownedTable(Exception):
-    """A defect of ours: nobody has said whose the rows of a table are."""
+    """A defect in the code: a table does not define the tenant of its rows."""
 
 
 def reach_of(caller: Caller, database: Database) -> Database:
-    """The store as far as the caller reaches."""
+    """Return the store, restricted to the rows that the caller may reach."""
     return database if caller.tenant_id is None else database.restricted(criteria_of(caller.tenant_id))
 
 
 def criteria_of(tenant_id: str) -> tuple[ORMOption, ...]:
-    """For every table that is not shared: which rows are the tenant's. Raises UnownedTable."""
+    """Return the conditions for the tenant's rows of every table that is not shared. Raises UnownedTable."""
     tables = (mapper.class_ for mapper in Base.registry.mappers)
     return tuple(
         with_loader_criteria(table, rows_of(table, tenant_id), include_aliases=True)
@@ -53,7 +53,7 @@ def criteria_of(tenant_id: str) -> tuple[ORMOption, ...]:
 
 
 async def tenant_of(session: AsyncSession, change: Change) -> str | None:
-    """Whose the thing is that was changed; None where it is nobody's."""
+    """Return the tenant of a changed object; None where it has none."""
     row = change.after or change.before or {}
     if change.object_kind == Tenant.__tablename__:
         return change.object_id
@@ -74,7 +74,7 @@ async def _tenant_of_scope(session: AsyncSession, level: LimitLevel, scope_id: s
 
 
 def rows_of(table: type[Any], tenant_id: str) -> Condition:
-    """Which rows of a table that is not shared are the tenant's. Raises UnownedTable."""
+    """Return the condition for the tenant's rows of a table that is not shared. Raises UnownedTable."""
     own = _CONDITIONS.get(table) or getattr(table, "of_tenant", None)
     if own is None and "tenant_id" not in table.__mapper__.columns:
         raise UnownedTable(f"{table.__name__} has no tenant_id: say by its of_tenant whose its rows are")

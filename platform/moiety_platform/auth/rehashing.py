@@ -1,7 +1,7 @@
-"""Hashes keys anew with the present pepper, as they are used: nobody but who sends a key has its text.
+"""Rehashing of keys with the current pepper as they are used: only their senders have their text.
 
-Owned by the authenticator; one event loop. It is beside the requests, none of which waits for it, and what it cannot
-write while the database is away is noted again at the key's next use.
+Owned by the authenticator; for one event loop. It runs in the background, no request waits for it, and a key that
+cannot be written while the database is down is noted again at its next use.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.tenants.models import ApiKey
 
-MAX_AT_ONCE = 100  # keys by one transaction
-LAST_WRITES_S = 2.0  # at the end
+MAX_AT_ONCE = 100  # keys per transaction
+LAST_WRITES_S = 2.0  # time limit at shutdown
 
 log = structlog.get_logger(__name__)
 
 
 class Rehashing:
-    """`on_written` hears of each key whose row has changed."""
+    """Background writer of new key hashes. `on_written` is called with the id of each changed key."""
 
     def __init__(self, database: Database, pepper: bytes, on_written: Callable[[str], None]) -> None:
         self._database = database
         self._pepper = pepper
         self._on_written = on_written
-        self._due: dict[str, tuple[bytes, bytes]] = {}  # key id: its hash, and the one that is to be there
+        self._due: dict[str, tuple[bytes, bytes]] = {}  # key id → its current hash, and its new one
         self._writing: asyncio.Task[None] | None = None
 
     def note(self, key: KeyText, found: bytes) -> None:
-        """The key is right, by the hash that was found."""
+        """Note a verified key, whose stored hash is `found`, for rehashing."""
         self._due[key.key_id] = (found, hash_key(key, self._pepper))
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_all(), name="key-rehashing")
 
     async def idle(self) -> None:
-        """Until what was noted is written, or given up."""
+        """Wait until all noted keys are written or given up."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
     async def close(self) -> None:
-        """Until what was noted is written; what takes longer than `LAST_WRITES_S` is left to a later use."""
+        """Wait until all noted keys are written; after `LAST_WRITES_S` the rest is left to a later use."""
         if self._writing is not None:
             await asyncio.wait([writing := self._writing], timeout=LAST_WRITES_S)
             writing.cancel()

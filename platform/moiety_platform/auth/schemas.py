@@ -1,4 +1,4 @@
-"""What the admin API says and hears of keys. A key's text appears in one answer only: the one that makes it."""
+"""Request and response bodies of the admin API for keys. Only the response to a key's creation contains its text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ModelName = Annotated[str, shows(minLength=1, maxLength=MAX_MODEL_LENGTH, format
 
 
 def _purposes() -> list[dict[str, Any]]:
-    """What a key can be for, as JSON schemas: inference, or a role for all tenants or for one."""
+    """Return the possible purposes of a key as JSON schemas: inference, or a role for all tenants or for one."""
     none, given = {"type": "null"}, {"type": "string"}
     shown = [_purpose(INFERENCE_SCOPE, ["project_id"], project_id=given, role=none, tenant_id=none)]
     for role in Role:
@@ -43,8 +43,11 @@ def _purpose(scope: str, required: list[str], **fields: Any) -> dict[str, Any]:
 
 
 class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A key to be made: with a `project_id` for inference, with a `role` for administration, of the tenant `tenant_id`
-    alone if that is given. `allowed_models` null means every model. `scopes` need not be given."""
+    """A key to create: with a `project_id` for inference, or with a `role` for administration.
+
+    With `tenant_id`, an administrator's key is restricted to that tenant. `allowed_models` null means every model.
+    `scopes` is optional.
+    """
 
     rules: ClassVar[Sequence[Mapping[str, Any]]] = ({"anyOf": _purposes()},)
 
@@ -58,14 +61,17 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rotation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long the old key stays good beside the new one, in seconds."""
+    """Seconds for which the old key stays valid beside the new one."""
 
     grace_s: Annotated[int, shows(minimum=0, maximum=MAX_GRACE_S)] = DEFAULT_GRACE_S
 
 
 class KeyView(Tagged, frozen=True):
-    """A key as the API shows it. `status` is active, expired or revoked; `hint` the key's last four characters. `role`
-    and `tenant_id` are an administrator's: null in keys for inference, which have their tenant through the project."""
+    """A key as the API shows it.
+
+    `status` is active, expired or revoked; `hint` contains the key's last four characters. `role` and `tenant_id` are
+    an administrator's: null in keys for inference, which have their tenant through the project.
+    """
 
     transient: ClassVar[frozenset[str]] = frozenset({"status"})
 
@@ -103,14 +109,14 @@ class KeyView(Tagged, frozen=True):
 
 
 class KeyPage(msgspec.Struct, frozen=True):
-    """Some keys, oldest first; `next_cursor` is null on the last page."""
+    """A page of keys, oldest first; `next_cursor` is null on the last page."""
 
     data: list[KeyView]
     next_cursor: str | None
 
 
 class MadeKey(msgspec.Struct, frozen=True):
-    """A new key with its text in `secret`, which is shown this once and never again."""
+    """A new key with its text in `secret`, which is shown only once."""
 
     key: KeyView
     secret: str

@@ -1,4 +1,4 @@
-"""What a key is for. What an administrator may do is decided by its role (access/table.py)."""
+"""Scopes of keys. The actions of an administrator depend on its role (access/table.py)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ INFERENCE_SCOPE = "inference"
 
 
 def scope_of(role: Role) -> str:
-    """`admin` for owners. Other roles have scopes of their own, so that releases from before there were roles, to
-    which `admin` is everything, let them in nowhere."""
+    """Return the scope of a role: `admin` for owners.
+
+    Other roles have scopes of their own, so that releases from before there were roles, where `admin` allows
+    everything, grant them nothing.
+    """
     return ADMIN_SCOPE if role is Role.OWNER else f"{ADMIN_SCOPE}:{role}"
 
 
 def require_scope(principal: Principal, scope: str) -> None:
-    """Raises Forbidden unless the key has the scope."""
+    """Check that the key has the scope. Raises Forbidden."""
     if scope not in principal.scopes:
         raise Forbidden(
             f"This key lacks the scope '{scope}', which this endpoint needs; use a key that has it.",

@@ -1,4 +1,4 @@
-"""Makes, lists, revokes and rotates keys, within the caller's transaction. Knows nothing of HTTP."""
+"""Creates, lists, revokes and rotates keys within the caller's transaction. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from moiety_platform.tenants.service import get_living_tenant, get_project, get_
 
 
 async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: datetime) -> tuple[ApiKey, KeyText]:
-    """A new key and its text, which nothing keeps. Raises BadRequest, NotFound for an unknown project or tenant, or
-    Conflict for an erased one."""
+    """Create a key; return it and its text, which is stored nowhere.
+
+    Raises BadRequest, NotFound for an unknown project or tenant, or Conflict for an erased one.
+    """
     expires_at = None if new.expires_at is None else check_moment(new.expires_at, "expires_at")
     if expires_at is not None and expires_at <= now:
         raise BadRequest("'expires_at' must lie in the future.", param="expires_at")
@@ -52,7 +54,7 @@ async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: dat
 
 
 async def get_key(session: AsyncSession, key_id: str) -> ApiKey:
-    """Raises NotFound."""
+    """Return the key. Raises NotFound."""
     key = await session.get(ApiKey, key_id) if is_id(key_id) else None
     if key is None:
         raise NotFound("There is no key with this id; list them with GET /admin/v1/keys.", param="key_id")
@@ -68,7 +70,7 @@ async def list_keys(
     project_id: str | None = None,
     role: Role | None = None,
 ) -> KeyPage:
-    """Keys, oldest first, of one tenant, project or role if given. Raises NotFound for an unknown one."""
+    """Return keys, oldest first, of one tenant, project or role if given. Raises NotFound for an unknown one."""
     statement = select(ApiKey)
     if tenant_id is not None:
         tenant = await get_tenant(session, tenant_id)
@@ -85,8 +87,10 @@ async def list_keys(
 
 
 async def revoke_key(session: AsyncSession, key_id: str, now: datetime) -> ApiKey:
-    """Make a key useless, for good. Revoking it again changes nothing. Raises NotFound, or Conflict for the last
-    working owner's key."""
+    """Revoke a key for good. Revoking it again changes nothing.
+
+    Raises NotFound, or Conflict for the last working owner's key.
+    """
     key = await get_key(session, key_id)
     if key.revoked_at is None:
         if key.role == Role.OWNER:
@@ -99,8 +103,10 @@ async def revoke_key(session: AsyncSession, key_id: str, now: datetime) -> ApiKe
 async def rotate_key(
     session: AsyncSession, key_id: str, grace_s: int, pepper: bytes, now: datetime
 ) -> tuple[ApiKey, KeyText]:
-    """A successor with the same rights; the old key expires after `grace_s`. Raises NotFound, BadRequest, or Conflict
-    if the key no longer works or has a successor."""
+    """Create a successor with the same rights; the old key expires after `grace_s`.
+
+    Raises NotFound, BadRequest, or Conflict if the key no longer works or has a successor.
+    """
     if not 0 <= grace_s <= MAX_GRACE_S:
         raise BadRequest(f"'grace_s' must be between 0 and {MAX_GRACE_S} seconds.", param="grace_s")
     old = await get_key(session, key_id)
@@ -137,7 +143,10 @@ async def _add_with_text(session: AsyncSession, key: ApiKey, pepper: bytes) -> K
 
 
 async def _check_not_last_owner(session: AsyncSession, key: ApiKey, now: datetime) -> None:
-    """Locks the owners' keys, so that two who revoke each other's cannot both succeed."""
+    """Check that another owner's key works. Raises Conflict.
+
+    Locks the owners' keys, so that two owners who revoke each other's key cannot both succeed.
+    """
     statement = (
         select(ApiKey)
         .where(
@@ -158,7 +167,10 @@ async def _check_not_last_owner(session: AsyncSession, key: ApiKey, now: datetim
 
 
 def _check_purpose(new: NewKey) -> None:
-    """Either of a project, or with a role, and of a tenant where the role belongs to one."""
+    """Check that the key has either a project or a role, and a tenant where the role belongs to one.
+
+    Raises BadRequest.
+    """
     if new.role is None:
         if new.project_id is None:
             raise BadRequest(

@@ -1,4 +1,4 @@
-"""Reads keys and all that decides over them in one statement."""
+"""Reads keys with their project and tenant in one statement."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from moiety_platform.tenants.models import ApiKey, Project, SpeculativePrefillMo
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A key as the database has it. Without a project it is an administrator's; without a tenant that of the whole
-    deployment, and the tenant's fields are empty."""
+    """A key as stored in the database.
+
+    Without a project it is an administrator's; without a tenant it is for the whole deployment, and the tenant's fields
+    are empty.
+    """
 
     key_id: str
-    root_id: str  # of the keys that were rotated to it, the first
+    root_id: str  # the first of the keys that were rotated to it
     secret_hash: bytes
     pepper_mark: str | None
     role: Role | None
@@ -69,7 +72,7 @@ _find = OverRows(
 
 
 async def find_keys(database: Database, key_ids: Sequence[str]) -> dict[str, StoredKey]:
-    """Those of the keys that there are. Raises Unavailable when the store is away."""
+    """Return the keys that exist, by id. Raises Unavailable when the store is down."""
     async with database.read() as session:
         found = await _find.read(session, [(key_id,) for key_id in key_ids])
     return {row[0]: _stored(*row) for row in found}

@@ -1,1 +1,1 @@
-"""Measuring a running gateway from outside, as its clients see it. Knows HTTP and traces, nothing of the gateway."""
+"""Benchmarks of a running gateway from its clients' view. Knows HTTP and traces, but not the gateway's code."""

@@ -1,7 +1,7 @@
-"""Closed-loop load over keep-alive connections: each sends its next request when the last answer has come.
+"""Closed-loop load over keep-alive connections: each connection sends its next request after the previous response.
 
-A client of its own, since a general one costs several times what it is to measure. It reads just enough of HTTP/1.1 to
-know where an answer ends: a Content-Length, or a chunked body's last chunk.
+It is a client of its own, because a general one costs several times what it measures. It parses only as much of
+HTTP/1.1 as it needs to find the end of a response: Content-Length, or the last chunk of a chunked body.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _EVENT = b"data: "
 
 
 class UnexpectedAnswer(Exception):
-    """The gateway answered something else than 200; the message has the beginning of it."""
+    """The gateway answered with a status other than 200; the message holds the beginning of the response."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a run came to. Latencies are in seconds."""
+    """Results of a run. Latencies are in seconds."""
 
     latencies_s: list[float] = field(default_factory=list)
     events: int = 0  # of streams
@@ -34,14 +34,14 @@ class Tally:
 
 
 class _BenchConnection(asyncio.Protocol):
-    """Sends requests one after the other until there are no more, or the time is over."""
+    """Connection that sends requests one after another until there are no more, or the time is over."""
 
     def __init__(self, requests: Iterator[bytes], until_s: float, tally: Tally) -> None:
         self._requests = requests
         self._until_s = until_s
         self._tally = tally
         self._received = bytearray()
-        self._body_end: int | None = None  # where the answer ends; -1: at its last chunk
+        self._body_end: int | None = None  # end of the response; -1: at its last chunk
         self._sent_s = 0.0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -96,8 +96,10 @@ class _BenchConnection(asyncio.Protocol):
 async def run_closed_loop(
     host: str, port: int, requests: Iterator[bytes], *, connections: int, seconds: float = float("inf")
 ) -> Tally:
-    """Send the requests over so many connections, for so long or until there are no more. Raises UnexpectedAnswer,
-    or OSError where the gateway does not take a connection."""
+    """Send the requests over `connections` connections, for `seconds` or until there are no more.
+
+    Raises UnexpectedAnswer, or OSError if the gateway does not accept a connection.
+    """
     tally, loop = Tally(), asyncio.get_running_loop()
     started_s = time.perf_counter()
     made = [

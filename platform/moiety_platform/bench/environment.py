@@ -1,4 +1,4 @@
-"""Where figures come from: versions, machine and revision, as every report states them."""
+"""Environment of a measurement: versions, machine and revision, as every report states them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ PACKAGES = ("moiety", "httpx", "litestar", "uvicorn", "torch")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Of this process's machine; a gateway elsewhere is described by nothing here but its URL in the settings."""
+    """Return versions, operating system and CPU of this process's machine.
+
+    They say nothing of a gateway on another machine; the report's settings have only its URL.
+    """
     return {
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := installed_version(name)) is not None},
@@ -32,7 +35,7 @@ def installed_version(package: str) -> str | None:
 
 
 def describe_processor() -> str:
-    """The processor's name as the system gives it."""
+    """Return the CPU's name as the operating system reports it."""
     information = Path("/proc/cpuinfo")
     if information.exists():
         for line in information.read_text(encoding="utf-8").splitlines():
@@ -42,7 +45,7 @@ def describe_processor() -> str:
 
 
 def git_revision() -> str | None:
-    """Of the checkout that this code runs from, with `-dirty` where it was changed; None outside one."""
+    """Return the git revision of this code's checkout, with `-dirty` if it was changed; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -1,7 +1,7 @@
-"""The gateway by itself: a real one in its own process on one core, before the scripted engine, under closed-loop load.
+"""Benchmark of the gateway alone: a real gateway process on one core, with the scripted engine, under closed-loop load.
 
-Everything is on that is on in service: keys, limits of every kind on every tenant (far away), prices, the ledger in
-SQLite, and traces with their store unless told otherwise. The engine and the load generator share the other cores.
+Every production feature is on: keys, limits of every kind on every tenant (too high to be reached), prices, the ledger
+in SQLite, and traces with their store unless disabled. The engine and the load generator share the other cores.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ FAR_AWAY = {
 
 
 class BenchFailed(Exception):
-    """A part did not come up; the message says which, and what it printed last."""
+    """A part did not start; the message says which, and the last lines that it printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayBench:
-    """What is measured, for how long."""
+    """Settings of the benchmark: its load and its duration."""
 
     tenants: int
     connections: int
@@ -80,7 +80,7 @@ class RunningGateway:
 
     @property
     def cpu_s(self) -> float:
-        """That it has used so far."""
+        """Return the CPU time used so far, in seconds."""
         times = self.process.cpu_times()
         return float(times.user + times.system)
 
@@ -89,7 +89,7 @@ class RunningGateway:
 
 
 def measure_gateway(settings: GatewayBench, say: Callable[[str], None]) -> dict[str, Any]:
-    """The figures. Raises BenchFailed, or what `run_closed_loop` raises."""
+    """Run the benchmark and return its figures. Raises BenchFailed, or an error of `run_closed_loop`."""
     with (
         tempfile.TemporaryDirectory(prefix="moiety-bench-") as folder,
         running(Path(folder), settings.traces) as gateway,
@@ -129,7 +129,7 @@ async def _measure(settings: GatewayBench, gateway: RunningGateway, say: Callabl
 async def _soak(
     settings: GatewayBench, gateway: RunningGateway, answers: Iterator[bytes], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """How memory grows: resident bytes after a tenth of the requests, and after all of them."""
+    """Measure memory growth: resident bytes after a tenth of the requests, and after all of them."""
     rss_bytes = []
     for count in (settings.soak_requests // 10, settings.soak_requests - settings.soak_requests // 10):
         say(f"{count} requests for memory's sake …")
@@ -140,7 +140,7 @@ async def _soak(
 
 
 def chat_requests(keys: list[str], output_tokens: int, stream: bool) -> Iterator[bytes]:
-    """Chat completions of all tenants in turn, for ever."""
+    """Return an endless iterator of chat completion requests, of each tenant in turn."""
     body = json.dumps(
         {
             "model": MODEL,
@@ -166,7 +166,10 @@ def _spread_ms(tally: Tally) -> dict[str, float]:
 
 @contextmanager
 def running(folder: Path, traces: bool) -> Iterator[RunningGateway]:
-    """The engine, the trace store if it is wanted, and the gateway on a core of its own, ready. Raises BenchFailed."""
+    """Start the engine, the trace store if wanted, and the gateway on a core of its own; yield it when it is ready.
+
+    Raises BenchFailed.
+    """
     if not hasattr(os, "sched_setaffinity"):
         raise BenchFailed("this system cannot give the gateway a core of its own; run it on Linux")
     socket, data_dir = f"ipc://{folder / 'engine'}", folder / "data"
@@ -194,7 +197,7 @@ def running(folder: Path, traces: bool) -> Iterator[RunningGateway]:
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, (arguments, affinity) in commands.items():
-            os.sched_setaffinity(0, affinity)  # is inherited
+            os.sched_setaffinity(0, affinity)  # child processes inherit it
             command = [sys.executable, "-m", "moiety_platform.cli", name, *arguments]
             with (folder / f"{name}.log").open("wb") as log:
                 processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -235,7 +238,7 @@ def _last_lines(log: Path) -> str:
 
 
 async def make_tenants(gateway: RunningGateway, count: int) -> list[str]:
-    """Tenants with a key and limits of every kind each; their keys."""
+    """Create tenants with one key and limits of every kind each; return their keys."""
     headers = {"Authorization": f"Bearer {gateway.admin_key}"}
     async with httpx.AsyncClient(base_url=f"{gateway.address}/admin/v1", headers=headers, timeout=30) as client:
 
@@ -258,7 +261,7 @@ async def make_tenants(gateway: RunningGateway, count: int) -> list[str]:
 
 
 async def count_statements(address: str) -> int:
-    """How many SQL statements the gateway at that address has sent so far."""
+    """Return the number of SQL statements that the gateway at `address` has sent so far."""
     async with httpx.AsyncClient(base_url=address, timeout=10) as client:
         lines = (await client.get("/metrics")).text.splitlines()
     return int(float(next(line for line in lines if line.startswith(SQL_COUNTER)).rpartition(" ")[2]))

@@ -1,4 +1,4 @@
-"""Open-loop load: requests leave when the trace says, however slow the answers are."""
+"""Open-loop load: requests are sent at the times of the trace, however slow the responses are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from moiety_workload.request import TraceRequest
 VOCABULARY_TEXT = (
     "The quick brown fox jumps over the lazy dog while nine wise owls watch from an old oak tree in May. " * 4
 )
-TIER_OF_CLASS = {"priority": "priority", "standard": "default", "flex": "flex", "batch": "flex"}  # the rest: the key's
+# other classes: the key's default
+TIER_OF_CLASS = {"priority": "priority", "standard": "default", "flex": "flex", "batch": "flex"}
 
 
 class TargetError(Exception):
@@ -25,7 +26,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """A running gateway. `keys` are those of tenants of the trace; the others share out `shared_keys` in turn."""
+    """A running gateway. `keys` belong to tenants of the trace; the other tenants use `shared_keys` in turn."""
 
     url: str
     keys: Mapping[str, str]
@@ -42,22 +43,25 @@ class BenchTarget:
 
 @dataclass(slots=True)
 class BenchAnswer:
-    """What came of one request; times in seconds from the moment at which it was due."""
+    """Result of one request; times in seconds since the request was due."""
 
     request: TraceRequest
-    late_s: float = 0.0  # how much later than due it was sent: the load generator's own fault
+    late_s: float = 0.0  # delay of the send after its due time, caused by the load generator
     first_token_s: float | None = None
     last_token_s: float | None = None
     end_s: float = 0.0
     output_tokens: int = 0
     input_tokens: int = 0
-    error: str | None = None  # a stable code; None when it was served
+    error: str | None = None  # a stable code; None if the request succeeded
 
 
 async def find_target(
     url: str, keys: Mapping[str, str], shared_keys: Sequence[str], model: str | None, timeout_s: float
 ) -> BenchTarget:
-    """Ask the gateway for its model and its tokens; if all keys have a tenant, all are shared. Raises TargetError."""
+    """Query the gateway's model and token ids and return the target. If `shared_keys` is empty, all keys are shared.
+
+    Raises TargetError.
+    """
     shared = list(shared_keys) or list(keys.values())
     key = shared[0]
     try:
@@ -79,7 +83,7 @@ async def find_target(
 async def run_load(
     target: BenchTarget, requests: list[TraceRequest], rng: Random, on_end: Callable[[], None]
 ) -> list[BenchAnswer]:
-    """Send every request at its time and wait for all answers; in the order of arrival."""
+    """Send every request at its time and wait for all answers; return them in arrival order."""
     tenants = {tenant: index for index, tenant in enumerate(dict.fromkeys(request.tenant for request in requests))}
     bodies = [make_body(target, request, rng) for request in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -100,7 +104,7 @@ async def run_load(
 
 
 def make_body(target: BenchTarget, request: TraceRequest, rng: Random) -> bytes:
-    """A completion with a prompt of exactly the trace's length, that no prefix cache has seen."""
+    """Return a completion request with a prompt of exactly the trace's length, which no prefix cache contains."""
     body = {
         "model": target.model,
         "prompt": rng.choices(target.token_ids, k=request.input_tokens),
@@ -134,7 +138,7 @@ async def send(client: httpx.AsyncClient, request: TraceRequest, body: bytes, ke
 
 
 async def read_stream(response: httpx.Response, answer: BenchAnswer, due: float) -> None:
-    """Note when tokens came. A stream that ends without its usage was broken off."""
+    """Record the token times of a stream. A stream that ends without usage counts as broken off."""
     complete = False
     async for line in response.aiter_lines():
         if not line.startswith("data: ") or line == "data: [DONE]":
@@ -156,7 +160,7 @@ async def read_stream(response: httpx.Response, answer: BenchAnswer, due: float)
 
 
 def error_code(response: httpx.Response) -> str:
-    """The stable code in an error's body, or its status where there is none."""
+    """Return the stable code in an error's body, or `http_` and the status if there is none."""
     try:
         return str(response.json()["error"]["code"])
     except (ValueError, KeyError, TypeError):

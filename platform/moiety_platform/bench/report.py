@@ -1,4 +1,4 @@
-"""From answers to figures: latencies, promises kept by class, goodput. Pure."""
+"""Figures of a benchmark run: latencies, SLO attainment per class, goodput. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a class promises: the first token within a base and an allowance per 1,000 prompt tokens, and the mean time
-    of the others; or the whole answer within a time."""
+    """SLO of a class: limits on TTFT and TPOT, or a limit on the completion time.
+
+    The TTFT limit is `ttft_s` plus `ttft_s_per_1k` per 1,000 prompt tokens; `tpot_s` limits the mean time of the other
+    tokens.
+    """
 
     ttft_s: float | None = None
     ttft_s_per_1k: float = 0.0
@@ -35,7 +38,7 @@ class Promise:
         )
 
 
-# A class that is not shipped is held to the standard.
+# A class that is not shipped gets the SLO of the standard class.
 PROMISES = {
     service.name: Promise(service.ttft_s, service.ttft_per_1k_s, service.tpot_s, service.completion_s)
     for service in SHIPPED
@@ -43,14 +46,14 @@ PROMISES = {
 
 
 def time_per_token_s(answer: BenchAnswer) -> float | None:
-    """Mean time of an output token after the first; None for answers of one token."""
+    """Return the mean time per output token after the first; None for answers of fewer than two tokens."""
     if answer.first_token_s is None or answer.last_token_s is None or answer.output_tokens < 2:
         return None
     return (answer.last_token_s - answer.first_token_s) / (answer.output_tokens - 1)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation between the two nearest ranks."""
+    """Return the percentile by linear interpolation between the two nearest ranks."""
     ordered = sorted(values)
     rank = (len(ordered) - 1) * percent / 100
     low = int(rank)
@@ -59,13 +62,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread_ms(values_s: Iterable[float | None]) -> dict[str, float | None]:
-    """p50, p90 and p99 in milliseconds; null where nothing was measured."""
+    """Return p50, p90 and p99 in milliseconds; None where nothing was measured."""
     known = [value for value in values_s if value is not None]
     return {f"p{percent}": round(percentile(known, percent) * 1000, 3) if known else None for percent in PERCENTILES}
 
 
 def summarise(answers: Sequence[BenchAnswer]) -> dict[str, Any]:
-    """The figures of a run. Latencies are of the requests that were served; attainment counts the others as missed."""
+    """Return the figures of a run. Latencies cover served requests only; attainment counts the others as missed."""
     served = [answer for answer in answers if answer.error is None]
     duration_s = max((answer.request.arrival_s + answer.end_s for answer in answers), default=0.0)
     kept = [answer for answer in answers if promise_of(answer).is_kept(answer)]

@@ -1,1 +1,1 @@
-"""What a gateway process opens, each with how it goes on when the settings change. Put together by `gateway`."""
+"""Resources of a gateway process, each with its hot reload of settings. `gateway` combines them."""

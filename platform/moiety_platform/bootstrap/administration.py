@@ -1,4 +1,4 @@
-"""What the admin API has beside tenants, keys and limits: engines, webhooks, adapters, simulations, settings."""
+"""Parts of the admin API beside tenants, keys and quotas: engines, webhooks, adapters, simulations, settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ from moiety_platform.webhooks.sender import AlertSender
 
 
 class Administration:
-    """Entered by the entry point: until it is left alerts are sent, engines hear who is erased, simulations run."""
+    """Background services of the admin API: alerts, notices of tenant deletion to engines, simulations.
+
+    The entry point enters it; the services run until its exit.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class Administration:
         adapters: AdapterCache,
         replicas: Replicas,
     ) -> None:
-        """`looked_at` is the same store for those who look; `peppers` are the present one and those beside it."""
+        """`looked_at` is the same store for read-only use; `peppers` are the current one and those of a rotation."""
         self._database = database
         self._pepper, self._turn = peppers
         self._clock = clock
@@ -82,7 +85,7 @@ class Administration:
         live: LiveSettings[GatewaySettings],
         reloader: Reloader[GatewaySettings] | None,
     ) -> list[HTTPRouteHandler]:
-        """For the admin router to take in."""
+        """Return the handlers for the admin router to register."""
         return [
             *engine_routes(self._replicas),
             *expert_routes(ExpertService(self._replicas, self._clock)),
@@ -111,5 +114,5 @@ class Administration:
 
 
 def networks_of(settings: GatewaySettings) -> tuple[Network, ...]:
-    """That webhooks may go to beside the public internet."""
+    """Return the networks that webhooks may reach beside the public internet."""
     return tuple(map(ip_network, settings.webhook_networks))

@@ -1,5 +1,7 @@
-"""The engines of the settings, connected: which come and go with the file, and with the names in it. One that left the
-file serves on until another one of its model is there."""
+"""Connections to the engines of the settings, which follow changes of the settings file and of DNS names.
+
+An engine that was removed from the file serves on, for a bounded time, until another engine of its model is available.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,17 @@ from moiety_platform.usage.metering import MeterReader
 from moiety_text.errors import TextError
 
 LOOK_EVERY_S = 0.5
-LEAVE_S = 60.0  # for which an engine that is not wanted any more waits for others of its model
+LEAVE_S = 60.0  # longest time for which a removed engine waits for another one of its model
 
 log = structlog.get_logger(__name__)
 
 
 class CannotUseEngine(CannotFollow):
-    """A file that the address of an engine names is missing or unusable, or the address; the message says which."""
+    """An engine's address, or a file that it names, is missing or unusable; the message says which."""
 
 
 class Engines:
-    """Owns the links. Entered before the first request and left after the last."""
+    """Owner of the engine connections. Entered before the first request and exited after the last."""
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class Engines:
         meter: MeterReader,
         adapters: AdapterContents,
     ) -> None:
-        """Raises CannotUseEngine."""
+        """Create the clients. Raises CannotUseEngine."""
         self._settings = settings
         self._clock = clock
         self._replica_id = replica_id
@@ -60,7 +62,7 @@ class Engines:
             self._context.destroy(linger=0)
             raise
         self._watches = {name: self._watch_of(name) for name in settings.engines if is_name(name)}
-        self._unwanted: dict[str, float] = {}  # until when at most they get requests all the same
+        self._unwanted: dict[str, float] = {}  # identity → latest time until which it still gets requests
         self._leaving = PeriodicTask("engines-left", self._let_go, LOOK_EVERY_S)
 
     async def __aenter__(self) -> Self:
@@ -80,7 +82,7 @@ class Engines:
             self._context.destroy(linger=0)
 
     async def follow(self, wanted: GatewaySettings) -> Ready:
-        """Connect to what is new, before anything of it gets a request. Raises CannotUseEngine."""
+        """Connect to new engines before they get requests. Raises CannotUseEngine."""
         before, after = self._settings.engines, wanted.engines
         clients: list[EngineClient] = []
 
@@ -124,8 +126,7 @@ class Engines:
         return Ready(commit, undo)
 
     async def _let_go(self) -> None:
-        """What is not wanted any more gets no more requests once others can take those for its model, and its link is
-        closed once it has none."""
+        """Retire removed engines once others serve their model; close their connections once they are idle."""
         now_s = self._clock.monotonic()
         for name, until_s in list(self._unwanted.items()):
             watch = self._watches.get(name)
@@ -141,7 +142,7 @@ class Engines:
         await self.replicas.close_retired()
 
     def _is_needed(self, address: str) -> bool:
-        """Whether nobody else that stays serves its model."""
+        """Return whether no other remaining engine serves its model."""
         leaving = set(self._unwanted).union(*(self._watches[one].addresses for one in self._unwanted if is_name(one)))
         states = {state.address: state for state in self.replicas.states() if state.healthy and not state.draining}
         mine = states.get(address)
@@ -154,7 +155,7 @@ class Engines:
         return DnsWatch(name, self.replicas, lambda address: self._client_of(address, self._settings))
 
     def _client_of(self, address: str, settings: GatewaySettings) -> EngineClient:
-        """Raises CannotUseEngine."""
+        """Return a new client for the address. Raises CannotUseEngine."""
         if is_foreign(address):
             return self._foreign_client(ExternalAddress.parse(address), settings)
         return ZmqEngineClient(
@@ -174,7 +175,7 @@ class Engines:
             raise CannotUseEngine(f"engine {address.name}: {exc}") from exc
 
     def _key_of(self, address: ExternalAddress, settings: GatewaySettings) -> str | None:
-        """Raises CannotUseEngine."""
+        """Return the API key of an external engine. Raises CannotUseEngine."""
         if address.key_file is None:
             return settings.external_engine_api_key.get_secret_value() if settings.external_engine_api_key else None
         try:
@@ -184,7 +185,7 @@ class Engines:
 
 
 def curve_of(settings: GatewaySettings) -> CurveKeys | None:
-    """None where links are not encrypted."""
+    """Return the CURVE keys, or None where connections are not encrypted."""
     if not (settings.curve_server_key and settings.curve_public_key and settings.curve_secret_key):
         return None
     secret = settings.curve_secret_key.get_secret_value()
@@ -196,6 +197,6 @@ def foreign_of(engines: Iterable[str]) -> list[str]:
 
 
 def key_files(settings: GatewaySettings) -> list[Path]:
-    """Which hold the API keys of servers of others."""
+    """Return the files with the API keys of external engines."""
     found = [ExternalAddress.parse(address).key_file for address in foreign_of(settings.engines)]
     return [path for path in found if path is not None]

@@ -1,4 +1,4 @@
-"""Tokens of an identity provider: who checks them, while the settings name one."""
+"""Owner of the OIDC verifier, which exists while the settings name an issuer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ NAMES = ("oidc_issuer", "oidc_audience", "oidc_roles_claim", "oidc_tenant_claim"
 
 
 class OidcAuthentication:
-    """Entered by the entry point. A token that is being checked is checked by the issuer that it came to."""
+    """OIDC verifier that follows the settings. Entered by the entry point.
+
+    After a change of settings, a verification under way continues with the verifier that it began with.
+    """
 
     def __init__(self, settings: GatewaySettings, database: Database, clock: Clock) -> None:
         self._database = database
@@ -34,7 +37,7 @@ class OidcAuthentication:
         await self._http.aclose()
 
     def find(self) -> OidcVerifier | None:
-        """None where no tokens are taken."""
+        """Return the verifier; None where tokens are not accepted."""
         return self._verifier
 
     def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:

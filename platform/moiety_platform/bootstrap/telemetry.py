@@ -1,4 +1,7 @@
-"""Where a gateway's spans and metrics go. Fails open: what is not taken there is counted, and nobody waits for it."""
+"""Exporters of a gateway's spans and metrics.
+
+Fails open: what cannot be sent is counted, and no request waits for it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CannotSendSpans(CannotFollow):
-    """A package that the way of the spans needs is not installed; the message says which."""
+    """A package that the span exporter needs is not installed; the message says which."""
 
 
 def sampling_of(settings: GatewaySettings) -> SamplingTerms:
@@ -30,10 +33,10 @@ def sampling_of(settings: GatewaySettings) -> SamplingTerms:
 
 
 class Telemetry:
-    """Owned by the entry point, which closes it."""
+    """Tracing and metric export of a gateway. Owned and closed by the entry point."""
 
     def __init__(self, settings: GatewaySettings, registry: CollectorRegistry, process_id: str) -> None:
-        """Raises CannotSendSpans."""
+        """Create the span senders. Raises CannotSendSpans."""
         self._process_id = process_id
         self._registry = registry
         self._leaving: set[asyncio.Task[None]] = set()
@@ -41,7 +44,7 @@ class Telemetry:
         self._metrics: MetricSender | None = None
 
     def send_metrics(self, settings: GatewaySettings) -> None:
-        """Once all that is told is there."""
+        """Start the metric export, once all collectors are registered."""
         self._metrics = self._metric_sender(settings, _metric_exporter(settings))
 
     def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
@@ -50,7 +53,7 @@ class Telemetry:
         live.follow_with(["otlp_metrics_endpoint", "otlp_metrics_interval_ms"], self.follow_metrics)
 
     async def close(self) -> None:
-        """Send what is left. Takes seconds at most."""
+        """Send the rest. Takes seconds at most."""
         if self._leaving:
             await asyncio.wait(self._leaving)
         if self._metrics is not None:
@@ -58,11 +61,11 @@ class Telemetry:
         await asyncio.to_thread(self.tracing.close)
 
     def sample(self, settings: GatewaySettings) -> None:
-        """By these rates from now on."""
+        """Use the sampling rates of these settings from now on."""
         self.tracing.sampler.terms = sampling_of(settings)
 
     async def follow_spans(self, wanted: GatewaySettings) -> Ready:
-        """Raises CannotSendSpans."""
+        """Prepare span senders for the new settings. Raises CannotSendSpans."""
         senders = await asyncio.to_thread(self._senders, wanted)
         return Ready(lambda: self._give_up(self.tracing.use(senders)), lambda: _closed(senders))
 

@@ -1,1 +1,1 @@
-"""Service classes: what is promised to whom, kept in the store and edited by administrators."""
+"""Service classes: SLOs for tenants, kept in the store and edited by administrators."""

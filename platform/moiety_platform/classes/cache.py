@@ -1,4 +1,4 @@
-"""The classes as the requests of one gateway process see them."""
+"""Cached snapshot of the service classes, for the requests of one gateway process."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from moiety_platform.errors import Unavailable
 
 
 class ClassCache(Snapshot[Catalogue]):
-    """Owned by the entry point; one event loop."""
+    """Snapshot of the classes that expires after `ttl_s` seconds. Owned by the entry point; for one event loop."""
 
     def __init__(self, database: Database, clock: Clock, *, ttl_s: float = TTL_S) -> None:
         super().__init__("service classes", load_classes, database, clock, ttl_s=ttl_s)
 
     async def get(self, name: str) -> Catalogue:
-        """All classes, and `name` among them if there is such a class. Raises Unavailable when the database is away and
-        was never read, or when the class is nowhere to be found."""
+        """Return all classes, with `name` among them.
+
+        Raises Unavailable when the database is down and was never read, or when there is no such class.
+        """
         catalogue = await self.current()
         if name in catalogue:
             return catalogue
-        self.forget()  # it was made a moment ago, at another gateway
+        self.forget()  # another gateway may have just created it
         catalogue = await self.current()
         if name not in catalogue:
             raise Unavailable(

@@ -1,4 +1,4 @@
-"""What a class may be, alone and beside the others. Pure; every failure is a BadRequest that says what to do."""
+"""Validation of a class, alone and against the others. Pure; every failure is a BadRequest that says what to do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TIMES = ("ttft_s", "tpot_s", "completion_s", "max_queue_s")
 
 
 def is_class_name(name: str) -> bool:
-    """Whether this could be a class's name at all; what could not need not be looked up."""
+    """Return whether this is a valid class name, worth a look-up."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -70,7 +70,7 @@ def parse_action(action: str) -> OverloadAction:
 
 
 def check_terms(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
-    """One class, beside the others of the deployment."""
+    """Check one class against the others of the deployment. Raises BadRequest."""
     service = terms.service
     if not 0 <= service.rank <= MAX_RANK:
         raise BadRequest(f"'rank' must be from 0 (best) to {MAX_RANK}.", param="rank")
@@ -95,7 +95,7 @@ def check_terms(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
 
 
 def _check_downgrade(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
-    """A fallback has a higher rank number, so that no chain of them can lead back."""
+    """Check that a fallback has a higher rank number, so that fallbacks never form a cycle. Raises BadRequest."""
     service, target = terms.service, terms.downgrade_to
     lower = [name for name, other in classes.items() if other.service.rank > service.rank and name != service.name]
     choice = f"choose one of: {', '.join(sorted(lower))}" if lower else "there is none yet, so make one first"

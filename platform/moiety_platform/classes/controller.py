@@ -1,4 +1,4 @@
-"""/admin/v1/classes. Maps HTTP to the service; who may call is the router's affair."""
+"""`/admin/v1/classes`: maps HTTP to the service. The admin router decides on access."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from moiety_platform.openapi.described import fails
 
 
 class ClassController(Controller):
-    """Service classes. An edit holds from the next request on, and at every other gateway within seconds."""
+    """Routes of service classes. An edit applies from the next request on, at other gateways within seconds."""
 
     path = "/classes"
     tags = ("classes",)
 
     @get(opt=needs(AdminAction.READ_CLASSES))
     async def list_classes(self, database: NamedDependency[Database]) -> ClassList:
-        """All classes, best first."""
+        """List all classes, best first."""
         async with database.read() as session:
             found = await service.load_classes(session)
         return ClassList([ClassView.of(terms) for terms in found.values()])
 
     @get("/{name:str}", opt=needs(AdminAction.READ_CLASSES))
     async def get_class(self, database: NamedDependency[Database], name: FromPath[str]) -> Response[ClassView]:
-        """One class."""
+        """Return one class."""
         async with database.read() as session:
             return tagged(ClassView.of(await service.get_class(session, name)))
 
@@ -39,7 +39,7 @@ class ClassController(Controller):
     async def create_class(
         self, store: NamedDependency[AuditedStore], classes: NamedDependency[ClassCache], data: JSONBody[NewClass]
     ) -> ClassView:
-        """Make a class."""
+        """Create a class."""
         async with store.write() as session:
             made = await service.create_class(session, data)
         classes.forget()
@@ -54,7 +54,7 @@ class ClassController(Controller):
         name: FromPath[str],
         data: JSONBody[ClassChange],
     ) -> Response[ClassView]:
-        """Change a class's rank, promises, price or what happens at overload."""
+        """Change a class's rank, SLO, price or action on overload."""
         async with store.write() as session:
             precondition.check(ClassView.of(await service.get_class(session, name)))
             changed = await service.change_class(session, name, data)
@@ -69,7 +69,7 @@ class ClassController(Controller):
         precondition: NamedDependency[Precondition],
         name: FromPath[str],
     ) -> ClassView:
-        """Delete a class that is not shipped and that nobody uses; returns what it was."""
+        """Delete a class that is neither shipped nor in use; returns its last state."""
         async with store.write() as session:
             precondition.check(ClassView.of(await service.get_class(session, name)))
             deleted = await service.delete_class(session, name)

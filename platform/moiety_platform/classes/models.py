@@ -1,4 +1,4 @@
-"""The table of service classes."""
+"""Table of service classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_CLASS_NAME_LENGTH = 32
 
 
 class ClassRecord(Base):
-    """One class. A tenant names the best that it may use, so a class in use cannot be deleted."""
+    """One class. Each tenant names the best class that it may use, so a class in use cannot be deleted."""
 
     __tablename__ = "service_classes"
     __table_args__ = (

@@ -1,4 +1,4 @@
-"""What the admin API says and hears of service classes."""
+"""Request and response bodies of the admin API for service classes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moiety_wire.classes import ServiceClass
 
 
 class NewClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A class to be made. Times are seconds; null promises nothing of the kind."""
+    """A class to create. Times are seconds; null sets no bound of that kind."""
 
     rules: ClassVar[Sequence[Mapping[str, Any]]] = PROMISES
 
@@ -46,7 +46,7 @@ class NewClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClassChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to change of a class; what is not given stays."""
+    """Changes of a class; fields that are not given stay unchanged."""
 
     rank: Annotated[int, RANK] | msgspec.UnsetType = msgspec.UNSET
     weight: Annotated[float, WEIGHT] | msgspec.UnsetType = msgspec.UNSET
@@ -62,7 +62,7 @@ class ClassChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClassView(Tagged, frozen=True):
-    """A class as the API shows it. `shipped` ones can be edited but not deleted."""
+    """A class as the API shows it. `shipped` classes can be edited but not deleted."""
 
     name: str
     rank: int

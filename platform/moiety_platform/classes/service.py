@@ -1,4 +1,4 @@
-"""Makes, finds, changes and deletes service classes, within the caller's transaction. Knows nothing of HTTP."""
+"""Creates, finds, changes and deletes service classes within the caller's transaction. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from moiety_platform.classes.terms import SHIPPED_NAMES, Catalogue, ClassTerms
 from moiety_platform.errors import BadRequest, Conflict, NotFound
 from moiety_wire.classes import OverloadAction, ServiceClass
 
-MAX_CLASSES = 64  # each labels metrics, here and in every engine
+MAX_CLASSES = 64  # each is a metric label, here and in every engine
 
 _SERVICE_FIELDS = tuple(name for name in ServiceClass.__struct_fields__ if name not in ("name", "on_overload"))
 
 
 async def load_classes(session: AsyncSession) -> Catalogue:
-    """All classes, best first."""
+    """Return all classes, best first."""
     found = await session.scalars(select(ClassRecord).order_by(ClassRecord.rank, ClassRecord.name))
     return Catalogue({record.name: _terms_of(record) for record in found})
 
 
 async def get_class(session: AsyncSession, name: str) -> ClassTerms:
-    """Raises NotFound."""
+    """Return the class. Raises NotFound."""
     return _terms_of(await _get(session, name))
 
 
 async def require_class(session: AsyncSession, name: str) -> str:
-    """The name, if there is such a class. Raises BadRequest, which names those that there are."""
+    """Return the name if there is such a class. Raises BadRequest, which names the existing classes."""
     classes = await load_classes(session)
     if name not in classes:
         known = ", ".join(classes)
@@ -40,7 +40,7 @@ async def require_class(session: AsyncSession, name: str) -> str:
 
 
 async def create_class(session: AsyncSession, new: NewClass) -> ClassTerms:
-    """Raises BadRequest, or Conflict when the name is taken or there are too many."""
+    """Create a class. Raises BadRequest, or Conflict when the name is taken or there are too many."""
     service = ServiceClass(
         name=check_class_name(new.name),
         on_overload=parse_action(new.on_overload),
@@ -65,7 +65,7 @@ async def create_class(session: AsyncSession, new: NewClass) -> ClassTerms:
 
 
 async def change_class(session: AsyncSession, name: str, change: ClassChange) -> ClassTerms:
-    """Change what is given. Raises NotFound or BadRequest."""
+    """Change the given fields. Raises NotFound or BadRequest."""
     classes = await _lock_classes(session)
     record = await _get(session, name)
     terms = apply_change(classes[name], change)
@@ -76,7 +76,7 @@ async def change_class(session: AsyncSession, name: str, change: ClassChange) ->
 
 
 def apply_change(old: ClassTerms, change: ClassChange) -> ClassTerms:
-    """The class as it would be; whether it may be so is not looked at. Raises BadRequest for an action that is none."""
+    """Return the class with the change applied, not validated. Raises BadRequest for an unknown action on overload."""
     given = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not msgspec.UNSET}
     if "on_overload" in given:
         given["on_overload"] = parse_action(given["on_overload"])
@@ -88,7 +88,7 @@ def apply_change(old: ClassTerms, change: ClassChange) -> ClassTerms:
 
 
 async def delete_class(session: AsyncSession, name: str) -> ClassTerms:
-    """Raises NotFound, or Conflict for a class that is shipped or in use."""
+    """Delete a class. Raises NotFound, or Conflict for a class that is shipped or in use."""
     classes = await _lock_classes(session)
     record = await _get(session, name)
     if name in SHIPPED_NAMES:
@@ -111,7 +111,7 @@ async def delete_class(session: AsyncSession, name: str) -> ClassTerms:
 
 
 async def _lock_classes(session: AsyncSession) -> Catalogue:
-    """All classes, none of which another transaction changes meanwhile: what holds between two of them stays true."""
+    """Lock and return all classes, so that conditions between two classes stay true."""
     await session.execute(select(ClassRecord.name).order_by(ClassRecord.name).with_for_update())
     return await load_classes(session)
 

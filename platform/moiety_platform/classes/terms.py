@@ -1,6 +1,6 @@
-"""A class on the platform's terms, and the choice among them. Pure: knows no store and no HTTP.
+"""A class with the platform's terms, and the choice among classes. Pure: no store, no HTTP.
 
-On the wire a class is what the scheduler needs; here it also has a price and a fallback.
+The engine protocol sends only what the scheduler needs; here a class also has a price and a fallback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moiety_wire.classes import BATCH, FLEX, PRIORITY, SHIPPED, STANDARD, Overlo
 
 SHIPPED_NAMES = frozenset(service.name for service in SHIPPED)
 
-BATCH_TIER = "batch"  # no word of OpenAI's: what the lines of a batch ask for
+BATCH_TIER = "batch"  # not a tier of OpenAI: the tier of a batch's lines
 
 _CLASS_OF_TIER = {"priority": PRIORITY.name, "default": STANDARD.name, "flex": FLEX.name, BATCH_TIER: BATCH.name}
 _TIER_OF_CLASS = {PRIORITY.name: "priority", STANDARD.name: "default", FLEX.name: "flex", BATCH.name: "flex"}
@@ -22,7 +22,7 @@ _TIER_OF_CLASS = {PRIORITY.name: "priority", STANDARD.name: "default", FLEX.name
 
 @dataclass(frozen=True, slots=True)
 class ClassTerms:
-    """One class. `downgrade_to` is the class in which it is served at overload, if its action is to downgrade."""
+    """One class. `downgrade_to` is the class that serves its requests on overload, if its action is to downgrade."""
 
     service: ServiceClass
     price_factor: float = 1.0
@@ -30,13 +30,13 @@ class ClassTerms:
 
 
 class ChosenClass(msgspec.Struct, frozen=True):
-    """In which class a request is to be served, and in which if not in that one."""
+    """The class of a request, and the class to fall back to."""
 
     service: ServiceClass
     fallback: ServiceClass | None
 
     def served(self, name: str) -> ServiceClass:
-        """The class of the two that an engine names as the one it serves; the chosen one for any other name."""
+        """Return the class of the two that an engine reports as served; the chosen one for any other name."""
         return self.fallback if self.fallback is not None and self.fallback.name == name else self.service
 
 
@@ -59,16 +59,18 @@ class Catalogue(Mapping[str, ClassTerms]):
         return len(self._terms)
 
     def choose(self, cap: str, tier: str | None) -> ChosenClass:
-        """The class of a tenant whose best is `cap` for a request that asks for `tier` (OpenAI's word, None if it asks
-        for none): the tier's class where that is lower than the tenant's own, else the tenant's own. Raises KeyError
-        for a cap that is not in the catalogue."""
+        """Return the class of a request: the lower of the tier's class and the tenant's own.
+
+        `cap` is the tenant's own, best class; `tier` is the request's OpenAI service tier, None if it has none. Raises
+        KeyError for a cap that is not in the catalogue.
+        """
         own = self._terms[cap]
         wanted = self._terms.get(_CLASS_OF_TIER.get(tier or "auto", cap), own)
         chosen = wanted if wanted.service.rank > own.service.rank else own
         return ChosenClass(chosen.service, self._fallback(chosen))
 
     def tier_of(self, service: ServiceClass) -> str:
-        """The tier that an answer states for a class: by name for those shipped, by rank for others."""
+        """Return the tier that a response states for a class: by name for shipped classes, by rank for others."""
         by_name = _TIER_OF_CLASS.get(service.name)
         if by_name is not None:
             return by_name
@@ -82,6 +84,6 @@ class Catalogue(Mapping[str, ClassTerms]):
         return self._terms[terms.downgrade_to].service
 
     def _rank(self, shipped: ServiceClass) -> int:
-        """A shipped class's rank as it is now."""
+        """Return a shipped class's current rank."""
         found = self._terms.get(shipped.name)
         return shipped.rank if found is None else found.service.rank

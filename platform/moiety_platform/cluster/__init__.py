@@ -1,1 +1,1 @@
-"""What a Kubernetes installation needs before its first pod: Secrets, made once and never changed."""
+"""Prerequisites of a Kubernetes installation: Secrets, created once and never changed."""

@@ -1,4 +1,4 @@
-"""The two Secrets of a deployment: what its parts share, and the first owner's key. Neither is ever made twice."""
+"""The two Secrets of a deployment: the shared secrets of its parts, and the first owner's key. Each is created once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from moiety_platform.cluster.errors import ApiRefused
 from moiety_platform.cluster.secrets_api import SecretsApi
 
 KEY_ENTRY = "key"
-TRIES = 5  # against others that write at the same time
+TRIES = 5  # against concurrent writers
 
 
 def ensure_secrets(api: SecretsApi, name: str, database_host: str | None) -> list[str]:
-    """See that the Secret has all entries; returns the names of those that were added. What is there stays as it is.
-    Raises ClusterError."""
+    """Add the missing entries to the Secret; return the names of the added ones. Existing entries stay.
+
+    Raises ClusterError.
+    """
     for _ in range(TRIES):
         found = api.read(name)
         present = {} if found is None else found.entries
@@ -25,7 +27,7 @@ def ensure_secrets(api: SecretsApi, name: str, database_host: str | None) -> lis
 
 
 def put_key(api: SecretsApi, name: str, key: str) -> None:
-    """Keep a key in the Secret, in place of one that never counted or counts no more. Raises ClusterError."""
+    """Store a key in the Secret, in place of one that was never valid or no longer is. Raises ClusterError."""
     entries = {KEY_ENTRY: key.encode()}
     for _ in range(TRIES):
         found = api.read(name)

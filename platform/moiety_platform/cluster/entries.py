@@ -1,4 +1,4 @@
-"""The entries of a deployment's Secret. Pure, but for the randomness that is handed in by the system."""
+"""Entries of a deployment's Secret. Pure, except for the system's randomness."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ DATABASE_PORT = 5432
 
 
 def missing_entries(present: Mapping[str, bytes], database_host: str | None) -> dict[str, bytes]:
-    """What a Secret with the `present` entries lacks. `database_host`: of the bundled database, if there is one; its
-    password is among the entries then. Raises HalfAPair and UnusableEntry."""
+    """Return the entries that a Secret with the `present` entries lacks. Raises HalfAPair and UnusableEntry.
+
+    `database_host` is the host of the bundled database, if there is one; its password is then among the entries.
+    """
     made = {name: secrets.token_hex(RANDOM_BYTES).encode() for name in ("pepper", "traces-token")}
     for owner in ("engine", "gateway"):
         public, secret = f"curve-{owner}-public", f"curve-{owner}-secret"

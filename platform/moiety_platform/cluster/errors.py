@@ -1,10 +1,10 @@
-"""What goes wrong between a pod and Kubernetes' API.
+"""Errors between a pod and the Kubernetes API.
 
 ClusterError         the message says what to do next
-├── NotInACluster    nothing says where the API is, or who asks
-├── HalfAPair        a Secret holds a public key without its secret one
-├── UnusableEntry    a Secret holds an entry from which what belongs to it cannot be made
-└── ApiRefused       the API answered, and not as it was asked to
+├── NotInACluster    the address of the API or the pod's identity is unknown
+├── HalfAPair        a Secret holds a public key without its secret key
+├── UnusableEntry    a Secret holds an entry from which its counterpart cannot be derived
+└── ApiRefused       the API refused the request
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Kubernetes' API as far as Secrets go, on this machine: for tests, and to try the chart's Jobs without a cluster.
+"""Local fake of the Kubernetes API for Secrets: for tests, and to try the chart's Jobs without a cluster.
 
-Like the real one it wants a token, speaks TLS by a certificate of its own, and refuses a write to what has changed
-since it was read.
+Like the real one it requires a token, speaks TLS with its own certificate, and refuses a write to an object that
+changed since it was read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass
 class FakeSecretsApi:
-    """Owns a server on loopback and the Secrets that it was told, by name. `folder` becomes what Kubernetes mounts into
-    a pod. `refuses`: verbs that the account has no right to."""
+    """Server on loopback with Secrets by name.
+
+    `folder` receives the files that Kubernetes mounts into a pod. `refuses` are verbs that the account may not use.
+    """
 
     folder: Path
     namespace: str = "prod"
     host: str = LOOPBACK
-    port: int = 0  # 0: a free one
+    port: int = 0  # 0: any free port
     refuses: set[str] = field(default_factory=set)
     secrets: dict[str, dict[str, Any]] = field(default_factory=dict)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
@@ -63,16 +65,16 @@ class FakeSecretsApi:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What Kubernetes tells each pod of it."""
+        """The environment variables that Kubernetes sets in each pod."""
         return {"KUBERNETES_SERVICE_HOST": self.host, "KUBERNETES_SERVICE_PORT": str(self._server.server_port)}
 
     def store(self, name: str, entry: str, value: bytes) -> None:
-        """Put an entry into a Secret by hand, as `kubectl` would."""
+        """Put an entry into a Secret by hand, like `kubectl`."""
         found = self.secrets.setdefault(name, {"metadata": {"name": name, "resourceVersion": "1"}, "data": {}})
         found["data"][entry] = base64.b64encode(value).decode()
 
     def answer(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
-        """Status and document, as the real one has them."""
+        """Return status and document like the real API."""
         base = f"/api/v1/namespaces/{self.namespace}/secrets"
         name = body["metadata"]["name"] if method == "POST" and body else path.removeprefix(f"{base}/")
         verb = {"GET": "get", "POST": "create", "PUT": "update"}[method]
@@ -97,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Nothing is printed."""
+        """Log nothing."""
 
     def _handle(self) -> None:
         length = int(self.headers.get("content-length", 0))

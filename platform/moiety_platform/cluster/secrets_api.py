@@ -1,4 +1,4 @@
-"""Secrets of the pod's own namespace, by Kubernetes' API. Knows no other object."""
+"""Client of the Kubernetes API for Secrets of the pod's own namespace. Knows no other object."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ import httpx
 
 from moiety_platform.cluster.errors import ApiRefused, NotInACluster
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where Kubernetes puts a pod's identity
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # mount of a pod's identity
 TIMEOUT_S = 10.0
 NOT_FOUND, CONFLICT = 404, 409
 
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A Secret as it is stored. `document` is all of it as the API has it, with the version by which a write that came
-    between is noticed."""
+    """A Secret as stored. `document` is the whole object of the API, whose version reveals a concurrent write."""
 
     name: str
     entries: Mapping[str, bytes] = field(repr=False)
@@ -30,7 +29,7 @@ class Secret:
 
 
 class SecretsApi:
-    """Owns the connection. Every method raises ApiRefused; writes fail closed."""
+    """Owner of the connection. Every method raises ApiRefused; writes fail closed."""
 
     def __init__(self, url: str, namespace: str, token: str, ca: Path | None) -> None:
         trusted: ssl.SSLContext | bool = True if ca is None else ssl.create_default_context(cafile=str(ca))
@@ -45,7 +44,7 @@ class SecretsApi:
 
     @classmethod
     def of_pod(cls, environment: Mapping[str, str], account: Path = ACCOUNT) -> Self:
-        """By what Kubernetes tells each pod. Raises NotInACluster."""
+        """Connect with the environment and identity of a pod. Raises NotInACluster."""
         host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise NotInACluster(
@@ -67,7 +66,7 @@ class SecretsApi:
         self._client.close()
 
     def read(self, name: str) -> Secret | None:
-        """None if there is no such Secret."""
+        """Return the Secret, or None if there is none."""
         answer = self._ask("GET", f"{self._path}/{name}")
         if answer.status_code == NOT_FOUND:
             return None
@@ -76,7 +75,7 @@ class SecretsApi:
         return Secret(name, entries, document)
 
     def create(self, name: str, entries: Mapping[str, bytes]) -> bool:
-        """False if another was first."""
+        """Create the Secret; return False if another client was first."""
         answer = self._ask("POST", self._path, _document(name, entries))
         if answer.status_code == CONFLICT:
             return False
@@ -84,8 +83,7 @@ class SecretsApi:
         return True
 
     def replace(self, secret: Secret, entries: Mapping[str, bytes]) -> bool:
-        """Give it these entries, and leave all else that stands in it; False if it has been changed since it was
-        read."""
+        """Set these entries and leave all other fields; return False if the Secret changed since it was read."""
         document = {**secret.document, "data": _data(entries)}
         answer = self._ask("PUT", f"{self._path}/{secret.name}", document)
         if answer.status_code == CONFLICT:

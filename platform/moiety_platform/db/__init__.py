@@ -1,1 +1,1 @@
-"""The store: one SQL database, SQLite or PostgreSQL, behind SQLAlchemy 2 async. Knows no domain."""
+"""The store: one SQL database, SQLite or PostgreSQL, accessed through SQLAlchemy 2 async. Knows no domain."""

@@ -1,4 +1,4 @@
-"""What every table shares: the declarative base, names of constraints, and the one type for points in time."""
+"""Shared parts of all tables: the declarative base, the constraint names, and the type for points in time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sqlalchemy import DateTime, Dialect, MetaData
 from sqlalchemy.orm import DeclarativeBase
 from sqlalchemy.types import TypeDecorator
 
-REMEMBERED = 1024  # points in time: many rows of a transaction have the same
+REMEMBERED = 1024  # cached points in time: many rows of a transaction share one
 
 NAMING_CONVENTION = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -23,24 +23,26 @@ NAMING_CONVENTION = {
 
 
 class Base(DeclarativeBase):
-    """Root of all ORM models."""
+    """Base class of all ORM models."""
 
     metadata = MetaData(naming_convention=NAMING_CONVENTION)
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """Aware UTC in, aware UTC out: `timestamptz` on PostgreSQL; on SQLite, which has none, UTC text that sorts by
-    time."""
+    """Column type for aware UTC times.
+
+    It is `timestamptz` on PostgreSQL; on SQLite, which has none, UTC text that sorts by time.
+    """
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def bind_processor(self, dialect: Dialect) -> Callable[[datetime | None], Any] | None:
-        """On SQLite the text at once, since a row has several of them and a second many rows."""
+        """Return a processor that converts directly to text on SQLite, because rows have several times each."""
         return _to_text if dialect.name == "sqlite" else super().bind_processor(dialect)
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
-        """And from that text."""
+        """Return a processor that converts directly from text on SQLite."""
         return _from_text if dialect.name == "sqlite" else super().result_processor(dialect, coltype)
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:

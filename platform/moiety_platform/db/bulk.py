@@ -1,10 +1,10 @@
-"""Many rows by one statement with one parameter: a JSON document, which the database takes apart.
+"""Bulk statements: many rows in one statement with one parameter, a JSON document that the database unpacks.
 
-A parameter for each value would make a statement for each number of rows, which takes time to prepare and stays in the
-memory of every connection; a call for each row would hand the interpreter to another thread and back for each. So a
-statement is the same for any number of rows, and all its work is done in one call. What is read comes back in the same
-way, for SQLite's driver makes a call for each row that it fetches. And the statement is built once: to build it takes
-longer than the database takes to run it.
+One parameter per value would make a separate statement for each number of rows; each takes time to prepare and stays in
+the memory of every connection. One call per row would switch interpreter threads twice per row. Here a statement is the
+same for any number of rows, and one call does all its work. Reads return their rows the same way, because SQLite's
+driver makes a call for each row that it fetches. The statement is built once, because building it takes longer than the
+database takes to run it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ _Columns = Sequence[ColumnElement[Any]]
 
 
 class OverRows:
-    """A statement over rows that each call gives, values of `columns`. `build` makes it of a select of these rows, once
-    for each dialect; other values of a call are `bindparam`s in it. It is what the database gets: a restriction of the
-    session does not touch it."""
+    """Statement over the rows of each call, whose values belong to `columns`.
+
+    `build` makes the statement from a select of these rows, once per dialect; other values of a call are `bindparam`s
+    in it. The statement reaches the database unchanged: a session restriction does not apply to it.
+    """
 
     def __init__(self, columns: Sequence[Any], build: Callable[[Select[Any], Dialect], Any]) -> None:
         self._columns = [column.expression for column in columns]
@@ -53,13 +55,15 @@ class OverRows:
         self._reading: _Reading | None = None
 
     async def execute(self, session: AsyncSession, rows: Iterable[Row], **own: Any) -> CursorResult[Any]:
-        """Run it."""
+        """Run the statement on the rows."""
         dialect = session.get_bind().dialect
         return await self._run(session, self._statement(dialect), rows, own)
 
     async def read(self, session: AsyncSession, rows: Iterable[Row], **own: Any) -> Sequence[tuple[Any, ...]]:
-        """What a select of columns finds: many rows, in no order, and, but for bytes, nothing that JSON has no word
-        for."""
+        """Return the rows that a select of columns finds, unordered; for many rows.
+
+        Apart from bytes, their values must exist in JSON.
+        """
         dialect = session.get_bind().dialect
         statement = self._statement(dialect)
         if dialect.name != "sqlite":
@@ -70,8 +74,10 @@ class OverRows:
         return self._reading.rows_of(found.scalar_one())
 
     async def lock(self, session: AsyncSession, rows: Iterable[Row], **own: Any) -> None:
-        """Lock what a select `with_for_update` finds, in its order, until the transaction's end. Whoever writes to
-        SQLite has the whole database locked."""
+        """Lock the rows that a select `with_for_update` finds, in its order, until the end of the transaction.
+
+        On SQLite this does nothing: a writer locks the whole database.
+        """
         dialect = session.get_bind().dialect
         if dialect.name != "sqlite":
             await self._run(session, self._statement(dialect), rows, own)
@@ -93,7 +99,7 @@ class OverRows:
 
 
 class _Reading:
-    """All that a select finds as one document, and how it is taken apart again."""
+    """Select whose result is a single JSON document, and the conversion back to rows."""
 
     def __init__(self, statement: Select[Any], dialect: Dialect) -> None:
         columns = list(statement.subquery().c)
@@ -112,7 +118,7 @@ class _Reading:
 
 
 def _in_hex(column: ColumnElement[Any]) -> ColumnElement[Any]:
-    """Bytes as a text, and null as null."""
+    """Return an expression for bytes as hex text; null stays null."""
     return case((column.is_not(None), func.hex(column)))
 
 
@@ -121,12 +127,12 @@ def _of_hex(text: str | None) -> bytes | None:
 
 
 def _result_of(column: ColumnElement[Any], dialect: Dialect) -> Callable[[Any], Any] | None:
-    """What the driver makes of a value of the column."""
+    """Return the driver's conversion for a result value of the column; None if there is none."""
     return column.type.dialect_impl(dialect).result_processor(dialect, None)
 
 
 class BulkInsert(OverRows):
-    """Inserts rows of one table. `finish` gives the dialect's insert its other clauses, which have no parameters."""
+    """Insert of rows into one table. `finish` adds other clauses, without parameters, to the dialect's insert."""
 
     def __init__(self, model: type[Base], finish: Callable[[Any], Any] = lambda insert: insert) -> None:
         table = model.__table__
@@ -140,14 +146,15 @@ class BulkInsert(OverRows):
         super().__init__(columns, build)
 
     async def __call__(self, session: AsyncSession, rows: Sequence[Row]) -> int:
-        """All of them, as the values of all columns in the table's order; how many of them came into the table, or were
-        changed there."""
+        """Insert the rows, given as values of all columns in table order; return how many were inserted or changed."""
         return (await self.execute(session, rows)).rowcount if rows else 0
 
 
 class BulkAdd(OverRows):
-    """Adds to a column of the rows of one table that have these values in `keys`. It locks them in no order of its own:
-    whoever calls has locked them, or what stands before them."""
+    """Addition to a column of the rows of one table, selected by the values of `keys`.
+
+    It locks the rows in no defined order: the caller must have locked them, or rows that guard them.
+    """
 
     def __init__(self, model: type[Base], column: str, keys: Sequence[str]) -> None:
         table = model.__table__
@@ -162,21 +169,24 @@ class BulkAdd(OverRows):
         super().__init__([*named, raised], build)
 
     async def __call__(self, session: AsyncSession, amounts: Mapping[tuple[Any, ...], int]) -> None:
-        """What is added to each, by its key. What is not there is left out."""
+        """Add the amounts to the rows by key. Keys without a row are ignored."""
         if amounts:
             await self.execute(session, [(*key, amount) for key, amount in amounts.items()])
 
 
 def among(session: AsyncSession, columns: Sequence[Any], rows: Iterable[Row]) -> ColumnElement[bool]:
-    """Whether the columns are one of the rows, none of which has bytes, in a statement that is seldom run. SQLite looks
-    the rows up in an index so; those that stand in the statement itself it compares with every row of the table."""
+    """Return a condition that the columns equal one of the rows, for a statement that runs rarely. Rows hold no bytes.
+
+    SQLite looks the rows up in an index this way; it would compare rows written into the statement itself with every
+    row of the table.
+    """
     dialect, found = session.get_bind().dialect, [column.expression for column in columns]
     document = bindparam(None, _document(dialect, found, list(rows)), String)
     return tuple_(*columns).in_(_read(dialect, found, document))
 
 
 def _read(dialect: Dialect, columns: _Columns, document: ColumnElement[str]) -> Select[Any]:
-    """What takes the document apart."""
+    """Return a select that unpacks the JSON document into rows."""
     values: list[ColumnElement[Any]]
     if dialect.name == "postgresql":
         each = func.json_array_elements(cast(document, JSON)).table_valued("value")
@@ -191,11 +201,11 @@ def _read(dialect: Dialect, columns: _Columns, document: ColumnElement[str]) -> 
             for place, column in enumerate(columns)
         ]
     named = [value.label(column.key) for value, column in zip(values, columns, strict=True)]
-    return select(*named).where(true())  # without WHERE, SQLite would take an insert's ON for a join's
+    return select(*named).where(true())  # without WHERE, SQLite would parse an insert's ON as a join's
 
 
 def _document(dialect: Dialect, columns: _Columns, rows: Sequence[Row]) -> str:
-    """The rows as the database's own types, where JSON has no word for a value's."""
+    """Encode the rows as JSON, with values converted to the database's own types where JSON has none."""
     by_column = list(zip(*rows, strict=True)) or [()] * len(columns)
     for place, column in enumerate(columns):
         bind = column.type.dialect_impl(dialect).bind_processor(dialect)

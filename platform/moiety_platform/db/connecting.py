@@ -1,7 +1,7 @@
-"""Opens connections in tasks of their own, so that a caller that is cancelled meanwhile leaves none open.
+"""Opening of connections in separate tasks, so that a cancelled caller leaves no connection open.
 
-A driver that is cancelled while it connects can lose the connection that its thread or server has just made: nobody
-closes it, and it keeps its descriptors until the garbage collector finds it.
+A driver that is cancelled while it connects can lose the connection that its thread or server has just made: nothing
+closes it, and it keeps its descriptors until garbage collection.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ _closing: set[asyncio.Task[None]] = set()
 
 
 def connect_of_dialect(dialect: Dialect, arguments: list[Any], options: Options) -> DBAPIConnection:
-    """Open a connection as SQLAlchemy does by itself."""
+    """Open a connection as SQLAlchemy does by default."""
     connection: DBAPIConnection = dialect.connect(*arguments, **options)
     return connection
 
 
 def connect_uncancelled(engine: AsyncEngine, connect: Connect = connect_of_dialect) -> None:
-    """Have the engine finish every connection that it begins: one whose caller was cancelled is closed as soon as it is
-    open."""
+    """Have the engine finish every connection that it begins; close the connection of a cancelled caller once open."""
 
     def connect_in_task(
         dialect: Dialect, _record: ConnectionPoolEntry, arguments: list[Any], options: Options

@@ -1,4 +1,4 @@
-"""Statements that SQL leaves to each database."""
+"""Statements that differ between databases."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moiety_platform.db.base import Base
 
 
 def insert_into(session: AsyncSession, table: type[Base]) -> Any:
-    """An insert in the database's own dialect, which knows what to do on a conflict."""
+    """Return an insert in the session's dialect, which supports ON CONFLICT."""
     return insert_of(session.get_bind().dialect, table)
 
 
 def insert_of(dialect: Dialect, table: type[Base] | Table) -> Any:
-    """The same, of a dialect."""
+    """Return an insert of the given dialect, which supports ON CONFLICT."""
     return (postgresql if dialect.name == "postgresql" else sqlite).insert(table)

@@ -1,4 +1,4 @@
-"""What is past its time, to be deleted a little at a time."""
+"""Selection of expired rows, for deletion in small batches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ async def oldest_expired(
     now_ms: ColumnElement[int],
     limit: int,
 ) -> Sequence[str]:
-    """The ids of at most `limit` rows whose time was over by the database's clock, the oldest first. They are locked;
-    those that another process has locked are left to it."""
-    now = await session.scalar(select(now_ms))  # as a value, so that the index serves
+    """Return the ids of at most `limit` rows that have expired by the database's clock, the oldest first.
+
+    The rows are locked; rows that another process has locked are skipped.
+    """
+    now = await session.scalar(select(now_ms))  # as a value, so that the index is used
     expired = select(ids).where(expires_ms <= now).order_by(expires_ms).limit(limit)
     return (await session.scalars(expired.with_for_update(skip_locked=True))).all()

@@ -1,4 +1,4 @@
-"""Tells a store that is away from a statement that is wrong: the first is worth another try, the second never."""
+"""Classification of store errors: an unavailable store is worth a retry, a wrong statement is not."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moiety_platform.errors import Unavailable
 RETRY_AFTER_S = 1.0
 UNMIGRATED = "store_unmigrated"
 
-# SQLSTATE classes and codes of PostgreSQL that time, or an operator, mends: connection, refused credentials or
+# SQLSTATE classes and codes of PostgreSQL that time or an operator resolves: connection, refused credentials or
 # database, resources, operator intervention, system error; then read-only servers, lost races for locks or
-# serialisation, tables that are not there yet or not ours to touch, and prepared statements or cursors that a pooler
-# has left on another server connection.
+# serialisation, missing tables or tables without permission, and prepared statements or cursors that a pooler has left
+# on another server connection.
 _AWAY_CLASSES = frozenset({"08", "28", "3D", "53", "57", "58"})
 _AWAY_CODES = frozenset({"25006", "26000", "34000", "40001", "40P01", "42501", "42P05", "55P03"})
 _UNMIGRATED_CODES = frozenset({"42P01", "42703"})
@@ -23,7 +23,7 @@ _UNMIGRATED_WORDS = ("no such table", "no such column", "has no column named")  
 
 
 def is_away(error: BaseException) -> bool:
-    """True if the store could not be reached or could not serve, whatever the statement was."""
+    """Return whether the store could not be reached or could not serve, whatever the statement was."""
     if isinstance(error, OSError | sa.TimeoutError):  # refused, reset, timed out; no connection left in the pool
         return True
     state = _sqlstate(error)
@@ -37,7 +37,7 @@ def is_away(error: BaseException) -> bool:
 
 
 def is_unmigrated(error: BaseException) -> bool:
-    """True if the store lacks a table or column that this release needs."""
+    """Return whether the store lacks a table or column that this release needs."""
     state = _sqlstate(error)
     if state or not isinstance(error, sa.OperationalError):
         return state in _UNMIGRATED_CODES
@@ -45,8 +45,10 @@ def is_unmigrated(error: BaseException) -> bool:
 
 
 def is_bad_value(error: BaseException) -> bool:
-    """Return whether the store, or its driver, cannot take a value of the statement: a NUL character, a lone surrogate,
-    a number or a moment outside its range."""
+    """Return whether the store or its driver rejects a value of the statement.
+
+    Examples are a NUL character, a lone surrogate, and a number or time outside its range.
+    """
     if _sqlstate(error)[:2] == "22" or isinstance(error, sa.DataError):
         return True
     of_driver = error.orig if isinstance(error, sa.StatementError) else error
@@ -56,10 +58,10 @@ def is_bad_value(error: BaseException) -> bool:
 
 @contextmanager
 def unavailable_when_away() -> Iterator[None]:
-    """Raises Unavailable in place of whatever the driver says when the store is away; lets everything else through."""
+    """Raise Unavailable in place of the driver's error when the store is away; let other errors through."""
     try:
         yield
-    except Exception as error:  # judged and, unless the store is away, raised on
+    except Exception as error:  # raised again unless the store is away
         if not is_away(error):
             raise
         if is_unmigrated(error):

@@ -1,4 +1,4 @@
-"""Lists as OpenAI's API pages them: after the object with a given id, by the time it was made, in either direction."""
+"""Pagination as in OpenAI's API: after the object with a given id, by creation time, in either direction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ After = Annotated[str | None, QueryParameter(description="The id of the last obj
 
 
 class Identified(TypedDict):
-    """An object of a list."""
+    """Object of a list."""
 
     id: str
 
@@ -29,7 +29,7 @@ View = TypeVar("View", bound=Identified)
 
 
 class Listing(TypedDict, Generic[View]):
-    """Some objects; `has_more` says whether others follow after `last_id`."""
+    """Page of objects; `has_more` says whether others follow after `last_id`."""
 
     object: Literal["list"]
     data: list[View]
@@ -40,7 +40,7 @@ class Listing(TypedDict, Generic[View]):
 
 @dataclass(frozen=True, slots=True)
 class ListRequest:
-    """Which part of a list is wanted: at most `limit` rows after the one with the id `after`."""
+    """Requested page of a list: at most `limit` rows after the row with the id `after`."""
 
     limit: int
     after: str | None = None
@@ -50,7 +50,7 @@ class ListRequest:
 def parse_list(
     limit: str | None, after: str | None, order: str | None, *, default_limit: int, max_limit: int
 ) -> ListRequest:
-    """What a client asks for. Raises BadRequest."""
+    """Return the page that a client requests. Raises BadRequest."""
     wanted = default_limit if limit is None else parse_whole(limit, "limit")
     if not 1 <= wanted <= max_limit:
         raise BadRequest(f"'limit' must be between 1 and {max_limit:,}, not {wanted}", param="limit")
@@ -66,8 +66,10 @@ async def read_list(
     created: InstrumentedAttribute[int],
     row_id: InstrumentedAttribute[str],
 ) -> tuple[Sequence[Row], bool]:
-    """That part of what the statement selects, and whether more follows. Raises BadRequest where `after` names nothing
-    that the statement selects."""
+    """Return the requested page of the statement's rows, and whether more follow.
+
+    Raises BadRequest if `after` is no id of the statement's rows.
+    """
     if wanted.after is not None:
         position = statement.with_only_columns(created, row_id).where(row_id == wanted.after[:64])
         last = (await session.execute(position)).first()
@@ -81,6 +83,6 @@ async def read_list(
 
 
 def list_fields(views: Sequence[View], has_more: bool) -> Listing[View]:
-    """The body of the answer."""
+    """Return the response body of a page."""
     first, last = (views[0]["id"], views[-1]["id"]) if views else (None, None)
     return {"object": "list", "data": list(views), "first_id": first, "last_id": last, "has_more": has_more}

@@ -1,4 +1,4 @@
-"""The database's clock as an expression, so that all replicas go by one."""
+"""The database's clock as an SQL expression, so that all replicas use one clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 
 class now_ms(FunctionElement[int]):  # noqa: N801 - reads like the SQL function that it stands for
-    """Unix milliseconds, not standing still within a transaction."""
+    """Current time in Unix milliseconds; it advances within a transaction."""
 
     type = BigInteger()
     inherit_cache = True

@@ -28,7 +28,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a page ended: the last row's time and id."""
+    """End of a page: the last row's time and id."""
 
     at: datetime
     row_id: str
@@ -36,14 +36,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """Which page is wanted: at most `limit` rows after `after`."""
+    """Requested page: at most `limit` rows after `after`."""
 
     limit: int = DEFAULT_LIMIT
     after: Position | None = None
 
 
 def parse_page(limit: str | None, cursor: str | None) -> PageRequest:
-    """What a client's `limit` and `cursor` ask for. Raises BadRequest."""
+    """Return the page that a client's `limit` and `cursor` request. Raises BadRequest."""
     wanted = DEFAULT_LIMIT if limit is None else parse_whole(limit, "limit")
     if not 1 <= wanted <= MAX_LIMIT:
         raise BadRequest(f"'limit' must be between 1 and {MAX_LIMIT}, not {wanted}.", param="limit")
@@ -52,13 +52,13 @@ def parse_page(limit: str | None, cursor: str | None) -> PageRequest:
 
 
 def encode_cursor(position: Position) -> str:
-    """An opaque, URL-safe cursor."""
+    """Return an opaque, URL-safe cursor."""
     at_us = (position.at - _EPOCH) // _MICROSECOND
     return base64.urlsafe_b64encode(f"{at_us}:{position.row_id}".encode()).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str) -> Position:
-    """The inverse of `encode_cursor`. Raises BadRequest for anything that it did not make."""
+    """Return the position in a cursor; the inverse of `encode_cursor`. Raises BadRequest for any other text."""
     try:
         if len(cursor) > 400:
             raise ValueError("too long")
@@ -82,8 +82,10 @@ def after_position(
     *,
     newest_first: bool,
 ) -> Select[Any]:
-    """The statement, ordered by (at, row_id), starting after the page's position, with one row more than asked for:
-    the surplus tells `cut_page` whether another page follows."""
+    """Return the statement, ordered by (at, row_id), from the page's position, with one row more than requested.
+
+    From the extra row `cut_page` sees whether another page follows.
+    """
     key = tuple_(at, row_id)
     if page.after is not None:
         last = tuple_(literal(page.after.at, at.type), literal(page.after.row_id, row_id.type))
@@ -95,7 +97,7 @@ def after_position(
 def cut_page(
     rows: Sequence[Row], page: PageRequest, position_of: Callable[[Row], Position]
 ) -> tuple[Sequence[Row], str | None]:
-    """The page's rows and the cursor of the next page, None if this is the last."""
+    """Return the page's rows and the cursor of the next page, None if this is the last."""
     if len(rows) <= page.limit:
         return rows, None
     kept = rows[: page.limit]

@@ -1,12 +1,11 @@
 """Connections to PostgreSQL: to one of several hosts, directly or through a pooler.
 
-A pooler in transaction mode, such as pgbouncer, gives each transaction whichever server connection is free. So nothing
-here outlives a transaction: neither a setting nor a lock, and through a pooler no prepared statement either, since its
-name would be unknown to the next server connection, or another client's. What is prepared has no name there, and is
+A pooler in transaction mode, such as pgbouncer, gives each transaction any free server connection. Therefore no setting
+and no lock here outlives a transaction. Through a pooler no prepared statement does either, because the next server
+connection may not know its name, or may use it for another client. There a prepared statement has no name, and is
 prepared within the transaction that uses it.
 
-That a pooler is there shows when a connection is made: the process that it says it is connected to is not the one that
-runs its statements.
+A new connection detects the pooler: the backend PID that it reports differs from the one that runs its statements.
 """
 
 from __future__ import annotations
@@ -36,25 +35,26 @@ _log = structlog.get_logger(__name__)
 
 
 class NoConnection(ConnectionError):
-    """PostgreSQL, or the pooler before it, could not be connected to; the message says why, and where it is known what
-    to do."""
+    """PostgreSQL, or the pooler before it, refused the connection; the message says why and, if known, what to do."""
 
 
 class PostgresConnection(asyncpg.Connection):  # type: ignore[misc]  # the driver has no types
-    """A connection that looks up types in a transaction, so that a pooler leaves the statement and its execution on one
-    server connection."""
+    """Connection that looks up types in a transaction.
+
+    A pooler then uses the same server connection for the statement and its execution.
+    """
 
     async def set_type_codec(self, *arguments: Any, **options: Any) -> None:
-        """Set how values of a type are written."""
+        """Set how values of a type are encoded and decoded."""
         async with self.transaction():
             await super().set_type_codec(*arguments, **options)
 
 
 class PostgresConnector:
-    """Makes the connections of one engine."""
+    """Factory for the connections of one engine."""
 
     def __init__(self, url: PostgresUrl, *, connect_timeout_s: float, statement_timeout_s: float) -> None:
-        """Raises BadDatabaseUrl if a certificate or key that the URL names cannot be read."""
+        """Check the files that the URL names. Raises BadDatabaseUrl if a certificate or key cannot be read."""
         self._url = url
         self._timeout_s = connect_timeout_s if url.connect_timeout_s is None else url.connect_timeout_s
         self._statement_timeout_s = statement_timeout_s
@@ -65,7 +65,7 @@ class PostgresConnector:
                 _check_readable(name, path)
 
     def connect(self, dialect: Dialect, _arguments: list[Any], _options: dict[str, Any]) -> DBAPIConnection:
-        """Open a connection, in a greenlet of SQLAlchemy's. Raises NoConnection."""
+        """Open a connection, in a greenlet of SQLAlchemy. Raises NoConnection."""
         opened, is_pooled = await_only(self._open())
 
         async def give() -> PostgresConnection:
@@ -79,7 +79,7 @@ class PostgresConnector:
         return connection
 
     async def _open(self) -> tuple[PostgresConnection, bool]:
-        """A connection to a host whose session is as the URL wants it, and whether a pooler stands before it."""
+        """Return a connection to a host whose session matches the URL, and whether it goes through a pooler."""
         reason: BaseException | str = ""
         for host, port, session in self._attempts():
             try:
@@ -87,7 +87,7 @@ class PostgresConnector:
             except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError) as error:
                 reason = error
                 if isinstance(error, OSError | asyncpg.CannotConnectNowError):
-                    continue  # with the next host, as libpq does; credentials are refused by all
+                    continue  # try the next host, as libpq does; all hosts would refuse the same credentials
                 break
             try:
                 async with opened.transaction():
@@ -109,7 +109,7 @@ class PostgresConnector:
         raise NoConnection(_explained(reason)) from cause
 
     def _attempts(self) -> Iterator[tuple[str | None, int | None, str]]:
-        """Hosts in the order in which they are tried, with the session that is wanted of each."""
+        """Yield the hosts in the order of the attempts, with the session type that each must have."""
         hosts: list[tuple[str | None, int | None]] = [*self._url.hosts] or [(None, None)]
         if self._url.parameters.get("load_balance_hosts") == "random":
             random.SystemRandom().shuffle(hosts)
@@ -124,7 +124,7 @@ class PostgresConnector:
                 asyncpg_dsn(self._url, host, port),
                 connection_class=PostgresConnection,
                 server_settings=self._url.server_settings,
-                statement_cache_size=0,  # the driver's own, beside SQLAlchemy's
+                statement_cache_size=0,  # the driver's own cache, in addition to SQLAlchemy's
                 timeout=None if self._timeout_s == float("inf") else self._timeout_s,
                 command_timeout=self._statement_timeout_s,
                 **options,
@@ -148,18 +148,18 @@ class PostgresConnector:
 
 
 def _no_name() -> str:
-    """The name of a prepared statement that the next one replaces."""
+    """Return the empty name of a prepared statement that the next one replaces."""
     return ""
 
 
 def _names() -> Callable[[], str]:
-    """Names for the prepared statements of one connection, each another."""
+    """Return a function that yields a new name for each prepared statement of one connection."""
     numbers = count(1)
     return lambda: f"moiety_{next(numbers)}"
 
 
 def _suits(session: str, *, is_standby: bool, is_read_only: bool) -> bool:
-    """Whether it is the session that `target_session_attrs` means."""
+    """Return whether the session is of the type that `target_session_attrs` requires."""
     if session in ("primary", "standby"):
         return is_standby == (session == "standby")
     if session in ("read-write", "read-only"):
@@ -168,7 +168,7 @@ def _suits(session: str, *, is_standby: bool, is_read_only: bool) -> bool:
 
 
 def _explained(reason: BaseException | str) -> str:
-    """In one line, with what to do where a pooler says what it does not do."""
+    """Return the reason in one line, with what to do if a pooler lacks a feature."""
     told = " ".join(str(reason).split()) or type(reason).__name__
     if "unsupported startup parameter" in told:
         return (

@@ -1,8 +1,7 @@
-"""PostgreSQL's connection URLs by libpq's rules, for both drivers: asyncpg, which serves, and psycopg, which migrates.
+"""PostgreSQL connection URLs by libpq's rules, for both drivers: asyncpg, which serves, and psycopg, which migrates.
 
-Pure; imports no driver. What asyncpg cannot do is refused with the parameter's name, never sent to the server as a
-setting that it does not know. The grammar is that of
-https://www.postgresql.org/docs/current/libpq-connect.html#LIBPQ-CONNSTRING-URIS.
+Pure; imports no driver. A parameter that asyncpg does not support is refused by name, never sent to the server as an
+unknown setting. Grammar: https://www.postgresql.org/docs/current/libpq-connect.html#LIBPQ-CONNSTRING-URIS.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _OF_TLS = frozenset({"sslmode", "sslcert", "sslkey", "sslpassword", "sslrootcert
 _OF_LOGIN = frozenset({"passfile", "krbsrvname"})
 _OF_SERVER = frozenset({"application_name", "fallback_application_name", "options"})
 _OF_CHOICE = frozenset({"connect_timeout", "target_session_attrs", "load_balance_hosts"})
-# How a dead peer is noticed, which asyncpg has no word for: each statement of a gateway has a time limit instead.
+# Detection of a dead peer, which asyncpg does not support: each statement of a gateway has a time limit instead.
 _OF_SOCKET = frozenset({"keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout"})
 _TAKEN = _OF_TLS | _OF_LOGIN | _OF_SERVER | _OF_CHOICE | _OF_SOCKET
 
-# Parameters of libpq that asyncpg has no part in, with the values that ask nothing of it.
+# Parameters of libpq that asyncpg does not implement, with the values that require nothing of it.
 _HARMLESS: dict[str, tuple[str, ...]] = {
     "channel_binding": ("disable", "prefer"),
     "client_encoding": ("auto", "utf8", "utf-8", "unicode"),
@@ -47,8 +46,8 @@ _HARMLESS: dict[str, tuple[str, ...]] = {
     "sslsni": ("1",),
 }
 
-# Switches by which drivers are told that a pooler stands before the server, with the values that say so. They are
-# parameters of the drivers, not of the server.
+# Parameters that tell drivers of a pooler in front of the server, with the values that say so. They belong to the
+# drivers, not to the server.
 _POOLED_WHEN: dict[str, tuple[str, ...]] = {
     "pgbouncer": ("true", "1", "yes", "on"),
     "pool_mode": ("transaction",),
@@ -61,13 +60,16 @@ _POOLED_WHEN: dict[str, tuple[str, ...]] = {
 
 
 class BadPostgresUrl(ValueError):
-    """The URL asks for what a driver cannot do, or is no URL; the message says which part, and what to do."""
+    """The URL is malformed, or requires what a driver does not support; the message says which part, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class PostgresUrl:
-    """Where PostgreSQL is and how it is connected to. `hosts` is empty where the drivers' default counts; a port is
-    None where theirs does. `is_pooled` says that the URL itself tells of a pooler in transaction mode."""
+    """Parsed PostgreSQL connection URL.
+
+    `hosts` is empty if the drivers' default applies; a port is None if theirs does. `is_pooled` says that the URL
+    itself declares a pooler in transaction mode.
+    """
 
     hosts: tuple[tuple[str, int | None], ...] = ()
     user: str | None = None
@@ -78,7 +80,7 @@ class PostgresUrl:
 
     @property
     def connect_timeout_s(self) -> float | None:
-        """For one host; None where the URL says nothing, infinity where it says not to stop waiting."""
+        """Return the connect timeout per host; None if the URL gives none, infinity if it says to wait without limit."""
         given = self.parameters.get("connect_timeout")
         if given is None:
             return None
@@ -86,12 +88,12 @@ class PostgresUrl:
 
     @property
     def wanted_session(self) -> str:
-        """One of SESSIONS."""
+        """Return the required session type, one of SESSIONS."""
         return self.parameters.get("target_session_attrs", "any")
 
     @property
     def server_settings(self) -> dict[str, str]:
-        """What the server is told of the session when it begins."""
+        """Return the session settings that are sent to the server at the start of the session."""
         settings = {}
         name = self.parameters.get("application_name") or self.parameters.get("fallback_application_name")
         if name:
@@ -102,16 +104,16 @@ class PostgresUrl:
 
     @property
     def trusts_system(self) -> bool:
-        """Whether the server's certificate is checked against the system's authorities."""
+        """Return whether the server's certificate is checked against the system's certificate authorities."""
         return self.parameters.get("sslrootcert") == SYSTEM_CERTIFICATES
 
     def tls_and_login(self) -> dict[str, str]:
-        """The parameters that asyncpg knows by libpq's names."""
+        """Return the TLS and login parameters that asyncpg accepts under libpq's names."""
         of_context = {"sslmode", "sslrootcert"} if self.trusts_system else set()
         return {name: self.parameters[name] for name in (_OF_TLS | _OF_LOGIN) - of_context if name in self.parameters}
 
     def to_libpq(self, scheme: str = "postgresql") -> str:
-        """The same as a URL that has only libpq's parameters."""
+        """Return the URL with only libpq's parameters."""
         query = {name: value for name, value in self.parameters.items() if value}
         netloc = _userinfo(self.user, self.password)
         if len(self.hosts) == 1 and not self.hosts[0][0].startswith("/"):
@@ -125,7 +127,7 @@ class PostgresUrl:
 
 
 def parse_postgres_url(uri: str) -> PostgresUrl:
-    """What stands in a URL, of which `uri` is all behind `://`. Raises BadPostgresUrl."""
+    """Parse a URL, of which `uri` is the part after `://`. Raises BadPostgresUrl."""
     found = _URI.fullmatch(uri)
     if found is None:
         raise BadPostgresUrl("write it as postgresql://user:password@host:5432/database?name=value")
@@ -151,7 +153,7 @@ def parse_postgres_url(uri: str) -> PostgresUrl:
 
 
 def asyncpg_dsn(url: PostgresUrl, host: str | None, port: int | None) -> str:
-    """The URL of one of its hosts as asyncpg reads it, but for the server's settings and the system's authorities."""
+    """Return the URL of one host for asyncpg, without the server settings and the system's certificate authorities."""
     query = url.tls_and_login()
     netloc = _userinfo(url.user, url.password)
     if host is not None and host.startswith("/"):
@@ -177,7 +179,7 @@ def _read_query(text: str) -> dict[str, str]:
 
 
 def _hosts(authority: str, named: str | None, ports: str | None) -> tuple[tuple[str, int | None], ...]:
-    """Of the authority, unless the parameters `host` and `port` say otherwise."""
+    """Return the hosts and ports of the authority, unless the parameters `host` and `port` override them."""
     found: list[tuple[str, int | None]] = []
     for part in authority.split(","):
         match = _HOST.fullmatch(part)
@@ -211,7 +213,7 @@ def _port(text: str | None) -> int | None:
 
 
 def _take_pooler_switches(given: dict[str, str]) -> bool:
-    """Remove them; whether one says that a pooler is there."""
+    """Remove the pooler switches from `given`; return whether one of them declares a pooler."""
     is_pooled = False
     for name in [name for name in given if name.lower() in _POOLED_WHEN]:
         is_pooled |= given.pop(name).lower() in _POOLED_WHEN[name.lower()]
@@ -219,7 +221,7 @@ def _take_pooler_switches(given: dict[str, str]) -> bool:
 
 
 def _use_modes_of_ssl(given: dict[str, str]) -> None:
-    """`ssl`, by which JDBC (true) and asyncpg (a mode) say `sslmode`."""
+    """Translate `ssl`, which JDBC (true) and asyncpg (a mode) use for `sslmode`."""
     mode = given.pop("ssl", "")
     if mode:
         of_switch = {"true": "require", "1": "require", "false": "disable", "0": "disable"}

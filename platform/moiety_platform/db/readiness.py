@@ -1,4 +1,4 @@
-"""Whether the store can serve: asked until it once could, never after, since what is cached outlives a short outage."""
+"""Readiness of the store: checked until it succeeds once, then never again, because caches outlive a short outage."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ _log = structlog.get_logger(__name__)
 
 
 class StoreReadiness:
-    """Checks once for all who ask at the same time. A store is ready if it has every table and column that the
-    program knows."""
+    """Readiness check that concurrent callers share.
+
+    A store is ready if it has every table and column that the program knows.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._ready = False
         self._check: asyncio.Task[str] | None = None
-        self._asking: asyncio.Task[str] | None = None  # for those who do not wait
+        self._asking: asyncio.Task[str] | None = None  # for callers that do not wait
         self._said = ""
 
     async def why_not_ready(self) -> str:
-        """Empty if the store can serve, or once could; else the reason. Answers soon even if the store does not."""
+        """Return the reason why the store cannot serve; empty if it can, or once could.
+
+        Returns soon, even if the store does not answer.
+        """
         if self._ready:
             return ""
         if self._check is None:
@@ -47,14 +52,16 @@ class StoreReadiness:
         return reason
 
     def look(self) -> bool:
-        """Whether it could serve when that was last looked at; until it could, this has it looked at again, and waits
-        for nothing. In the event loop."""
+        """Return whether the store was ready at the last check; until it was, start another check without waiting.
+
+        Call it in the event loop.
+        """
         if not self._ready and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self.why_not_ready(), name="store-look")
         return self._ready
 
     async def close(self) -> None:
-        """End a check that is still under way."""
+        """Cancel a check that is still running."""
         for task in (self._asking, self._check):
             if task is not None:
                 task.cancel()

@@ -1,8 +1,9 @@
 """Engines and transactions. A `Database` is owned by the entry point that opens it, and closed there.
 
-Reading and writing are different verbs, since SQLite wants to know beforehand: a transaction that will write takes the
-write lock with its first statement (BEGIN IMMEDIATE), so it waits its turn instead of failing half-way. A transaction's
-block talks to the store and does nothing else; any time-out or broken connection in it counts as the store being away.
+Reads and writes use different methods, because SQLite must know beforehand: a transaction that will write takes the
+write lock with its first statement (BEGIN IMMEDIATE), so it waits for the lock instead of failing half-way. The block
+of a transaction uses the store and does nothing else; any time-out or broken connection in it counts as an unavailable
+store.
 """
 
 from __future__ import annotations
@@ -33,31 +34,34 @@ from moiety_platform.thread_priority import stand_back
 SQLITE_BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 15.0
-SQLITE_CACHE_KIB = 512  # a connection's pages; the system's cache has the others
-SQLITE_STATEMENTS = 32  # that a connection keeps prepared; those of many rows are large
+SQLITE_CACHE_KIB = 512  # page cache of a connection; the operating system caches the rest
+SQLITE_STATEMENTS = 32  # prepared statements per connection; statements over many rows are large
 
-UNRESTRICTED = {"moiety_unrestricted": True}  # execution options of a statement that a restriction does not touch
+UNRESTRICTED = {"moiety_unrestricted": True}  # execution options of a statement that a restriction does not apply to
 
 _BEGIN_OPTION = "moiety_sqlite_begin"
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """How many transactions there are at once, and how long one more waits for its turn."""
+    """Limit of concurrent transactions, and how long another one waits."""
 
     size: int
-    sqlite_size: int  # one writes at a time, and each has a thread
+    sqlite_size: int  # SQLite has one writer at a time, and each connection has a thread
     wait_s: float
 
 
 SERVING = Pool(10, 5, CONNECT_TIMEOUT_S)
-CHECKING = Pool(5, 5, CONNECT_TIMEOUT_S)  # look-ups of API keys, which no other work may keep from a connection
-LOOKING = Pool(4, 3, 8.0)  # apart from those who are served: who only looks waits longer, and takes nobody's place
+CHECKING = Pool(5, 5, CONNECT_TIMEOUT_S)  # look-ups of API keys, which must not wait for other work
+LOOKING = Pool(4, 3, 8.0)  # separate from requests: reports wait longer, and take no connection of a request
 
 
 def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, pool: Pool = SERVING) -> AsyncEngine:
-    """An engine that connects at first use. `url` may be plain (`sqlite:///f.db`, `postgresql://…`) or name its async
-    driver. `busy_timeout_s` is how long a SQLite writer waits for another. Raises BadDatabaseUrl."""
+    """Return an engine that connects at first use.
+
+    `url` may be plain (`sqlite:///f.db`, `postgresql://…`) or name its async driver. `busy_timeout_s` is how long a
+    SQLite writer waits for another. Raises BadDatabaseUrl.
+    """
     path = sqlite_path(url)
     if path is None:
         return _create_postgres_engine(postgres_url(url), pool)
@@ -66,8 +70,8 @@ def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, po
         pool_size=pool.sqlite_size,
         max_overflow=0,
         pool_timeout=pool.wait_s,
-        pool_use_lifo=True,  # one connection's prepared statements and pages serve most of what comes
-        hide_parameters=True,  # tracebacks and logs are no place for hashes of keys
+        pool_use_lifo=True,  # the prepared statements and pages of one connection serve most of the load
+        hide_parameters=True,  # tracebacks and logs must not contain hashes of keys
         connect_args={"cached_statements": SQLITE_STATEMENTS, "timeout": busy_timeout_s, "factory": _SqliteConnection},
     )
     connect_uncancelled(engine)
@@ -91,11 +95,11 @@ def _create_postgres_engine(url: PostgresUrl, pool: Pool) -> AsyncEngine:
 
 
 class Database:
-    """The store of one process: transactions for reading and for writing, and an end."""
+    """The store of one process: read and write transactions, and closing."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
-        self.num_statements = 0  # sent so far, those that open transactions among them
+        self.num_statements = 0  # sent so far, including those that open transactions
         event.listen(engine.sync_engine, "before_cursor_execute", self._count)
         self._read = async_sessionmaker(engine, expire_on_commit=False, autoflush=False)
         writer = engine.execution_options(**{_BEGIN_OPTION: "BEGIN IMMEDIATE"})
@@ -107,24 +111,26 @@ class Database:
 
     @classmethod
     def open(cls, url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, pool: Pool = SERVING) -> Self:
-        """A database by its URL; nothing is connected yet. Raises BadDatabaseUrl."""
+        """Return the database of a URL, without connecting. Raises BadDatabaseUrl."""
         return cls(create_engine(url, busy_timeout_s=busy_timeout_s, pool=pool))
 
     def restricted(self, criteria: Sequence[ORMOption]) -> Self:
-        """The same store as if it held only the rows that meet the criteria (of `with_loader_criteria`): others are
-        neither found nor counted, changed or deleted. What is inserted is not looked at."""
+        """Return the same store restricted to the rows that meet the criteria (of `with_loader_criteria`).
+
+        Other rows are not found, counted, changed or deleted. Inserts are not checked.
+        """
         narrow = copy.copy(self)
         narrow._criteria = (*self._criteria, *criteria)
         return narrow
 
     @property
     def dialect(self) -> str:
-        """`sqlite` or `postgresql`."""
+        """Name of the dialect: `sqlite` or `postgresql`."""
         return self.engine.dialect.name
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
-        """A transaction that only reads. Raises Unavailable when the store is away."""
+        """Open a transaction that only reads. Raises Unavailable when the store is away."""
         with unavailable_when_away():
             async with self._read() as session:
                 self._restrict(session)
@@ -132,8 +138,10 @@ class Database:
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
-        """A transaction that commits when the block ends well and rolls back when it raises. Raises Unavailable when
-        the store is away."""
+        """Open a transaction that commits when the block ends normally and rolls back when it raises.
+
+        Raises Unavailable when the store is away.
+        """
         with unavailable_when_away():
             async with self._write.begin() as session:
                 self._restrict(session)
@@ -149,7 +157,7 @@ class Database:
             state.statement = state.statement.options(*self._criteria)
 
     async def ping(self) -> None:
-        """Raises Unavailable unless the store answers."""
+        """Raise Unavailable unless the store answers."""
         async with self.read() as session:
             await session.execute(text("SELECT 1"))
 
@@ -159,24 +167,26 @@ class Database:
 
 
 class _SqliteConnection(sqlite3.Connection):
-    """A connection that ends its transaction and closes its file when it is closed, as that of a cancelled task is at
-    once. SQLite by itself keeps transaction, lock and descriptors for as long as anything, such as the task's error,
-    refers to one of the cursors.
+    """SQLite connection that ends its transaction and closes its file on close; a cancelled task closes it at once.
 
-    The driver makes each in a thread that it has to itself."""
+    SQLite by default keeps transaction, lock and descriptors as long as anything, such as the task's error, refers to
+    one of the cursors.
+
+    The driver makes each connection in a separate thread.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._cursors: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
         stand_back()
 
-    def cursor(self, *args: Any) -> sqlite3.Cursor:  # type: ignore[override]  # the driver gives no factory
+    def cursor(self, *args: Any) -> sqlite3.Cursor:  # type: ignore[override]  # the driver offers no factory
         cursor: sqlite3.Cursor = super().cursor(*args)
         self._cursors.add(cursor)
         return cursor
 
     def close(self) -> None:
-        with contextlib.suppress(sqlite3.Error):  # what cannot be rolled back is closed all the same
+        with contextlib.suppress(sqlite3.Error):  # close also if the rollback fails
             self.rollback()
         for cursor in list(self._cursors):
             with contextlib.suppress(sqlite3.Error):

@@ -1,9 +1,9 @@
-"""Something small that every request reads from the database: a snapshot that is read again when it is old.
+"""Small data that every request reads from the database, cached as a snapshot that is refreshed when it is old.
 
-A request costs no statement: what is held is trusted for `ttl_s`, which bounds how long another gateway's edit goes
-unnoticed, and while it is in use it is read again before that, so that nobody waits for it. An edit through this
-process counts here at once. When the database is away, or does not answer for `PATIENCE_S`, the last snapshot stays
-good, since a promise of yesterday is better than none; without any, it fails closed (503).
+A request costs no statement. A snapshot is valid for `ttl_s`, which bounds how long an edit of another gateway goes
+unnoticed; a snapshot in use is refreshed before that, so that no request waits for it. An edit through this process
+takes effect here at once. When the database is away, or does not answer for `PATIENCE_S`, the last snapshot remains in
+use, because old limits are better than none; without a snapshot, requests fail closed (503).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 
 TTL_S = 2.0
-AHEAD = 0.75  # of the time to live, after which a snapshot in use is read again
+AHEAD = 0.75  # fraction of the time to live after which a snapshot in use is refreshed
 LOOKUP_TIMEOUT_S = 3.0
-PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # for a new snapshot, where there is an old one
+PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # wait for a new snapshot, if there is an old one
 OUTAGE_PAUSE_S = 0.5
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 class Snapshot(Generic[T]):
-    """`what` is its name in messages, in the plural. Owned by the entry point; one event loop."""
+    """Cached snapshot. `what` is its plural name in messages. Owned by the entry point; one event loop."""
 
     def __init__(
         self,
@@ -51,18 +51,18 @@ class Snapshot(Generic[T]):
         self._value: T | None = None
         self._read_again_s = self._fresh_until_s = float("-inf")
         self._num_edits = 0
-        self._num_edits_seen = -1  # by what is held
+        self._num_edits_seen = -1  # by the current value
         self._reading: asyncio.Task[None] | None = None
-        self._asked_s = float("-inf")  # when that began
+        self._asked_s = float("-inf")  # when the current read began
         self._away = False
 
     def forget(self) -> None:
-        """An edit was made: read again before the next request is served."""
+        """Discard the snapshot after an edit, so that it is read again before the next request is served."""
         self._num_edits += 1
         self._read_again_s = self._fresh_until_s = float("-inf")
 
     async def current(self) -> T:
-        """Raises Unavailable when the database is away and was never read."""
+        """Return the snapshot. Raises Unavailable when the database is away and was never read."""
         now_s = self._clock.monotonic()
         if now_s >= self._fresh_until_s:
             await self._wait_fresh(self._num_edits)
@@ -77,11 +77,14 @@ class Snapshot(Generic[T]):
         return self._value
 
     async def _wait_fresh(self, wanted: int) -> None:
-        """Until what is held is good, has seen so many edits, or has to do since the database does not answer."""
+        """Wait until the snapshot is fresh and includes `wanted` edits, or the database does not answer.
+
+        The stale snapshot then remains in use.
+        """
         while (now_s := self._clock.monotonic()) >= self._fresh_until_s:
             reading, has_seen = self._begin_reading(), self._num_edits_seen >= wanted
             patience_s = max(0.0, self._asked_s + (PATIENCE_AWAY_S if self._away else PATIENCE_S) - now_s)
-            # shared: a caller that leaves does not take it along
+            # shared by all callers: the cancellation of one must not cancel it
             done, _ = await asyncio.wait([reading], timeout=patience_s if has_seen else None)
             if not done or self._away or self._num_edits_seen >= wanted:
                 return
@@ -106,7 +109,7 @@ class Snapshot(Generic[T]):
         else:
             self._away = False
             self._value, self._num_edits_seen = value, num_edits
-            if num_edits == self._num_edits:  # else what was read may be older than the last edit
+            if num_edits == self._num_edits:  # otherwise the value may be older than the last edit
                 self._read_again_s = asked_at_s + self._ttl_s * AHEAD
                 self._fresh_until_s = asked_at_s + self._ttl_s
         finally:

@@ -1,4 +1,4 @@
-"""Database URLs as people write them, turned into the ones that the drivers take. Pure; imports no driver."""
+"""Database URLs as people write them, converted to those that the drivers accept. Pure; imports no driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HINT = "give sqlite:///path/to/file.db or postgresql://user:password@host/datab
 
 
 def to_sync_url(url: str) -> str:
-    """The URL for SQLAlchemy's sync engine (sqlite3 or psycopg), which migrations use. Raises BadDatabaseUrl."""
+    """Return the URL for SQLAlchemy's sync engine (sqlite3 or psycopg), which migrations use. Raises BadDatabaseUrl."""
     path = sqlite_path(url)
     if path is not None:
         return f"sqlite+pysqlite:///{path}"
@@ -22,12 +22,12 @@ def to_sync_url(url: str) -> str:
 
 
 def to_libpq_url(url: str) -> str:
-    """The URL as libpq itself takes it. Raises BadDatabaseUrl; only for PostgreSQL."""
+    """Return the URL for libpq; PostgreSQL only. Raises BadDatabaseUrl."""
     return postgres_url(url).to_libpq()
 
 
 def postgres_url(url: str) -> PostgresUrl:
-    """A URL of PostgreSQL in its parts. Raises BadDatabaseUrl."""
+    """Parse a PostgreSQL URL. Raises BadDatabaseUrl."""
     if _scheme(url) in _SQLITE_SCHEMES:
         raise BadDatabaseUrl(f"{redact(url)!r} is SQLite, but PostgreSQL is needed here; {_HINT}")
     try:
@@ -37,7 +37,7 @@ def postgres_url(url: str) -> PostgresUrl:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """The file of a SQLite URL; None for PostgreSQL. Raises BadDatabaseUrl for anything else."""
+    """Return the file of a SQLite URL; None for PostgreSQL. Raises BadDatabaseUrl for any other URL."""
     scheme = _scheme(url)
     if scheme in _POSTGRES_SCHEMES:
         return None
@@ -51,7 +51,7 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def redact(url: str) -> str:
-    """The URL without its password, for messages and logs."""
+    """Return the URL without its password, for messages and logs."""
     return re.sub(r"(://[^:/@]*):[^/?]*@", r"\1:***@", re.sub(r"(?i)(password=)[^&]*", r"\1***", url))
 
 

@@ -2,4 +2,4 @@
 
 
 class BadDatabaseUrl(ValueError):
-    """The URL names no database that this program can use; the message says what to give instead."""
+    """The URL names no database that this program supports; the message says what to give instead."""

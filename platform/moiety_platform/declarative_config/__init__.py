@@ -1,1 +1,1 @@
-"""The ledger of what was declared in a file, so that what was made by hand is told from it. Knows no such file."""
+"""Ledger of the objects that files declare, which separates them from manually created ones. Reads no such file."""

@@ -1,4 +1,4 @@
-"""/admin/v1/declarations. Maps HTTP to the service; who may call is the router's affair."""
+"""`/admin/v1/declarations`: maps HTTP to the service. The admin router decides on access."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moiety_platform.openapi.described import fails
 
 
 class DeclarationController(Controller):
-    """What was declared in files, and is therefore theirs to change and delete."""
+    """Routes of objects that files declare, and that only these files change and delete."""
 
     path = "/declarations"
     tags = ("declarations",)
 
     @get(opt=needs(AdminAction.READ_DECLARATIONS))
     async def list_declarations(self, database: NamedDependency[Database]) -> DeclarationViews:
-        """All declared things, by kind and name."""
+        """List all declared objects by kind and name."""
         async with database.read() as session:
             found = await service.list_declarations(session)
             return DeclarationViews([DeclarationView.of(record) for record in found])
@@ -32,7 +32,7 @@ class DeclarationController(Controller):
     async def put_declaration(
         self, store: NamedDependency[AuditedStore], data: JSONBody[NewDeclaration]
     ) -> DeclarationView:
-        """Note that a file declares something; 409 where another file does."""
+        """Record that a file declares an object; 409 where another file does."""
         async with store.write() as session:
             return DeclarationView.of(await service.put_declaration(session, data))
 
@@ -40,6 +40,6 @@ class DeclarationController(Controller):
     async def delete_declaration(
         self, store: NamedDependency[AuditedStore], kind: FromQuery[DeclaredKind], name: FromQuery[str]
     ) -> DeclarationView:
-        """Let a thing go: it stays, as if made by hand."""
+        """Forget a declaration: the object stays, as if created manually."""
         async with store.write() as session:
             return DeclarationView.of(await service.delete_declaration(session, kind, name))

@@ -1,4 +1,4 @@
-"""The table of declarations."""
+"""Table of declarations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sqlalchemy.orm import Mapped, mapped_column
 from moiety_platform.db.base import Base
 from moiety_platform.tenants.models import ID_LENGTH
 
-MAX_DECLARED_NAME_LENGTH = 700  # a tenant's, its project's, a key's and a limit's; or a model's and a class's
+MAX_DECLARED_NAME_LENGTH = 700  # names of tenant, project, key and limit together; or of model and class
 MAX_SOURCE_LENGTH = 64
 
 
 class DeclaredKind(StrEnum):
-    """What can be declared."""
+    """Kinds of objects that can be declared."""
 
     CLASS = "class"
     PRICE = "price"
@@ -27,8 +27,10 @@ class DeclaredKind(StrEnum):
 
 
 class Declaration(Base):
-    """Something that a file declares: it may be changed and deleted by what applies that file. `object_id` is null
-    until the thing is there. Deleted with the tenant's data, since it has its names."""
+    """An object that a file declares; the tool that applies the file may change and delete it.
+
+    `object_id` is null until the object exists. Deleted with the tenant's data, since it contains its names.
+    """
 
     __tablename__ = "declarations"
 

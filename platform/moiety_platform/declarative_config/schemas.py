@@ -1,4 +1,4 @@
-"""What the admin API says and hears of declarations."""
+"""Request and response bodies of the admin API for declarations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TenantId = Annotated[str, shows(minLength=1, maxLength=ID_LENGTH, pattern="^[A-Z
 
 
 class NewDeclaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A thing that the file `source` declares; said again, once the thing is there, with its `object_id`."""
+    """An object that the file `source` declares; sent again with its `object_id` once the object exists."""
 
     kind: DeclaredKind
     name: Name
@@ -31,7 +31,7 @@ class NewDeclaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeclarationView(msgspec.Struct, frozen=True):
-    """A declared thing."""
+    """A declared object."""
 
     kind: str
     name: str
@@ -45,6 +45,6 @@ class DeclarationView(msgspec.Struct, frozen=True):
 
 
 class DeclarationViews(msgspec.Struct, frozen=True):
-    """All of them, by kind and name."""
+    """All declared objects by kind and name."""
 
     data: list[DeclarationView]

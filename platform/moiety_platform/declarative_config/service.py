@@ -1,4 +1,4 @@
-"""Keeps the ledger, within the caller's transaction. Knows nothing of HTTP."""
+"""Maintains the ledger of declarations within the caller's transaction. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from moiety_platform.tenants.checks import is_id
 
 
 async def list_declarations(session: AsyncSession) -> Sequence[Declaration]:
-    """By kind and name."""
+    """Return all declarations by kind and name."""
     return (await session.scalars(select(Declaration).order_by(Declaration.kind, Declaration.name))).all()
 
 
 async def put_declaration(session: AsyncSession, new: NewDeclaration) -> Declaration:
-    """Note it, or what has become known of it. Raises BadRequest, or Conflict where another file declares it."""
+    """Create or update a declaration. Raises BadRequest, or Conflict where another file declares the object."""
     _check(new.name, "name", MAX_DECLARED_NAME_LENGTH)
     _check(new.source, "source", MAX_SOURCE_LENGTH)
     if new.object_id is not None:
@@ -47,7 +47,7 @@ async def put_declaration(session: AsyncSession, new: NewDeclaration) -> Declara
 
 
 async def delete_declaration(session: AsyncSession, kind: DeclaredKind, name: str) -> Declaration:
-    """The thing is as if made by hand from then on. Raises NotFound."""
+    """Forget a declaration: the object counts as created manually from then on. Raises NotFound."""
     could_be = 0 < len(name) <= MAX_DECLARED_NAME_LENGTH and name.isprintable()
     record = await session.get(Declaration, (kind, name)) if could_be else None
     if record is None:

@@ -1,1 +1,1 @@
-"""Embeddings over HTTP: OpenAI's `/v1/embeddings`, carried out by the pipeline of completions."""
+"""OpenAI's `/v1/embeddings` on the shared inference pipeline."""

@@ -1,4 +1,4 @@
-"""What an answer of `/v1/embeddings` looks like, for the OpenAPI; it is made piece by piece (`answers.py`)."""
+"""Types of the answer of `/v1/embeddings` for the OpenAPI schema. The answer is built in pieces (`answers.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moiety_platform.openai_api.answer_types import Count, PromptTokensDetails
 
 
 class Embedding(TypedDict):
-    """The vector of one input: numbers, or with `encoding_format` base64 the text of little-endian float32."""
+    """The vector of one input: numbers, or with `encoding_format` base64 the encoded little-endian float32 values."""
 
     object: Literal["embedding"]
     index: Count
@@ -18,7 +18,7 @@ class Embedding(TypedDict):
 
 
 class EmbeddingUsage(TypedDict):
-    """What is billed."""
+    """Billed tokens."""
 
     prompt_tokens: Count
     total_tokens: Count

@@ -1,4 +1,4 @@
-"""What `/v1/embeddings` answers: vectors as base64 or as numbers, whole or shortened."""
+"""Answers of `/v1/embeddings`: vectors as base64 or numbers, complete or shortened."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ VECTORS_A_PIECE = 16
 def answer_pieces(
     vectors: Sequence[bytes], *, model: str, usage: Usage, dimensions: int | None, as_base64: bool
 ) -> Iterator[bytes]:
-    """The body, a few vectors at a time. `vectors` are unit vectors of little-endian float32, in the order of the
-    inputs."""
+    """Yield the body, VECTORS_A_PIECE vectors at a time.
+
+    `vectors` are unit vectors of little-endian float32, in the order of the inputs.
+    """
     yield b'{"object":"list","data":['
     for first in range(0, len(vectors), VECTORS_A_PIECE):
         entries = [
@@ -37,7 +39,7 @@ def answer_pieces(
 
 
 def shortened(vector: bytes, dimensions: int | None) -> bytes:
-    """The first numbers of a vector, as a unit vector again; all zeros if they are."""
+    """Return the first `dimensions` numbers of a vector, normalized to a unit vector. Zeros stay zeros."""
     if dimensions is None or dimensions == len(vector) // 4:
         return vector
     numbers = struct.unpack_from(f"<{dimensions}f", vector)

@@ -1,7 +1,6 @@
-"""OpenAI's endpoint for vectors: `/v1/embeddings`.
+"""OpenAI's `/v1/embeddings` endpoint.
 
-Every input is a sequence of the request, under the same admission, limits and prices as a prompt of which nothing is
-generated.
+Each input is one sequence of the request. Admission, quotas and prices are those of a prompt without generated tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from moiety_platform.inference.run import Run
 
 
 def embedding_route(services: HandlerServices) -> HTTPRouteHandler:
-    """The handler of the endpoint."""
+    """Return the handler of the endpoint."""
     return route(EMBEDDINGS, services)
 
 

@@ -1,4 +1,4 @@
-"""The body of `/v1/embeddings`: OpenAI's fields, strictly typed, and what they ask for."""
+"""The body of `/v1/embeddings`: OpenAI's fields, strictly typed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moiety_wire.messages import Sampling
 
 
 class EmbeddingBody(AskingBody):
-    """null means the default, as everywhere in OpenAI's API. `user` is accepted and means nothing here."""
+    """`POST /v1/embeddings`. null means the default, as everywhere in OpenAI's API. `user` has no effect."""
 
     forms: ClassVar[Mapping[str, str]] = MappingProxyType({"input": forms_of_prompts("inputs")})
 
@@ -34,7 +34,7 @@ class EmbeddingBody(AskingBody):
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
 
     def generation(self) -> Generation:
-        """What is asked of the engines. Raises BadRequest for an input without anything in it."""
+        """Return the generation to run. Raises BadRequest for an empty input."""
         _check_filled(self.input)
         return Generation(
             model=self.model,

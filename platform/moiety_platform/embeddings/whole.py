@@ -1,4 +1,4 @@
-"""The vectors of a request as a whole, for whoever asks: a client, or a batch. Knows no HTTP."""
+"""Vectors of a complete request, for clients and batches. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moiety_wire.messages import Finished
 
 
 async def collect(run: Run) -> list[bytes]:
-    """Wait for the vectors of all inputs, in their order."""
+    """Wait for the vectors of all inputs and return them in order."""
     vectors = [b""] * run.num_sequences
     async for index, message in run:
         if isinstance(message, Finished):
@@ -21,7 +21,7 @@ async def collect(run: Run) -> list[bytes]:
 
 
 def pieces_of(body: EmbeddingBody, run: Run, record: RequestRecord, vectors: Sequence[bytes]) -> Iterator[bytes]:
-    """OpenAI's answer, of vectors that were collected, a few at a time."""
+    """Yield OpenAI's answer with the collected vectors, a few at a time."""
     return answer_pieces(
         vectors,
         model=record.served_model,

@@ -1,1 +1,1 @@
-"""What the experts of the served models had to do, asked of the engines: by layer, expert and tenant."""
+"""Load of the served models' experts by layer, expert and tenant, queried from the engines."""

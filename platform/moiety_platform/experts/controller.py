@@ -1,4 +1,4 @@
-"""`/admin/v1/experts`: the load of experts. The door is the admin router's."""
+"""`/admin/v1/experts`: the load of experts. The admin router authenticates."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Minutes = Annotated[
 
 
 def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
-    """The handlers, for the admin router to take in."""
-    planning = asyncio.Lock()  # a plan takes a processor for a while: one at a time
+    """Return the handlers, for the admin router to register."""
+    planning = asyncio.Lock()  # a plan occupies a processor for a while: one at a time
 
     @get("/experts", name="get_experts", tags=["experts"], opt=needs(AdminAction.READ_EXPERTS))
     async def get_experts(
@@ -44,14 +44,16 @@ def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
         model: Filter = None,
         engine_id: Filter = None,
     ) -> ExpertReport:
-        """How many tokens went to each expert of each layer, of all tenants or of one, and how evenly. The counts are
-        a few seconds old. Engines of a model are added up unless one is named."""
+        """Return the tokens of each expert of each layer, of all tenants or of one, and the balancedness.
+
+        The counts are a few seconds old. Engines of a model are summed unless one is named.
+        """
         window = parse_minutes(minutes)
         given = {"tenant_id": tenant_id, "model": model, "engine_id": engine_id}
         for name, value in given.items():
             parse_text(value, name)
         if caller.tenant_id is not None and (engine_id is not None or tenant_id not in (None, caller.tenant_id)):
-            return ExpertReport(window, [])  # what is not theirs does not exist for them
+            return ExpertReport(window, [])  # other tenants' objects do not exist for them
         loads = await experts.loads(window, tenant_id if caller.tenant_id is None else caller.tenant_id, engine_id)
         sums = [
             (name, one, total)
@@ -76,7 +78,7 @@ def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
         opt=needs(AdminAction.PLAN_EXPERTS) | fails(404),
     )
     async def plan_experts(data: JSONBody[PlanRequest]) -> PlanView:
-        """What a placement of replicas over ranks would make of the load of a model's experts. Changes nothing."""
+        """Return the effect of a placement of replicas over ranks on the load of a model's experts. Changes nothing."""
         loads = await experts.loads(data.minutes, None)
         total = loads[data.model].sum() if data.model in loads else None
         if total is None or not total.tokens:
@@ -91,7 +93,7 @@ def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
 
 
 def parse_minutes(text: str | None) -> int:
-    """Raises BadRequest."""
+    """Return the minutes. Raises BadRequest."""
     minutes = MAX_MINUTES if text is None else parse_whole(text, "minutes")
     if not 0 <= minutes <= MAX_MINUTES:
         raise BadRequest(f"'minutes' must be from 0 to {MAX_MINUTES}; 0 is since the engines' start.", param="minutes")
@@ -99,7 +101,7 @@ def parse_minutes(text: str | None) -> int:
 
 
 async def names_of(database: Database, tenant_ids: Iterable[str]) -> dict[str, str]:
-    """The names of tenants by their ids."""
+    """Return the names of tenants by their ids."""
     wanted = select(Tenant.id, Tenant.name).where(Tenant.id.in_(sorted(tenant_ids)))
     async with database.read() as session:
         return {row.id: row.name for row in await session.execute(wanted)}

@@ -1,7 +1,6 @@
-"""What a placement of the experts would make of their load. Pure, over `moiety_placement`.
+"""Effect of an expert placement on the experts' load. Pure, based on `moiety_placement`.
 
-Before: each rank holds as many experts as every other, in their order. After: the plan, with some experts in several
-places.
+Before: each rank holds the same number of experts, in their order. After: the plan, with replicas of some experts.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ MAX_NODES, MAX_RANKS_PER_NODE, MAX_REDUNDANT, MAX_MINUTES = 64, 64, 4096, 60
 
 
 class PlanRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to plan for. A layer has a slot for each expert and `redundant_experts` more, rounded up so that all ranks
-    have the same; `minutes` is the load to plan by, 0 for all since the engines' start."""
+    """Terms of a plan.
+
+    A layer has a slot for each expert and `redundant_experts` more, rounded up so that all ranks have the same number;
+    `minutes` is the load to plan for, 0 for all since the engines' start.
+    """
 
     model: Annotated[str, msgspec.Meta(max_length=256)]
     nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 1
@@ -31,10 +33,12 @@ class PlanRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanView(msgspec.Struct, frozen=True):
-    """What the plan would change. Balancedness is that of ranks: their mean load ÷ the largest, 1 being even.
-    `replicas` has a row a layer and a column an expert: in how many slots it is. `moved_bytes` are the weights that
-    ranks would have to load that they do not hold before, `slots_per_rank` the experts of a layer that a rank has room
-    for."""
+    """Changes that a plan would make.
+
+    Balancedness is that of ranks: their mean load ÷ the largest; 1 is even. `replicas` has a row per layer and a column
+    per expert: its number of slots. `moved_bytes` are the weights that ranks would have to load because they do not
+    hold them before; `slots_per_rank` are the experts of a layer that fit on a rank.
+    """
 
     model: str
     layers: list[int]
@@ -52,7 +56,7 @@ class PlanView(msgspec.Struct, frozen=True):
 
 
 def what_if(load: LoadSum, wanted: PlanRequest) -> PlanView:
-    """The plan for this load, beside what there is without one."""
+    """Return the plan for this load, compared with the state without a plan."""
     picks_LE = np.array(load.picks_by_layer, dtype=np.float64)
     num_experts = load.first.num_experts
     ranks = wanted.nodes * wanted.ranks_per_node
@@ -80,7 +84,7 @@ def what_if(load: LoadSum, wanted: PlanRequest) -> PlanView:
 
 
 def _in_order(num_layers: int, num_experts: int, ranks: int, slots: int) -> Placement:
-    """Experts by their numbers, as many a rank as on every other; the slots that are left are empty."""
+    """Return the experts in the order of their numbers, evenly over the ranks; the remaining slots are empty."""
     row_GS = np.full((ranks, slots // ranks), EMPTY)
     each = -(-num_experts // ranks)
     experts = np.arange(num_experts)

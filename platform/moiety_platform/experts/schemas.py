@@ -1,4 +1,4 @@
-"""Experts' load as administrators see it."""
+"""Response bodies of the admin API for the experts' load."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from moiety_wire.experts import OTHER_TENANTS, ExpertLoad, unpack_counts
 
 
 class TenantExperts(msgspec.Struct, frozen=True):
-    """How many tokens of a tenant went through the model. `tenant_id` is null for all tenants beyond the busiest
-    together; the name is null for those as well, and for a tenant that there is no more."""
+    """Number of a tenant's tokens that passed through the model.
+
+    `tenant_id` is null for the sum of all tenants beyond the busiest; the name is null for that sum, and for a deleted
+    tenant.
+    """
 
     tenant_id: str | None
     tenant_name: str | None
@@ -21,8 +24,11 @@ class TenantExperts(msgspec.Struct, frozen=True):
 
 
 class ExpertPlaces(msgspec.Struct, frozen=True):
-    """Where an engine's experts are: `slots` has a row for each layer that has experts, and in it the expert of each
-    slot, one part's slots after the other's. An expert may be in several."""
+    """Placement of an engine's experts.
+
+    `slots` has a row for each layer with experts: the expert of each slot, rank by rank. An expert can be in several
+    slots.
+    """
 
     engine_id: str
     parts: int
@@ -36,7 +42,7 @@ class ExpertPlaces(msgspec.Struct, frozen=True):
 
 
 class ExpertMinute(msgspec.Struct, frozen=True):
-    """One minute. What is null was not picked, or belongs to all tenants and you ask for one."""
+    """One minute. Null fields had no picks, or belong to all tenants while the request is for one."""
 
     at: datetime
     tokens: int
@@ -58,14 +64,17 @@ class ExpertMinute(msgspec.Struct, frozen=True):
 
 
 class ExpertView(msgspec.Struct, frozen=True):
-    """A model's experts. `picks` has a row for each of `layers`, the layers that have experts, and a column for each
-    expert: how many tokens went there, since `since`. `balancedness` is the mean load ÷ the largest, over layers and
-    engines: 1 is even. `active_experts_by_layer` are those that a step used, of `num_experts`, in the minutes that are
-    listed: those of the last hour in which anything was picked. `layers` is empty for a model without experts.
+    """Load of a model's experts.
 
-    `places` are those of engines that move experts between ranks.
+    `picks` has a row for each of `layers`, the layers with experts, and a column for each expert: its tokens since
+    `since`. `balancedness` is the mean load ÷ the largest, over layers and engines; 1 is even.
+    `active_experts_by_layer` are the experts that a step used, of `num_experts`, in the listed minutes: the minutes of
+    the last hour with picks. `layers` is empty for a model without experts.
 
-    A tenant's administrator sees the picks of its tenant's tokens alone, and nothing of the engines."""
+    `places` contains the engines that move experts between ranks.
+
+    A tenant's administrator sees only the picks of its tenant's tokens, and nothing about the engines.
+    """
 
     model: str
     engine_ids: list[str]
@@ -94,7 +103,7 @@ class ExpertView(msgspec.Struct, frozen=True):
         total: LoadSum,
         names: Mapping[str, str],
     ) -> ExpertView:
-        """`engines`: what each said, where that may be told."""
+        """Build the view. `engines` are the reports of engines that the caller may see."""
         first = total.first
         picks_a_token = max(1, total.num_layers * first.top_k)
         shares = [round(active / total.steps, 2) for active in total.active_L] if total.steps else None

@@ -1,4 +1,4 @@
-"""Asking the engines. What they said is kept for a moment, so that they answer no more often however many look."""
+"""Queries the engines. Answers are cached briefly, so that many readers cause no more queries."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moiety_platform.experts.sums import LoadSum, sum_loads
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.experts import ExpertLoad
 
-KEPT_S = 2.0  # engines count anew every so often
+KEPT_S = 2.0  # interval at which engines count
 
-Question = tuple[str, int, str | None]  # an engine's id, minutes, and a tenant
+Question = tuple[str, int, str | None]  # engine id, minutes, tenant
 
 
 @dataclass(slots=True)
 class ModelLoad:
-    """What the engines of a model said; `num_silent` of them said nothing."""
+    """Reports of a model's engines; `num_silent` engines did not answer."""
 
-    engines: dict[str, ExpertLoad] = field(default_factory=dict)  # by their ids
+    engines: dict[str, ExpertLoad] = field(default_factory=dict)  # by engine id
     num_silent: int = 0
 
     def sum(self) -> LoadSum | None:
@@ -30,14 +30,14 @@ class ModelLoad:
 
 
 class ExpertService:
-    """Owns what was said last. One event loop."""
+    """Owner of the cached answers. For one event loop."""
 
     def __init__(self, replicas: Replicas, clock: Clock) -> None:
         self._replicas, self._clock = replicas, clock
         self._said: dict[Question, tuple[float, ExpertLoad]] = {}
 
     async def loads(self, minutes: int, tenant_id: str | None, engine_id: str | None = None) -> dict[str, ModelLoad]:
-        """By model, in the order of their names; engines that cannot tell are left out."""
+        """Return the loads by model, in the order of their names, without engines that have no expert counts."""
         cards = [(client, client.state.card) for client in self._replicas.clients()]
         asked = [(client, card) for client, card in cards if card and engine_id in (None, card.engine_id)]
         asking = (self._ask(client, card.engine_id, minutes, tenant_id) for client, card in asked)

@@ -1,7 +1,7 @@
-"""What several engines of a model say of their experts' load, as one. Pure.
+"""Sum of the expert loads of a model's engines. Pure.
 
 Balancedness = Σ of the mean loads ÷ Σ of the largest, over layers and engines: 1 where all experts of a layer get the
-same, and 1 ÷ experts where one of them gets all (as DeepSeek's EPLB has it, each expert being a rank of its own).
+same load, and 1 ÷ experts where one expert gets all (as in DeepSeek's EPLB, with one expert per rank).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moiety_wire.experts import ExpertInterval, ExpertLoad, unpack_counts
 
 @dataclass(slots=True)
 class Evenness:
-    """Of each layer the picks that fell on all its experts, and those that fell on the busiest of each engine."""
+    """Per layer, the picks of all its experts, and the picks of the busiest expert of each engine."""
 
     num_experts: int
     picks_L: list[int]
@@ -44,16 +44,16 @@ class Evenness:
 
 @dataclass(slots=True)
 class ExpertMinuteSum:
-    """A minute of all engines of a model."""
+    """One minute, summed over all engines of a model."""
 
     evenness: Evenness
     steps: int = 0
-    active: int = 0  # experts, over all steps and layers
+    active: int = 0  # active experts, over all steps and layers
 
 
 @dataclass(slots=True)
 class LoadSum:
-    """What engines of one model with the same experts say."""
+    """Sum over the engines of one model with the same experts."""
 
     first: ExpertLoad
     picks: list[int]
@@ -80,8 +80,10 @@ class LoadSum:
 
 
 def sum_loads(loads: Iterable[ExpertLoad]) -> LoadSum | None:
-    """The sum of those that have the experts of the first; None of no loads. Raises ValueError for one that is not
-    packed as the wire says."""
+    """Return the sum of the loads with the same experts as the first; None of no loads.
+
+    Raises ValueError for a load that is not packed according to the protocol.
+    """
     total: LoadSum | None = None
     for load in loads:
         if total is None:

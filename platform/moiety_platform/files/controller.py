@@ -1,4 +1,4 @@
-"""`/v1/files`. Maps HTTP to the files; every route needs a key for inference, and sees its project's files only."""
+"""`/v1/files`: maps HTTP to the files. Every route requires an inference key, and reads only its project's files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Order = Annotated[str | None, one_of("By time; desc if not given.", "asc", "desc
 
 @dataclass(frozen=True, slots=True)
 class FileServices:
-    """What these endpoints need."""
+    """Dependencies of these endpoints."""
 
     authenticator: Authenticator
     files: Files
@@ -39,7 +39,7 @@ class FileServices:
 
 
 def file_routes(services: FileServices) -> list[HTTPRouteHandler]:
-    """The handlers of these endpoints."""
+    """Return the handlers of these endpoints."""
     files = services.files
 
     async def caller(request: Request[Any, Any, Any]) -> Principal:
@@ -59,7 +59,7 @@ def file_routes(services: FileServices) -> list[HTTPRouteHandler]:
         order: Order = None,
         purpose: FromQuery[str | None] = None,
     ) -> Listing[FileObject]:
-        """The project's files, newest first unless `order` is asc."""
+        """List the project's files, newest first unless `order` is asc."""
         owner = await caller(request)
         wanted = parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
         found, has_more = await files.list(owner.project_id, wanted, purpose)
@@ -67,7 +67,7 @@ def file_routes(services: FileServices) -> list[HTTPRouteHandler]:
 
     @get("/v1/files/{file_id:str}", name="retrieve_file", tags=TAGS, security=SECURITY)
     async def retrieve_file(request: Request[Any, Any, Any], file_id: FromPath[str]) -> FileObject:
-        """One file."""
+        """Return one file."""
         return view(await files.get((await caller(request)).project_id, file_id))
 
     @delete(
@@ -85,7 +85,7 @@ def file_routes(services: FileServices) -> list[HTTPRouteHandler]:
 
     @get("/v1/files/{file_id:str}/content", name="download_file", tags=TAGS, security=SECURITY, opt=DOWNLOAD)
     async def download_file(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Stream:
-        """A file's content."""
+        """Return a file's content."""
         file = await files.get((await caller(request)).project_id, file_id)
         headers = {"content-length": str(file.num_bytes)}
         return Stream(files.read(file), media_type="application/octet-stream", headers=headers)

@@ -1,4 +1,4 @@
-"""What files ask of those who use them and make them, so that this package need not know them."""
+"""Interface to the packages that use and create files, so that this package need not import them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from moiety_platform.files.models import StoredFile
 
 
 class FileUsers(Protocol):
-    """Batches, as files see them."""
+    """Users of files, which are batches."""
 
     async def user_of(self, session: AsyncSession, file_id: str) -> str | None:
-        """The id of something that still needs the file; the file is locked, so nothing begins to."""
+        """Return the id of an object that still needs the locked file.
+
+        The lock keeps others from starting to need it.
+        """
         ...
 
     def is_needed(self) -> ColumnElement[bool]:
-        """The same of each row of a query on files, as far as it is known before they are locked."""
+        """Return the same condition for the rows of a query on files; preliminary until the rows are locked."""
         ...
 
     def read(self, file: StoredFile) -> AsyncIterator[bytes]:
-        """The content of a file that is kept elsewhere. Raises Unavailable."""
+        """Yield the content of a file that is kept elsewhere. Raises Unavailable."""
         ...
 
     async def erase_some(self, session: AsyncSession, file: StoredFile) -> int:
-        """Erase a part of such content; how many rows, 0 where there is nothing left of it."""
+        """Erase a part of that content; return the number of rows, 0 where nothing is left."""
         ...

@@ -1,4 +1,4 @@
-"""The form that an upload comes in: multipart, read as it arrives, so that no file is ever whole in memory."""
+"""Streaming parser of the multipart upload form, so that a file is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from moiety_platform.inference.client_disconnect import ClientDisconnected
 
 MAX_FIELD_BYTES = 1024
 MAX_FIELDS = 16
-FORM_BYTES = 64 * 1024  # what a form may have beside its file
-PATIENCE = 2  # times the limit is read and dropped, so that the client sees why it is refused
+FORM_BYTES = 64 * 1024  # bound on the form's bytes beside its file
+PATIENCE = 2  # an oversized form is read and dropped up to this many times the limit, so that the client gets the error
 
 _HOW_TO = "send multipart/form-data with the fields 'purpose' and 'file'"
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field, whole."""
+    """One complete form field."""
 
     name: str
     value: str
@@ -34,7 +34,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class FileBegins:
-    """What comes next is the file's content."""
+    """Start of the file's content."""
 
     filename: str
 
@@ -42,8 +42,10 @@ class FileBegins:
 async def read_form(
     receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_file_bytes: int
 ) -> AsyncIterator[Field | FileBegins | bytes]:
-    """The parts of the form in their order: fields, and the file's content piece by piece. Raises BadRequest, TooLarge,
-    or ClientDisconnected if the client leaves."""
+    """Yield the parts of the form in order: fields, and the file's content piece by piece.
+
+    Raises BadRequest, TooLarge, or ClientDisconnected if the client disconnects.
+    """
     parser = PushMultipartParser(_boundary(headers), max_segment_count=MAX_FIELDS, max_header_size=4096)
     form = _Form(max_file_bytes)
     received = 0
@@ -76,7 +78,7 @@ async def read_form(
 
 
 class _Form:
-    """What of the form is being read."""
+    """State of the form being read."""
 
     def __init__(self, max_file_bytes: int) -> None:
         self._max_file_bytes = max_file_bytes
@@ -86,7 +88,7 @@ class _Form:
         self._value = b""
 
     def take(self, event: MultipartSegment | bytes | bytearray | None) -> Iterable[Field | FileBegins | bytes]:
-        """What an event of the parser brings. Raises BadRequest."""
+        """Yield the parts that a parser event completes. Raises BadRequest."""
         if isinstance(event, MultipartSegment):
             self._segment, self._value = event, b""
             if event.name == "file":

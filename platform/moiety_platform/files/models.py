@@ -1,4 +1,4 @@
-"""The tables of files. Times are Unix milliseconds by the database's clock, sizes bytes."""
+"""Tables of files. Times are Unix milliseconds of the database's clock, sizes are bytes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ MAX_FILENAME_LENGTH = 255
 
 
 class FileState(StrEnum):
-    UPLOADING = "uploading"  # seen by nobody yet; swept where nothing is added any more
+    UPLOADING = "uploading"  # not visible yet; swept when nothing is added any more
     READY = "ready"
-    DELETED = "deleted"  # seen by nobody any more; its content is on its way out
+    DELETED = "deleted"  # not visible any more; its content is being erased
 
 
 class StoredFile(Base):
-    """One file. Its content is in chunks or, where it has a `batch_id`, the answers of that batch's lines in the state
-    `line_state`, which are kept once."""
+    """One file.
+
+    Its content is in chunks or, with a `batch_id`, the answers of that batch's lines in the state `line_state`, which
+    are stored once.
+    """
 
     __tablename__ = "files"
     __table_args__ = (
@@ -40,14 +43,14 @@ class StoredFile(Base):
     state: Mapped[str] = mapped_column(String(16))
     num_bytes: Mapped[int] = mapped_column(BigInteger)
     created_ms: Mapped[int] = mapped_column(BigInteger)
-    touched_ms: Mapped[int] = mapped_column(BigInteger)  # when something was last added
+    touched_ms: Mapped[int] = mapped_column(BigInteger)  # time of the last addition
     expires_ms: Mapped[int | None] = mapped_column(BigInteger)
     batch_id: Mapped[str | None] = mapped_column(String(ID_LENGTH))
     line_state: Mapped[str | None] = mapped_column(String(16))
 
 
 class FileChunk(Base):
-    """The bytes of a file from `start` up to `stop`."""
+    """Bytes of a file from `start` up to `stop`."""
 
     __tablename__ = "file_chunks"
 
@@ -58,5 +61,5 @@ class FileChunk(Base):
 
     @classmethod
     def of_tenant(cls, tenant_id: str) -> ColumnElement[bool]:
-        """Which rows are that tenant's."""
+        """Return the condition for the rows of this tenant."""
         return cls.file_id.in_(select(StoredFile.id).where(StoredFile.tenant_id == tenant_id))

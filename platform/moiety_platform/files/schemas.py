@@ -1,4 +1,4 @@
-"""What the API says of files, in OpenAI's shape, and the form that an upload comes in."""
+"""Responses for files in OpenAI's format, and the upload form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FileObject(TypedDict):
 
 
 class DeletedFile(TypedDict):
-    """A file that is gone."""
+    """A deleted file."""
 
     id: str
     object: Literal["file"]
@@ -66,7 +66,7 @@ DOWNLOAD = describes(
 
 
 def view(file: StoredFile) -> FileObject:
-    """A file as OpenAI's API shows it."""
+    """Return a file in the format of OpenAI's API."""
     return {
         "id": file.id,
         "object": "file",

@@ -1,4 +1,4 @@
-"""What tenants do with their files, whichever way the content is kept. Knows nothing of HTTP."""
+"""Operations of tenants on their files, independent of the content's storage and of HTTP."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from moiety_platform.files.store import Now, erase_some, get_file, list_files, l
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of all tenants, as one gateway process serves them."""
+    """Files of all tenants in one gateway process."""
 
     database: Database
     users: FileUsers
     now: Now = now_ms
 
     async def get(self, project_id: str, file_id: str) -> StoredFile:
-        """Raises NotFound."""
+        """Return the file. Raises NotFound."""
         async with self.database.read() as session:
             return await get_file(session, project_id, file_id, now=self.now)
 
     async def list(
         self, project_id: str, wanted: ListRequest, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool]:
-        """Some of the project's files, and whether more follow. Raises BadRequest."""
+        """Return some of the project's files, and whether more follow. Raises BadRequest."""
         async with self.database.read() as session:
             return await list_files(session, project_id, wanted, purpose, self.now)
 
     async def delete(self, project_id: str, file_id: str) -> None:
-        """Nobody sees it any more; its content is erased soon. Raises NotFound, or Conflict while a batch needs it."""
+        """Hide the file; its content is erased soon. Raises NotFound, or Conflict while a batch needs it."""
         async with self.database.write() as session:
             file = await get_file(session, project_id, file_id, lock=True, now=self.now)
             user = await self.users.user_of(session, file.id)
@@ -50,7 +50,7 @@ class Files:
             file.state = FileState.DELETED
 
     async def read(self, file: StoredFile) -> AsyncIterator[bytes]:
-        """The content, piece by piece, each in a transaction of its own. Raises Unavailable."""
+        """Yield the content piece by piece, each in its own transaction. Raises Unavailable."""
         if file.batch_id is not None:
             async for piece in self.users.read(file):
                 yield piece
@@ -60,20 +60,22 @@ class Files:
             async with self.database.read() as session:
                 data = await read_chunk(session, file.id, start)
             if not data:
-                return  # it was deleted while it was read: what is missing shows by the length that was announced
+                return  # deleted during the read: the announced length reveals the missing part
             yield data
             start += len(data)
 
     async def purge(self, session: AsyncSession) -> int:
-        """Erase a part of a file that nobody may see any more, within the caller's transaction; how many rows, 0 where
-        there is no such file."""
+        """Erase a part of a file that is no longer visible, within the caller's transaction.
+
+        Return the number of rows, 0 where there is no file to erase.
+        """
         file = await lock_erasable(session, self.users.is_needed(), self.now)
         if file is None:
             return 0
         if file.state != FileState.DELETED:
-            if await self.users.user_of(session, file.id) is not None:  # since just before it was locked
+            if await self.users.user_of(session, file.id) is not None:  # since the query, before the lock
                 return 0
-            file.state = FileState.DELETED  # so that nobody begins to need it
+            file.state = FileState.DELETED  # so that nothing starts to need it
             await session.flush()
         num_answers = 0 if file.batch_id is None else await self.users.erase_some(session, file)
         return num_answers or await erase_some(session, file.id)

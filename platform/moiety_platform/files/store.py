@@ -1,7 +1,7 @@
-"""Files in SQL, within the caller's transaction: made chunk by chunk, then published; deleted at once for those who
-look, and erased in pieces. Knows nothing of HTTP.
+"""Files in SQL within the caller's transaction. Independent of HTTP.
 
-A transaction that uploads or erases is short, however large the file: on SQLite everybody else who writes waits for it.
+A file is created chunk by chunk, then published; deletion hides it at once and erases it in pieces. A transaction that
+uploads or erases is short, however large the file: on SQLite it blocks all other writers.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from moiety_platform.files.models import MAX_FILENAME_LENGTH, FileChunk, FileSta
 from moiety_platform.tenants.checks import is_id, new_id
 
 CHUNK_BYTES = 256 * 1024
-ABANDONED_MS = 3600 * 1000  # an upload to which nothing was added for so long is no more
-ERASE_CHUNKS = 64  # in one transaction
+ABANDONED_MS = 3600 * 1000  # an upload without an addition for this long is abandoned
+ERASE_CHUNKS = 64  # per transaction
 ENDS_AT_ONCE = 500
 
 Now = Callable[[], ColumnElement[int]]
 
 
 async def read_clock(session: AsyncSession, now: Now = now_ms) -> int:
-    """Unix milliseconds by the database's clock."""
+    """Return Unix milliseconds of the database's clock."""
     return int(await session.scalar(select(now())) or 0)
 
 
 async def begin_file(session: AsyncSession, owner: Principal, filename: str, now: Now = now_ms) -> StoredFile:
-    """An empty file that nobody sees yet."""
+    """Create an empty file that is not visible yet."""
     moment = await read_clock(session, now)
     file = StoredFile(
         id=new_id("file"),
@@ -53,7 +53,7 @@ async def begin_file(session: AsyncSession, owner: Principal, filename: str, now
 async def append_chunk(
     session: AsyncSession, file_id: str, start: int, data: bytes, *, max_tenant_bytes: int, now: Now = now_ms
 ) -> None:
-    """Add to the end of a file that is being uploaded. Raises Conflict where the tenant has no room left for it."""
+    """Append to a file that is being uploaded. Raises Conflict, or TooLarge where the tenant's storage is full."""
     stop = start + len(data)
     mine = StoredFile.id == file_id, StoredFile.state == FileState.UPLOADING
     grown = update(StoredFile).where(*mine).values(num_bytes=stop, touched_ms=now()).returning(StoredFile.tenant_id)
@@ -71,7 +71,7 @@ async def append_chunk(
 
 
 async def publish_file(session: AsyncSession, file_id: str, purpose: str, expires_s: int | None) -> StoredFile:
-    """Let the upload be seen, for so long from when it began. Raises Conflict where it was swept meanwhile."""
+    """Make the upload visible, for `expires_s` from its beginning. Raises Conflict where it was swept meanwhile."""
     file = await session.get(StoredFile, file_id, with_for_update=True)
     if file is None or file.state != FileState.UPLOADING:
         raise Conflict("the upload was given up, since nothing came for too long; upload the file again")
@@ -83,7 +83,7 @@ async def publish_file(session: AsyncSession, file_id: str, purpose: str, expire
 
 
 async def discard_upload(session: AsyncSession, file_id: str) -> None:
-    """It will not be published."""
+    """Discard an upload that will not be published."""
     mine = StoredFile.id == file_id, StoredFile.state == FileState.UPLOADING
     await session.execute(update(StoredFile).where(*mine).values(state=FileState.DELETED))
 
@@ -91,7 +91,10 @@ async def discard_upload(session: AsyncSession, file_id: str) -> None:
 async def get_file(
     session: AsyncSession, project_id: str, file_id: str, *, lock: bool = False, now: Now = now_ms
 ) -> StoredFile:
-    """A file of the project. With `lock` nobody deletes it before the transaction ends. Raises NotFound."""
+    """Return a file of the project. Raises NotFound.
+
+    With `lock` nobody can delete it before the transaction ends.
+    """
     statement = select(StoredFile).where(StoredFile.id == file_id, *_visible(project_id, now))
     if lock:
         statement = statement.with_for_update().execution_options(populate_existing=True)
@@ -108,7 +111,7 @@ async def get_file(
 async def list_files(
     session: AsyncSession, project_id: str, wanted: ListRequest, purpose: str | None, now: Now = now_ms
 ) -> tuple[Sequence[StoredFile], bool]:
-    """The project's files, and whether more follow. Raises BadRequest for a position that is none."""
+    """Return the project's files, and whether more follow. Raises BadRequest for an invalid position."""
     statement = select(StoredFile).where(*_visible(project_id, now))
     if purpose is not None:
         statement = statement.where(StoredFile.purpose == purpose)
@@ -116,14 +119,17 @@ async def list_files(
 
 
 async def read_chunk(session: AsyncSession, file_id: str, start: int) -> bytes:
-    """The chunk that begins at `start`; empty at the end of the file."""
+    """Return the chunk that begins at `start`; empty at the end of the file."""
     here = FileChunk.file_id == file_id, FileChunk.start == start
     return await session.scalar(select(FileChunk.data).where(*here)) or b""
 
 
 async def lock_erasable(session: AsyncSession, is_needed: ColumnElement[bool], now: Now = now_ms) -> StoredFile | None:
-    """A file that nobody may see any more: deleted, expired and not needed, or an upload that was given up. None but
-    the caller changes it before the transaction ends."""
+    """Lock and return a file that is no longer visible; None where there is none.
+
+    It is deleted, expired and not needed, or an abandoned upload. Only the caller can change it before the transaction
+    ends.
+    """
     moment = await read_clock(session, now)
     abandoned = (StoredFile.state == FileState.UPLOADING) & (StoredFile.touched_ms < moment - ABANDONED_MS)
     over = or_(StoredFile.expires_ms <= moment, abandoned) & ~is_needed
@@ -136,8 +142,10 @@ async def lock_erasable(session: AsyncSession, is_needed: ColumnElement[bool], n
 
 
 async def give_ends(session: AsyncSession, *, keep_s: int, now: Now = now_ms) -> int:
-    """Let some files that have no end, since there was no bound when they were made, go after so long from now; how
-    many."""
+    """Set an expiry time, `keep_s` from now, on some files that have none. Return their number.
+
+    These files were created while no bound was configured.
+    """
     endless = StoredFile.state == FileState.READY, StoredFile.expires_ms.is_(None)
     wanted = select(StoredFile.id).where(*endless).limit(ENDS_AT_ONCE).with_for_update(skip_locked=True)
     ids = (await session.scalars(wanted)).all()
@@ -146,7 +154,7 @@ async def give_ends(session: AsyncSession, *, keep_s: int, now: Now = now_ms) ->
 
 
 async def erase_some(session: AsyncSession, file_id: str) -> int:
-    """Erase a few chunks, or at last the file itself; how many rows."""
+    """Erase a few chunks, and finally the file itself; return the number of rows."""
     starts = select(FileChunk.start).where(FileChunk.file_id == file_id).order_by(FileChunk.start).limit(ERASE_CHUNKS)
     found = (await session.scalars(starts)).all()
     if found:
@@ -165,6 +173,6 @@ def _visible(project_id: str, now: Now) -> tuple[ColumnElement[bool], ...]:
 
 
 def _clean(filename: str) -> str:
-    """The name as the table takes it: no path, no control characters, not too long."""
+    """Return the name in the table's form: no path, no control characters, bounded length."""
     name = filename.replace("\\", "/").rpartition("/")[2].encode("utf-8", "replace").decode()
     return "".join(char if char.isprintable() else "_" for char in name)[:MAX_FILENAME_LENGTH] or "upload"

@@ -1,4 +1,4 @@
-"""One upload: from a form to a published file, a chunk a transaction. One that breaks off leaves nothing to be seen."""
+"""One upload: from a form to a published file, one chunk per transaction. An aborted upload leaves nothing visible."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ MAX_EXPIRY_S = 30 * 86_400
 
 @dataclass(slots=True)
 class Uploads:
-    """Takes the uploads of one gateway process. The bounds may be set to others, for the files that begin then."""
+    """Uploads of one gateway process. The bounds can be changed, for the files that begin afterwards."""
 
     database: Database
     max_file_bytes: int
     max_tenant_bytes: int
-    keep_s: int | None = None  # a file for which no end is asked; None: until it is deleted
+    keep_s: int | None = None  # lifetime of a file without a requested expiry; None: until it is deleted
     now: Now = now_ms
 
     async def receive(self, owner: Principal, scope: Scope, receive: Receive) -> StoredFile:
-        """The file that a request brings. Raises BadRequest, TooLarge, Conflict, Unavailable or ClientDisconnected."""
+        """Store the file of a request. Raises BadRequest, TooLarge, Conflict, Unavailable or ClientDisconnected."""
         upload = _Upload(self, owner)
         try:
             async for part in read_form(receive, scope["headers"], self.max_file_bytes):
                 await upload.take(part)
             return await upload.finish()
-        except BaseException:  # a client that leaves and a stop as well: what has come is kept for nobody
+        except BaseException:  # including a disconnect or a shutdown: the received part is discarded
             await upload.discard()
             raise
 
 
 class _Upload:
-    """What has come so far."""
+    """State of one upload."""
 
     def __init__(self, uploads: Uploads, owner: Principal) -> None:
         self._uploads = uploads
@@ -78,7 +78,7 @@ class _Upload:
             return await publish_file(session, self._file_id, purpose, expires_s)
 
     async def discard(self) -> None:
-        """What is left where the store is away is found by the sweep."""
+        """Discard the upload. If the store is down, the sweep finds the rest."""
         if self._file_id is None:
             return
         with contextlib.suppress(Unavailable):
@@ -101,7 +101,7 @@ class _Upload:
 
 
 def check_expiry(anchor: object, seconds: object, param: str) -> int:
-    """The seconds of an `expires_after`. Raises BadRequest."""
+    """Return the seconds of an `expires_after`. Raises BadRequest."""
     if anchor != "created_at":
         raise BadRequest(f"'{param}.anchor' must be 'created_at'", param=param)
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:

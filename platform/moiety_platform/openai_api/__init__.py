@@ -1,1 +1,1 @@
-"""OpenAI's chat completions and completions: the fields of their requests, answers and streamed chunks."""
+"""OpenAI's chat completions and completions: request fields, answers and streamed chunks."""

@@ -1,4 +1,4 @@
-"""What OpenAI's answers of text look like: the types that they are made as, and that the OpenAPI shows."""
+"""Types of OpenAI's text answers, used to build the answers and to generate the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moiety_wire.messages import FinishReason
 
 Count = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 _REASONS = [reason.value for reason in FinishReason if reason is not FinishReason.PREFILL_DONE]
-CALLED = "tool_calls"  # why an answer ended that calls
+CALLED = "tool_calls"  # finish reason of an answer with tool calls
 
 FinishReasonText = Annotated[str, Meta(extra_json_schema={"enum": _REASONS})]
 ChatFinishReasonText = Annotated[str, Meta(extra_json_schema={"enum": [*_REASONS, CALLED]})]
@@ -18,19 +18,19 @@ Tier = Annotated[str, Meta(extra_json_schema={"enum": ["default", "flex", "prior
 
 
 class PromptTokensDetails(TypedDict):
-    """Prompt tokens that the prefix cache held."""
+    """Prompt tokens that were read from the prefix cache."""
 
     cached_tokens: Count
 
 
 class CompletionTokensDetails(TypedDict):
-    """Output tokens that the model thought with before it answered; they are billed as the others."""
+    """Output tokens of the reasoning before the answer. They are billed like other output tokens."""
 
     reasoning_tokens: Count
 
 
 class CompletionUsage(TypedDict):
-    """What is billed."""
+    """Billed tokens."""
 
     prompt_tokens: Count
     completion_tokens: Count
@@ -40,7 +40,7 @@ class CompletionUsage(TypedDict):
 
 
 class AnswerFields(TypedDict):
-    """What every answer and chunk of a request repeats. `service_tier` is the one that was served."""
+    """Fields common to every answer and chunk of a request. `service_tier` is the tier that served it."""
 
     id: str
     object: str
@@ -51,7 +51,7 @@ class AnswerFields(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """A token that could have been."""
+    """An alternative token."""
 
     token: str
     bytes: list[int]
@@ -59,7 +59,7 @@ class TopLogprob(TypedDict):
 
 
 class ChatTokenLogprob(TypedDict):
-    """A token and those that could have been in its place."""
+    """A token and its most likely alternatives."""
 
     token: str
     bytes: list[int]
@@ -68,21 +68,21 @@ class ChatTokenLogprob(TypedDict):
 
 
 class ChatLogprobs(TypedDict):
-    """The tokens of the text."""
+    """Log probabilities of the tokens of the text."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
 class AnswerFunction(TypedDict):
-    """A function and its arguments: a JSON object as text."""
+    """A function name and its arguments, a JSON object as text."""
 
     name: str
     arguments: str
 
 
 class AnswerCall(TypedDict):
-    """A call of a tool, for the client to make."""
+    """A tool call for the client to execute."""
 
     id: str
     type: Literal["function"]
@@ -90,7 +90,10 @@ class AnswerCall(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    """The answer's turn; beside calls there need be no content, and after a thought that a limit has cut."""
+    """The assistant's message.
+
+    Content can be null beside tool calls, or when a limit cuts the answer within its reasoning.
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -109,21 +112,21 @@ class ChatChoice(TypedDict):
 
 
 class ChatCompletion(AnswerFields):
-    """A whole chat answer."""
+    """A complete chat answer."""
 
     choices: list[ChatChoice]
     usage: CompletionUsage
 
 
 class FunctionDelta(TypedDict):
-    """The function's name at first, then more of its arguments."""
+    """The function's name in the first delta, then further parts of its arguments."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class CallDelta(TypedDict):
-    """Of the call number `index`, which has its id and type at first."""
+    """A part of the tool call number `index`. The first part has its id and type."""
 
     index: Count
     id: NotRequired[str]
@@ -132,8 +135,10 @@ class CallDelta(TypedDict):
 
 
 class ChatDelta(TypedDict):
-    """What has come: `role` at the beginning, nothing at the end. Content is null at the beginning of an answer that
-    may call or think."""
+    """New parts of a chat message: `role` in the first chunk, nothing in the last.
+
+    Content is null in the first chunk of an answer that may contain tool calls or reasoning.
+    """
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
@@ -142,7 +147,7 @@ class ChatDelta(TypedDict):
 
 
 class ChatChunkChoice(TypedDict):
-    """Of one of `n` answers; `finish_reason` is in the last."""
+    """A part of one of `n` answers. The last part has the `finish_reason`."""
 
     index: Count
     delta: ChatDelta
@@ -151,14 +156,14 @@ class ChatChunkChoice(TypedDict):
 
 
 class ChatCompletionChunk(AnswerFields):
-    """A part of a chat answer. With `stream_options.include_usage`, `usage` is in every chunk, null but in the last."""
+    """A part of a chat answer. With `stream_options.include_usage` every chunk has `usage`, null except in the last."""
 
     choices: list[ChatChunkChoice]
     usage: NotRequired[CompletionUsage | None]
 
 
 class TextLogprobs(TypedDict):
-    """The tokens of the text, and where each stands in it. A prompt's first token follows nothing: null."""
+    """The tokens of the text and the offset of each. The log probability of a prompt's first token is null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -176,14 +181,14 @@ class TextChoice(TypedDict):
 
 
 class TextCompletion(AnswerFields):
-    """Whole texts."""
+    """Complete texts."""
 
     choices: list[TextChoice]
     usage: CompletionUsage
 
 
 class TextChunkChoice(TypedDict):
-    """A part of one text; `finish_reason` is in the last."""
+    """A part of one text. The last part has the `finish_reason`."""
 
     index: Count
     text: str
@@ -192,7 +197,7 @@ class TextChunkChoice(TypedDict):
 
 
 class TextCompletionChunk(AnswerFields):
-    """A part of the texts. With `stream_options.include_usage`, `usage` is in every chunk, null but in the last."""
+    """A part of the texts. With `stream_options.include_usage` every chunk has `usage`, null except in the last."""
 
     choices: list[TextChunkChoice]
     usage: NotRequired[CompletionUsage | None]

@@ -1,5 +1,4 @@
-"""What has come of an answer, and OpenAI's whole answers: what `/v1/chat/completions` and `/v1/completions` send when
-they do not stream."""
+"""Complete answers of `/v1/chat/completions` and `/v1/completions` to requests that do not stream."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ from moiety_wire.messages import TokenLogprob
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
-    """What every chunk and answer of a request repeats."""
+    """Fields common to every chunk and answer of a request."""
 
     answer_id: str
     created: int
     model: str
     system_fingerprint: str
-    service_tier: str  # that was served, in OpenAI's words
+    service_tier: str  # the tier that served it, as OpenAI names it
 
     def fields(self, kind: str) -> AnswerFields:
         return {
@@ -58,7 +57,7 @@ def usage_fields(usage: Usage) -> CompletionUsage:
 def chat_answer(
     head: AnswerHead, choices: Sequence[AnswerChoice], parts: Sequence[Parts], usage: Usage, *, with_logprobs: bool
 ) -> ChatCompletion:
-    """`parts` are those of each choice's text."""
+    """Return a complete chat answer. `parts` holds the parsed parts of each choice's text."""
     return {
         **head.fields("chat.completion"),
         "choices": [
@@ -83,8 +82,11 @@ def completion_answer(
     echoed: Sequence[TextLogprobs | None],
     with_logprobs: bool,
 ) -> TextCompletion:
-    """`echoes` are the texts that precede the choices, empty where there is no echo; `echoed` their tokens, where those
-    are wanted."""
+    """Return a complete text completion.
+
+    `echoes` are the echoed prompts that precede the choices, empty without echo. `echoed` are their token log
+    probabilities if requested.
+    """
     return {
         **head.fields("text_completion"),
         "choices": [

@@ -1,4 +1,4 @@
-"""The messages of a chat in OpenAI's fields, for the model's chat template."""
+"""Chat messages in OpenAI's fields, converted for the model's chat template."""
 
 from __future__ import annotations
 
@@ -38,15 +38,18 @@ _RULES: dict[str, Any] = {
 
 
 class ChatMessage(StrictBody):
-    """One turn. Several text parts are joined by line breaks; null, which only an assistant may send, is no text, and
-    beside calls it may be left out."""
+    """One message.
+
+    Several text parts are joined by line breaks. Only an assistant may send null, which means no text, and content is
+    optional beside tool calls.
+    """
 
     model_config = ConfigDict(json_schema_extra=_RULES)
 
     role: Annotated[str, shows(enum=list(ROLES))]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None
     name: str | None = None
-    reasoning_content: str | None = None  # of an assistant's: what it thought, which its template may leave out
+    reasoning_content: str | None = None  # an assistant's reasoning, which the template may omit
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     tool_calls: ChatCalls | None = None
     function_call: Annotated[Any, shows(enum=[None])] = None

@@ -1,6 +1,6 @@
-"""Server-sent events: the bytes of each chunk of a streamed answer, and OpenAI's.
+"""Server-sent events: the encoded chunks of OpenAI's streamed answers.
 
-What all chunks of a request share is encoded once; a chunk costs the encoding of its text and one join.
+The parts that all chunks of a request share are encoded once. A chunk costs the encoding of its text and one join.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _ChunkFrame:
-    """The parts around `choices` that every chunk of a request repeats."""
+    """The encoded parts around `choices` that every chunk of a request repeats."""
 
     def __init__(self, head: AnswerHead, kind: str, include_usage: bool) -> None:
         self._include_usage = include_usage
@@ -35,7 +35,7 @@ class _ChunkFrame:
 
 
 class ChatChunks:
-    """`chat.completion.chunk` objects."""
+    """Encoder of `chat.completion.chunk` objects."""
 
     def __init__(self, head: AnswerHead, include_usage: bool) -> None:
         self._frame = _ChunkFrame(head, "chat.completion.chunk", include_usage)
@@ -60,7 +60,7 @@ class ChatChunks:
 
 
 class CompletionChunks:
-    """Streamed `text_completion` objects. `echoes` are the texts that the choices begin with."""
+    """Encoder of streamed `text_completion` objects. `echoes` are the texts that the choices begin with."""
 
     def __init__(self, head: AnswerHead, include_usage: bool, echoes: Sequence[str]) -> None:
         self._frame = _ChunkFrame(head, "text_completion", include_usage)

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints that generate text: `/v1/chat/completions` and `/v1/completions`."""
+"""OpenAI's text generation endpoints: `/v1/chat/completions` and `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moiety_platform.openapi.described import event_of
 
 
 def completion_routes(services: HandlerServices) -> list[HTTPRouteHandler]:
-    """The handlers of both endpoints."""
+    """Return the handlers of both endpoints."""
     return [route(CHAT, services), route(COMPLETIONS, services)]
 
 

@@ -1,7 +1,7 @@
-"""The form that a client wants an answer to have, in OpenAI's fields and in vLLM's, as a guide for the engine.
+"""Response formats in OpenAI's and vLLM's fields, converted to a grammar for the engine.
 
-Whether a schema, expression or grammar can be followed is for the engine to say; here it is seen that there is one, and
-that it is no larger than the operator allows.
+The engine decides whether it supports a schema, regular expression or grammar. This module checks only that one is
+given and that it is within the operator's size limit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NEEDS: dict[str, Any] = {"if": {"properties": {"type": {"const": "json_schema"}
 
 
 class NamedSchema(StrictBody):
-    """Answers are held to the schema whether it is `strict` or not."""
+    """A named JSON schema. Answers follow the schema with and without `strict`."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -69,7 +69,7 @@ class NamedSchema(StrictBody):
 
 
 class ResponseFormat(StrictBody):
-    """`response_format` of chats and completions."""
+    """`response_format` of chat completions and completions."""
 
     model_config = ConfigDict(json_schema_extra={**_NEEDS, "then": {"required": ["json_schema"]}})
 
@@ -110,7 +110,7 @@ class TextFormat(StrictBody):
 
 
 class StructuredOutputs(StrictBody):
-    """vLLM's field for all kinds of forms; one of them."""
+    """vLLM's `structured_outputs` field, which names exactly one kind of grammar."""
 
     json_schema: Annotated[_SchemaOrText | None, Field(alias="json")] = None
     regex: _Text | None = None
@@ -130,7 +130,7 @@ class StructuredOutputs(StrictBody):
 
 
 class GuidedBody(StrictBody):
-    """The fields of a body that say what form the answer is to have. `guided_…` are what vLLM called them before."""
+    """Fields of a request body that set the response format. `guided_…` are the older names in vLLM."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -145,7 +145,7 @@ class GuidedBody(StrictBody):
         return self
 
     def guide(self) -> GrammarSpec | None:
-        """None: any text will do."""
+        """Return the grammar of the answer, or None for free text."""
         guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         if (*guided, self.structured_outputs, self.response_format).count(None) == len(guided) + 2:
             return None
@@ -161,7 +161,7 @@ class GuidedBody(StrictBody):
 
 
 def require_one_form(guide: GrammarSpec | None, offer: ToolOffer | None, field: str) -> None:
-    """Raises BadRequest where an answer is to have a form and may call tools, which have a form of their own."""
+    """Raise BadRequest where a request has both a response format and tools. Tool calls need a grammar of their own."""
     if guide is not None and offer is not None:
         message = f"'{field}' cannot go with tools that may be called; leave one of them out, or set tool_choice 'none'"
         raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param=field)
@@ -170,7 +170,7 @@ def require_one_form(guide: GrammarSpec | None, offer: ToolOffer | None, field: 
 def guides_of(
     schema: dict[str, Any] | str | None, regex: str | None, choices: list[str] | None, grammar: str | None
 ) -> list[GrammarSpec]:
-    """Of what there is."""
+    """Return one grammar for each argument that is not None."""
     found = []
     if schema is not None:
         text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()

@@ -1,6 +1,6 @@
-"""The bodies of `/v1/chat/completions` and `/v1/completions`: OpenAI's fields, strictly typed, and what they ask for.
+"""The bodies of `/v1/chat/completions` and `/v1/completions`: OpenAI's fields, strictly typed.
 
-Unknown fields are ignored, as OpenAI's clients expect; what is known and not supported yet is refused by name.
+Unknown fields are ignored, as OpenAI's clients expect. Known fields that are not supported yet are refused by name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moiety_wire.messages import Sampling
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 MAX_BIASES = 4096
-MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and stay far within float32
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it and must stay within float32
 
 FORMS = MappingProxyType(
     {
@@ -75,7 +75,7 @@ class StreamOptions(StrictBody):
 
 
 class GenerationBody(GuidedBody, GeneratingBody):
-    """What both endpoints share. null means the default, as everywhere in OpenAI's API."""
+    """Fields common to both endpoints. null means the default, as everywhere in OpenAI's API."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAMED_OPTIONS]})
 
@@ -85,7 +85,7 @@ class GenerationBody(GuidedBody, GeneratingBody):
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the best token
+    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the most likely token
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # 0 and -1: off
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(ge=MIN_REPETITION_PENALTY, le=10)] | None = None
@@ -179,7 +179,7 @@ class ChatBody(GenerationBody):
     tools: ChatTools | None = None
     tool_choice: ChatChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None  # none: no thought
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None  # none: no reasoning
     chat_template_kwargs: TemplateVariables | None = None
     functions: Annotated[list[Any], shows(maxItems=0)] | None = None
     function_call: Annotated[Any, shows(enum=[None])] = None
@@ -221,8 +221,11 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """`POST /v1/completions`. A prompt is raw: control tokens of the model that are written out in its text are encoded
-    as such, since whoever sends it writes the whole of what the model reads. Chats are guarded against that."""
+    """`POST /v1/completions`.
+
+    The prompt is raw text. Control tokens that are written out in it are encoded as control tokens, since the caller
+    writes the complete model input. Chat endpoints prevent this.
+    """
 
     model_config = ConfigDict(
         json_schema_extra={

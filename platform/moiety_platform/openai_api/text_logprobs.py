@@ -1,8 +1,8 @@
-"""Log probabilities in the form of `/v1/completions`: names of tokens, and where each token stands in the text.
+"""Log probabilities in the format of `/v1/completions`: token names and the offset of each token in the text.
 
-A token is told from others by its id, and by its bytes where an engine tells no id. A token whose bytes alone are no
-UTF-8 is named as OpenAI names it, `bytes:\\xe6\\x97`. Of several tokens with one text, the sampled one has the text as
-its name, else the likeliest; the others are named `token_id:5`.
+Tokens are distinguished by id, or by their bytes where an engine sends no id. A token whose bytes alone are no valid
+UTF-8 is named as OpenAI names it, `bytes:\\xe6\\x97`. If several tokens have the same text, the sampled token is named
+by the text, otherwise the most likely one. The others are named `token_id:5`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from moiety_wire.messages import TokenLogprob
 
 
 class TextOffsets:
-    """Where the tokens of one choice stand in its text. Owned by whoever answers with the choice."""
+    """Running offset of one choice's tokens in its text. Owned by the builder of the answer."""
 
     def __init__(self, start: int = 0) -> None:
-        """`start`: the characters that come before the first token, an echoed prompt."""
+        """Start at `start`, the number of characters of an echoed prompt before the first token."""
         self._at = start
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def advance(self, entry: TokenLogprob) -> int:
-        """The offset of the next token: that of the first character it is a part of."""
+        """Return the offset of the next token, which is the offset of the first character that it is a part of."""
         at = self._at
         if entry.num_chars >= 0:
             self._at += entry.num_chars
-        else:  # an engine of others, which does not tell
+        else:  # external engine, which does not send the number of characters
             self._at += len(self._utf8.decode(entry.token_bytes))
         return at
 
@@ -35,7 +35,7 @@ class TextOffsets:
 def text_logprobs(
     logprobs: Sequence[TokenLogprob], offsets: TextOffsets, before: TextLogprobs | None = None
 ) -> TextLogprobs:
-    """Of tokens that were generated, after those that come `before`."""
+    """Return the log probabilities of generated tokens, appended to those in `before`."""
     found: TextLogprobs = {
         "tokens": [_name(entry.token_bytes, entry.token_id) for entry in logprobs],
         "token_logprobs": [entry.logprob for entry in logprobs],
@@ -53,7 +53,7 @@ def text_logprobs(
 
 
 def echoed_logprobs(text: str, first_id: int, first: bytes, scores: Sequence[TokenLogprob]) -> TextLogprobs:
-    """Of an echoed prompt, whose text is `text`. Its first token, which follows nothing, has no log probability."""
+    """Return the log probabilities of an echoed prompt with the text `text`. The first token has none."""
     return {
         "tokens": [_name(first, first_id), *(_name(entry.token_bytes, entry.token_id) for entry in scores)],
         "token_logprobs": [None, *(entry.logprob for entry in scores)],
@@ -63,8 +63,10 @@ def echoed_logprobs(text: str, first_id: int, first: bytes, scores: Sequence[Tok
 
 
 def _places(text: str, tokens: Sequence[bytes]) -> list[int]:
-    """Where tokens stand in the text that they are of. One that begins every prompt has no text; the space before a
-    text's first word may be missing there."""
+    """Return the offset of each token in the text.
+
+    A first token such as BOS may have no text, and the space before the first word of the text may be missing.
+    """
     utf8, at, places = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
     for number, token in enumerate(tokens):
         places.append(at)
@@ -86,7 +88,7 @@ def _name(token: bytes, token_id: int) -> str:
 
 
 def _top(entry: TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens, and the sampled one, which need not be among them."""
+    """Return the most likely tokens and the sampled token, which need not be one of them."""
     sampled = _name(entry.token_bytes, entry.token_id)
     found: dict[str, float] = {}
     is_among = False

@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts in OpenAI's streamed answers to chats."""
+"""Tool calls and reasoning in OpenAI's streamed chat answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ToolChunks(ChatChunks):
-    """`chat.completion.chunk` objects of an answer that may call or think. A call comes once it is whole; one that
-    breaks off is content, as in an answer that is not streamed."""
+    """Encoder of `chat.completion.chunk` objects of an answer that may contain tool calls or reasoning.
+
+    A call is sent when it is complete. An incomplete call is sent as content, as in an answer that is not streamed.
+    """
 
     def __init__(self, head: AnswerHead, include_usage: bool, readers: Sequence[AnswerReader]) -> None:
         super().__init__(head, include_usage)
@@ -27,7 +29,7 @@ class ToolChunks(ChatChunks):
         self._has_called = [False] * len(readers)
 
     def opening(self, index: int) -> bytes:
-        return self._chunk(index, b'{"role":"assistant","content":null}', b"null", b"null")  # there may never be any
+        return self._chunk(index, b'{"role":"assistant","content":null}', b"null", b"null")  # there may be no content
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
         return self._chunks(index, self._readers[index].feed(text), logprobs)
@@ -38,7 +40,10 @@ class ToolChunks(ChatChunks):
         return rest + self._chunk(index, b"{}", b"null", _encode(reason))
 
     def _chunks(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] | None) -> bytes:
-        """A chunk for each that tells something; the logprobs, whose text may be held back, go with the first."""
+        """Return a chunk for each delta that has fields.
+
+        The first chunk has the logprobs, whose text may be held back.
+        """
         told = [fields for delta in deltas if (fields := self._fields(index, delta))]
         if not told and logprobs is not None:
             told.append({})

@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts in OpenAI's message of an answer to a chat."""
+"""Tool calls and reasoning in the message of OpenAI's chat answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from moiety_wire.messages import Finished, FinishReason
 
 
 def message_of(parts: Parts) -> AssistantMessage:
-    """The message of an answer with calls, or without. Beside calls or a thought there need be no content."""
+    """Return the message of an answer with or without tool calls.
+
+    Content is null if there are only calls or reasoning.
+    """
     calls = [part for part in parts if isinstance(part, Call)]
     content = "".join([part for part in parts if isinstance(part, str)])
     thought = "".join([part.text for part in parts if isinstance(part, Thought)])
@@ -34,10 +37,10 @@ def has_called(parts: Parts) -> bool:
 
 
 def finish_reason_of(finished: Finished, has_called: bool) -> str:
-    """An answer that its limit has cut says so, whatever it has called."""
+    """Return "tool_calls" for an answer with calls that ended by itself, otherwise the engine's finish reason."""
     return CALLED if has_called and finished.reason is FinishReason.STOP else str(finished.reason)
 
 
 def new_call_id() -> str:
-    """Of a call that is answered with; nobody else has it."""
+    """Return a new unique id for a tool call."""
     return f"call_{secrets.token_hex(12)}"

@@ -1,4 +1,4 @@
-"""OpenAI's fields for tools in chats."""
+"""OpenAI's tool fields of chat requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CalledFunction(StrictBody):
 
 
 class ChatCall(StrictBody):
-    """A call that an earlier answer has made."""
+    """A tool call of an earlier answer."""
 
     id: str
     type: _FunctionType = "function"
@@ -79,7 +79,7 @@ class ChosenTool(StrictBody):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`mode` is one of CHOICES; `name` is the one tool that is required, if one was named."""
+    """Tool choice of a request. `mode` is one of CHOICES. `name` is the required tool, if the request names one."""
 
     mode: str
     name: str | None = None
@@ -104,11 +104,11 @@ ChatCalls = Annotated[list[ChatCall], Field(fail_fast=True, max_length=MAX_TOOLS
 ChatChoice = Annotated[
     ToolChoice, PlainValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool)
 ]
-NEEDS_TOOLS = needs_tools({"anyOf": [{"const": "required"}, {"type": "object"}]})  # of the choices of both APIs
+NEEDS_TOOLS = needs_tools({"anyOf": [{"const": "required"}, {"type": "object"}]})  # for both OpenAI APIs
 
 
 def check_choice(choice: ToolChoice | None, tools: Sequence[ChatTool] | None) -> None:
-    """Raises what a validator does if `tools` do not allow it."""
+    """Raise a validator's error if `tools` do not allow the choice."""
     if choice is not None and choice.mode == "required":
         require_among([tool.function.name for tool in tools or ()], choice.name)
 
@@ -116,14 +116,14 @@ def check_choice(choice: ToolChoice | None, tools: Sequence[ChatTool] | None) ->
 def offer_of(
     tools: Sequence[ChatTool] | None, choice: ToolChoice | None = None, *, parallel: bool = True
 ) -> ToolOffer | None:
-    """What the model may call; None if nothing."""
+    """Return the tools that the model may call, or None."""
     return offer_of_functions([tool.function for tool in tools or ()], choice, parallel=parallel)
 
 
 def offer_of_functions(
     functions: Sequence[FunctionTool], choice: ToolChoice | None, *, parallel: bool
 ) -> ToolOffer | None:
-    """The same, of functions that have nothing around them."""
+    """Return the tools that the model may call, given as bare functions, or None."""
     if not functions or (choice is not None and choice.mode == "none"):
         return None
     told = [

@@ -1,4 +1,4 @@
-"""An answer of text as a whole, for whoever asks: a client that does not stream, or a batch. Knows no HTTP."""
+"""Complete text answers for clients that do not stream and for batches. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from moiety_platform.openai_api.text_logprobs import echoed_logprobs
 async def whole_answer(
     body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[AnswerChoice]
 ) -> ChatCompletion | TextCompletion:
-    """OpenAI's answer, of choices that were collected."""
+    """Return OpenAI's answer with the collected choices."""
     return await answer_of(body, run, head_of(run, record), choices)
 
 
 async def answer_of(
     body: GenerationBody, run: EndedRun, head: AnswerHead, choices: Sequence[AnswerChoice]
 ) -> ChatCompletion | TextCompletion:
-    """The same, whoever ran it."""
+    """Return OpenAI's answer with the collected choices of a run with or without a gateway."""
     if isinstance(body, ChatBody):
         parts = await parts_of(run, choices)
         return chat_answer(head, choices, parts, run.usage(), with_logprobs=bool(body.logprobs))
@@ -37,7 +37,7 @@ async def answer_of(
 
 
 def head_of(run: Run, record: RequestRecord) -> AnswerHead:
-    """What every chunk and answer of the request repeats."""
+    """Return the fields common to every chunk and answer of the request."""
     return AnswerHead(
         answer_id=record.request_id,
         created=record.arrival_unix_ns // 1_000_000_000,
@@ -50,8 +50,11 @@ def head_of(run: Run, record: RequestRecord) -> AnswerHead:
 def _echoed_logprobs(
     body: CompletionBody, run: EndedRun, choices: Sequence[AnswerChoice], echoes: Sequence[str]
 ) -> Sequence[TextLogprobs | None]:
-    """Of the prompt of each choice, if the request wants them. The first choice of a prompt has them for all. Raises
-    EngineFailed where an engine was lost with them."""
+    """Return the prompt log probabilities of each choice, None where not requested.
+
+    The first choice of a prompt has the scores for all. Raises EngineFailed if an engine was lost together with the
+    scores.
+    """
     if not body.echo or body.logprobs is None:
         return [None] * len(choices)
     found: list[TextLogprobs | None] = []
@@ -65,7 +68,7 @@ def _echoed_logprobs(
 
 
 async def echoes_of(body: CompletionBody, run: EndedRun) -> Sequence[str]:
-    """The prompt's text for each choice if the request wants it, else empty strings."""
+    """Return the prompt's text for each choice if the request wants an echo, else empty strings."""
     if not body.echo:
         return [""] * run.num_sequences
     prompts = [

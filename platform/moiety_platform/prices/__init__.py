@@ -1,1 +1,1 @@
-"""What tokens cost, by model and class, kept in the store and edited by administrators."""
+"""Prices of tokens by model and class, kept in the store and edited by administrators."""

@@ -1,4 +1,4 @@
-"""The prices as the requests of one gateway process see them."""
+"""Cached snapshot of the prices, for the requests of one gateway process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moiety_platform.prices.terms import PriceList
 
 
 class PriceCache(Snapshot[PriceList]):
-    """Owned by the entry point; one event loop."""
+    """Snapshot of the prices that expires after `ttl_s` seconds. Owned by the entry point; for one event loop."""
 
     def __init__(self, database: Database, clock: Clock, *, ttl_s: float = TTL_S) -> None:
         super().__init__("prices", load_prices, database, clock, ttl_s=ttl_s)

@@ -1,4 +1,4 @@
-"""/admin/v1/prices. Maps HTTP to the service; who may call is the router's affair."""
+"""`/admin/v1/prices`: maps HTTP to the service. The admin router decides on access."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from moiety_platform.prices.schemas import NewPrice, PriceView, PriceViews
 
 
 class PriceController(Controller):
-    """Prices by model and class. They hold for requests that begin after a change, at every gateway within seconds."""
+    """Routes of prices by model and class.
+
+    A price applies to requests that begin after a change, at every gateway within seconds.
+    """
 
     path = "/prices"
     tags = ("prices",)
 
     @get(opt=needs(AdminAction.READ_PRICES))
     async def list_prices(self, database: NamedDependency[Database]) -> PriceViews:
-        """All prices, by model and class."""
+        """List all prices by model and class."""
         async with database.read() as session:
             return PriceViews([PriceView.of(record) for record in await service.list_prices(session)])
 
@@ -35,7 +38,7 @@ class PriceController(Controller):
         model: FromQuery[str],
         service_class: FromQuery[str | None] = None,
     ) -> Response[PriceView]:
-        """One price; without `service_class`, the one that holds for every class that has none of its own."""
+        """Return one price; without `service_class`, the price for every class without a price of its own."""
         async with database.read() as session:
             return tagged(PriceView.of(await service.get_price(session, model, service_class)))
 
@@ -47,7 +50,7 @@ class PriceController(Controller):
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewPrice],
     ) -> Response[PriceView]:
-        """Set a price, or change it."""
+        """Set or change a price."""
         async with store.write() as session:
             record = await service.find_price(session, data.model, data.service_class)
             precondition.check(None if record is None else PriceView.of(record))
@@ -64,7 +67,7 @@ class PriceController(Controller):
         model: FromQuery[str],
         service_class: FromQuery[str | None] = None,
     ) -> PriceView:
-        """Take a price away; returns what it was."""
+        """Delete a price; returns its last state."""
         async with store.write() as session:
             precondition.check(PriceView.of(await service.get_price(session, model, service_class)))
             view = PriceView.of(await service.delete_price(session, model, service_class))

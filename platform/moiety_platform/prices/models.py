@@ -1,4 +1,4 @@
-"""The table of prices: nano-dollars a million tokens."""
+"""Table of prices, in nano-dollars per million tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_MODEL_LENGTH = 256
 
 
 class PriceRecord(Base):
-    """What a model costs in one class, or (with no class's name) in all classes, times their factor."""
+    """Price of a model in one class, or (without a class's name) in all classes, times the class's factor."""
 
     __tablename__ = "prices"
     __table_args__ = (

@@ -1,4 +1,7 @@
-"""What the admin API says and hears of prices: dollars a million tokens, as text, so that they are exact."""
+"""Request and response bodies of the admin API for prices.
+
+Prices are dollars per million tokens, as text, so that they are exact.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ Dollars = Annotated[str, shows(pattern=f"^({DOLLARS.pattern})$")]
 
 
 class NewPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A price to be set; one of the same model and class is replaced. Without `service_class` it holds for every class
-    that has none of its own, times the class's factor; without `cached_input` cached tokens cost what others cost."""
+    """A price to set, which replaces the price of the same model and class.
+
+    Without `service_class` it applies to every class without a price of its own, times the class's factor; without
+    `cached_input` cached tokens have the price of other input tokens.
+    """
 
     model: Annotated[str, shows(minLength=1, maxLength=MAX_MODEL_LENGTH, format="printable")]
     input: Dollars
@@ -47,6 +53,6 @@ class PriceView(Tagged, frozen=True):
 
 
 class PriceViews(msgspec.Struct, frozen=True):
-    """All prices, by model and class."""
+    """All prices by model and class."""
 
     data: list[PriceView]

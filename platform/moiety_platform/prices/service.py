@@ -1,4 +1,4 @@
-"""Sets, finds and removes prices, within the caller's transaction. Knows nothing of HTTP."""
+"""Sets, finds and deletes prices within the caller's transaction. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PRICES = 10_000
 
 
 async def load_prices(session: AsyncSession) -> PriceList:
-    """All prices."""
+    """Return all prices."""
     return PriceList(
         {
             (record.model, record.service_class): Price(record.input, record.cached_input, record.output)
@@ -27,20 +27,20 @@ async def load_prices(session: AsyncSession) -> PriceList:
 
 
 async def list_prices(session: AsyncSession) -> Sequence[PriceRecord]:
-    """By model and class."""
+    """Return all price records by model and class."""
     found = await session.scalars(select(PriceRecord).order_by(PriceRecord.model, PriceRecord.service_class))
     return found.all()
 
 
 async def find_price(session: AsyncSession, model: str, service_class: str | None) -> PriceRecord | None:
-    """The price of exactly this model and class, if there is one."""
+    """Return the price of exactly this model and class, or None."""
     name = service_class or ANY_CLASS
     could_be = len(model) <= MAX_MODEL_LENGTH and model.isprintable() and name.isprintable()
     return await session.get(PriceRecord, (model, name)) if could_be else None
 
 
 async def get_price(session: AsyncSession, model: str, service_class: str | None) -> PriceRecord:
-    """Raises NotFound."""
+    """Return the price of exactly this model and class. Raises NotFound."""
     record = await find_price(session, model, service_class)
     if record is None:
         raise NotFound("There is no such price; list them with GET /admin/v1/prices.", param="model")
@@ -48,8 +48,10 @@ async def get_price(session: AsyncSession, model: str, service_class: str | None
 
 
 async def set_price(session: AsyncSession, new: NewPrice) -> PriceRecord:
-    """Set a price, or change it; it holds for requests that begin from then on, at every gateway within seconds. Raises
-    BadRequest."""
+    """Set or change a price. Raises BadRequest, or Conflict where there are too many.
+
+    It applies to requests that begin from then on, at every gateway within seconds.
+    """
     if not (0 < len(new.model) <= MAX_MODEL_LENGTH and new.model.isprintable()):
         raise BadRequest(f"'model' must have 1 to {MAX_MODEL_LENGTH} printable characters.", param="model")
     service_class = ANY_CLASS if new.service_class is None else await require_class(session, new.service_class)
@@ -69,7 +71,7 @@ async def set_price(session: AsyncSession, new: NewPrice) -> PriceRecord:
 
 
 async def delete_price(session: AsyncSession, model: str, service_class: str | None) -> PriceRecord:
-    """Take a price away; what it was. Raises NotFound."""
+    """Delete a price; return its last state. Raises NotFound."""
     record = await get_price(session, model, service_class)
     await session.delete(record)
     return record

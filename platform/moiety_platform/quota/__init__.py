@@ -1,1 +1,1 @@
-"""Limits that hold exactly: leases from the store, holds from memory, settlement once (docs/quotas.md)."""
+"""Quotas and rate limits that hold exactly: leases from the store, holds in memory, one settlement (docs/quotas.md)."""

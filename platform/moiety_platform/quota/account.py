@@ -1,4 +1,4 @@
-"""What one gateway process knows of one limit in one window: its lease, how fast it is spent, who waits for more."""
+"""Account of one limit in one window in one gateway process: its lease, its rate of use, and the waiting requests."""
 
 from __future__ import annotations
 
@@ -16,42 +16,45 @@ from moiety_platform.quota.limits import Limit
 from moiety_platform.quota.slices import ahead_of_peak, ahead_of_use, surplus
 from moiety_platform.quota.store import Grant, Stored
 
-TRIFLE, PLENTY = 512, 4  # parts of a limit
-IDLE_S = 30.0  # what nobody has used for so long goes back whole
-FULL_S = 0.5  # for how long a window is believed to have no more than the store said
-FETCHED_S = 1.0  # by when a request has taken what was granted for it
+TRIFLE, PLENTY = 512, 4  # parts of a limit: see `_trifle` and `balance`
+IDLE_S = 30.0  # an unused account gives back all of its free part after this time
+FULL_S = 0.5  # how long the store's statement that nothing more is left is trusted
+FETCHED_S = 1.0  # time for a waiting request to use what was granted for it
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """A lease with what this process knows about its use. Moments are of its monotonic clock."""
+    """Lease with what this process knows about its use. Times are of the process's monotonic clock."""
 
     lease: Lease
     limit: Limit
-    ends_unix_s: float = math.inf  # when its window does, of a stock
-    counted: int = 0  # of what was settled and held, when last looked at
+    ends_unix_s: float = math.inf  # end of the window, for a stock
+    counted: int = 0  # settled and held amounts at the last look
     use_per_s: float = 0.0
-    peak: float = 0.0  # of what was held, wearing off
+    peak: float = 0.0  # of held amounts; decays
     used_s: float = 0.0
-    granted_s: float = float("-inf")  # when last for a request that waited
-    cap_fell: bool = False  # what is free was granted under a higher cap
-    full_until_s: float = float("-inf")  # until when what the store said was left is believed
-    remaining: int | None = None  # that; None before the store was asked
-    asked_s: float = float("-inf")  # when
-    is_new: bool = True  # whether the store has not been heard of it yet
-    waiters: dict[asyncio.Future[Grant], int] = field(default_factory=dict)  # what waiting requests lack, each
+    granted_s: float = float("-inf")  # last grant to a waiting request
+    cap_fell: bool = False  # the free part was granted under a higher cap
+    full_until_s: float = float("-inf")  # until when `remaining` is trusted
+    remaining: int | None = None  # left in the store; None before the store was queried
+    asked_s: float = float("-inf")  # when `remaining` was read
+    is_new: bool = True  # the store has not reported this lease yet
+    # the amount that each waiting request lacks
+    waiters: dict[asyncio.Future[Grant], int] = field(default_factory=dict)
 
     @property
     def ahead(self) -> int:
-        """How much to have beyond what is in use."""
+        """Return the amount to keep free beyond current use."""
         if self.lease.meter is Meter.SLOTS:
             return max(ahead_of_peak(self.peak, self.limit.cap), self._trifle)
         return max(ahead_of_use(self.use_per_s), self._trifle)
 
     def balance(self, now_s: float) -> int:
-        """How much to ask for before a request lacks it, while there is plenty of the limit: then nobody waits for the
-        store, nor notices for some seconds that it is away. Below zero, what of the free part should go back. Asked of
-        every account every second, so in one piece."""
+        """Return the amount to request before requests lack it, while much of the limit is left.
+
+        Requests then do not wait for the store, nor notice an outage of some seconds. A negative value is the part of
+        the free amount to give back. Runs for every account every second, so it is one function.
+        """
         lease = self.lease
         free = lease.granted - lease.settled - lease.held
         if self.cap_fell:
@@ -59,23 +62,27 @@ class Account:
             return min(0, -free)
         is_idle = now_s - self.used_s >= IDLE_S
         ahead = 0 if is_idle else self.ahead
-        if free >= ahead:  # what was granted for a request that may not have come to take it yet does not go back
+        if free >= ahead:  # do not give back a grant whose request may not have used it yet
             return 0 if now_s - self.granted_s < FETCHED_S else -surplus(free, ahead)
         has_plenty = self.remaining is not None and self.remaining >= self.limit.cap // PLENTY
         if is_idle or not has_plenty or lease.meter is Meter.SLOTS:
             return 0
-        return ahead + ahead // 2 - free  # less than would be given back
+        return ahead + ahead // 2 - free  # below the amount that would be given back
 
     @property
     def _trifle(self) -> int:
-        """So little of the limit that it does no harm to keep it, while there is plenty: it spares requests that come
-        now and then the way to the store."""
+        """Return a part of the limit that is small enough to keep while much is left.
+
+        It spares occasional requests a round trip to the store.
+        """
         cap = self.limit.cap
         return cap // TRIFLE if self.remaining is None or self.remaining >= cap // PLENTY else 0
 
     def learn(self, stored: Stored) -> None:
-        """What the store says counts; of what was settled, only at first, since booking lags behind. Of a rate the
-        store keeps nothing for one process."""
+        """Apply the store's state of the lease.
+
+        The settled amount counts only the first time, because booking lags behind. The store keeps no lease of a rate.
+        """
         if self.lease.meter is not Meter.RATE:
             self.lease.granted = stored.granted
             if self.is_new:
@@ -87,7 +94,7 @@ class Account:
         self.limit = limit
 
     def take(self, grant: Grant | None, now_s: float) -> None:
-        """What waiting requests were granted. Where little is left, nobody asks for more than that for a while."""
+        """Record a grant to waiting requests. If little is left, larger amounts are not requested for FULL_S."""
         self.granted_s = now_s
         if grant is not None:
             self.remaining, self.asked_s, self.full_until_s = grant.remaining, now_s, now_s + FULL_S
@@ -95,12 +102,12 @@ class Account:
                 self.lease.granted += grant.amount
 
     def take_waiters(self) -> dict[asyncio.Future[Grant], int]:
-        """Those who wait still, with what each lacks; they are the caller's from now on."""
+        """Remove and return the requests that still wait, with what each lacks; the caller takes them over."""
         waiters, self.waiters = self.waiters, {}
         return {future: lacking for future, lacking in waiters.items() if not future.done()}
 
     def count_use(self, passed_s: float, share: float) -> None:
-        """Keep the running means; `share` is the weight of the last `passed_s` seconds."""
+        """Update the running means; `share` is the weight of the last `passed_s` seconds."""
         lease = self.lease
         spent = lease.settled + lease.held
         self.use_per_s += share * (max(0, spent - self.counted) / passed_s - self.use_per_s)
@@ -108,13 +115,13 @@ class Account:
         self.counted = spent
 
     def in_use(self, stored: Stored) -> bool:
-        """Whether forgetting it would lose something that the store does not know."""
+        """Return whether forgetting this account would lose something that the store does not know."""
         lease = self.lease
         booked = lease.meter is not Meter.STOCK or lease.settled == stored.settled
         return bool(self.waiters or lease.num_holds or lease.free > 0 or not booked)
 
     def left(self, now_s: float) -> int | None:
-        """About how much of the limit is left for all; None before the store was asked."""
+        """Return the approximate amount of the limit that is left for all; None before the store was queried."""
         left, lease, cap = self.remaining, self.lease, self.limit.cap
         if left is None:
             return None
@@ -128,17 +135,17 @@ class Account:
 
 @dataclass(slots=True)
 class KnownScope:
-    """What is known of one scope's limits."""
+    """Cached limits of one scope."""
 
     limits: list[Limit]
     read_s: float
     used_s: float
-    accounts: list[Account] | None = None  # of its limits in the windows of `day`; None where they are to be found
-    day: int | None = None  # since 1970, in UTC
+    accounts: list[Account] | None = None  # of its limits in the windows of `day`; None: look them up again
+    day: int | None = None  # days since 1970, in UTC
 
 
 def fail(waiters: Iterable[asyncio.Future[Grant]], error: BaseException) -> None:
-    """Tell those who wait that there is no answer."""
+    """Fail the waiting requests with Unavailable."""
     told = store_unavailable()
     if isinstance(error, Unavailable):
         told = Unavailable(error.message, code=error.code, retry_after_s=RETRY_AFTER_S)

@@ -1,7 +1,7 @@
-"""Which windows have passed a threshold of their limit, and that it is told once. Within the caller's transaction.
+"""Alerts for windows that have passed a threshold of their limit, each entered once. Within the caller's transaction.
 
-Looked for now and then, by the sums that usage was booked into, so no request has a part in it. A threshold of 100
-counts as passed a thousandth of the cap before its end, since what is left there is seldom enough for another token.
+Alerts are searched for periodically, in the sums that usage was booked into, so no request does work for them. A
+threshold of 100 % counts as passed when 99.9 % of the cap is used, since the rest is rarely enough for another token.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from moiety_platform.tenants.checks import new_id
 from moiety_platform.tenants.models import ApiKey, Project
 
 ALERTS_AT_ONCE = 200
-LATE = timedelta(hours=1)  # for so long after a window's end what is booked late is looked for
+LATE = timedelta(hours=1)  # late bookings into a window are considered for this long after its end
 
 
 async def any_to_tell(session: AsyncSession, now: datetime) -> bool:
-    """Whether a window has passed a threshold that nobody has told of."""
+    """Return whether a window has passed a threshold without an alert."""
     return (await session.execute(_untold(now).limit(1))).first() is not None
 
 
 async def tell(session: AsyncSession, now: datetime) -> list[QuotaAlert]:
-    """Enter alerts for what nobody has told of yet, and return those that were entered here. Gateways that do it at
-    the same time enter each alert once."""
+    """Enter the missing alerts, and return those that were entered here.
+
+    Gateways that do this at the same time enter each alert once.
+    """
     found = (await session.execute(_untold(now).limit(ALERTS_AT_ONCE))).all()
     if not found:
         return []
@@ -39,8 +41,10 @@ async def tell(session: AsyncSession, now: datetime) -> list[QuotaAlert]:
 
 
 def _untold(now: datetime) -> Select[str, datetime, int, str | None, str, str, str, int, int]:
-    """What is to be entered, but for its id and time. In the order of the table, so that gateways do not lock each
-    other out."""
+    """Return a select of the missing alerts, without their id and time.
+
+    It is in the order of the table, so that gateways do not deadlock.
+    """
     told = and_(
         QuotaAlert.quota_id == QuotaWindow.quota_id,
         QuotaAlert.start == QuotaWindow.start,
@@ -69,7 +73,7 @@ def _untold(now: datetime) -> Select[str, datetime, int, str | None, str, str, s
 
 
 def _of_now(now: datetime) -> ColumnElement[bool]:
-    """The windows that are open, and those that have just ended."""
+    """Return a condition for the windows that are open, or have just ended."""
     moments = (now, now - LATE)
     return or_(*(and_(Quota.kind.in_(_kinds(p)), QuotaWindow.start.in_(_starts(p, moments))) for p in Period))
 
@@ -83,7 +87,7 @@ def _starts(period: Period, moments: Sequence[datetime]) -> list[datetime]:
 
 
 def _tenant() -> ColumnElement[str | None]:
-    """Whose the limit is."""
+    """Return an expression for the tenant that the limit belongs to."""
     of_project = select(Project.tenant_id).where(Project.id == Quota.scope_id).scalar_subquery()
     of_key = (
         select(func.coalesce(Project.tenant_id, ApiKey.tenant_id))

@@ -1,4 +1,4 @@
-"""/admin/v1/quotas. Maps HTTP to the service; who may call is the router's affair."""
+"""Endpoints of /admin/v1/quotas. Maps HTTP to the service; the router authorizes the caller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OfState = Annotated[str | None, one_of("Of leases in this state; live if not giv
 
 
 class QuotaController(Controller):
-    """Limits of tenants, projects and keys. A request needs room under all of its own."""
+    """Limits of tenants, projects and keys. A request must fit under all limits that apply to it."""
 
     path = "/quotas"
     tags = ("quotas",)
@@ -44,7 +44,7 @@ class QuotaController(Controller):
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewQuota],
     ) -> Response[QuotaView]:
-        """Set a limit, or change its cap; it holds here from the next request on, elsewhere within seconds."""
+        """Set a limit, or change its cap; it takes effect here at the next request, in others within seconds."""
         _check_may_change(caller, data.level)
         async with store.write() as session:
             precondition.check(await service.find_quota(session, data, clock.now()))
@@ -62,8 +62,10 @@ class QuotaController(Controller):
         scope_id: FromQuery[str | None] = None,
         tenant_id: FromQuery[str | None] = None,
     ) -> QuotaPage:
-        """Limits, oldest first; with `scope_id`, those of one tenant, project or key, with `tenant_id` those of a
-        tenant and of all that is its."""
+        """List limits, oldest first; with `scope_id`, those of one tenant, project or key.
+
+        With `tenant_id`, those of a tenant and of its projects and keys.
+        """
         page = parse_page(limit, cursor)
         async with database.read() as session:
             return await service.list_quotas(session, page, clock.now(), scope_id=scope_id, tenant_id=tenant_id)
@@ -72,7 +74,7 @@ class QuotaController(Controller):
     async def list_leases(
         self, database: NamedDependency[Database], limit: Limit = None, lease_state: OfState = None
     ) -> LeaseList:
-        """What gateways hold of the limits; those that are live, unless others are asked for."""
+        """List the leases of gateways; live ones, unless `lease_state` selects others."""
         if lease_state is not None and lease_state not in frozenset(LeaseState):
             raise BadRequest(f"'lease_state' must be one of: {', '.join(LeaseState)}.", param="lease_state")
         wanted = LeaseState.LIVE if lease_state is None else LeaseState(lease_state)
@@ -86,7 +88,7 @@ class QuotaController(Controller):
         clock: NamedDependency[SkipValidation[Clock]],
         quota_id: FromPath[str],
     ) -> Response[QuotaView]:
-        """One limit, and what is used of it in its window of now."""
+        """Return one limit, and its use in the current window."""
         async with database.read() as session:
             return tagged(await service.get_quota(session, quota_id, clock.now()))
 
@@ -100,7 +102,7 @@ class QuotaController(Controller):
         precondition: NamedDependency[Precondition],
         quota_id: FromPath[str],
     ) -> QuotaView:
-        """Take a limit away; returns what it was."""
+        """Delete a limit; returns its last state."""
         async with store.write() as session:
             current = await service.get_quota(session, quota_id, clock.now())
             _check_may_change(caller, LimitLevel(current.level))
@@ -111,6 +113,6 @@ class QuotaController(Controller):
 
 
 def _check_may_change(caller: Caller, level: LimitLevel) -> None:
-    """Raises Forbidden where a tenant would set what it may use itself as a whole."""
+    """Raise Forbidden if a tenant's administrator would change a limit of the whole tenant."""
     if level is LimitLevel.TENANT:
         caller.require(AdminAction.WRITE_TENANT_QUOTAS)

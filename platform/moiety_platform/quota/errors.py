@@ -1,4 +1,4 @@
-"""What a limit answers."""
+"""Errors of quotas and rate limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ SLOT_RETRY_S = 1.0
 
 
 class QuotaExceeded(RateLimited):
-    """A limit has no room for the request, but for `room` of its `unit`. `retry_after_s` is when it
-    has room again, by what is known."""
+    """A limit has no room for the request, except for `room` of its `unit`.
+
+    `retry_after_s` is the expected time until it has room again.
+    """
 
     default_code = "quota_exceeded"
 
@@ -45,7 +47,7 @@ def never_fits(limit: Limit, needed: int) -> RequestExceedsQuota:
 
 
 def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, now: datetime) -> QuotaExceeded:
-    """The refusal of a request, where there is `room` for some of it, and `short` too little for the rest."""
+    """Return the refusal of a request that fits only `room` of its amount, with `short` lacking for the rest."""
     kind, whose = limit.kind, f"The {limit.scope.level}'s limit of {shown(limit)}"
     if kind.meter is Meter.SLOTS:
         return QuotaExceeded(
@@ -70,7 +72,10 @@ def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, now: date
 
 @dataclass(frozen=True, slots=True)
 class LimitRefusal:
-    """A limit that has not so much left as a hold lacks: `short` of it; `room` is how much more the hold might have."""
+    """Refusal by a limit that has less left than a hold lacks.
+
+    `short` is the missing part; `room` is how much more the hold could have.
+    """
 
     limit: Limit
     window: WindowId
@@ -82,6 +87,6 @@ class LimitRefusal:
 
 
 def shown(limit: Limit) -> str:
-    """`100 tokens_per_day`, `$ 12.50 money_per_month`."""
+    """Return a limit for messages: `100 tokens_per_day`, `$ 12.50 money_per_month`."""
     amount = f"$ {limit.cap / NANO:,.2f}" if limit.kind.unit is Unit.MONEY else str(limit.cap)
     return f"{amount} {limit.kind}"

@@ -1,4 +1,4 @@
-"""Who holds what of the limits: the leases of gateways, and what is quarantined, as administrators see them."""
+"""Shares of gateways in the limits: their leases, including quarantined ones, as administrators see them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from moiety_platform.quota.models import LeaseState, Quota, QuotaLease
 
 
 class LeaseView(msgspec.Struct, frozen=True):
-    """A gateway process's part of a limit's window. `left` is granted and not settled: of a live lease for requests
-    that run or are to come, of a quarantined one it counts as spent until it is proven otherwise. `window_start` is
-    null of a limit on open requests."""
+    """A gateway process's part of a limit's window.
+
+    `left` is granted and not settled: in a live lease it is for running and future requests; in a quarantined lease it
+    counts as spent until it is proven unspent. `window_start` is null for a limit on open requests.
+    """
 
     quota_id: str
     level: str
@@ -32,14 +34,14 @@ class LeaseView(msgspec.Struct, frozen=True):
 
 
 class LeaseList(msgspec.Struct, frozen=True):
-    """The leases that were renewed last, the newest first. `truncated` says that there are more."""
+    """Leases with the latest expiry first. `truncated` says that there are more."""
 
     data: list[LeaseView]
     truncated: bool
 
 
 async def list_leases(session: AsyncSession, state: LeaseState, limit: int) -> LeaseList:
-    """Leases in that state; of quarantined ones those with something left."""
+    """Return the leases in a state; of quarantined leases only those with something left."""
     statement = select(QuotaLease, Quota).join(Quota, Quota.id == QuotaLease.quota_id)
     statement = statement.where(QuotaLease.state == state)
     if state is LeaseState.QUARANTINED:

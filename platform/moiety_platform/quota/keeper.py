@@ -1,13 +1,14 @@
-"""Limits as the requests of one gateway process see them: spent from memory, leased from the store.
+"""Quota keeper of one gateway process: limits are spent from memory and leased from the store.
 
-A hold is taken from what is leased, without the database. What is lacking is asked for by one task for all: every
-transaction grants what is wanted, for all scopes together; once a second it also asks for what will be lacking soon and
-gives back what is idle, and a few times in their lives it renews all leases. So the database sees a few statements a
-second, not some for each request; near a cap, where only what is lacking is leased, about one transaction a request.
+A hold is taken from leases, without the database. One task requests the lacking amounts for all: each transaction
+grants what is requested, for all scopes together; once a second it also requests what will be lacking soon and gives
+back what is idle, and several times per lease lifetime it renews all leases. So the database gets a few statements per
+second, not some for each request; near a cap, where only the lacking amount is leased, it gets about one transaction
+per request.
 
-When the database is away, or does not answer for `ANSWER_S`, what is leased is spent until the leases expire there;
-then requests under a limit are turned away (503), and streams that need more end. What was used is booked by whoever
-stores the usage rows, within the same transaction, so exactly once.
+When the database is away, or does not answer for `ANSWER_S`, the leases are spent until they expire there; then
+requests under a limit are rejected (503), and streams that need more end. The code that stores the usage rows books the
+use in the same transaction, so exactly once.
 """
 
 from __future__ import annotations
@@ -39,23 +40,25 @@ from moiety_platform.quota.store import Grant, LeaseStore, Stored, Want
 LEASE_S = 20.0
 TICK_S = 1.0
 LIMITS_FRESH_S = 1.9
-MARGIN = 0.25  # of the time to live, by which this process believes its leases to end early
+MARGIN = 0.25  # fraction of the time to live by which this process lets its leases end early
 OUTAGE_PAUSE_S = 0.5
-ANSWER_S = 4.0  # for which a request waits for the store
+ANSWER_S = 4.0  # how long a request waits for the store
 DAY_NS = 86_400 * 10**9
 _RATE_MEAN_S = 5.0
 _FORGET_AFTER_S = 60.0
 
 _NOTHING = Stored()
-_GONE = Grant(0, 0)  # of a window whose limit was taken away
+_GONE = Grant(0, 0)  # for a window whose limit was deleted
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseStats:
-    """What a keeper has leased, for metrics. `age_s` is how long ago the store last answered it; None where it has
-    nothing to ask for."""
+    """Lease figures of a keeper, for metrics.
+
+    `age_s` is the time since the store last answered; None without accounts, or before the first answer.
+    """
 
     leases: int
     waiting: int  # requests that wait for the store
@@ -63,7 +66,10 @@ class LeaseStats:
 
 
 class QuotaKeeper:
-    """Owned by the entry point; one event loop. `start` before the first request, `stop` after the last."""
+    """Quota keeper, owned by the entry point; one event loop.
+
+    Call `start` before the first request, `stop` after the last.
+    """
 
     def __init__(
         self,
@@ -84,12 +90,12 @@ class QuotaKeeper:
         self._answer_s = answer_s
         self._scopes: dict[Scope, KnownScope] = {}
         self._accounts: dict[WindowId, Account] = {}
-        self._edits = Edits()  # of scopes' limits, here
-        self._asked: set[Account] = set()  # with requests that wait
+        self._edits = Edits()  # of scopes' limits, in this process
+        self._asked: set[Account] = set()  # accounts with waiting requests
         self._rounds = PeriodicTask("quota-keeper", self._round, tick_s, pause_s=min(tick_s, OUTAGE_PAUSE_S))
         self._counted_s = clock.monotonic()
         self._renewed_s = self._reached_s = float("-inf")
-        self._sent_s: float | None = None  # when the round under way was
+        self._sent_s: float | None = None  # start of the running round
         self.quarantine = Quarantine(database, store, clock, every_s=ttl_s / 4)
 
     @property
@@ -101,9 +107,12 @@ class QuotaKeeper:
     async def hold(
         self, scopes: Sequence[Scope], amounts: Mapping[Unit, int], least: Mapping[Unit, int] | None = None
     ) -> Hold:
-        """Reserve so much under every limit of these scopes. Raises QuotaExceeded, RequestExceedsQuota where a whole
-        cap is smaller than `least` (the smallest amounts the caller could do with, `amounts` by default), or
-        Unavailable while the store is away and what is leased does not do."""
+        """Reserve the amounts under every limit of these scopes.
+
+        Raises QuotaExceeded; RequestExceedsQuota if a whole cap is smaller than `least` (the smallest amounts that
+        suffice for the caller, `amounts` by default); or Unavailable while the store is away and the leases do not
+        suffice.
+        """
         accounts = self._known_accounts(scopes)
         if accounts is None:
             accounts = await self._accounts_of(scopes)
@@ -121,10 +130,12 @@ class QuotaKeeper:
         return hold
 
     async def extend(self, hold: Hold, amounts: Mapping[Unit, int]) -> LimitRefusal | None:
-        """Have so much reserved in all; else who does not allow it, and nothing more is reserved. Raises
-        Unavailable."""
+        """Raise the hold to the amounts in total, or return the refusal; on a refusal nothing is reserved.
+
+        Raises Unavailable.
+        """
         while not self.extend_now(hold, amounts):
-            lacking = hold.lacking(amounts)  # nothing where leases have only to be renewed
+            lacking = hold.lacking(amounts)  # empty if leases only have to be renewed
             windows = {lease.window: lacking.get(lease, 0) for lease in lacking or hold.leases}
             try:
                 async with asyncio.timeout(self._answer_s):
@@ -142,12 +153,12 @@ class QuotaKeeper:
         return None
 
     def require_current(self, hold: Hold) -> None:
-        """What was reserved is still leased. Raises Unavailable: the process stood still, and its leases ran out."""
+        """Raise Unavailable if a lease of the hold has expired, because the process was suspended."""
         if not hold.is_good(self._clock.monotonic()):
             raise store_unavailable()
 
     def standings(self, hold: Hold) -> list[LimitStatus]:
-        """Where the limits of a request stand, as far as this process knows."""
+        """Return the state of the limits of a request, as far as this process knows it."""
         unix_s, now_s, found = self._clock.unix_ns() / 1e9, self._clock.monotonic(), []
         for lease in hold.leases:
             account = self._accounts.get(lease.window)
@@ -163,28 +174,30 @@ class QuotaKeeper:
         return found
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:
-        """The same from what is leased already, without waiting."""
+        """Raise the hold from existing leases, without waiting; return whether that sufficed."""
         return hold.is_good(self._clock.monotonic()) and hold.reserve(amounts)
 
     def stats(self) -> LeaseStats:
-        """How it stands now."""
+        """Return the current lease figures."""
         waiting = sum(len(account.waiters) for account in self._accounts.values())
         age_s = self._clock.monotonic() - self._reached_s
         return LeaseStats(len(self._accounts), waiting, age_s if self._accounts and math.isfinite(age_s) else None)
 
     def forget(self, scope: Scope) -> None:
-        """A limit of the scope was edited here: read again before its next request is served; what is being read just
-        now may be older than the edit, and is not kept."""
+        """Forget the limits of a scope after an edit here: they are read again before its next request is served.
+
+        The result of a read in progress may be older than the edit, and is discarded.
+        """
         self._scopes.pop(scope, None)
         self._edits.note(scope)
 
-    # ── its own life ──
+    # ── lifecycle ──
 
     async def start(self) -> None:
         self._rounds.start()
 
     async def stop(self) -> None:
-        """Give back what is free. Call it when every hold is over and settled. Idempotent."""
+        """Give back what is free. Call it when every hold is settled. Idempotent."""
         if not await self._rounds.stop():
             return
         try:
@@ -195,9 +208,12 @@ class QuotaKeeper:
     async def transact(
         self, *, give_back: Callable[[Account], int] | None = None, asked_only: bool = False, renew_all: bool = True
     ) -> None:
-        """One round with the database: grant what waiting requests lack, and unless `asked_only`, what will be lacking
-        soon, give back what is idle (or what `give_back` says) and read limits again; renew the leases that this
-        touches, or all. Raises Unavailable, with the waiting requests told so."""
+        """Run one round with the database.
+
+        It grants what waiting requests lack; unless `asked_only`, it also requests what will be lacking soon, gives
+        back what is idle (or what `give_back` returns) and reads limits again. It renews the leases that it touches, or
+        all with `renew_all`. Raises Unavailable, also in the waiting requests.
+        """
         asked, self._asked = self._asked, set()
         sent_s = self._clock.monotonic()
         returned, low = ({}, {}) if asked_only else self._look_through(sent_s, give_back)
@@ -218,7 +234,7 @@ class QuotaKeeper:
                 grants = await self._exchange(session, returned, wants)
                 stored = await self._store.renew(session, renewed) if renewed else {}
                 limits = await load_limits(session, stale)
-        except BaseException as error:  # whatever it was, nobody is left waiting
+        except BaseException as error:  # on any error, no request is left waiting
             for futures in waiters.values():
                 fail(futures, error)
             raise
@@ -236,7 +252,7 @@ class QuotaKeeper:
             self._renewed_s = sent_s
             self._forget(stored, sent_s)
 
-    # ── within ──
+    # ── internal ──
 
     async def _round(self) -> None:
         now_s = self._clock.monotonic()
@@ -250,7 +266,7 @@ class QuotaKeeper:
     async def _exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[Want]
     ) -> dict[WindowId, Grant]:
-        """What is granted of stocks and slots, and of rates."""
+        """Return the grants of stocks and slots, and of rates."""
         leased, drawn = {*self._leased(returned)}, {*self._leased(want.window for want in wants)}
         grants = await self._store.exchange(
             session,
@@ -266,14 +282,16 @@ class QuotaKeeper:
         )
 
     def _leased(self, windows: Iterable[WindowId]) -> list[WindowId]:
-        """Those of which the store keeps a lease for this process; of a rate it does not."""
+        """Return the windows with a lease in the store; rates have none."""
         return [window for window in windows if self._accounts[window].lease.meter is not Meter.RATE]
 
     def _learn(
         self, renewed: Sequence[WindowId], stored: Mapping[WindowId, Stored], reached: Sequence[WindowId], sent_s: float
     ) -> None:
-        """What was renewed or exchanged is good for a while from when that was sent; and where all was, so is every
-        rate."""
+        """Apply the renewed leases, and extend the validity of the reached accounts.
+
+        It counts from the time of sending; a round that reaches all accounts extends rates as well.
+        """
         good_until_s = sent_s + self._ttl_s * (1 - MARGIN)
         for window in renewed:
             self._accounts[window].learn(stored.get(window, _NOTHING))
@@ -284,7 +302,7 @@ class QuotaKeeper:
         return [scope for scope, known in self._scopes.items() if now_s - known.read_s >= LIMITS_FRESH_S]
 
     def _learn_limits(self, limits: Mapping[Scope, list[Limit]], now_s: float, seen: int) -> None:
-        """What was read at `now_s`, when so many edits had been made here."""
+        """Apply limits that were read at `now_s`, unless they were edited here after edit number `seen`."""
         if not limits:
             return
         now_known = {limit.quota_id: limit for of_scope in limits.values() for limit in of_scope}
@@ -298,7 +316,10 @@ class QuotaKeeper:
                 known.limits, known.read_s = of_scope, now_s
 
     def _ask(self, account: Account, lacking: int) -> asyncio.Future[Grant]:
-        """Resolved by the next round, or at once where the store said of late that there is not so much left."""
+        """Return a future for the grant of the lacking amount.
+
+        The next round resolves it; it resolves at once if the store recently reported that less is left.
+        """
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         if self._rounds.is_stopping:
             future.set_exception(Unavailable("the server is stopping", code="server_stopping", retry_after_s=1))
@@ -316,7 +337,10 @@ class QuotaKeeper:
         return future
 
     def _known_accounts(self, scopes: Sequence[Scope]) -> list[Account] | None:
-        """The same without waiting; None where not all are known yet in their windows of now."""
+        """Return the accounts of all limits of the scopes without waiting.
+
+        Returns None unless all are known for today's windows.
+        """
         found: list[Account] = []
         today, now_s = self._clock.unix_ns() // DAY_NS, self._clock.monotonic()
         for scope in scopes:
@@ -330,7 +354,7 @@ class QuotaKeeper:
         return found
 
     async def _accounts_of(self, scopes: Sequence[Scope]) -> list[Account]:
-        """Of all limits of the scopes, in their windows of now."""
+        """Return the accounts of all limits of the scopes, in their current windows."""
         found: list[Account] = []
         known = await self._known(scopes)
         today, now_s = self._clock.unix_ns() // DAY_NS, self._clock.monotonic()
@@ -343,7 +367,7 @@ class QuotaKeeper:
         return found
 
     async def _known(self, scopes: Sequence[Scope]) -> list[KnownScope]:
-        """The scopes with their limits; read once for a scope that is new, then kept fresh by every round."""
+        """Return the scopes with their limits; a new scope is read once, then every round keeps it fresh."""
         now_s, seen = self._clock.monotonic(), self._edits.now
         known = [one for scope in scopes if (one := self._scopes.get(scope)) is not None]
         if len(known) < len(scopes):
@@ -377,8 +401,10 @@ class QuotaKeeper:
     def _look_through(
         self, now_s: float, give_back: Callable[[Account], int] | None
     ) -> tuple[dict[WindowId, int], dict[Account, int]]:
-        """What goes back, out of reach of new holds from now on, and what will be lacking soon. Of an account with
-        requests that wait, neither."""
+        """Return what to give back, already out of reach of new holds, and what will be lacking soon.
+
+        Accounts with waiting requests are skipped.
+        """
         returned: dict[WindowId, int] = {}
         low: dict[Account, int] = {}
         for window, account in self._accounts.items():
@@ -393,7 +419,7 @@ class QuotaKeeper:
         return returned, low
 
     def _count_use(self, now_s: float) -> None:
-        """Keep the running means of how fast each lease is spent."""
+        """Update the running means of each lease's use."""
         passed_s = now_s - self._counted_s
         self._counted_s = now_s
         share = 1 - math.exp(-passed_s / _RATE_MEAN_S)
@@ -401,7 +427,7 @@ class QuotaKeeper:
             account.count_use(passed_s, share)
 
     def _forget(self, stored: Mapping[WindowId, Stored], now_s: float) -> None:
-        """Leases and scopes that nobody has used for long, once the store knows all that is known here."""
+        """Drop leases and scopes that were unused for long, once the store knows all that is known here."""
         oldest_s = now_s - _FORGET_AFTER_S
         self._scopes = {scope: known for scope, known in self._scopes.items() if known.used_s >= oldest_s}
         self._accounts = {

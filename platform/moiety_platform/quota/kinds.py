@@ -1,7 +1,7 @@
-"""What a limit can limit, on one of three levels. Pure.
+"""Kinds of limits, on three levels. Pure.
 
-Three meters: a *stock* is an amount within a window of UTC time, booked as it is used up; a *rate* refills steadily;
-*slots* are taken for as long as a request is open.
+There are three meters: a *stock* is an amount within a window of UTC time, booked as it is used up; a *rate* refills
+steadily; *slots* are taken for as long as a request is open.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from enum import StrEnum
 import msgspec
 
 MAX_CAP = 2**62  # so that sums of two fit into 64 bits
-MAX_RATE = 10**12  # a minute, so that a rate's arithmetic fits
+MAX_RATE = 10**12  # per minute, so that a rate's arithmetic fits
 NANO = 10**9
-ALWAYS = datetime(1970, 1, 1, tzinfo=UTC)  # the start of the one window of what has no windows
+ALWAYS = datetime(1970, 1, 1, tzinfo=UTC)  # start of the single window of limits without windows
 
 
 class LimitLevel(StrEnum):
-    """Where a limit stands. A request needs room under all limits of its tenant, its project and its key."""
+    """Level of a limit. A request must fit under all limits of its tenant, its project and its key."""
 
     TENANT = "tenant"
     PROJECT = "project"
@@ -27,7 +27,7 @@ class LimitLevel(StrEnum):
 
 
 class Unit(StrEnum):
-    __hash__ = str.__hash__  # the same, without a call of Python's: amounts by unit are looked up all the time
+    __hash__ = str.__hash__  # the same hash, without a Python call: amounts are looked up by unit very often
 
     TOKENS = "tokens"
     REQUESTS = "requests"
@@ -47,7 +47,7 @@ class Period(StrEnum):
 
 
 class LimitKind(StrEnum):
-    """What a limit counts, and how; the period is that of a stock."""
+    """Kind of a limit: its unit, its meter, and the period of a stock."""
 
     REQUESTS_PER_MINUTE = "requests_per_minute"
     TOKENS_PER_MINUTE = "tokens_per_minute"
@@ -84,7 +84,7 @@ class Scope(msgspec.Struct, frozen=True):
 
 
 def window_start(period: Period | None, now: datetime) -> datetime:
-    """When the window that `now` lies in began, in UTC."""
+    """Return the start of the window that contains `now`, in UTC."""
     if period is None:
         return ALWAYS
     today = now.astimezone(UTC)
@@ -98,7 +98,7 @@ def _midnight(year: int, month: int, day: int) -> datetime:
 
 @functools.lru_cache(maxsize=64)
 def window_end(period: Period, start: datetime) -> datetime:
-    """When the window that began at `start` ends and the next begins."""
+    """Return the end of the window that began at `start`, which is the start of the next."""
     if period is Period.DAY:
         return start + timedelta(days=1)
     return (start.replace(day=1) + timedelta(days=32)).replace(day=1)

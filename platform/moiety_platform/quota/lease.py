@@ -1,10 +1,10 @@
-"""What one replica may spend of one limit in one window, and what its open requests have reserved of that. Pure.
+"""Lease of one replica on one limit in one window, and the holds of its open requests. Pure.
 
     settled + held ≤ granted, always
 
-`granted` is what the store has given this replica; it grows by grants and falls by giving back what is free. A hold
-takes from several leases at once, all or nothing, may be extended in the same way, and is left exactly once: what was
-used is settled, the rest is free again.
+`granted` is what the store has given this replica; it grows by grants and falls when free parts are given back. A hold
+takes from several leases at once, all or nothing, may be extended in the same way, and ends exactly once: the used
+amount is settled, the rest is free again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moiety_platform.quota.kinds import Meter, Unit
 
 
 class WindowId(msgspec.Struct, frozen=True, order=True):
-    """One limit's window. Ordered, so that all replicas lock several in the same order."""
+    """Window of one limit. Ordered, so that all replicas lock several windows in the same order."""
 
     quota_id: str
     start: datetime  # aware UTC
@@ -27,8 +27,10 @@ class WindowId(msgspec.Struct, frozen=True, order=True):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A replica's part of a window. Amounts are of the limit's unit. What is settled of a stock is booked; of a rate it
-    is gone; a slot is never spent, only held."""
+    """A replica's part of a window, in the limit's unit.
+
+    The settled part of a stock is booked; of a rate it is gone; a slot is never settled, only held.
+    """
 
     window: WindowId
     replica_id: str
@@ -36,7 +38,7 @@ class Lease:
     granted: int = 0
     settled: int = 0
     held: int = 0
-    num_holds: int = 0  # that have it, also such as have reserved nothing of it
+    num_holds: int = 0  # holds on this lease, including those that have reserved nothing
     meter: Meter = Meter.STOCK
     good_until_s: float = float("-inf")  # by the replica's monotonic clock
 
@@ -46,7 +48,7 @@ class Lease:
 
 
 class Charge(msgspec.Struct, frozen=True):
-    """What a request used of one window, on the lease of this replica."""
+    """Amount that a request used of one window, on the lease of this replica."""
 
     window: WindowId
     replica_id: str
@@ -57,7 +59,7 @@ _NOTHING: dict[Unit, int] = dict.fromkeys(Unit, 0)
 
 
 class Hold:
-    """What one request has reserved. Made empty; `reserve` more, then `settle` once."""
+    """Reservation of one request. It starts empty; call `reserve` for more, then `settle` once."""
 
     __slots__ = ("_has_begun", "_reserved", "is_over", "leases")
 
@@ -68,14 +70,14 @@ class Hold:
         self.is_over = False
 
     def is_good(self, now_s: float) -> bool:
-        """By the replica's monotonic clock: whether all that it may reserve of is leased."""
+        """Return whether all leases of the hold are valid at `now_s` of the replica's monotonic clock."""
         for lease in self.leases:  # noqa: SIM110 - a generator would cost every request more than the loop
             if now_s >= lease.good_until_s:
                 return False
         return True
 
     def lacking(self, amounts: Mapping[Unit, int]) -> dict[Lease, int]:
-        """What each lease lacks for the request to have reserved so much in all; empty if nothing does."""
+        """Return what each lease lacks to reserve the amounts in total; empty if none lacks anything."""
         short = {}
         for lease in self.leases:
             more = amounts.get(lease.unit, 0) - self._reserved[lease.unit]
@@ -84,8 +86,10 @@ class Hold:
         return short
 
     def reserve(self, amounts: Mapping[Unit, int]) -> bool:
-        """Have so much reserved in all, of every lease; less than before changes nothing. False, and nothing is taken,
-        where a lease has not that much free."""
+        """Raise the reservation of every lease to the amounts in total; smaller amounts change nothing.
+
+        Returns False, and takes nothing, if a lease does not have enough free.
+        """
         assert not self.is_over, "a hold that was settled takes no more"
         reserved = self._reserved
         more = dict.fromkeys(reserved, 0)
@@ -103,7 +107,7 @@ class Hold:
         return True
 
     def drop(self, window: WindowId) -> None:
-        """The limit was taken away: nothing is reserved under it any more, and nothing charged."""
+        """Drop a window whose limit was deleted: nothing is reserved or charged under it any more."""
         for lease in self.leases:
             if lease.window == window:
                 lease.held -= self._reserved[lease.unit]
@@ -111,7 +115,7 @@ class Hold:
         self.leases = tuple(lease for lease in self.leases if lease.window != window)
 
     def charges(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
-        """How that would be charged: to stocks, since rates refill and slots come back by themselves."""
+        """Return the charges for `used`: to stocks only, since rates refill and slots are freed at the end."""
         charges = [
             Charge(lease.window, lease.replica_id, amount)
             for lease in self.leases
@@ -120,8 +124,10 @@ class Hold:
         return tuple(charges)
 
     def settle(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
-        """The end: what was used is spent, the rest free again. Raises ValueError for more than was reserved, and for a
-        second end."""
+        """End the hold: settle what was used, and free the rest.
+
+        Raises ValueError for more than was reserved, and for a second call.
+        """
         if self.is_over:
             raise ValueError("this hold was settled already")
         reserved = self._reserved

@@ -1,4 +1,4 @@
-"""Reads the limits of scopes."""
+"""Loading of the limits of scopes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class Limit:
 
 
 async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Scope, list[Limit]]:
-    """The limits of each of the scopes, by one statement for a thousand. One of a kind that only a later release knows
-    is left to gateways of that release, and said so."""
+    """Return the limits of each scope, with one statement per thousand scopes.
+
+    Limits of kinds that only a later release knows are skipped with a warning; gateways of that release enforce them.
+    """
     found: dict[Scope, list[Limit]] = {scope: [] for scope in scopes}
     by_name = {(scope.level.value, scope.id): scope for scope in found}
     names = list(by_name)

@@ -1,8 +1,7 @@
-"""The tables of limits. Amounts are integers of the limit's unit.
+"""Tables of quotas and rate limits. Amounts are integers of the limit's unit.
 
-What was given and spent outlives the limit that it was given under. Of every window: settled ≤ granted,
-granted = Σ leases' granted, settled = Σ leases' settled; and of every lease: settled ≤ granted. `granted` grows past no
-cap.
+Granted and settled amounts outlive their limit. For every window: settled ≤ granted, granted = Σ leases' granted,
+settled = Σ leases' settled; for every lease: settled ≤ granted. `granted` does not grow past a cap.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ REPLICA_ID_LENGTH = 64
 
 class LeaseState(StrEnum):
     LIVE = "live"  # its replica renews it
-    QUARANTINED = "quarantined"  # it expired: what it has not settled counts as spent until it is proven otherwise
+    QUARANTINED = "quarantined"  # it expired: its unsettled part counts as spent until it is proven unspent
 
 
 class Quota(Base):
@@ -44,8 +43,10 @@ class Quota(Base):
 
 
 class QuotaWindow(Base):
-    """What was given out of one limit in one window, and what of that was spent. Of a limit on open requests there is
-    one window, which began in 1970, and nothing in it is ever spent."""
+    """Granted and settled amounts of one limit in one window.
+
+    A limit on open requests has one window, which began in 1970, and nothing in it is ever settled.
+    """
 
     __tablename__ = "quota_windows"
     __table_args__ = (CheckConstraint("settled <= granted", name="settled_within_granted"), Index(None, "start"))
@@ -57,7 +58,7 @@ class QuotaWindow(Base):
 
 
 class QuotaThreshold(Base):
-    """A part of a limit's cap, in percent, that an alert is wanted at. Of stocks only."""
+    """Threshold of a limit's cap, in percent, for an alert. For stocks only."""
 
     __tablename__ = "quota_thresholds"
     __table_args__ = (CheckConstraint("percent BETWEEN 1 AND 100", name="percent_in_range"),)
@@ -67,8 +68,11 @@ class QuotaThreshold(Base):
 
 
 class QuotaAlert(Base):
-    """A window's use has passed a threshold: one row each, made by whichever gateway saw it first, with what it saw
-    then. Outlives the limit. `tenant_id` is null where the limit is on a key of no tenant."""
+    """Alert that a window's use has passed a threshold; one row each.
+
+    The gateway that sees it first enters it, with the values of that time. It outlives the limit. `tenant_id` is null
+    if the limit is on a key of no tenant.
+    """
 
     __tablename__ = "quota_alerts"
     __table_args__ = (Index(None, "id", unique=True), Index(None, "start"))
@@ -87,7 +91,7 @@ class QuotaAlert(Base):
 
 
 class QuotaRate(Base):
-    """The bucket of one rate: its debt (see `bucket.py`) at a moment of the database's clock, Unix milliseconds."""
+    """Bucket of one rate: its debt (see `bucket.py`) at a time of the database's clock, in Unix milliseconds."""
 
     __tablename__ = "quota_rates"
 
@@ -97,7 +101,7 @@ class QuotaRate(Base):
 
 
 class QuotaLease(Base):
-    """One gateway process's part of a window. `expires_ms` is by the database's clock, Unix milliseconds."""
+    """One gateway process's part of a window. `expires_ms` is by the database's clock, in Unix milliseconds."""
 
     __tablename__ = "quota_leases"
     __table_args__ = (

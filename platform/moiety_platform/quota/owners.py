@@ -1,4 +1,4 @@
-"""Whose a limit is: the tenant's that it stands on, or that its project or key belongs to."""
+"""Owner of a limit: the tenant that it is set on, or that its project or key belongs to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Condition = ColumnElement[bool]
 
 
 def own_key(tenant_id: str) -> Condition:
-    """Keys of the tenant's projects, and its administrators'."""
+    """Return a condition for keys of the tenant's projects, and keys of its administrators."""
     return or_(ApiKey.tenant_id == tenant_id, ApiKey.project_id.in_(_projects(tenant_id)))
 
 

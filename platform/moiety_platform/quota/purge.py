@@ -1,7 +1,7 @@
-"""What is left of limits and of windows that ended long ago, deleted some at a time within the caller's transaction.
+"""Purge of limits' remains and of windows that ended long ago, in small batches within the caller's transaction.
 
-Windows are locked before their leases, as everywhere; what others are at is left to the next time. Nothing is booked
-into a window any more once it is deleted: what was used is in the ledger.
+Windows are locked before their leases, as everywhere; rows that others have locked are left to the next run. Nothing is
+booked into a deleted window any more: the use is in the ledger.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from moiety_platform.db.bulk import among
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaWindow
 
-WINDOWS_AT_ONCE = 100  # each with a lease for every process that had a part of it
+WINDOWS_AT_ONCE = 100  # each has a lease for every process with a part of it
 RATES_AT_ONCE = 500
 
 
 async def purge_windows(session: AsyncSession, before: datetime) -> int:
-    """Delete some windows that began before that, with their leases; how many rows."""
+    """Delete some windows that began before `before`, with their leases; return the number of rows."""
     key = QuotaWindow.quota_id, QuotaWindow.start
     old = select(*key).where(QuotaWindow.start < before, QuotaWindow.start != ALWAYS).order_by(QuotaWindow.start)
     found = await session.execute(old.limit(WINDOWS_AT_ONCE).with_for_update(skip_locked=True))
@@ -34,7 +34,7 @@ async def purge_windows(session: AsyncSession, before: datetime) -> int:
 
 
 async def purge_forsaken(session: AsyncSession) -> int:
-    """Delete some rates and windows without end whose limit is gone, and that no process has a part of; how many."""
+    """Delete some rates and endless windows without limit and without leases; return their number."""
     rates = select(QuotaRate.quota_id).where(~exists().where(Quota.id == QuotaRate.quota_id))
     rate_ids = (await session.scalars(rates.limit(RATES_AT_ONCE).with_for_update(skip_locked=True))).all()
     await session.execute(delete(QuotaRate).where(QuotaRate.quota_id.in_(rate_ids)))

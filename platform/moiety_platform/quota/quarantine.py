@@ -1,5 +1,4 @@
-"""The leases of gateway processes that renew them no more: set aside, and free again once engines prove them
-unspent."""
+"""Quarantine of expired leases: unspent amounts are freed once engines prove them unspent."""
 
 from __future__ import annotations
 
@@ -12,24 +11,27 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.quota.store import LeaseStore
 
-PROOF_MARGIN_S = 5.0  # more than a request takes from its hold to its engine
-FORGOTTEN_AFTER = 12  # times as long as between two sweeps: what was found so long ago is told no more
+PROOF_MARGIN_S = 5.0  # more than the time from a request's hold to its engine
+FORGOTTEN_AFTER = 12  # in sweep intervals: older statistics are not reported
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineStats:
-    """What was found in quarantine, with something left."""
+    """Statistics of quarantined leases with something left."""
 
     replicas: int
     leases: int
-    oldest_s: float  # for how long the one that was silent the longest has been
+    oldest_s: float  # how long the replica with the longest silence has been silent
 
 
 class Quarantine:
-    """Swept by each keeper. `is_proven` says whether engines hold nothing of a replica that has been silent for so
-    long; without it nothing is freed."""
+    """Quarantine of expired leases, swept by each keeper.
+
+    `is_proven` returns whether engines hold nothing of a replica that has been silent for a given time; without it
+    nothing is freed.
+    """
 
     def __init__(self, database: Database, store: LeaseStore, clock: Clock, *, every_s: float) -> None:
         self.is_proven: Callable[[str, float], bool] | None = None
@@ -41,12 +43,12 @@ class Quarantine:
         self._stats: QuarantineStats | None = None
 
     def stats(self) -> QuarantineStats | None:
-        """By the last sweep; None where that was long ago."""
+        """Return the statistics of the last sweep; None if it is too old."""
         is_old = self._clock.monotonic() - self._swept_s > FORGOTTEN_AFTER * self._every_s
         return None if is_old else self._stats
 
     async def sweep(self) -> None:
-        """Now and then: does nothing if the last time was just now. Raises Unavailable."""
+        """Quarantine expired leases and free what is proven unspent, at most once per interval. Raises Unavailable."""
         now_s = self._clock.monotonic()
         if now_s - self._swept_s < self._every_s:
             return
@@ -58,7 +60,7 @@ class Quarantine:
         await self._release_proven()
 
     async def _release_proven(self) -> None:
-        """What replicas that died have left, as soon as the engines' own counts prove it unspent."""
+        """Free what dead replicas have left, as soon as the engines' own counts prove it unspent."""
         async with self._database.read() as session:
             found = await self._store.quarantined(session)
         left = dict(found)

@@ -1,6 +1,8 @@
-"""The buckets of rates in the database, within the caller's transaction. All replicas draw from one bucket by the
-database's clock, so a limit is not multiplied by their number. What a replica has drawn and loses is lost to nobody for
-long, since the bucket refills."""
+"""Rate buckets in the database, within the caller's transaction.
+
+All replicas draw from one bucket by the database's clock, so their number does not multiply a limit. An amount that a
+replica has drawn and loses is missing only briefly, since the bucket refills.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from moiety_platform.quota.lease import WindowId
 from moiety_platform.quota.models import Quota, QuotaRate
 from moiety_platform.quota.store import Grant, Slice, Want
 
-REPLICAS_TO_THINK_OF = 2  # a bucket does not know how many draw from it
+REPLICAS_TO_THINK_OF = 2  # assumed number: a bucket does not know how many replicas draw from it
 
 
 def _replacing(insert: Any) -> Any:
@@ -30,14 +32,15 @@ _replace = BulkInsert(QuotaRate, _replacing)
 
 
 class RateStore:
-    """Draws from the buckets; keeps nothing of them."""
+    """Store of the rate buckets; it caches nothing."""
 
     def __init__(self, *, now: Callable[[], ColumnElement[int]] = now_ms) -> None:
         self._locked = OverRows(
             [QuotaRate.quota_id],
             lambda given, _: (
                 select(QuotaRate.quota_id, Quota.cap, QuotaRate.debt, QuotaRate.at_ms, now())
-                .outerjoin(Quota, Quota.id == QuotaRate.quota_id)  # what has no limit any more is locked in order, too
+                # rates whose limit was deleted are locked in order, too
+                .outerjoin(Quota, Quota.id == QuotaRate.quota_id)
                 .where(QuotaRate.quota_id.in_(given))
                 .order_by(QuotaRate.quota_id)
                 .with_for_update(of=QuotaRate)
@@ -47,7 +50,10 @@ class RateStore:
     async def exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[Want], slice_size: Slice
     ) -> dict[WindowId, Grant]:
-        """Put back what was not used, and draw what the rates allow. A limit that is gone is missing in the answer."""
+        """Put back unused amounts, and draw what the rates allow.
+
+        Windows of deleted limits are missing in the result.
+        """
         asked = {want.window: want for want in wants}
         windows = sorted({*returned, *asked})
         if not windows:
@@ -72,7 +78,7 @@ class RateStore:
         return grants
 
     async def _lock(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, Bucket]:
-        """The buckets as they are now; nobody changes them until the end."""
+        """Return the current buckets, locked until the end of the transaction."""
         await _begin(session, [(window.quota_id, 0, 0) for window in windows])
         by_id = {window.quota_id: window for window in windows}
         rows = await self._locked.read(session, [(window.quota_id,) for window in windows])

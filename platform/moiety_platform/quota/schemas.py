@@ -1,4 +1,4 @@
-"""What the admin API says and hears of limits."""
+"""Request and response schemas of the admin API for limits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ Percent = Annotated[int, shows(minimum=1, maximum=100)]
 
 
 class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A limit to be set; one of the same scope and kind is replaced. `alert_at` are percents of the cap, 1 to 100, at
-    which alerts go to webhooks; where it is left out, those that there are stay, and an empty list takes them away."""
+    """A limit to set; it replaces one of the same scope and kind.
+
+    `alert_at` are percents of the cap, 1 to 100, at which alerts go to webhooks; without it the existing ones stay, and
+    an empty list removes them.
+    """
 
     rules: ClassVar[Sequence[Mapping[str, Any]]] = (
         {
@@ -39,11 +42,14 @@ class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class QuotaView(Tagged, frozen=True):
-    """A limit and how it stands. Of a stock, `used` is settled in the window of now, and `reserved` is leased to
-    gateways, for requests that run or are to come; what is left to lease is the cap less both. Of a rate, `used` is
-    what has not worn off yet, which it has at `resets_at`. Of open requests, `used` counts those that run, and those
-    that gateways keep room for. Amounts of money are nano-dollars. `alert_at` are the percents of the cap at which
-    alerts are wanted, `alerted` those that were passed in the window of now."""
+    """A limit and its use.
+
+    For a stock, `used` is settled in the current window, and `reserved` is leased to gateways for running and future
+    requests; the cap less both is left to lease. For a rate, `used` is what has not been refilled yet; at `resets_at`
+    it is 0. For open requests, `used` counts running requests and the slots that gateways keep for more. Amounts of
+    money are nano-dollars. `alert_at` are the percents of the cap that trigger alerts, `alerted` those that were passed
+    in the current window.
+    """
 
     transient: ClassVar[frozenset[str]] = frozenset({"used", "reserved", "window_start", "resets_at"})
 
@@ -62,7 +68,7 @@ class QuotaView(Tagged, frozen=True):
 
 
 def window_view(quota: Quota, window: QuotaWindow | None, now: datetime) -> QuotaView:
-    """Of a stock or of open requests."""
+    """Return the view of a stock or of a limit on open requests."""
     settled, granted = (window.settled, window.granted) if window is not None else (0, 0)
     period = LimitKind(quota.kind).period
     if period is None:
@@ -72,7 +78,7 @@ def window_view(quota: Quota, window: QuotaWindow | None, now: datetime) -> Quot
 
 
 def rate_view(quota: Quota, rate: QuotaRate, now_ms: int) -> QuotaView:
-    """Of a rate; `now_ms` is by the database's clock."""
+    """Return the view of a rate; `now_ms` is by the database's clock."""
     bucket = Bucket(quota.cap, rate.debt, rate.at_ms).at(now_ms)
     whole_at = datetime.fromtimestamp((now_ms + bucket.debt // max(1, quota.cap)) / 1000, UTC)
     return _view(quota, quota.cap - bucket.remaining, 0, None, whole_at)
@@ -94,7 +100,7 @@ def _view(quota: Quota, used: int, reserved: int, start: datetime | None, resets
 
 
 class QuotaPage(msgspec.Struct, frozen=True):
-    """Some limits, oldest first; `next_cursor` is null on the last page."""
+    """A page of limits, oldest first; `next_cursor` is null on the last page."""
 
     data: list[QuotaView]
     next_cursor: str | None

@@ -1,4 +1,4 @@
-"""Sets, finds and removes limits, within the caller's transaction. Knows nothing of HTTP."""
+"""Operations on limits: set, find, list and delete, within the caller's transaction. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ _TABLES: dict[LimitLevel, type[Tenant | Project | ApiKey]] = {
 
 
 async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> QuotaView:
-    """Set a limit, or change its cap; gateways go by it within seconds. A cap below what is used already lets nothing
-    through until the window ends. Raises BadRequest, or NotFound where the scope is unknown."""
+    """Set a limit, or change its cap; gateways apply it within seconds.
+
+    A cap below the amount already used rejects all requests until the window ends. Raises BadRequest, or NotFound if
+    the scope is unknown.
+    """
     scope_id = await _scope_id(session, new)
     alert_at = _check_thresholds(new)
     same = (Quota.level, Quota.scope_id, Quota.kind)
@@ -51,22 +54,25 @@ async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> Quot
 
 
 async def find_quota(session: AsyncSession, new: NewQuota, now: datetime) -> QuotaView | None:
-    """The limit that `new` would replace, if there is one. Raises what `set_quota` raises."""
+    """Return the limit that `new` would replace; None if there is none. Raises the same errors as `set_quota`."""
     scope_id = await _scope_id(session, new)
     quota = (await session.scalars(select(Quota).where(*_same(new, scope_id)))).one_or_none()
     return None if quota is None else (await _views(session, [quota], now))[0]
 
 
 async def get_quota(session: AsyncSession, quota_id: str, now: datetime) -> QuotaView:
-    """Raises NotFound."""
+    """Return one limit. Raises NotFound."""
     return (await _views(session, [await _find(session, quota_id)], now))[0]
 
 
 async def list_quotas(
     session: AsyncSession, page: PageRequest, now: datetime, *, scope_id: str | None, tenant_id: str | None
 ) -> QuotaPage:
-    """Limits, oldest first; with `scope_id`, those of one tenant, project or key; with `tenant_id`, those of one tenant
-    and of its projects and keys."""
+    """Return a page of limits, oldest first.
+
+    `scope_id` selects those of one tenant, project or key; `tenant_id` those of one tenant and of its projects and
+    keys.
+    """
     statement = select(Quota)
     if tenant_id is not None:
         statement = statement.where(own_quota(tenant_id) if is_id(tenant_id) else false())
@@ -80,7 +86,7 @@ async def list_quotas(
 
 
 async def delete_quota(session: AsyncSession, quota_id: str, now: datetime) -> QuotaView:
-    """Take a limit away; what it was. Raises NotFound."""
+    """Delete a limit; return its last state. Raises NotFound."""
     quota = await _find(session, quota_id)
     view = (await _views(session, [quota], now))[0]
     await _set_thresholds(session, quota.id, ())
@@ -96,7 +102,7 @@ async def _find(session: AsyncSession, quota_id: str) -> Quota:
 
 
 async def _scope_id(session: AsyncSession, new: NewQuota) -> str:
-    """The id that the limit stands under."""
+    """Check the cap, and return the scope id that the limit is stored under."""
     highest = MAX_CAP if new.kind.meter is Meter.STOCK else MAX_RATE
     if not 0 <= new.cap <= highest:
         raise BadRequest(f"'cap' must be a number from 0 to {highest}; 0 lets nothing through.", param="cap")
@@ -108,7 +114,7 @@ def _same(new: NewQuota, scope_id: str) -> tuple[ColumnElement[bool], ...]:
 
 
 async def _require(session: AsyncSession, scope: Scope) -> str:
-    """The id that limits of the scope stand under."""
+    """Return the id that limits of the scope are stored under; for a key, its root id. Raises NotFound."""
     table = _TABLES[scope.level]
     found: Tenant | Project | ApiKey | None = await session.get(table, scope.id) if is_id(scope.id) else None
     if found is None:
@@ -117,7 +123,7 @@ async def _require(session: AsyncSession, scope: Scope) -> str:
 
 
 def _check_thresholds(new: NewQuota) -> tuple[int, ...] | None:
-    """The percents in order; None where they are to stay as they are. Raises BadRequest."""
+    """Return the percents in order; None if they are to stay unchanged. Raises BadRequest."""
     if isinstance(new.alert_at, msgspec.UnsetType):
         return None
     if new.alert_at and new.kind.meter is not Meter.STOCK:
@@ -142,7 +148,7 @@ async def _set_thresholds(session: AsyncSession, quota_id: str, percents: Sequen
 
 
 async def _thresholds(session: AsyncSession, quota_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The percents of each limit that has any, in order."""
+    """Return the percents of each limit that has any, in order."""
     columns = QuotaThreshold.quota_id, QuotaThreshold.percent
     wanted = select(*columns).where(QuotaThreshold.quota_id.in_(quota_ids)).order_by(*columns)
     return _grouped(await session.execute(wanted))

@@ -1,6 +1,6 @@
-"""Where a request's limits stand, as HTTP headers. Pure.
+"""HTTP headers with the state of a request's limits. Pure.
 
-`x-ratelimit-*` has OpenAI's form and meaning: the rates a minute, and when they are whole again. `RateLimit` and
+`x-ratelimit-*` has OpenAI's form and meaning: the rates per minute, and when they are full again. `RateLimit` and
 `RateLimit-Policy` (IETF draft-ietf-httpapi-ratelimit-headers-10) name every limit.
 """
 
@@ -18,8 +18,10 @@ _PERIOD_S = {Period.DAY: 86_400, Period.MONTH: 30 * 86_400}
 
 
 class LimitStatus(msgspec.Struct, frozen=True):
-    """One limit: how much of it is left, about, and in how many seconds it is whole again; None for open requests,
-    which end when they end."""
+    """State of one limit: approximately how much is left, and in how many seconds it is full again.
+
+    `whole_in_s` is None for open requests, whose end is unknown.
+    """
 
     kind: LimitKind
     cap: int
@@ -28,7 +30,7 @@ class LimitStatus(msgspec.Struct, frozen=True):
 
 
 def headers(standings: Sequence[LimitStatus]) -> dict[str, str]:
-    """Of several limits of one kind, on different levels, the one with least left counts."""
+    """Return the headers; of several limits of one kind, on different levels, the one with the least left counts."""
     tightest = {standing.kind: standing for standing in standings}
     if len(tightest) < len(standings):
         for standing in reversed(standings):
@@ -54,7 +56,7 @@ def headers(standings: Sequence[LimitStatus]) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """OpenAI's form: 20ms, 1.5s, 6m0s."""
+    """Return a duration in OpenAI's form: 20ms, 1.5s, 6m0s."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"
     if seconds < 60:

@@ -1,5 +1,7 @@
-"""What leases in the database are read and changed by. Each statement is over the windows that a call gives, and the
-same for any number of them."""
+"""SQL statements that read and change leases.
+
+Each statement covers the windows that a call gives, and is the same for any number of windows.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ settle_windows = BulkAdd(QuotaWindow, "settled", _WINDOW)
 grant_leases = BulkAdd(QuotaLease, "granted", _LEASE)
 settle_leases = BulkAdd(QuotaLease, "settled", _LEASE)
 
-windows_alone = OverRows(  # to be locked
+windows_alone = OverRows(  # to lock them
     _OF_WINDOW,
     lambda given, _: (
         select(QuotaWindow.quota_id).where(tuple_(*_OF_WINDOW).in_(given)).order_by(*_OF_WINDOW).with_for_update()
@@ -41,7 +43,7 @@ leases_of_all = OverRows(  # (quota id, start, replica id, what is left), locked
 
 
 class LeaseStatements:
-    """Those of one replica, whose leases are good until `expires_ms`."""
+    """Statements of one replica, whose leases are valid until `expires_ms`."""
 
     def __init__(self, replica_id: str, expires_ms: Callable[[], ColumnElement[int]]) -> None:
         self._replica_id = replica_id
@@ -66,7 +68,7 @@ class LeaseStatements:
         return update(QuotaLease).where(*self._are_mine(given)).values(values)
 
     def _open_leases(self, given: Select[Any], dialect: Dialect) -> Any:
-        """Empty ones, where there are none yet."""
+        """Insert empty leases where there are none yet."""
         empty: dict[str, ColumnElement[Any]] = {
             "replica_id": literal(self._replica_id),
             "granted": literal(0),
@@ -91,7 +93,8 @@ class LeaseStatements:
         )
         return (
             select(*_OF_WINDOW, QuotaWindow.granted, Quota.cap, sharing.label("others"))
-            .outerjoin(Quota, Quota.id == QuotaWindow.quota_id)  # also what has no limit any more is locked in order
+            # windows whose limit was deleted are locked in order, too
+            .outerjoin(Quota, Quota.id == QuotaWindow.quota_id)
             .where(tuple_(*_OF_WINDOW).in_(given))
             .order_by(*_OF_WINDOW)
             .with_for_update(of=QuotaWindow)

@@ -1,5 +1,7 @@
-"""Leases in the database, within the caller's transaction. Windows are locked before leases, both in order, so that
-replicas wait for each other and never in a ring."""
+"""Leases in the database, within the caller's transaction.
+
+Windows are locked before leases, both in order, so that replicas do not deadlock.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,17 @@ from moiety_platform.quota.statements import (
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a replica asks for of one window: `lacking` in all, by several requests; `least` by one of them."""
+    """Request of a replica for one window: `lacking` in total, for several requests; `least` for one of them."""
 
     window: WindowId
     least: int
     lacking: int
-    ahead: int  # what it would like to have beyond that
+    ahead: int  # desired amount beyond that
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What it gets; `remaining` is what is left for all replicas. An amount of 0 is a refusal."""
+    """Grant to a replica; `remaining` is left for all replicas. An amount of 0 is a refusal."""
 
     amount: int
     remaining: int
@@ -47,7 +49,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A lease as the store has it: of what was settled, only what has been booked."""
+    """A lease as stored; `settled` includes only what has been booked."""
 
     granted: int = 0
     settled: int = 0
@@ -55,7 +57,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What one replica that died has left: for how long nobody has heard of it, at the least, and how many leases."""
+    """Leases that a dead replica has left: the minimum time since its last renewal, and their number."""
 
     silent_s: float
     num_leases: int
@@ -65,11 +67,11 @@ WINDOWS_AT_ONCE = 1_000
 
 WindowKey = tuple[str, datetime]
 LeaseKey = tuple[str, datetime, str]
-Slice = Callable[[int, int, int, int], int]  # (lacking, ahead, remaining, replicas) → how much to take
+Slice = Callable[[int, int, int, int], int]  # (lacking, ahead, remaining, replicas) → amount to take
 
 
 class LeaseStore:
-    """The leases of one replica. Its id must never have been used before."""
+    """Leases of one replica. Its id must never have been used before."""
 
     def __init__(self, replica_id: str, ttl_s: float, *, now: Callable[[], ColumnElement[int]] = now_ms) -> None:
         self.replica_id = replica_id
@@ -80,8 +82,10 @@ class LeaseStore:
     async def exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Iterable[Want], slice_size: Slice
     ) -> dict[WindowId, Grant]:
-        """Take back what is neither spent nor held, and grant what the caps allow. A window whose limit is gone is
-        missing from the answer."""
+        """Take back what is neither settled nor held, and grant what the caps allow.
+
+        Windows of deleted limits are missing in the result.
+        """
         asked = {want.window: want for want in wants}
         windows = sorted({*returned, *asked})
         if not windows:
@@ -105,7 +109,7 @@ class LeaseStore:
         return grants
 
     async def renew(self, session: AsyncSession, windows: Iterable[WindowId]) -> dict[WindowId, Stored]:
-        """Put off the expiry of the leases on these windows; what the store has of each."""
+        """Extend the leases on these windows; return the stored state of each."""
         found: dict[WindowId, Stored] = {}
         for some in _in_order(windows):
             found |= await self._renew(session, some)
@@ -119,8 +123,10 @@ class LeaseStore:
         return {WindowId(quota_id, start): Stored(granted, settled) for quota_id, start, granted, settled in rows}
 
     async def quarantine_expired(self, session: AsyncSession) -> int:
-        """Stocks whose replica has not renewed in time: the rest stays charged. The number of leases. In a transaction
-        of its own; what others are at is left to them."""
+        """Quarantine the stock leases of replicas that did not renew in time; their rest stays charged.
+
+        Returns the number of leases. Call it in a transaction of its own; leases that others have locked are skipped.
+        """
         keys = (QuotaLease.quota_id, QuotaLease.start, QuotaLease.replica_id)
         expired = (
             QuotaLease.state == LeaseState.LIVE,
@@ -136,7 +142,7 @@ class LeaseStore:
         return len((await session.execute(statement)).all())
 
     async def quarantined(self, session: AsyncSession) -> dict[str, Remains]:
-        """The replicas whose leases are quarantined with something left."""
+        """Return the replicas that have quarantined leases with something left."""
         silent_ms = self.now() - (func.max(QuotaLease.expires_ms) - self._ttl_ms)
         statement = (
             select(QuotaLease.replica_id, silent_ms, func.count())
@@ -147,8 +153,10 @@ class LeaseStore:
         return {replica_id: Remains(ms / 1000, num_leases) for replica_id, ms, num_leases in found}
 
     async def release_quarantined(self, session: AsyncSession, replica_id: str) -> int:
-        """What this replica's quarantined leases have left is free for others again, since it was proven unspent. The
-        number of leases. In a transaction of its own."""
+        """Free what this replica's quarantined leases have left, after it was proven unspent.
+
+        Returns the number of leases. Call it in a transaction of its own.
+        """
         keys = (QuotaLease.quota_id, QuotaLease.start)
         theirs = (
             QuotaLease.replica_id == replica_id,
@@ -166,8 +174,10 @@ class LeaseStore:
         return len(left)
 
     async def release_expired(self, session: AsyncSession) -> int:
-        """Slots whose replica has not renewed in time are free again: its requests ended with it. The number of leases.
-        In a transaction of its own."""
+        """Free the slots of replicas that did not renew in time: their requests have ended.
+
+        Returns the number of leases. Call it in a transaction of its own.
+        """
         expired = QuotaLease.start == ALWAYS, QuotaLease.expires_ms < self.now()
         affected = sorted(set(await session.scalars(select(QuotaLease.quota_id).where(*expired))))
         if not affected:
@@ -186,8 +196,10 @@ class LeaseStore:
         return len(rows)
 
     async def _still_ours(self, session: AsyncSession, returned: Mapping[WindowId, int]) -> dict[WindowId, int]:
-        """As much of what is to be given back as the store still has down to this replica: what was swept meanwhile was
-        given back then. The windows are locked."""
+        """Limit the returned amounts to what the store still has for this replica.
+
+        A sweep meanwhile has already given back the rest. The windows are locked.
+        """
         stored: dict[WindowId, int] = {}
         for some in _in_order(returned):
             rows = await self._statements.mine.read(session, map(_key, some))
@@ -195,7 +207,7 @@ class LeaseStore:
         return {window: min(amount, stored.get(window, 0)) for window, amount in returned.items()}
 
     async def _lock(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, tuple[int, int]]:
-        """What remains of each window, and how many replicas share it; nobody changes them until the end."""
+        """Return what remains of each window and how many replicas share it; lock the windows until the end."""
         found: dict[WindowId, tuple[int, int]] = {}
         for some in _in_order(windows):
             rows = await self._statements.windows.read(session, map(_key, some))
@@ -207,7 +219,7 @@ class LeaseStore:
         return found
 
     async def _change(self, session: AsyncSession, amounts: Mapping[WindowId, int]) -> None:
-        """Raise, or lower, what this replica has been granted. The windows are locked."""
+        """Raise or lower the amounts granted to this replica. The windows are locked."""
         await grant_windows(session, {_key(window): amount for window, amount in amounts.items()})
         new = sorted(window for window, amount in amounts.items() if amount > 0)
         if new:
@@ -216,8 +228,10 @@ class LeaseStore:
 
 
 async def have_room(session: AsyncSession, charges: Iterable[Charge]) -> bool:
-    """Whether the leases still have what is charged under the limits that there still are. They have, but for what was
-    proven unspent and released."""
+    """Return whether the leases still have room for the charges, ignoring deleted limits.
+
+    It is False only if leases were proven unspent and released.
+    """
     for charge in charges:
         lease = await session.get(QuotaLease, (charge.window.quota_id, charge.window.start, charge.replica_id))
         if lease is None or lease.granted - lease.settled >= charge.amount:
@@ -228,8 +242,11 @@ async def have_room(session: AsyncSession, charges: Iterable[Charge]) -> bool:
 
 
 async def book(session: AsyncSession, charges: Iterable[Charge]) -> None:
-    """Add what requests have used to what their windows and leases have settled. What comes so late that its lease was
-    released counts as granted too: what was used was used. Of a lease that is not known nothing is booked."""
+    """Add the use of requests to the settled amounts of their windows and leases.
+
+    A late charge whose lease was released counts as granted, too, because the use is a fact. Charges on unknown leases
+    are not booked.
+    """
     amounts: dict[tuple[WindowId, str], int] = defaultdict(int)
     for charge in charges:
         amounts[charge.window, charge.replica_id] += charge.amount
@@ -256,7 +273,7 @@ async def book(session: AsyncSession, charges: Iterable[Charge]) -> None:
 
 
 async def _lock_leases(session: AsyncSession, windows: Iterable[WindowId]) -> dict[tuple[WindowId, str], int]:
-    """What each lease on these windows has left; nobody changes windows or leases until the end."""
+    """Return what each lease on these windows has left; lock windows and leases until the end."""
     found: dict[tuple[WindowId, str], int] = {}
     for some in _in_order(windows):
         keys = list(map(_key, some))
@@ -267,7 +284,7 @@ async def _lock_leases(session: AsyncSession, windows: Iterable[WindowId]) -> di
 
 
 def _in_order(windows: Iterable[WindowId]) -> list[list[WindowId]]:
-    """So many at once as a statement bears, all in the order in which they are locked."""
+    """Split the windows into batches for one statement each, in locking order."""
     ordered = sorted(windows)
     return [ordered[first : first + WINDOWS_AT_ONCE] for first in range(0, len(ordered), WINDOWS_AT_ONCE)]
 

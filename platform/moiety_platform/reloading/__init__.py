@@ -1,1 +1,1 @@
-"""A process's configuration file, watched while it runs: what changed in it is taken, or waits for a restart."""
+"""Hot reload of a process's configuration file: a change is applied, or waits for a restart."""

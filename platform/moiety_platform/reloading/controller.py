@@ -1,5 +1,7 @@
-"""`/admin/v1/settings`: what a gateway goes by, from where, and what of its file waits for a restart. The door is the
-admin router's."""
+"""`/admin/v1/settings`: a gateway's settings, their origins, and changes of its file that wait for a restart.
+
+The admin router authenticates.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 class SettingView(msgspec.Struct, frozen=True):
-    """One setting. `origin` is option, environment, file or default; `reload` says when a change of the file is taken.
-    With `waits` the file has another value, which needs a restart. Of secrets only whether they are set is shown."""
+    """One setting.
+
+    `origin` is option, environment, file or default; `reload` says when a change of the file takes effect. With `waits`
+    the file has another value, which needs a restart. Of secrets it shows only whether they are set.
+    """
 
     name: str
     value: Any
@@ -33,7 +38,7 @@ class SettingView(msgspec.Struct, frozen=True):
 
 
 class SettingViews(msgspec.Struct, frozen=True):
-    """All settings of this gateway. `problem` says why its file, as it is now, was not taken."""
+    """All settings of this gateway. `problem` says why the current state of its file was not applied."""
 
     file: str | None
     taken_at: datetime | None
@@ -44,13 +49,13 @@ class SettingViews(msgspec.Struct, frozen=True):
 def settings_routes(
     source: SettingsSource[S], live: LiveSettings[S], reloader: Reloader[S] | None
 ) -> list[HTTPRouteHandler]:
-    """The handlers, for the admin router to take in. Without a reloader there is no file."""
+    """Return the handlers, for the admin router to register. Without a reloader there is no file."""
 
     @get(
         "/settings", name="list_settings", tags=["settings"], opt=needs(AdminAction.READ_SETTINGS), sync_to_thread=True
     )
     def list_settings() -> SettingViews:
-        """What the gateway that answers goes by, and how it stands to its configuration file."""
+        """List the settings of the gateway that answers, and the state of its configuration file."""
         standing = None if reloader is None else reloader.standing
         waiting = {} if standing is None else standing.waiting
         now, origin_of = live.now, source.origins()

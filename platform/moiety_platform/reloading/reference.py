@@ -1,4 +1,4 @@
-"""The reference of settings, in Markdown, made of their declarations: `docs/settings.md`."""
+"""Generator of the settings reference in Markdown, from their declarations: `docs/settings.md`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "min_length": "characters ≥"}
 
 
 def reference_of(tables: dict[str, type[BaseSettings]]) -> str:
-    """Of each table of the file."""
+    """Return the reference of all tables of the file."""
     parts = [HEAD]
     for section, model in tables.items():
         parts.append(f"\n## `{section}`\n\n| setting | default | a change is taken | is |\n|---|---|---|---|\n")

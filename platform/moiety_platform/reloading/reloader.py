@@ -1,5 +1,8 @@
-"""Watches the configuration file of one process, and has what changed in it taken. A file that is being written is
-waited for; one that is wrong changes nothing, and is told of in the log, by metrics and by the admin API."""
+"""Watches the configuration file of one process and applies its changes.
+
+A file that is still being written is read later; an invalid file changes nothing, and is reported in the log, by
+metrics and by the admin API.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 class ReloadMetrics:
-    """Of one process."""
+    """Reload metrics of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._taken = Counter("moiety_config_reloads", "Changes of the configuration file taken.", registry=registry)
@@ -62,7 +65,7 @@ class ReloadMetrics:
 
 @dataclass(frozen=True, slots=True)
 class ReloadStatus:
-    """How the process stands to its file: when it last took it, why not since, and what waits for a restart."""
+    """State of the reload: time of the last application, reason why not since, and values that wait for a restart."""
 
     taken_at: datetime
     problem: str = ""
@@ -70,7 +73,7 @@ class ReloadStatus:
 
 
 class Reloader(Generic[S]):
-    """Owned by the entry point; one event loop."""
+    """Watcher of the configuration file. Owned by the entry point; for one event loop."""
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class Reloader(Generic[S]):
         beside: Callable[[S], Collection[Path]] = lambda _: (),
         every_s: float = LOOK_EVERY_S,
     ) -> None:
-        """`beside`: files that the settings name and that are read again with them."""
+        """`beside` returns files that the settings name and that are read again with them."""
         assert source.path is not None, "there is a file to watch"
         self._path = source.path
         self._source = source
@@ -97,7 +100,7 @@ class Reloader(Generic[S]):
         self._rounds.start()
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop watching. Idempotent."""
         await self._rounds.cancel()
 
     def ask(self) -> None:
@@ -106,7 +109,7 @@ class Reloader(Generic[S]):
         self._rounds.wake()
 
     async def look(self) -> None:
-        """Take a change that has rested from one look to the next, or that is asked for."""
+        """Apply a change that stayed the same between two looks, or one that `ask` requested."""
         asked, self._is_asked = self._is_asked, False
         mark = await asyncio.to_thread(self._mark)
         rests, self._seen = mark == self._seen, mark
@@ -122,11 +125,11 @@ class Reloader(Generic[S]):
             wanted = await asyncio.to_thread(self._source.read)
             if await asyncio.to_thread(self._mark) != mark:
                 self._is_asked = False
-                return  # written while it was read: it is looked at again
+                return  # written during the read: the next look reads it again
             changes = await self._live.change(wanted)
         except (BadSettings, CannotFollow) as error:
             self._fail(str(error))
-        except Exception as error:  # a defect of ours must not be told as the file's, nor end the watching
+        except Exception as error:  # a defect in the code must neither be reported as the file's, nor end the watching
             log.exception("config_reload_broke")
             self._fail(f"it could not be taken: {type(error).__name__}; the log says more")
         else:
@@ -145,7 +148,7 @@ class Reloader(Generic[S]):
 
 @asynccontextmanager
 async def watching(reloader: Reloader[S] | None) -> AsyncIterator[None]:
-    """The file is watched, and SIGHUP has it read at once. Without one the signal ends the process, as ever."""
+    """Watch the file; SIGHUP reloads it at once. Without a reloader the signal ends the process, as by default."""
     if reloader is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Settings as they may be shown to administrators: plain values, and of secrets only whether they are set."""
+"""Settings in a form for administrators: plain values, and of secrets only whether they are set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _IN_QUERY = re.compile(r"(?i)([?&](?!key_file=)[^=&\s]*(?:password|token|secret|
 
 
 def shown(value: Any) -> Any:
-    """What JSON can say of it."""
+    """Return a value that JSON can represent, without secrets."""
     if isinstance(value, SecretStr):
         return SET
     if isinstance(value, str | Path):

@@ -1,4 +1,4 @@
-"""Where a process's settings come from, to be read again: one file, and what beats it. Knows no process."""
+"""Source of a process's settings for repeated reads: one file, and the values that override it. Knows no process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pydantic_settings import BaseSettings, EnvSettingsSource
 from moiety_platform.config_file import ConfigFileError, read_config_section
 
 S = TypeVar("S", bound=BaseSettings)
-Mark = tuple[tuple[int, int, int] | None, ...]  # of each file its inode, time and size; None where it is not there
+Mark = tuple[tuple[int, int, int] | None, ...]  # inode, time and size of each file; None for a missing file
 
 
 class BadSettings(Exception):
-    """What a file says is not what the process takes; the message says all that is wrong."""
+    """The file contains invalid settings; the message lists every problem."""
 
 
 class SettingOrigin(StrEnum):
-    """What a setting's value is from; what stands first beats the rest."""
+    """Origin of a setting's value, in the order of precedence."""
 
     OPTION = "option"
     ENVIRONMENT = "environment"
@@ -32,8 +32,11 @@ class SettingOrigin(StrEnum):
 
 @dataclass(frozen=True)
 class SettingsSource(Generic[S]):
-    """`first` are the settings as they were read at the start, `mark` is that of the file just before, `had_table` says
-    whether it had the process's table. `options` and `environment` name what beats the file."""
+    """File of the settings and the overrides.
+
+    `first` are the settings read at the start, `mark` is the mark of the file just before, `had_table` says whether it
+    had the process's table. `options` and `environment` name the settings that override the file.
+    """
 
     path: Path | None
     section: str
@@ -48,15 +51,17 @@ class SettingsSource(Generic[S]):
     def open(
         cls, path: Path | None, section: str, load: Callable[[], S], options: Iterable[str] = ()
     ) -> SettingsSource[S]:
-        """`load` reads the file and what beats it. Raises what it raises."""
+        """Read the settings with `load`, which reads the file and its overrides. Raises the errors of `load`."""
         mark = mark_of([path] if path is not None else [])
         first = load()
         had_table = path is not None and section in read_config_section(path, None)
         return cls(path, section, load, first, frozenset(options), _in_environment(type(first)), mark, had_table)
 
     def read(self) -> S:
-        """The settings as the file says them now. Raises BadSettings; for an empty file too, which is one that somebody
-        is about to write."""
+        """Return the current settings of the file. Raises BadSettings.
+
+        An empty file also raises: somebody is about to write it.
+        """
         assert self.path is not None, "there is something to read again"
         try:
             tables = read_config_section(self.path, None)
@@ -71,7 +76,7 @@ class SettingsSource(Generic[S]):
             raise BadSettings(complaints(exc)) from exc
 
     def origins(self) -> Callable[[str], SettingOrigin]:
-        """Where each setting is from, as the file is now; of one that cannot be read, as if it were empty."""
+        """Return a function from a setting to its origin in the current file. An unreadable file counts as empty."""
         try:
             named = read_config_section(self.path, self.section) if self.path is not None else {}
         except ConfigFileError:
@@ -88,7 +93,7 @@ class SettingsSource(Generic[S]):
 
 
 def _in_environment(model: type[BaseSettings]) -> frozenset[str]:
-    """The settings that the environment names."""
+    """Return the names of the settings in the environment."""
     found: dict[str, Any] = EnvSettingsSource(model)()
 
     def is_found(name: str) -> bool:
@@ -100,13 +105,13 @@ def _in_environment(model: type[BaseSettings]) -> frozenset[str]:
 
 
 def complaints(error: ValidationError) -> str:
-    """All that is wrong, without the values, of which some are secrets."""
+    """Return all validation errors, without the values, some of which are secrets."""
     found = error.errors(include_url=False, include_input=False)
     return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in found)
 
 
 def mark_of(paths: Collection[Path]) -> Mark:
-    """Changes whenever a file is written, replaced, or another one stands behind its link."""
+    """Return a mark that changes whenever a file is written, replaced, or its link gets another target."""
     return tuple(_mark(path) for path in paths)
 
 

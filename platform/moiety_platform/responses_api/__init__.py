@@ -1,1 +1,1 @@
-"""OpenAI's Responses API over the same pipeline: its fields, its events, and the conversations that it keeps."""
+"""OpenAI's Responses API on the shared inference pipeline: fields, events and stored conversations."""

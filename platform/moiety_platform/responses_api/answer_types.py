@@ -1,5 +1,7 @@
-"""What OpenAI's responses, their items and their events look like, for the OpenAPI; they are made as plain objects
-(`answers.py`, `items.py`, `events.py`)."""
+"""Types of OpenAI's responses, items and events, used to generate the OpenAPI schema.
+
+The answers themselves are built as plain dicts (`answers.py`, `items.py`, `events.py`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(TypedDict):
-    """Text that the client has sent."""
+    """Text from the client."""
 
     type: Literal["input_text"]
     text: str
@@ -32,7 +34,7 @@ class OutputText(TypedDict):
 
 
 class ResponseMessage(TypedDict):
-    """A message of the model's."""
+    """A message of the model."""
 
     id: str
     type: Literal["message"]
@@ -42,7 +44,7 @@ class ResponseMessage(TypedDict):
 
 
 class ResponseCall(TypedDict):
-    """A call of a function, for the client to make; its arguments are a JSON object as text."""
+    """A function call for the client to execute. Its arguments are a JSON object as text."""
 
     id: str
     type: Literal["function_call"]
@@ -53,14 +55,14 @@ class ResponseCall(TypedDict):
 
 
 class ThoughtText(TypedDict):
-    """Text of a thought."""
+    """Text of the reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class ResponseThought(TypedDict):
-    """What the model thought before it answered. There are no summaries."""
+    """Reasoning of the model before its answer. There are no summaries."""
 
     id: str
     type: Literal["reasoning"]
@@ -70,7 +72,7 @@ class ResponseThought(TypedDict):
 
 
 class InputMessage(TypedDict):
-    """A message of the client's."""
+    """A message from the client."""
 
     id: str
     type: Literal["message"]
@@ -80,7 +82,7 @@ class InputMessage(TypedDict):
 
 
 class InputResult(TypedDict):
-    """What a call came to."""
+    """The result of a function call."""
 
     id: str
     type: Literal["function_call_output"]
@@ -94,7 +96,7 @@ InputItem = Annotated[Any, either(InputMessage, InputResult, ResponseMessage, Re
 
 
 class InputItemList(TypedDict):
-    """Some of what a response was an answer to; `has_more` says whether others follow after `last_id`."""
+    """One page of a response's input items. `has_more` says whether others follow after `last_id`."""
 
     object: Literal["list"]
     data: list[InputItem]
@@ -104,33 +106,33 @@ class InputItemList(TypedDict):
 
 
 class ResponseError(TypedDict):
-    """Why a response broke off."""
+    """Why a response failed."""
 
     code: Literal["rate_limit_exceeded", "server_error", "invalid_prompt"]
     message: str
 
 
 class IncompleteDetails(TypedDict):
-    """Why a response is not complete."""
+    """Why a response is incomplete."""
 
     reason: Literal["max_output_tokens", "content_filter"]
 
 
 class ResponseInputDetails(TypedDict):
-    """Input tokens that the prefix cache held."""
+    """Input tokens that were read from the prefix cache."""
 
     cached_tokens: Count
     cache_write_tokens: Count
 
 
 class ResponseOutputDetails(TypedDict):
-    """Those that the model thought with before it answered, as far as that can be told."""
+    """Output tokens of the reasoning before the answer, if they can be counted."""
 
     reasoning_tokens: Count
 
 
 class ResponseUsage(TypedDict):
-    """What is billed."""
+    """Billed tokens."""
 
     input_tokens: Count
     input_tokens_details: ResponseInputDetails
@@ -140,19 +142,19 @@ class ResponseUsage(TypedDict):
 
 
 class PlainFormat(TypedDict):
-    """Text as the model writes it."""
+    """Text without a response format."""
 
     type: Literal["text"]
 
 
 class ObjectFormat(TypedDict):
-    """Some JSON object."""
+    """Any JSON object."""
 
     type: Literal["json_object"]
 
 
 class SchemaFormat(TypedDict):
-    """JSON that keeps to a schema; it always does."""
+    """JSON that follows a schema. The schema is always enforced."""
 
     type: Literal["json_schema"]
     name: str
@@ -165,21 +167,21 @@ TextFormatFields = Annotated[Any, either(PlainFormat, ObjectFormat, SchemaFormat
 
 
 class ResponseText(TypedDict):
-    """What was asked of the text."""
+    """Text options of the request."""
 
     format: TextFormatFields
     verbosity: Literal["medium"]
 
 
 class ResponseReasoning(TypedDict):
-    """What was asked for."""
+    """Reasoning options of the request."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
     summary: None
 
 
 class ResponseFunction(TypedDict):
-    """A function that the model might call."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     name: str
@@ -189,15 +191,17 @@ class ResponseFunction(TypedDict):
 
 
 class ResponseChosen(TypedDict):
-    """The function that had to be called."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
 class ResponseObject(TypedDict):
-    """A response, with what was asked for. Times are Unix seconds; `service_tier` is the one that was served, `store`
-    whether it is kept."""
+    """A response with the options of its request.
+
+    Times are Unix seconds. `service_tier` is the tier that served it, and `store` says whether it is stored.
+    """
 
     id: str
     object: Literal["response"]
@@ -233,7 +237,7 @@ class ResponseObject(TypedDict):
 
 
 class DeletedResponse(TypedDict):
-    """A response that is gone."""
+    """A deleted response."""
 
     id: str
     object: Literal["response"]
@@ -241,7 +245,7 @@ class DeletedResponse(TypedDict):
 
 
 class _Event(TypedDict):
-    """Each event has the next number."""
+    """Base of all events. Each event has the next sequence number."""
 
     sequence_number: Count
 
@@ -269,7 +273,7 @@ class OutputItemAdded(_Event):
 
 
 class OutputItemDone(_Event):
-    """An item is whole."""
+    """An item is complete."""
 
     type: Literal["response.output_item.done"]
     output_index: Count
@@ -277,14 +281,14 @@ class OutputItemDone(_Event):
 
 
 class _OfItem(_Event):
-    """Of an item that is being made."""
+    """Event of an item in progress."""
 
     item_id: str
     output_index: Count
 
 
 class _OfPart(_OfItem):
-    """Of its only part."""
+    """Event of an item's only content part."""
 
     content_index: Annotated[int, shows(const=0)]
 
@@ -305,7 +309,7 @@ class OutputTextDelta(_OfPart):
 
 
 class OutputTextDone(_OfPart):
-    """The text is whole."""
+    """The text is complete."""
 
     type: Literal["response.output_text.done"]
     text: str
@@ -313,21 +317,21 @@ class OutputTextDone(_OfPart):
 
 
 class ContentPartDone(_OfPart):
-    """The part is whole."""
+    """The part is complete."""
 
     type: Literal["response.content_part.done"]
     part: OutputText
 
 
 class ReasoningTextDelta(_OfPart):
-    """More of a thought."""
+    """More text of the reasoning."""
 
     type: Literal["response.reasoning_text.delta"]
     delta: str
 
 
 class ReasoningTextDone(_OfPart):
-    """The thought is whole."""
+    """The reasoning is complete."""
 
     type: Literal["response.reasoning_text.done"]
     text: str
@@ -341,7 +345,7 @@ class CallArgumentsDelta(_OfItem):
 
 
 class CallArgumentsDone(_OfItem):
-    """A call's arguments are whole."""
+    """The arguments of a call are complete."""
 
     type: Literal["response.function_call_arguments.done"]
     name: str
@@ -349,21 +353,21 @@ class CallArgumentsDone(_OfItem):
 
 
 class ResponseCompleted(_Event):
-    """The last event of an answer that came to its own end."""
+    """The last event of a response that the model ended itself."""
 
     type: Literal["response.completed"]
     response: ResponseObject
 
 
 class ResponseIncomplete(_Event):
-    """The last event of one that a limit has cut."""
+    """The last event of a response that a limit or the content filter ended."""
 
     type: Literal["response.incomplete"]
     response: ResponseObject
 
 
 class ResponseBroken(_Event):
-    """Why an answer breaks off, with our stable code; `response.failed` follows."""
+    """Why a response failed, with our stable error code. `response.failed` follows."""
 
     type: Literal["error"]
     code: str
@@ -372,7 +376,7 @@ class ResponseBroken(_Event):
 
 
 class ResponseFailed(_Event):
-    """The last event of one that broke off."""
+    """The last event of a response that failed."""
 
     type: Literal["response.failed"]
     response: ResponseObject
@@ -398,4 +402,4 @@ EVENTS: Mapping[str, type] = MappingProxyType(
         "response.failed": ResponseFailed,
     }
 )
-"""By name."""
+"""Event types by name."""

@@ -1,4 +1,4 @@
-"""Responses as `/v1/responses` answers them: what every form of one repeats, and how it ended."""
+"""Answers of `/v1/responses`: the fields common to all of them, and how they end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What is known of a response before it begins."""
+    """Fields of a response that are known before it begins."""
 
     response_id: str
     created_at: int
@@ -36,18 +36,18 @@ class ResponseHead:
         return cls(record.request_id, created_at, record.served_model, record.served_tier, body)
 
     def in_progress(self) -> Fields:
-        """The response before anything has come of it."""
+        """Return the response before it has any output."""
         return self._fields("in_progress", [])
 
     def ended(self, output: list[Item], finished: Finished, usage: Usage, completed_at: int) -> Fields:
-        """The response as it is answered. A limit that has nothing left counts as `max_output_tokens`."""
+        """Return the ended response. An exhausted quota counts as `max_output_tokens`."""
         if finished.reason in WHY_INCOMPLETE:
             why = {"reason": WHY_INCOMPLETE[finished.reason]}
             return self._fields("incomplete", output, incomplete_details=why, usage=usage_fields(usage))
         return self._fields("completed", output, completed_at=completed_at, usage=usage_fields(usage))
 
     def failed(self, output: list[Item], error: PlatformError) -> Fields:
-        """The response that broke off. Its error has one of OpenAI's codes."""
+        """Return the failed response. Its error has one of OpenAI's codes."""
         fields = {"code": _error_code(error), "message": error.message}
         return self._fields("failed", output, error=fields)
 
@@ -90,7 +90,7 @@ class ResponseHead:
 
 
 def format_fields(text: TextOptions | None) -> TextFormatFields:
-    """What was asked of the text, as it is told again."""
+    """Return the response format as the answer repeats it."""
     asked = None if text is None else text.format
     if asked is None or asked.json_schema is None or asked.name is None or asked.type != "json_schema":
         return {"type": "json_object"} if asked is not None and asked.type == "json_object" else {"type": "text"}

@@ -1,4 +1,4 @@
-"""OpenAI's endpoint `/v1/responses`, and those of the responses that are kept."""
+"""OpenAI's `/v1/responses` endpoint and the endpoints of stored responses."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ _SHOWN = EndpointDocs(
 
 @dataclass(frozen=True, slots=True)
 class ResponseServices:
-    """What these endpoints need."""
+    """Services that these endpoints need."""
 
     exchange: HandlerServices
     keeper: ResponseKeeper
 
 
 def response_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
-    """The handlers of all of them."""
+    """Return the handlers of all endpoints."""
     answers = ResponseAnswers(services.keeper)
     endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare)
     return [route(endpoint, services.exchange), *_kept_routes(services)]
@@ -68,13 +68,19 @@ def response_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
 
 @dataclass(frozen=True, slots=True)
 class ResponseAnswers:
-    """How requests are answered with responses; those that ask for it are kept before their last bytes go out, so that
-    whoever has one can continue it."""
+    """Answers requests with responses.
+
+    A response with `store` is stored before its last bytes are sent, so that a client that has received it can continue
+    it.
+    """
 
     keeper: ResponseKeeper
 
     async def prepare(self, body: ResponsesBody, record: RequestRecord) -> ResponsesBody:
-        """The body with what it continues. The store is not asked for a request that neither stores nor continues."""
+        """Return the body together with the conversation that it continues.
+
+        A request that neither stores nor continues does not query the store.
+        """
         if body.store:
             await self.keeper.require_room(record.principal)
         if body.previous_response_id is None:
@@ -104,7 +110,7 @@ class ResponseAnswers:
         await reply.end_stream(events.end(await self._keep(response, body, record)))
 
     async def _keep(self, response: Fields, body: ResponsesBody, record: RequestRecord) -> bytes:
-        """The response as it is sent, which says whether it is kept."""
+        """Store the response if requested, and return its encoding, which says whether it is stored."""
         encoded = msgspec.json.encode(response)
         if body.store:
             items = [with_id(item) for item in body.items()]
@@ -115,7 +121,7 @@ class ResponseAnswers:
 
 
 def _take(output: ResponseOutput, message: Tokens | Finished) -> None:
-    """Of an answer that is sent as a whole."""
+    """Add a message to an answer that is not streamed."""
     if isinstance(message, Finished):
         output.take(message.text, None)
         output.end(message)
@@ -144,7 +150,7 @@ def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
     async def retrieve(
         request: Request[Any, Any, Any], response_id: FromPath[str], stream: Streamed = None
     ) -> Response[bytes]:
-        """A response that is kept, as it was answered."""
+        """Return a stored response as it was answered."""
         whose = await caller(request)
         if stream not in (None, "false"):
             raise BadRequest("a kept response is not streamed; leave 'stream' out", param="stream")
@@ -152,7 +158,7 @@ def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
 
     @delete(PATH + "/{response_id:str}", name="delete_response", status_code=200, tags=TAGS, security=SECURITY)
     async def delete_response(request: Request[Any, Any, Any], response_id: FromPath[str]) -> DeletedResponse:
-        """Delete a response that is kept. What continues it cannot be continued any more."""
+        """Delete a stored response. Responses that continue it can no longer be continued."""
         await keeper.delete(await caller(request), response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -164,7 +170,7 @@ def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
         after: After = None,
         order: Order = None,
     ) -> InputItemList:
-        """What a kept response was an answer to, the latest item first unless `order` is asc."""
+        """List the input items of a stored response, the latest first unless `order` is asc."""
         whose = await caller(request)
         wanted = parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
         items = await keeper.input_items(whose, response_id)
@@ -184,7 +190,7 @@ def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
         opt=describes(Described(answers={}, errors=(400,))),
     )
     async def cancel(request: Request[Any, Any, Any], response_id: FromPath[str]) -> None:
-        """There is nothing to cancel in a response that is kept: it has come to its end."""
+        """Refuse to cancel. A stored response has already ended."""
         await keeper.body(await caller(request), response_id)
         raise BadRequest(
             "only responses that are made in the background can be cancelled; to stop one that is streamed, close the "

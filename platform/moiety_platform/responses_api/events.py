@@ -1,4 +1,4 @@
-"""The events of a streamed response, in OpenAI's order, each with the next number of its sequence."""
+"""Events of a streamed response, in OpenAI's order, with consecutive sequence numbers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponseEvents:
-    """Encodes the events of one response. Owned by whoever answers the request."""
+    """Encoder of one response's events. Owned by the handler of the request."""
 
     def __init__(self, head: ResponseHead, output: ResponseOutput) -> None:
         self._head = head
         self._output = output
         self._number = 0
-        self._place: dict[str, Any] = {"item_id": "", "output_index": -1}  # of the item that is being made
+        self._place: dict[str, Any] = {"item_id": "", "output_index": -1}  # of the item in progress
         self._delta_start = b""
 
     def opening(self, index: int) -> bytes:
@@ -51,12 +51,12 @@ class ResponseEvents:
         return b"".join(map(self._of, self._output.end(finished)))
 
     def end(self, response: bytes) -> bytes:
-        """What the stream ends with, given the response as it ended."""
+        """Return the last event of the stream for the ended response."""
         status = msgspec.json.decode(response, type=_Status).status
         return self.event(f"response.{status}", {"response": msgspec.Raw(response)})
 
     def failed(self, error: PlatformError) -> bytes:
-        """What a stream ends with that breaks off."""
+        """Return the last events of a stream that fails."""
         told = {"code": error.code, "message": error.message, "param": error.param}
         response = self._head.failed(self._output.items, error)
         return self.event("error", told) + self.event("response.failed", {"response": response})
@@ -80,7 +80,10 @@ class ResponseEvents:
                 return self._ended(item)
 
     def _more_text(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
-        """What all deltas of a message share is encoded once, for there are many."""
+        """Return a text delta.
+
+        The fields common to all deltas of a message are encoded once, since there are many deltas.
+        """
         encoded = _encode(chat_logprobs(logprobs)["content"]) if logprobs else b"[]"
         self._number += 1
         return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (
@@ -120,7 +123,7 @@ class _Status(msgspec.Struct):
 
 
 class StreamErrors(OpenAIErrors):
-    """OpenAI's form of an error; in the response's stream, an `error` event with our code and `response.failed`."""
+    """Errors in OpenAI's format. In a response's stream, an `error` event with our code and then `response.failed`."""
 
     def __init__(self, events: ResponseEvents) -> None:
         self._events = events

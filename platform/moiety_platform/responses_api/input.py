@@ -1,4 +1,4 @@
-"""The items of `input` in OpenAI's fields, strictly typed."""
+"""Items of `input` in OpenAI's fields, strictly typed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Parts = Annotated[list[ItemText], Field(fail_fast=True, max_length=MAX_PARTS), o
 
 
 class MessageItem(StrictBody):
-    """One turn. An assistant's may be the message of an earlier answer as it was."""
+    """One message. An assistant's message may be an unchanged message of an earlier answer."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -101,7 +101,7 @@ class MessageItem(StrictBody):
 
 
 class CallItem(StrictBody):
-    """A call that an earlier answer has made."""
+    """A function call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: _CallId
@@ -113,7 +113,7 @@ class CallItem(StrictBody):
 
 
 class ResultItem(StrictBody):
-    """What a call came to."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: _CallId
@@ -129,7 +129,7 @@ class GivenThought(StrictBody):
 
 
 class ThoughtItem(StrictBody):
-    """What an earlier answer has thought. A summary says less than the thought, so it is not looked at."""
+    """Reasoning of an earlier answer. Its summary is ignored, since it says less than the reasoning itself."""
 
     type: Literal["reasoning"]
     content: Annotated[list[GivenThought], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
@@ -144,7 +144,7 @@ _ITEMS: dict[str, type[InputItem]] = {MESSAGE: MessageItem, CALL: CallItem, RESU
 
 
 class _Typed(StrictBody):
-    """Of an item whose type is none that is known; raises where."""
+    """An item of unknown type. Validation raises an error that names the field."""
 
     type: str
 
@@ -157,7 +157,10 @@ class _Typed(StrictBody):
 
 
 def _as_item(value: Any, info: ValidationInfo) -> InputItem:
-    """By its type, so that complaints are of the one form that was meant; a message may leave it out."""
+    """Validate an item as the type that it names, so that errors refer to that type only.
+
+    A message may omit its type.
+    """
     kind = (value.get("type") or MESSAGE) if isinstance(value, dict) else MESSAGE
     if not isinstance(kind, str) or kind not in _ITEMS:
         _Typed.model_validate(value)

@@ -1,7 +1,7 @@
-"""The items of a conversation, as they are kept and listed, and as the model's chat template gets them.
+"""Items of a conversation, as they are stored and listed, and converted for the model's chat template.
 
-An item is a plain object in the form in which OpenAI's API lists it, whether a client or a model made it. It gets its
-id when it is answered or kept.
+An item is a plain dict in the format in which OpenAI's API lists it, whether a client or the model made it. It gets its
+id when it is answered or stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ID_PREFIXES = {MESSAGE: "msg_", CALL: "fc_", RESULT: "fco_", THOUGHT: "rs_"}
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """The kept conversation that a response continues: its items in order, and their size as they are kept."""
+    """The stored conversation that a response continues: its items in order, and their stored size in bytes."""
 
     last_id: str | None = None
     items: tuple[Item, ...] = ()
@@ -36,38 +36,38 @@ class Continued:
 
 
 def text_part(text: str, logprobs: list[ChatTokenLogprob] | None = None) -> dict[str, Any]:
-    """A part of an answer."""
+    """Return a text part of an answer."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 
 def message_item(parts: list[dict[str, Any]], status: str = "completed") -> Item:
-    """A message of the model's."""
+    """Return a message of the model."""
     return {"type": MESSAGE, "status": status, "role": "assistant", "content": parts}
 
 
 def call_item(call_id: str, name: str, arguments: str, status: str = "completed") -> Item:
-    """A call of a tool; its arguments are a JSON object, if it is complete."""
+    """Return a function call. The arguments of a complete call are a JSON object."""
     return {"type": CALL, "status": status, "call_id": call_id, "name": name, "arguments": arguments}
 
 
 def result_item(call_id: str, output: str) -> Item:
-    """What a call came to."""
+    """Return the result of a function call."""
     return {"type": RESULT, "status": "completed", "call_id": call_id, "output": output}
 
 
 def thought_item(text: str | None, status: str = "completed") -> Item:
-    """What the model thought before it answered; without a text, what is known of it at first."""
+    """Return a reasoning item, without content if `text` is None."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {"type": THOUGHT, "status": status, "summary": [], "content": content}
 
 
 def with_id(item: Item) -> Item:
-    """The item with an id of its own."""
+    """Return the item with a new id."""
     return {"id": _ID_PREFIXES[item["type"]] + secrets.token_hex(16), **item}
 
 
 def check_results(items: Iterable[Item]) -> None:
-    """Every result is of a call before it, and every call has one. Raises BadRequest."""
+    """Check that every result has an earlier call, and every call a result. Raises BadRequest."""
     made, waiting = set(), dict[str, None]()
     for item in items:
         if item["type"] == CALL and _is_whole(item):
@@ -89,8 +89,11 @@ def check_results(items: Iterable[Item]) -> None:
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The items as messages for the model's chat template: calls are the assistant message's before them, and a
-    thought is that of the one after it. A call that broke off is left out."""
+    """Return the items as messages for the model's chat template.
+
+    Calls belong to the assistant message before them, reasoning to the assistant message after it. Incomplete calls are
+    omitted.
+    """
     thought: dict[str, str] = {}
     messages: list[dict[str, Any]] = []
     for item in items:

@@ -1,7 +1,7 @@
-"""The kept conversations as one gateway process serves them.
+"""Stored conversations as one gateway process serves them.
 
-Fails closed before a request is served: while the database is away, what asks to store or to continue a response is
-turned away (503). A response that could not be kept once it was made is answered all the same, and says so.
+A request that stores or continues a response fails closed before it is served: it is refused with 503 while the
+database is unavailable. A response that cannot be stored after generation is still answered, and says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConversationLimits:
-    """How much is kept, for how long, and how much of it one request may continue."""
+    """Limits on stored responses, their lifetime, and the size of a conversation that a request may continue."""
 
     ttl_s: float
     room: StorageRoom
@@ -45,7 +45,7 @@ class ConversationLimits:
 
 
 class ResponseKeeper:
-    """Owned by the entry point. What has expired is deleted by the retention."""
+    """Stores and returns responses. Owned by the entry point. The retention job deletes expired responses."""
 
     def __init__(
         self,
@@ -55,12 +55,15 @@ class ResponseKeeper:
     ) -> None:
         self._database = database
         self._store = store or ResponseStore()
-        self.limits = limits  # may be set to others, for the requests that come from then on
+        self.limits = limits  # may be replaced, for later requests
 
-    # ── a request that stores or continues ──
+    # ── Requests that store or continue ──
 
     async def require_room(self, whose: Principal) -> None:
-        """Raises BadRequest where nothing is kept here, RateLimited where the tenant has no room left, Unavailable."""
+        """Check that a response can be stored.
+
+        Raises BadRequest if this server stores none, RateLimited if the tenant's storage is full, or Unavailable.
+        """
         room = self.limits.room
         if room.max_responses == 0:
             raise BadRequest("this server keeps no responses; leave 'store' out, or send false", param="store")
@@ -76,8 +79,10 @@ class ResponseKeeper:
         )
 
     async def continued(self, whose: Principal, last_id: str) -> Continued:
-        """The conversation up to that response. Raises NotFound, BadRequest or TooLarge for one that is too long to be
-        continued, Unavailable."""
+        """Return the conversation up to a response.
+
+        Raises NotFound, BadRequest or TooLarge if it is too long to continue, or Unavailable.
+        """
         async with self._database.read() as session:
             last = await self._store.find(session, whose, last_id)
             if last is None:
@@ -116,7 +121,7 @@ class ResponseKeeper:
         items: Sequence[Item],
         body: bytes,
     ) -> bool:
-        """Store a response and the items that were sent for it; whether that was possible."""
+        """Store a response and the input items of its request, and return whether that succeeded."""
         encoded = msgspec.json.encode(items)
         num_bytes = len(encoded) + len(body)
         response = StoredResponse(
@@ -142,10 +147,10 @@ class ResponseKeeper:
             log.warning("response_not_kept", tenant_id=whose.tenant_id, reason="no room, or the tenant is erased")
         return is_kept
 
-    # ── what is asked of kept responses ──
+    # ── Access to stored responses ──
 
     async def body(self, whose: Principal, response_id: str) -> bytes:
-        """The response as it was answered. Raises NotFound, Unavailable."""
+        """Return the response as it was answered. Raises NotFound or Unavailable."""
         async with self._database.read() as session:
             found = await self._store.find(session, whose, response_id)
         if found is None:
@@ -153,8 +158,10 @@ class ResponseKeeper:
         return found.body
 
     async def input_items(self, whose: Principal, response_id: str) -> list[Item]:
-        """What the response was an answer to, as far as it is still kept: earlier turns first, then its own. Raises
-        NotFound, Unavailable."""
+        """Return the input items of a response, as far as they are still stored: earlier turns first, then its own.
+
+        Raises NotFound or Unavailable.
+        """
         async with self._database.read() as session:
             found = await self._store.find(session, whose, response_id)
             if found is None:
@@ -164,12 +171,10 @@ class ResponseKeeper:
         return [*_items_of(chain[:-1]), *own]
 
     async def delete(self, whose: Principal, response_id: str) -> None:
-        """Raises NotFound, Unavailable."""
+        """Delete a response. Raises NotFound or Unavailable."""
         async with self._database.write() as session:
             if not await self._store.delete(session, whose, response_id):
                 raise _not_found("response", response_id, "response_id")
-
-    # ── its own life ──
 
 
 class _Output(msgspec.Struct):
@@ -181,7 +186,7 @@ def _output_of(body: bytes) -> list[Item]:
 
 
 def _items_of(chain: Sequence[StoredResponse]) -> list[Item]:
-    """What was sent and answered, in turn."""
+    """Return the input and output items of the responses in order."""
     items: list[Item] = []
     for response in chain:
         items += msgspec.json.decode(response.items)

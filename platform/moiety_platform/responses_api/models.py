@@ -1,7 +1,7 @@
-"""The table of kept responses. Times are Unix milliseconds by the database's clock.
+"""Table of stored responses. Times are Unix milliseconds of the database's clock.
 
-`responses` holds text of tenants: what was asked, in `items`, and what was answered, in `body`. Only what a request
-asked to store is in it; it is deleted when it expires, when its tenant says so, and with its tenant.
+`responses` holds tenants' text: input in `items`, the answer in `body`. It has only what a request asked to store. Rows
+are deleted when they expire, when the tenant deletes them, and with the tenant.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ MAX_MODEL_LENGTH = 512
 
 
 class StoredResponse(Base):
-    """One response and the items that were sent for it, both as JSON. `previous_id` is what it continues; `num_items`
-    and `total_bytes` count the whole conversation up to here, so that it need not be read to be found too large."""
+    """One response and its input items, both as JSON.
+
+    `previous_id` is the response that it continues. `num_items` and `total_bytes` count the whole conversation up to
+    this response, so that its size can be checked without reading it.
+    """
 
     __tablename__ = "responses"
     __table_args__ = (
-        Index(None, "tenant_id", "num_bytes"),  # has all that the sums of a tenant need
+        Index(None, "tenant_id", "num_bytes"),  # covers the sums of a tenant
         Index(None, "expires_ms"),
     )
 
     id: Mapped[str] = mapped_column(String(RESPONSE_ID_LENGTH), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(String(ID_LENGTH))
     project_id: Mapped[str] = mapped_column(String(ID_LENGTH))
-    model: Mapped[str] = mapped_column(String(MAX_MODEL_LENGTH))  # by the name that was asked for
+    model: Mapped[str] = mapped_column(String(MAX_MODEL_LENGTH))  # as named in the request
     previous_id: Mapped[str | None] = mapped_column(String(RESPONSE_ID_LENGTH))
     num_items: Mapped[int]
     num_bytes: Mapped[int] = mapped_column(BigInteger)

@@ -1,7 +1,7 @@
-"""The items of one response, made from an answer's text as it comes. Knows no events and no HTTP.
+"""Items of one response, built incrementally from the answer's text. Independent of events and HTTP.
 
-Without tools there is one message. With them there is a message for each stretch of text, and an item for each call.
-What the model thought comes before them.
+Without tools there is one message. With tools there is a message for each run of text and an item for each call. The
+reasoning comes first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class ItemBegun:
-    """The item as far as it is known: a message without parts, a call without arguments."""
+    """A new item: a message without parts, or a call without arguments."""
 
     item: Item
 
@@ -52,17 +52,17 @@ class MoreArguments:
 
 @dataclass(frozen=True, slots=True)
 class ItemEnded:
-    """The item as it is kept."""
+    """A complete item as it is stored."""
 
     item: Item
 
 
-Step = ItemBegun | MoreText | MoreThought | MoreArguments | ItemEnded  # of one item after the other
+Step = ItemBegun | MoreText | MoreThought | MoreArguments | ItemEnded  # one item at a time
 
 
 @dataclass(slots=True)
 class _Open:
-    """An item that is being made."""
+    """An item in progress."""
 
     item: Item
     text: list[str] = field(default_factory=list)
@@ -83,27 +83,29 @@ class _Open:
 
 
 class ResponseOutput:
-    """What has come. `items` are those that are whole; `reader` tells calls in the text, None where there can be none.
+    """Output of a response so far.
 
-    A call is an item once it is whole; one that breaks off is text. The log probabilities of a text are those of the
-    tokens since the last one; a call has none."""
+    `items` are the complete items. `reader` finds calls in the text, and is None without tools. A call becomes an item
+    when it is complete, and an incomplete call becomes text. The log probabilities of a text are those of all tokens
+    since the previous text. Calls have none.
+    """
 
     def __init__(self, reader: AnswerReader | None) -> None:
         self.items: list[Item] = []
         self.finished: Finished | None = None
         self._reader = reader
         self._open: _Open | None = None
-        self._logprobs: list[TokenLogprob] = []  # of tokens whose text was not told yet
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is still held back
 
     def take(self, text: str, logprobs: Sequence[TokenLogprob] | None) -> list[Step]:
-        """What more text brings."""
+        """Add text and return the resulting steps."""
         self._logprobs += logprobs or ()
         if self._reader is None:
             return self._told(text)
         return [step for delta in self._reader.feed(text) for step in self._of(delta)]
 
     def end(self, finished: Finished) -> list[Step]:
-        """What is left once the answer is over. There is at least one item, if only of no text."""
+        """End the output and return the remaining steps. There is at least one item, if only an empty message."""
         self.finished = finished
         steps = [] if self._reader is None else [step for delta in self._reader.end() for step in self._of(delta)]
         if not self.items and self._open is None:

@@ -1,8 +1,8 @@
-"""The body of `/v1/responses`: OpenAI's fields, strictly typed, and what they ask for.
+"""The body of `/v1/responses`: OpenAI's fields, strictly typed.
 
-Unknown fields are ignored, as are hints that could change no answer here, such as `prompt_cache_key`: prefixes are
-cached without being marked, and always apart for each tenant. What is known, would change the answer and is not
-supported is refused by name.
+Unknown fields are ignored, and so are hints that cannot change an answer here, such as `prompt_cache_key`: prefixes are
+cached without being marked, and always separately for each tenant. Known fields that would change the answer and are
+not supported are refused by name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moiety_platform.responses_api.tools import ResponseChoice, ResponseTools, c
 from moiety_wire.messages import Sampling
 
 LOGPROBS = "message.output_text.logprobs"
-NOTHING_TO_INCLUDE = (  # of items that no answer here has
+NOTHING_TO_INCLUDE = (  # fields of items that no answer here has
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -95,7 +95,7 @@ class TextOptions(StrictBody):
 
 
 class ReasoningOption(StrictBody):
-    """With the effort none the model is not to think before it answers; others are its own affair."""
+    """Reasoning effort. "none" turns reasoning off. The model decides how to treat the others."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
@@ -110,7 +110,7 @@ class ResponsesBody(GeneratingBody):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the best token
+    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the most likely token
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Annotated[list[_Part], Field(fail_fast=True, max_length=64)] | None = None
     tools: ResponseTools | None = None
@@ -184,22 +184,22 @@ class ResponsesBody(GeneratingBody):
         return LOGPROBS in (self.include or ())
 
     def items(self) -> list[Item]:
-        """The items of the request itself."""
+        """Return the items of the request itself."""
         return [item.checked() for item in self.input]
 
     @property
     def continued(self) -> Continued:
-        """What it continues."""
+        """The conversation that the request continues."""
         return self._continued
 
     def after(self, continued: Continued) -> Self:
-        """The same request, as one that continues a conversation."""
+        """Return a copy of the request that continues a conversation."""
         body = self.model_copy()
         body._continued = continued
         return body
 
     def generation(self) -> Generation:
-        """What is asked of the engines. Raises BadRequest for calls and results that do not belong together."""
+        """Return the generation to run. Raises BadRequest if calls and results do not match."""
         items = [*self._continued.items, *self.items()]
         check_results(items)
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []

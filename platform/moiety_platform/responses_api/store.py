@@ -1,6 +1,6 @@
-"""Kept responses in the database, within the caller's transaction. Time is the database's.
+"""Stored responses in the database, within the caller's transaction. Times are the database's.
 
-A response is found by keys of its project that may use its model, and by nobody else; for others it does not exist.
+A response is visible to keys of its project that may use its model. For all other keys it does not exist.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.tenants.models import Tenant, TenantDeletion
 
-PURGE_ROWS = 100  # in one transaction, each with a conversation's part
+PURGE_ROWS = 100  # per transaction, each with one turn of a conversation
 
 _ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRoom:
-    """How much a tenant may have kept."""
+    """Storage limits of a tenant."""
 
     max_responses: int
     max_bytes: int
@@ -33,19 +33,22 @@ class StorageRoom:
 
 @dataclass(frozen=True, slots=True)
 class ResponseStore:
-    """All kept responses of all tenants. `now` is the database's clock."""
+    """Stored responses of all tenants. `now` is the database's clock."""
 
     now: Callable[[], ColumnElement[int]] = now_ms
 
     async def has_room(self, session: AsyncSession, tenant_id: str, room: StorageRoom, num_bytes: int = 0) -> bool:
-        """Whether one more response, of so many bytes, may be kept for the tenant."""
+        """Return whether one more response of `num_bytes` bytes may be stored for the tenant."""
         sums = select(func.count(), func.sum(StoredResponse.num_bytes)).where(StoredResponse.tenant_id == tenant_id)
         num_responses, total = (await session.execute(sums)).one()
         return num_responses < room.max_responses and int(total or 0) + num_bytes <= room.max_bytes
 
     async def add(self, session: AsyncSession, response: StoredResponse, room: StorageRoom, ttl_ms: int) -> bool:
-        """Keep it for `ttl_ms`. False where the tenant has no room for it, or is being erased: its row is locked, so
-        that no two see the same room, and none is added once an erasure has begun."""
+        """Store a response for `ttl_ms`.
+
+        Returns False if the tenant's storage is full or the tenant is being deleted. The tenant's row is locked, so
+        that concurrent requests do not use the same free space and none is added after a deletion has begun.
+        """
         tenant_id = response.tenant_id
         await session.execute(select(Tenant.id).where(Tenant.id == tenant_id).with_for_update(key_share=True))
         if await session.scalar(select(exists().where(TenantDeletion.tenant_id == tenant_id))):
@@ -57,12 +60,13 @@ class ResponseStore:
         return True
 
     async def find(self, session: AsyncSession, whose: Principal, response_id: str) -> StoredResponse | None:
-        """The response, if it is there for that key."""
+        """Return the response if it is visible to the key."""
         wanted = select(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
         return (await session.scalars(wanted)).first()
 
     async def chain(self, session: AsyncSession, whose: Principal, last: StoredResponse) -> Sequence[StoredResponse]:
-        """The response and all that it continues, the first one first; empty if one of them is there no more."""
+        """Return the response and all responses that it continues, the first one first, or nothing if one is
+        missing."""
         earlier = (
             select(StoredResponse.id, StoredResponse.previous_id, literal(0, BigInteger).label("distance"))
             .where(StoredResponse.id == last.id)
@@ -78,12 +82,12 @@ class ResponseStore:
         return found if found and found[0].previous_id is None else ()
 
     async def delete(self, session: AsyncSession, whose: Principal, response_id: str) -> bool:
-        """Whether it was there for that key."""
+        """Delete the response and return whether it existed for the key."""
         gone = delete(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
         return await session.scalar(gone.returning(StoredResponse.id)) is not None
 
     async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS) -> int:
-        """Delete what has expired, the oldest first, at most `limit` of them; how many."""
+        """Delete at most `limit` expired responses, the oldest first, and return their number."""
         ids = await oldest_expired(session, StoredResponse.id, StoredResponse.expires_ms, self.now(), limit)
         if ids:
             await session.execute(delete(StoredResponse).where(StoredResponse.id.in_(ids)))
@@ -100,5 +104,5 @@ class ResponseStore:
 
 
 def _possible(response_id: str) -> str:
-    """What could not be an id is looked up as none."""
+    """Return the id, or an empty string that matches nothing if it cannot be an id."""
     return response_id if _ID.fullmatch(response_id) else ""

@@ -1,4 +1,4 @@
-"""Tools and the choice of them in OpenAI's fields for responses."""
+"""Tools and tool choice in OpenAI's fields for responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORMS = 'it must be \'none\', \'auto\', \'required\' or {"type": "function", "n
 
 
 class ResponseTool(FunctionTool):
-    """A function of the client's."""
+    """A function that the client provides."""
 
     type: Annotated[str, shows(enum=[_FUNCTION])]
 
@@ -34,7 +34,7 @@ class ResponseTool(FunctionTool):
         return value
 
     def fields(self) -> dict[str, Any]:
-        """As an answer repeats it."""
+        """Return the tool as the answer repeats it."""
         return {
             "type": _FUNCTION,
             "name": self.name,
@@ -70,13 +70,13 @@ ResponseChoice = Annotated[
 
 
 def check_choice(choice: ToolChoice | None, tools: Sequence[ResponseTool] | None) -> None:
-    """Raises what a validator does if `tools` do not allow it."""
+    """Raise a validator's error if `tools` do not allow the choice."""
     if choice is not None and choice.mode == "required":
         require_among([tool.name for tool in tools or ()], choice.name)
 
 
 def choice_fields(choice: ToolChoice | None) -> str | dict[str, str]:
-    """As an answer repeats it."""
+    """Return the tool choice as the answer repeats it."""
     if choice is None:
         return "auto"
     return choice.mode if choice.name is None else {"type": _FUNCTION, "name": choice.name}

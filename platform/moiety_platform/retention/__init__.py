@@ -1,1 +1,1 @@
-"""Deletes what is past its time: one service of each gateway process, for all tables that grow with traffic."""
+"""Deletion of expired rows: one service per gateway process, for all tables that grow with traffic."""

@@ -1,8 +1,7 @@
-"""The chores: every table that grows with traffic, and what makes its rows go; and days of usage, summed up once they
-are over. `docs/administration.md` says the same.
+"""The retention jobs: deletion of expired rows of every table that grows with traffic, and daily sums of usage.
 
-What is not here stays: the ledger, the sums of hours and the audit log; and the single requests, unless a setting says
-for how long.
+`docs/administration.md` contains the same list. Tables that are not listed are kept: the ledger, the hourly sums and
+the audit log; and the single requests, unless a setting limits their age.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ DAY_MS = 24 * 3600 * 1000
 
 
 def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) -> list[RetentionJob]:
-    """What one gateway process does, in this order: what is known by other rows goes before them."""
+    """Return the jobs of one gateway process, in this order: rows that other rows refer to are deleted first."""
 
     async def purge_old_windows(session: AsyncSession) -> int:
         before = await _ago(session, timedelta(days=settings.keep_limit_windows_days), now)
@@ -71,6 +70,6 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
 
 
 async def _ago(session: AsyncSession, span: timedelta, now: Now) -> datetime:
-    """By the database's clock."""
+    """Return the moment `span` ago, by the database's clock."""
     moment = datetime.fromtimestamp(await read_clock(session, now) / 1000, UTC)
     return moment - span

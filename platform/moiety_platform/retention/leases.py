@@ -1,7 +1,7 @@
-"""Whose turn a chore is, within the caller's transaction: of all gateways one is at a chore, and once in each interval.
+"""Leases of retention jobs within the caller's transaction: one gateway runs a job, once per interval.
 
-Whoever takes a chore locks its row to the end of the transaction, so a gateway that stood still and was taken for dead
-cannot be at it beside another.
+The gateway that takes a job locks its row to the end of the transaction, so a gateway that stalled and lost its lease
+cannot run the job beside another.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Now = Callable[[], ColumnElement[int]]
 
 
 async def due(session: AsyncSession, names: Collection[str], now: Now) -> set[str]:
-    """Those of these chores that nobody is at, and that are not done for now."""
+    """Return the names of the jobs that nobody runs and that are due."""
     others = select(RetentionJobRecord.name).where(RetentionJobRecord.available_ms > now())
     return set(names) - set(await session.scalars(others))
 
 
 async def take(session: AsyncSession, name: str, owner: str, lease_ms: int, now: Now) -> bool:
-    """Be the one that is at it, or go on to be; False if somebody else is."""
+    """Take or extend the lease of a job; return False if another gateway holds it."""
     insert = insert_into(session, RetentionJobRecord).values(name=name, owner=owner, available_ms=now() + lease_ms)
     mine = {"owner": owner, "available_ms": now() + lease_ms}
     free = or_(RetentionJobRecord.available_ms <= now(), RetentionJobRecord.owner == owner)
@@ -33,6 +33,6 @@ async def take(session: AsyncSession, name: str, owner: str, lease_ms: int, now:
 
 
 async def rest(session: AsyncSession, name: str, pause_ms: int, now: Now) -> None:
-    """It is done for now. Call it in the transaction that has taken it."""
+    """Mark the job as done for the interval. Call it in the transaction that has taken the lease."""
     done = {"owner": None, "available_ms": now() + pause_ms}
     await session.execute(update(RetentionJobRecord).where(RetentionJobRecord.name == name).values(done))

@@ -1,4 +1,4 @@
-"""The table of chores: who is at which, and when each is due again."""
+"""Table of retention jobs: lease owner and next due time of each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ OWNER_LENGTH = 64
 
 
 class RetentionJobRecord(Base):
-    """One chore. `available_ms` is a lease and a pause in one, by the database's clock in Unix milliseconds: until then
-    nobody but its owner takes the row, whether somebody is at it or it is done for now."""
+    """One job.
+
+    `available_ms` is the end of a lease or of the pause after it, in Unix milliseconds of the database's clock: until
+    then only the owner takes the row, whether the job is running or done for the interval.
+    """
 
     __tablename__ = "retention_jobs"
 
@@ -23,5 +26,5 @@ class RetentionJobRecord(Base):
 
     @classmethod
     def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
-        """The deployment's own, no tenant's."""
+        """Return no rows: the table belongs to the deployment, not to a tenant."""
         return false()

@@ -1,8 +1,8 @@
-"""One task of each gateway process that deletes what is past its time: some rows a transaction and a pause after each,
-so that on SQLite others get to write, and on PostgreSQL nothing is locked for long.
+"""Background service of each gateway process that deletes expired rows.
 
-When the database is away it waits, and finds the same later. A chore that a killed gateway was at is another's once its
-lease is over.
+Each transaction deletes some rows, followed by a pause, so that on SQLite other writers proceed, and on PostgreSQL
+nothing is locked for long. When the database is down it waits and continues later. Another gateway takes the job of a
+killed gateway once its lease has expired.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from moiety_platform.retention.leases import Now, due, rest, take
 
 LEASE_S = 60.0
 PAUSE_S = 0.05
-LOOKS_AN_INTERVAL = 4  # so that a chore is done soon after it is due
+LOOKS_AN_INTERVAL = 4  # so that a job runs soon after it is due
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionJob:
-    """`purge` deletes some of what is past its time, or sums some of it up, within the caller's transaction; how many
-    rows or days, 0 once there is nothing left. Whatever it is killed in the middle of, it finds the rest when it is
-    called again."""
+    """One job.
+
+    `purge` deletes some expired rows, or sums some up, within the caller's transaction; it returns the number of rows
+    or days, 0 once nothing is left. After a kill at any point, the next call finds the rest.
+    """
 
     name: str
     purge: Callable[[AsyncSession], Awaitable[int]]
 
 
 class RetentionService:
-    """Owned by the entry point; one event loop. Its owner's id must never have been used before."""
+    """Runner of the retention jobs. Owned by the entry point; for one event loop. `owner` must be a unique id."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class RetentionService:
     ) -> None:
         self._owner = owner
         self._database = database
-        self.chores = chores  # may be set to others, for the rounds to come
+        self.chores = chores  # can be changed, for the rounds to come
         self._metrics = metrics
         self._interval_s = interval_s
         self._lease_ms = round(lease_s * 1000)
@@ -64,7 +66,7 @@ class RetentionService:
         self._rounds = PeriodicTask("retention", self.round, interval_s / LOOKS_AN_INTERVAL)
 
     def use(self, chores: Sequence[RetentionJob], interval_s: float) -> None:
-        """From the next round on, which is made now."""
+        """Use these jobs and this interval from the next round on, which begins now."""
         self.chores, self._interval_s = chores, interval_s
         self._rounds.every_s = interval_s / LOOKS_AN_INTERVAL
         self._rounds.wake()
@@ -73,11 +75,11 @@ class RetentionService:
         self._rounds.start()
 
     async def stop(self) -> None:
-        """After the transaction that runs. Idempotent."""
+        """Stop after the running transaction. Idempotent."""
         await self._rounds.stop()
 
     async def round(self) -> dict[str, int]:
-        """Do every chore whose turn it is, to its end; how many rows each has deleted. Raises Unavailable."""
+        """Run every due job to its end; return the number of deleted rows of each. Raises Unavailable."""
         async with self._database.read() as session:
             names = await due(session, [chore.name for chore in self.chores], self._now)
         done = {}
@@ -87,7 +89,7 @@ class RetentionService:
         return done
 
     async def _do(self, chore: RetentionJob) -> int:
-        """One chore, whose failure keeps none of the others from being done. Raises Unavailable."""
+        """Run one job, whose failure does not affect the others. Raises Unavailable."""
         total = 0
         try:
             while num_rows := await self._step(chore):
@@ -98,7 +100,7 @@ class RetentionService:
                     break
         except Unavailable:
             raise
-        except Exception:  # the root of a chore: told, and tried again when its lease is over
+        except Exception:  # top level of a job: logged, and retried when its lease has expired
             log.exception("retention_failed", chore=chore.name)
             self._metrics.observe_failure(chore.name)
         if total:
@@ -106,7 +108,10 @@ class RetentionService:
         return total
 
     async def _step(self, chore: RetentionJob) -> int:
-        """One transaction; how many rows it has deleted, 0 where there are no more or another gateway is at them."""
+        """Run one transaction; return the number of deleted rows.
+
+        0 if none are left, or another gateway runs the job.
+        """
         async with self._database.write() as session:
             if not await take(session, chore.name, self._owner, self._lease_ms, self._now):
                 return 0

@@ -1,1 +1,1 @@
-"""Which replica serves a request: the connected engines, and a pure choice among them."""
+"""Routing of requests: the connected engines, and a pure choice among them."""

@@ -1,8 +1,8 @@
-"""Which engines a prompt's prefix prefers, so that prompts that begin alike meet in one prefix cache. Pure.
+"""Prefix affinity of engines, so that prompts with the same prefix share one prefix cache. Pure.
 
 Rendezvous hashing (Thaler, Ravishankar: Using name-based mappings to increase hit rates, 1998): each engine has a
-weight for a prefix, and the prefix belongs to the engine that weighs most. An engine that joins takes only what it now
-weighs most for; one that leaves gives away only what it had.
+weight for a prefix, and the prefix belongs to the engine with the largest weight. A new engine takes only the prefixes
+for which it now has the largest weight; a removed engine gives away only its own.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 BLOCK_TOKENS = 16
-DEPTHS_BLOCKS = (1, 4, 16)  # what many prompts share comes first
+DEPTHS_BLOCKS = (1, 4, 16)  # shallow prefixes, which many prompts share, come first
 
 
 def prefix_keys(cache_salt: bytes, prompt_ids: Sequence[int]) -> tuple[bytes, ...]:
-    """A key for each depth that the prompt fills, the shallowest first; none for a prompt shorter than a block. The
-    salt is the tenant's, so another tenant's same prompt has other keys."""
+    """Return a key for each depth that the prompt fills, the shallowest first; none for a prompt below one block.
+
+    The salt is the tenant's, so another tenant's same prompt has other keys.
+    """
     keys: list[bytes] = []
     salt = b""
     for num_blocks in DEPTHS_BLOCKS:
@@ -31,7 +33,7 @@ def prefix_keys(cache_salt: bytes, prompt_ids: Sequence[int]) -> tuple[bytes, ..
 
 
 class Prefix:
-    """The keys of one prompt, made where they are asked for: for a model with one engine nobody asks."""
+    """Keys of one prompt, computed on demand: a model with one engine needs none."""
 
     __slots__ = ("_cache_salt", "_prompt_ids")
 
@@ -43,5 +45,5 @@ class Prefix:
 
 
 def weight(prefix_key: bytes, address: str) -> int:
-    """How much the prefix prefers the engine at that address. The address outlives restarts."""
+    """Return the engine's weight for the prefix, from its address, which survives restarts."""
     return int.from_bytes(blake2b(address.encode(), digest_size=8, key=prefix_key).digest())

@@ -1,4 +1,4 @@
-"""Metrics of circuit breakers: how requests ended at each engine. Labels are bounded: engines and outcomes."""
+"""Metrics of circuit breakers: outcomes of requests at each engine. Labels are bounded: engines and outcomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN:
 
 
 class BreakerCollector(Collector):
-    """Collects from one gateway process's circuit breakers."""
+    """Collector of one gateway process's circuit breakers."""
 
     def __init__(self, breakers: ReplicaBreakers) -> None:
         self._breakers = breakers

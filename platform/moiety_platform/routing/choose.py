@@ -1,7 +1,8 @@
-"""The choice of a replica: a pure function of what is known of the engines and of the prompt's prefix.
+"""Choice of a replica: a pure function of the engines' states and of the prompt's prefix.
 
-Bounded loads (Mirrokni, Thorup, Zadimoghaddam: Consistent hashing with bounded loads, 2018), by what engines predict:
-a prompt goes to the engine that its prefix prefers unless that one has clearly more to do than the least loaded.
+Bounded loads (Mirrokni, Thorup, Zadimoghaddam: Consistent hashing with bounded loads, 2018), by the engines'
+predictions: a prompt goes to the engine that its prefix prefers unless that engine clearly has more work than the least
+loaded.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from moiety_wire.figures import SleepState
 from moiety_wire.messages import ModelCard
 
 MODEL_NOT_FOUND = "model_not_found"
-WAIT_GRAIN = 0.25  # of the promised wait: predictions that differ by less are the same
-SLEEP_S = 30  # after which it may be worth asking again for a model whose engines sleep
-SPARE_REQUESTS = 4  # so many requests more than the least loaded engine has …
-SPARE_SHARE = 0.25  # … or such a part more is worth a prefix hit
+WAIT_GRAIN = 0.25  # share of the SLO's wait: predictions that differ by less count as equal
+SLEEP_S = 30  # retry interval for a model whose engines sleep
+SPARE_REQUESTS = 4  # a prefix hit is worth this many requests more than the least loaded engine has …
+SPARE_SHARE = 0.25  # … or this share more
 
 
 def choose(
@@ -32,13 +33,17 @@ def choose(
     need: Need = Need.ANSWER,
     context_tokens: int = 0,
 ) -> EngineState:
-    """The healthy engine of that model that the prefix (keys by depth, the shallowest first) prefers, among those that
-    have not much more to do than the least loaded. Where one depth's engine has, the next depth is asked; in the end,
-    and for a prompt without a prefix, it is the least loaded: the shortest predicted wait in the class, then the least
-    to do, then the earliest listed.
-    Where engines have roles, it is one of those that may have a request with that need first; where their contexts
-    differ, one whose context holds `context_tokens`.
-    Raises NotFound if no engine has that model, Unavailable if none of those that have it can take a request."""
+    """Return the healthy engine of the model that the prefix prefers and that is not overloaded against the others.
+
+    `prefix` are keys by depth, the shallowest first. If the engine of one depth has much more work than the least
+    loaded, the next depth decides; finally, and for a prompt without a prefix, it is the least loaded: the shortest
+    predicted wait in the class, then the least work, then the first listed.
+
+    Where engines have roles, it is one that may first receive a request with that need; where their contexts differ,
+    one whose context holds `context_tokens`.
+
+    Raises NotFound if no engine has that model, Unavailable if no engine of the model can take a request.
+    """
     able = first_engines(able_engines(engines, model, context_tokens), need)
     if len(able) == 1:
         return able[0]
@@ -51,8 +56,10 @@ def choose(
 
 
 def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] | None) -> ModelCard:
-    """Return the card of the engine with the longest context among those that can take a request, for a key that may
-    use the models `allowed`, None being all. Raises NotFound or Unavailable."""
+    """Return the card of the engine with the longest context among those that can take a request.
+
+    The key may use the models `allowed`, None meaning all. Raises NotFound or Unavailable.
+    """
     if allowed is not None and model not in allowed:
         served = sorted(allowed & cards_of(engines).keys())
         raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
@@ -66,13 +73,13 @@ def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] 
 
 
 def cards_of(engines: Sequence[EngineState]) -> dict[str, ModelCard]:
-    """The card of every model that some engine has shown, by model name; of healthy engines where possible."""
+    """Return the card of every model that an engine has reported, by model name; of healthy engines where possible."""
     ordered = sorted(engines, key=lambda engine: engine.healthy)
     return {engine.card.model: engine.card for engine in ordered if engine.card is not None}
 
 
 def are_extensible(engines: Sequence[EngineState], model: str) -> bool:
-    """Whether every engine of that model takes more credit later; else a request needs all of it at once."""
+    """Return whether every engine of the model accepts more credit later; else a request needs all of it at once."""
     for engine in engines:  # as in `able_engines`
         if engine.card is not None and engine.card.model == model and not engine.card.extensible:
             return False
@@ -80,15 +87,17 @@ def are_extensible(engines: Sequence[EngineState], model: str) -> bool:
 
 
 def model_not_found(model: str, served: Sequence[str]) -> str:
-    """What a client is told that asked for a model it cannot have."""
+    """Return the error message for a model that does not exist or that the key may not use."""
     return f"the model {model!r} does not exist or your key may not use it; available: {', '.join(served) or 'none'}"
 
 
 def able_engines(engines: Sequence[EngineState], model: str, context_tokens: int = 0) -> list[EngineState]:
-    """Return those of that model that can take requests with so many tokens of prompt and output. Raises
-    NotFound or Unavailable."""
+    """Return the model's engines that can take requests with so many tokens of prompt and output.
+
+    Raises NotFound or Unavailable.
+    """
     candidates, able = [], []
-    for engine in engines:  # some times for each request, and a comprehension would be a call
+    for engine in engines:  # several times per request, and a comprehension would be a call
         if engine.card is not None and engine.card.model == model:
             candidates.append(engine)
             if engine.can_take and engine.card.max_context_tokens >= context_tokens:
@@ -117,8 +126,10 @@ def _is_near(engine: EngineState, least: EngineState, service: ServiceClass | No
 
 
 def _wait(engine: EngineState, service: ServiceClass | None) -> float:
-    """The predicted wait in grains of what the class promises. An engine that says nothing of the class has not had it
-    yet; one that has said nothing at all for long comes last."""
+    """Return the predicted wait in units of the grain of the class's SLO.
+
+    An engine without a report on the class has not served it yet; an engine without any recent report comes last.
+    """
     if service is None or not engine.load_is_fresh:
         return math.inf
     load = engine.class_load(service.name)
@@ -127,7 +138,7 @@ def _wait(engine: EngineState, service: ServiceClass | None) -> float:
 
 
 def _work(engine: EngineState) -> tuple[int, float]:
-    """What an engine has to do. Its own report is up to one heartbeat old, so our own count may know better."""
+    """Return an engine's work. Its own report is up to one heartbeat old, so our count can be more recent."""
     load = engine.load
     if load is None:
         return engine.num_inflight, 0.0

@@ -1,7 +1,8 @@
-"""A circuit breaker for one replica: how its requests ended decides whether it is preferred for new ones.
+"""Circuit breaker of one replica: the outcomes of its requests decide whether it is preferred for new ones.
 
-Pure but for the random numbers that keep gateways apart: the time is an argument. It knows no engine and no error; see
-`outcomes`. The pattern is Nygard's (Release It!, 2007): closed, open for a backoff, then half-open with one trial.
+Pure except for the random numbers that separate the retries of gateways: the time is an argument. Independent of
+engines and errors; see `outcomes`. The pattern is Nygard's (Release It!, 2007): closed, open for a backoff, then
+half-open with one trial.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from enum import StrEnum
 
 
 class BreakerState(StrEnum):
-    """CLOSED: takes requests. OPEN: takes none while there is another replica. HALF_OPEN: takes one, as a trial."""
+    """State of a breaker.
+
+    CLOSED: takes requests. OPEN: takes none while there is another replica. HALF_OPEN: takes one, as a trial.
+    """
 
     CLOSED = "closed"
     OPEN = "open"
@@ -22,15 +26,15 @@ class BreakerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """When a breaker opens, and for how long."""
+    """Conditions for opening a breaker, and its durations."""
 
-    first_s: float = 1.0  # of the first opening; doubled with each trial that fails
+    first_s: float = 1.0  # duration of the first opening; doubled with each trial that fails
     max_s: float = 30.0
     jitter: float = 0.2  # of the backoff, up or down
-    max_retry_after_s: float = 60.0  # what a server itself asks for is kept to, up to this
-    memory_s: float = 10.0  # outcomes count half after so long
-    failed_share: float = 0.5  # of the recent outcomes opens it …
-    num_in_a_row: int = 3  # … and so do so many failures without a success between them
+    max_retry_after_s: float = 60.0  # bound on the Retry-After of a server
+    memory_s: float = 10.0  # half-life of outcomes
+    failed_share: float = 0.5  # this share of the recent outcomes opens it …
+    num_in_a_row: int = 3  # … and so does this number of failures in a row
 
 
 POLICY = BreakerPolicy()
@@ -38,23 +42,26 @@ POLICY = BreakerPolicy()
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request that was given to the replica. `num_openings` are those of the breaker by then."""
+    """A request sent to the replica. `num_openings` is the breaker's count at that time."""
 
     num_openings: int
     is_trial: bool
 
 
 class CircuitBreaker:
-    """Owned by `ReplicaBreakers`. Every `begin` is followed by one of `succeed`, `fail` and `release`."""
+    """Breaker of one replica, owned by `ReplicaBreakers`.
+
+    Every `begin` is followed by one of `succeed`, `fail` and `release`.
+    """
 
     def __init__(self, policy: BreakerPolicy = POLICY, draw: Callable[[], float] = random.random) -> None:
-        """`draw` gives numbers in [0, 1)."""
+        """`draw` returns random numbers in [0, 1)."""
         self._policy = policy
         self._draw = draw
         self._num_openings = 0
-        self._num_failed_trials = 0  # since it was last closed
-        self._until_s: float | None = None  # it is open; None: closed
-        self._was_told = False  # by the replica's Retry-After for how long
+        self._num_failed_trials = 0  # since it last closed
+        self._until_s: float | None = None  # end of the open state; None: closed
+        self._was_told = False  # the duration comes from the replica's Retry-After
         self._trial: Ticket | None = None
         self._num_in_a_row = 0
         self._succeeded = self._failed = 0.0  # recent outcomes, weighted by their age
@@ -68,24 +75,24 @@ class CircuitBreaker:
 
     @property
     def num_openings(self) -> int:
-        """How often it has opened."""
+        """Number of times that it has opened."""
         return self._num_openings
 
     def is_willing(self, now_s: float) -> bool:
-        """Whether a new request may go there: it is closed, or half-open without a trial under way."""
+        """Return whether a new request may go there: it is closed, or half-open without a running trial."""
         state = self.state(now_s)
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._trial is None)
 
     def open_for_s(self, now_s: float) -> float:
-        """Return how long it stays open; 0 where it is not open."""
+        """Return the seconds for which it stays open; 0 where it is not open."""
         return 0.0 if self._until_s is None else max(0.0, self._until_s - now_s)
 
     def was_told_to_wait(self, now_s: float) -> bool:
-        """Whether it is open because the replica itself said for how long (Retry-After)."""
+        """Return whether it is open because of the replica's own Retry-After."""
         return self._was_told and self.state(now_s) is BreakerState.OPEN
 
     def begin(self, now_s: float) -> Ticket:
-        """Note that a request goes there, even against `is_willing`: then it is no trial."""
+        """Record that a request goes there, even against `is_willing`: then it is no trial."""
         is_trial = self.state(now_s) is BreakerState.HALF_OPEN and self._trial is None
         ticket = Ticket(self._num_openings, is_trial)
         if is_trial:
@@ -93,7 +100,7 @@ class CircuitBreaker:
         return ticket
 
     def succeed(self, ticket: Ticket, now_s: float) -> None:
-        """Note that a request ended well. One that began before the breaker opened proves nothing of what came then."""
+        """Record a success. A request that began before the breaker opened proves nothing about the time after that."""
         self.release(ticket)
         self._weigh(now_s)
         self._succeeded += 1
@@ -103,8 +110,10 @@ class CircuitBreaker:
             self._num_failed_trials, self._failed = 0, 0.0
 
     def fail(self, ticket: Ticket, now_s: float, retry_after_s: float | None = None) -> None:
-        """Note that a request failed; `retry_after_s` is for how long the replica asks to be left alone. Once it is
-        open, failures of requests that began before are not counted again."""
+        """Record a failure; `retry_after_s` is the replica's own Retry-After.
+
+        Once it is open, failures of requests that began before are not counted again.
+        """
         state = self.state(now_s)
         self.release(ticket)
         self._weigh(now_s)
@@ -120,7 +129,7 @@ class CircuitBreaker:
             self._open(now_s, self._backoff_s())
 
     def release(self, ticket: Ticket) -> None:
-        """Note that a request ended in a way that says nothing of the replica: its client left or was at fault."""
+        """Record an end that says nothing about the replica: its client disconnected or was at fault."""
         if self._trial is ticket:
             self._trial = None
 
@@ -149,6 +158,6 @@ class CircuitBreaker:
         return self._num_in_a_row >= policy.num_in_a_row or share >= policy.failed_share
 
     def _weigh(self, now_s: float) -> None:
-        """Let what was noted until now fade."""
+        """Let earlier outcomes decay."""
         faded = 0.5 ** ((now_s - self._weighed_at_s) / self._policy.memory_s)
         self._succeeded, self._failed, self._weighed_at_s = self._succeeded * faded, self._failed * faded, now_s

@@ -1,4 +1,4 @@
-"""`/admin/v1/engines`: the replicas as administrators see them. The door is the admin router's."""
+"""`/admin/v1/engines`: the replicas for administrators. The admin router authenticates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moiety_wire.roles import EngineRole
 
 
 class CardView(msgspec.Struct, frozen=True):
-    """What an engine says of its model."""
+    """An engine's description of its model."""
 
     engine_id: str
     model: str
@@ -35,7 +35,7 @@ class CardView(msgspec.Struct, frozen=True):
 
 
 class ClassLoadView(msgspec.Struct, frozen=True):
-    """One class's state in an engine, and what was decided since the engine's start, by reason where there are some."""
+    """State of one class in an engine, and its decisions since the engine's start, some by reason."""
 
     name: str
     num_waiting: int
@@ -139,9 +139,12 @@ assert set(ClassLoadView.__struct_fields__) == set(ClassLoad.__struct_fields__)
 
 
 class EngineView(msgspec.Struct, frozen=True):
-    """An engine and how it fares. `reason` says why it is not healthy; `num_inflight` are the requests of this gateway,
-    `circuit` is its circuit breaker: an engine whose breaker is open is the last choice for new requests. The card is
-    the last known, the load the engine's last heartbeat."""
+    """An engine and its state.
+
+    `reason` says why it is not healthy; `num_inflight` are the requests of this gateway, `circuit` is its circuit
+    breaker: an engine whose breaker is open is the last choice for new requests. The card is the last known one, the
+    load the engine's last heartbeat.
+    """
 
     address: str
     healthy: bool
@@ -160,11 +163,11 @@ class EngineViews(msgspec.Struct, frozen=True):
 
 
 def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
-    """The handlers, for the admin router to take in."""
+    """Return the handlers, for the admin router to register."""
 
     @get("/engines", name="list_engines", tags=["engines"], opt=needs(AdminAction.READ_ENGINES))
     async def list_engines() -> EngineViews:
-        """All engines, and how they fare."""
+        """List all engines and their states."""
         return EngineViews([_describe(state, replicas.breakers) for state in replicas.states()])
 
     @post(
@@ -175,8 +178,10 @@ def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
         opt=needs(AdminAction.REST_ENGINES) | fails(404, 409, 503),
     )
     async def sleep_engine(store: NamedDependency[AuditedStore], engine_id: FromPath[str]) -> EngineView:
-        """Have an engine free its device's memory once its open requests have ended. It takes no new ones: they go to
-        other engines of the model, or are answered with 503. `load.sleep` says how far it is."""
+        """Put an engine to sleep: it frees its device's memory once its open requests have ended.
+
+        It takes no new requests: they go to other engines of the model, or get 503. `load.sleep` shows the progress.
+        """
         return await _rest(store, engine_id, asleep=True)
 
     @post(
@@ -187,7 +192,7 @@ def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
         opt=needs(AdminAction.REST_ENGINES) | fails(404, 409, 503),
     )
     async def wake_engine(store: NamedDependency[AuditedStore], engine_id: FromPath[str]) -> EngineView:
-        """Have an engine that sleeps load its weights again. `load.sleep` says how far it is."""
+        """Wake a sleeping engine, which loads its weights again. `load.sleep` shows the progress."""
         return await _rest(store, engine_id, asleep=False)
 
     async def _rest(store: AuditedStore, engine_id: str, *, asleep: bool) -> EngineView:

@@ -1,4 +1,4 @@
-"""Engines behind a DNS name: each of its addresses is an engine, and they come and go."""
+"""Engine discovery by DNS: each address of a name is an engine that can come and go."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ log = structlog.get_logger(__name__)
 
 
 async def resolve(host: str, port: int) -> set[str]:
-    """The engine addresses of a name: by IPv4, or by IPv6 where it has no other, so that an engine with both is not
-    taken for two. Raises OSError."""
+    """Return the engine addresses of a name. Raises OSError.
+
+    IPv6 is used only without IPv4 addresses, so that an engine with both is not counted twice.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     hosts = {family: {address[0] for kind, _, _, _, address in found if kind == family} for family, *_ in found}
     if socket.AF_INET in hosts:
@@ -31,7 +33,7 @@ async def resolve(host: str, port: int) -> set[str]:
 
 
 class DnsWatch:
-    """Keeps the replicas those of one name. Owns the engines that it has added."""
+    """Keeps the replicas equal to the addresses of one name. Owns the engines that it has added."""
 
     def __init__(
         self, address: str, replicas: Replicas, connect: Callable[[str], EngineClient], resolve: Resolve = resolve
@@ -42,36 +44,36 @@ class DnsWatch:
         self._connect = connect
         self._resolve = resolve
         self._added: set[str] = set()
-        self._found: frozenset[str] = frozenset()  # when it was last looked up
+        self._found: frozenset[str] = frozenset()  # at the last look-up
         self._rounds = PeriodicTask(f"engine-names {address}", self.refresh, INTERVAL_S)
 
     async def start(self) -> None:
-        """Look the name up, now and again and again."""
+        """Look up the name now and then periodically."""
         self.begin()
 
     def begin(self) -> None:
-        """The same, in a running loop."""
+        """Start synchronously, in a running loop."""
         self._rounds.start()
         self._rounds.wake()
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Of the engines that it has added."""
+        """Addresses of the engines that it has added."""
         return frozenset(self._added)
 
     def disown(self, address: str) -> None:
-        """The engine is listed by its address now."""
+        """Release an engine that the settings now list by its address."""
         self._added.discard(address)
 
     def adopt(self, address: str) -> bool:
-        """Whether an engine that is listed no more is one of this name's, and so stays."""
+        """Return whether an engine that the settings no longer list belongs to this name; if so, take it over."""
         is_ours = address in self._found and self._replicas.find(address) is not None
         if is_ours:
             self._added.add(address)
         return is_ours
 
     async def leave(self, kept: Collection[str]) -> None:
-        """The name is not wanted any more: its engines, but those that are `kept`, get no more requests."""
+        """Stop following the name: its engines, except those in `kept`, get no more requests."""
         await self.stop()
         self._replicas.missing.pop(self._address, None)
         for address in self._added.difference(kept):
@@ -79,12 +81,14 @@ class DnsWatch:
         self._added.clear()
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop the look-ups. Idempotent."""
         await self._rounds.cancel()
 
     async def refresh(self) -> None:
-        """Look the name up once: what is new joins, what is gone gets no more requests and is left when it has none.
-        A name that cannot be resolved changes nothing: its engines are told by their links."""
+        """Look up the name once: new engines join, removed ones get no more requests and are closed once idle.
+
+        A name that cannot be resolved changes nothing: the state of its engines follows from their connections.
+        """
         try:
             found = set(await self._resolve(self._host, self._port))
         except (OSError, UnicodeError) as error:

@@ -1,7 +1,7 @@
-"""How a request ended at a replica, in the terms that a circuit breaker learns from. Pure.
+"""Outcome of a request at a replica, in the terms of a circuit breaker. Pure.
 
-A client's own faults teach nothing: what is wrong with a request, a limit that refuses it, a client that leaves. Nor
-does what an engine of ours says in other ways: its scheduler's verdicts, that it drains or lacks an adapter.
+Faults of a client do not count: an invalid request, an exceeded limit, a disconnect. Other answers of our own engines
+do not count either: verdicts of the scheduler, a draining engine, a missing adapter.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from moiety_platform.errors import EngineDied, EngineFailed, EngineOverloaded, E
 
 
 class OutcomeKind(StrEnum):
-    """What the outcome says of the replica."""
+    """Outcome in terms of the replica's health."""
 
     SUCCEEDED = "succeeded"
-    REFUSED = "refused"  # for reasons of its own: its key, its permissions, its account, its models
+    REFUSED = "refused"  # for its own reasons: key, permissions, account, models
     OVERLOADED = "overloaded"
-    FAILED = "failed"  # it says that it failed
+    FAILED = "failed"  # the replica reported a failure
     BROKEN = "broken"  # the stream was cut or cannot be read
     UNREACHABLE = "unreachable"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """`retry_after_s` is for how long the replica itself asks to get no requests."""
+    """Outcome of a request. `retry_after_s` is the replica's own Retry-After."""
 
     kind: OutcomeKind
     retry_after_s: float | None = None
 
 
 SUCCESS = Outcome(OutcomeKind.SUCCEEDED)
-_BY_CODE = {  # of Unavailable; one with another code is of something else: the store, an adapter, an engine that drains
+_BY_CODE = {  # codes of Unavailable; other codes concern something else: the store, an adapter, a draining engine
     Unavailable.default_code: Outcome(OutcomeKind.UNREACHABLE),
-    "overloaded": Outcome(OutcomeKind.OVERLOADED),  # an engine of ours that loads its model still
+    "overloaded": Outcome(OutcomeKind.OVERLOADED),  # one of our engines that is still loading its model
 }
 
 
 def outcome_of(error: PlatformError) -> Outcome | None:
-    """Return the outcome of a request that a replica ended with that error; None where it says nothing of it."""
+    """Return the outcome of a request that a replica ended with that error; None where it says nothing about it."""
     match error:
         case EngineRefused():
             return None if error.blames_request else Outcome(OutcomeKind.REFUSED)

@@ -1,7 +1,7 @@
-"""The circuit breakers of all replicas, by address: who is preferred for new requests, and what was learned by whom.
+"""Circuit breakers of all replicas, by address.
 
-A breaker that is open makes its replica the last choice and never, by itself, an outage: where all are open the one
-that may be tried the soonest gets the request, unless each has asked by Retry-After to be left alone.
+An open breaker makes its replica the last choice and never, by itself, an outage: where all are open, the one whose
+trial is due first gets the request, unless each has sent a Retry-After.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from moiety_platform.errors import EngineOverloaded, PlatformError
 from moiety_platform.routing.circuit_breaker import POLICY, BreakerPolicy, BreakerState, CircuitBreaker, Ticket
 from moiety_platform.routing.outcomes import SUCCESS, Outcome, OutcomeKind, outcome_of
 
-PROVEN_S = 5.0  # a trial whose output flows for so long has succeeded, although it has not ended
+PROVEN_S = 5.0  # a trial with output for this long counts as a success before its end
 
 log = structlog.get_logger(__name__)
 
 
 class ReplicaBreakers:
-    """Made and owned by `Replicas`. A replica without a breaker has had no request yet."""
+    """Breakers of all replicas, owned by `Replicas`. A replica without a breaker has had no request yet."""
 
     def __init__(self, clock: Clock, policy: BreakerPolicy = POLICY) -> None:
         self._clock = clock
@@ -33,28 +33,30 @@ class ReplicaBreakers:
         self._counts: Counter[tuple[str, OutcomeKind]] = Counter()
 
     def begin(self, address: str) -> RequestOutcome:
-        """Note that a request goes to that replica; what is returned takes its end."""
+        """Record that a request goes to that replica; return the recorder of its outcome."""
         breaker = self._breakers.get(address)
         if breaker is None:
             breaker = self._breakers[address] = CircuitBreaker(self._policy)
         return RequestOutcome(self._clock, self._counts, address, breaker)
 
     def forget(self, address: str) -> None:
-        """Drop what was learned: the replica left, or is another one now."""
+        """Drop the state of a replica that left or was replaced."""
         self._breakers.pop(address, None)
         for kind in OutcomeKind:
             self._counts.pop((address, kind), None)
 
     def willing(self, states: Sequence[EngineState]) -> Sequence[EngineState]:
-        """Return those that may get a new request."""
-        if not any(breaker.num_openings for breaker in self._breakers.values()):  # as nearly always
+        """Return the replicas that may get a new request."""
+        if not any(breaker.num_openings for breaker in self._breakers.values()):  # true nearly always
             return states
         now_s = self._clock.monotonic()
         return [one for one in states if self._is_willing(one.address, now_s)]
 
     def least_bad(self, able: Sequence[EngineState], model: str) -> list[EngineState]:
-        """Return which of the replicas to try where none is willing. Raises EngineOverloaded where each has asked to
-        be left alone, for as long as the shortest of them lasts."""
+        """Return the replicas to try where none is willing.
+
+        Raises EngineOverloaded where each has sent a Retry-After, with the shortest remaining time.
+        """
         now_s = self._clock.monotonic()
         breakers = {state.address: self._breakers.get(state.address) for state in able}
         open_for_s = {at: 0.0 if one is None else one.open_for_s(now_s) for at, one in breakers.items()}
@@ -76,13 +78,13 @@ class ReplicaBreakers:
         return BreakerState.CLOSED if breaker is None else breaker.state(self._clock.monotonic())
 
     def states(self) -> Iterator[tuple[str, BreakerState, int]]:
-        """Give the address, the state and the number of openings of each breaker."""
+        """Yield the address, the state and the number of openings of each breaker."""
         now_s = self._clock.monotonic()
         for address, breaker in list(self._breakers.items()):
             yield address, breaker.state(now_s), breaker.num_openings
 
     def counts(self) -> list[tuple[str, OutcomeKind, int]]:
-        """Return how many requests ended in which way, by address."""
+        """Return the number of requests by address and outcome."""
         return [(address, kind, count) for (address, kind), count in self._counts.items()]
 
     def _is_willing(self, address: str, now_s: float) -> bool:
@@ -91,7 +93,7 @@ class ReplicaBreakers:
 
 
 class RequestOutcome:
-    """One request at one replica, until its end was told by one of the methods; what is told later is ignored."""
+    """One request at one replica. The first reported outcome counts; later ones are ignored."""
 
     __slots__ = ("_address", "_breaker", "_clock", "_counts", "_first_output_at_s", "_ticket", "is_trial")
 
@@ -100,12 +102,12 @@ class RequestOutcome:
     ) -> None:
         self._clock, self._counts, self._address, self._breaker = clock, counts, address, breaker
         ticket = breaker.begin(clock.monotonic())
-        self._ticket: Ticket | None = ticket  # until the end was told
+        self._ticket: Ticket | None = ticket  # until the outcome was reported
         self.is_trial = ticket.is_trial
         self._first_output_at_s: float | None = None
 
     def delivered(self) -> None:
-        """Note that output came of a trial."""
+        """Record that a trial produced output."""
         now_s = self._clock.monotonic()
         if self._first_output_at_s is None:
             self._first_output_at_s = now_s
@@ -114,11 +116,11 @@ class RequestOutcome:
             self.is_trial, self._ticket = False, self._breaker.begin(now_s)
 
     def succeeded(self) -> None:
-        """Note that the request came to its end."""
+        """Record that the request completed."""
         self._learn(SUCCESS)
 
     def failed(self, error: PlatformError) -> None:
-        """Note that the replica ended it with that error."""
+        """Record that the replica ended it with that error."""
         outcome = outcome_of(error)
         if outcome is None:
             self.release()
@@ -126,7 +128,7 @@ class RequestOutcome:
             self._learn(outcome)
 
     def release(self) -> None:
-        """Note that it ended in a way that says nothing of the replica."""
+        """Record an end that says nothing about the replica."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._breaker.release(ticket)

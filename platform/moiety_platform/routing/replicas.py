@@ -1,4 +1,4 @@
-"""The engines this gateway is connected to. Owns their clients; starts and stops them together."""
+"""Engines that this gateway is connected to. Owns their clients; starts and stops them together."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from moiety_wire.messages import ModelCard
 
 class Replicas:
     """All configured engines, connected or not, in the order of the settings, then those that have joined.
-    `missing` says of names, whose engines are not known, why not."""
+
+    `missing` contains names without known engines, with the reasons.
+    """
 
     def __init__(self, clients: Sequence[EngineClient], clock: Clock | None = None) -> None:
         self.breakers = ReplicaBreakers(clock or SystemClock())
         self.missing: dict[str, str] = {}
         self._clients = {client.address: client for client in clients}
         self._retired: dict[str, EngineClient] = {}
-        self._replaced: list[EngineClient] = []  # by another client of the same address
-        self._changed = asyncio.Event()  # replaced by a new one each time that it is set
-        self._coming: Counter[str] = Counter()  # requests that are on their way to an engine, by its address
+        self._replaced: list[EngineClient] = []  # replaced by another client of the same address
+        self._changed = asyncio.Event()  # replaced by a new event each time that it is set
+        self._coming: Counter[str] = Counter()  # requests on their way to an engine, by its address
 
     async def __aenter__(self) -> Self:
         for client in self._clients.values():
@@ -44,7 +46,7 @@ class Replicas:
         await asyncio.gather(*(client.close() for client in self.connected()))
 
     async def join(self, address: str, connect: Callable[[str], EngineClient]) -> bool:
-        """Take an engine in. False: it is there already."""
+        """Add an engine. Return False if it is already there."""
         if address in self._clients:
             return False
         client = self._retired.pop(address, None)
@@ -56,12 +58,12 @@ class Replicas:
         return True
 
     async def start(self, client: EngineClient) -> None:
-        """Connect, without requests yet: see `admit`."""
+        """Connect without requests yet: see `admit`."""
         client.watch(self._note_change)
         await client.start()
 
     def admit(self, client: EngineClient) -> None:
-        """Give requests to an engine that was started, in the place of one of the same address, if there is one."""
+        """Give requests to a started engine, which replaces one of the same address, if there is one."""
         if (before := self._clients.get(client.address)) is not None:
             self._replaced.append(before)
         if (left := self._retired.pop(client.address, None)) is not None:
@@ -74,7 +76,7 @@ class Replicas:
         return self._clients.get(address)
 
     def retire(self, address: str) -> None:
-        """Give an engine no more requests; those that it has go on. Nothing where it is not known."""
+        """Give an engine no more requests; its running requests continue. No effect for an unknown address."""
         client = self._clients.pop(address, None)
         if client is None:
             return
@@ -83,9 +85,9 @@ class Replicas:
         self._note_change()
 
     async def close_retired(self) -> None:
-        """Close the links to retired engines that have none of our requests any more."""
+        """Close the connections to retired engines that have none of our requests any more."""
         idle = {address: client for address, client in self._retired.items() if not client.state.num_inflight}
-        for address in idle:  # at once, before others get their turn
+        for address in idle:  # before the first await
             del self._retired[address]
         replaced = [client for client in self._replaced if not client.state.num_inflight]
         self._replaced = [client for client in self._replaced if client not in replaced]
@@ -96,7 +98,7 @@ class Replicas:
         return list(self._clients.values())
 
     def connected(self) -> list[EngineClient]:
-        """Those that get no more requests, and still have some of ours, too."""
+        """Return all clients, including engines that get no more requests but still have some of ours."""
         return [*self._clients.values(), *self._retired.values(), *self._replaced]
 
     def states(self) -> list[EngineState]:
@@ -111,9 +113,10 @@ class Replicas:
         need: Need = Need.ANSWER,
         context_tokens: int = 0,
     ) -> tuple[EngineClient, EngineState]:
-        """The client to submit a request of that class and prefix to, none of those to be avoided and with
-        a context of at least so many tokens, and its state.
-        Raises NotFound or Unavailable."""
+        """Return the client, and its state, for a request of that class and prefix. Raises NotFound or Unavailable.
+
+        The engine is none of those in `avoid`, and its context holds at least `context_tokens`.
+        """
         states = self._states_but(avoid)
         willing = self.breakers.willing(states)
         if len(willing) < len(states):
@@ -129,7 +132,10 @@ class Replicas:
     def choose_partner(
         self, model: str, service: ServiceClass, avoid: Collection[Connection], context_tokens: int = 0
     ) -> tuple[EngineClient, EngineState]:
-        """Who goes on with a request of that class, once an engine has computed its prompt. Raises Unavailable."""
+        """Return the engine that decodes a request of that class after another one has prefilled it.
+
+        Raises Unavailable.
+        """
         able = able_engines(self._states_but(avoid), model, context_tokens)
         willing = self.breakers.willing(able)
         if any(map(takes_over, willing)):
@@ -140,7 +146,7 @@ class Replicas:
         return self._clients[state.address], state
 
     def expect(self, address: str) -> Callable[[], None]:
-        """A request is on its way to that engine, until what this returns is called, once."""
+        """Count a request as on its way to that engine, until the returned function is called, once."""
         self._coming[address] += 1
 
         def no_more() -> None:
@@ -155,32 +161,38 @@ class Replicas:
         return [state for state in states if state.connection not in avoid] if avoid else states
 
     async def wait_change(self, timeout_s: float) -> None:
-        """Return when an engine has come or gone, or after the timeout."""
+        """Wait until an engine has joined or left, or for the timeout."""
         changed = self._changed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await changed.wait()
 
     def card(self, model: str, allowed: frozenset[str] | None) -> ModelCard:
-        """The card of an engine that can take a request, for a key that may use the models `allowed`, None being all.
-        Raises NotFound or Unavailable."""
+        """Return the card of an engine that can take a request. Raises NotFound or Unavailable.
+
+        The key may use the models `allowed`, None meaning all.
+        """
         return card_of(self.states(), model, allowed)
 
     def cards(self) -> dict[str, ModelCard]:
-        """The card of every model that some engine has shown, by model name; of healthy engines where possible."""
+        """Return the card of every model that an engine has reported, by name; of healthy engines where possible."""
         return cards_of(self.states())
 
     def have_settled_for(self, replica_id: str, seconds: float) -> bool:
-        """Whether every engine has proven that it holds nothing of a gateway process that nobody has heard of for so
-        long. Nothing is proven while an engine is missing, or one that was left may still hold something."""
+        """Return whether every engine holds nothing of a gateway process that was silent for so long.
+
+        False while an engine is missing, or a retired engine could still hold something.
+        """
         states = self.states()
         if not states or self.missing or self._retired or self._replaced:
             return False
         return all(state.has_settled_for(replica_id, seconds) for state in states)
 
     def why_not_ready(self) -> list[str]:
-        """Empty if at least one engine can take a request or was put to sleep, else a reason an engine. Were a gateway
-        whose engines sleep called unready, nobody could reach it any more to wake them."""
+        """Return a reason per engine, or nothing if at least one can take a request or sleeps.
+
+        A gateway whose engines sleep must count as ready, or nobody could reach it to wake them.
+        """
         states = self.states()
         if any(state.healthy and not state.draining for state in states):
             return []
@@ -190,7 +202,7 @@ class Replicas:
         return reasons + [f"engines {name}: {why}" for name, why in self.missing.items()]
 
     def rest(self, engine_id: str, *, asleep: bool) -> EngineState:
-        """Tell an engine to sleep or to wake; returns its state before. Raises NotFound, Unavailable or Conflict."""
+        """Send an engine to sleep or wake it; return its state before. Raises NotFound, Unavailable or Conflict."""
         for client in self._clients.values():
             state = client.state
             if state.card is not None and state.card.engine_id == engine_id:

@@ -1,7 +1,7 @@
-"""Which engine computes a prompt and which one writes the answer, where engines have roles. Pure.
+"""Choice of prefill and decode engines, where engines have roles. Pure.
 
-An engine of the role prefill gets requests only with another one that goes on with them. That other one is chosen
-beforehand, so that the prompt's KV can go there while it is computed.
+A prefill engine gets a request only together with a decode engine that continues it. The decode engine is chosen first,
+so that the prompt's KV can be transferred while it is computed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Need(Enum):
-    """What a request needs of engines."""
+    """Work that a request needs of engines."""
 
-    PROMPT = auto()  # it ends with its prompt, or the token after that
-    ANSWER = auto()  # a prompt, and an answer that another engine may write
-    WHOLE = auto()  # both by one engine
-    ADAPTED = auto()  # the same, by one that serves adapters
+    PROMPT = auto()  # ends with its prompt, or with the first token
+    ANSWER = auto()  # a prefill, and a decode that another engine may run
+    WHOLE = auto()  # both on one engine
+    ADAPTED = auto()  # the same, on an engine that serves adapters
 
 
 def need_of(submit: Submit) -> Need:
-    """A prompt whose tokens are scored is told with the answer's end, by the engine that computed it."""
+    """Return the need of a request. Prompt logprobs come with the end of the output, from the engine that prefilled."""
     if submit.adapter:
         return Need.ADAPTED
     if submit.sampling.num_prompt_logprobs is not None:
@@ -40,9 +40,11 @@ def need_of(submit: Submit) -> Need:
 
 
 def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
-    """Those that a request may be submitted to first, of the engines of its model that can take any. Engines of the
-    role decode take whole requests where no other can. Raises Unavailable where there are engines for prompts only, or
-    none that serves the adapters that are needed."""
+    """Return the engines that may receive a request first, of the able engines of its model.
+
+    Decode engines take whole requests where no other engine can. Raises Unavailable where there are only prefill
+    engines, or none that serves the required adapters.
+    """
     if need is Need.ADAPTED:
         able = [engine for engine in able if engine.card is not None and engine.card.takes_adapters]
         if not able:
@@ -52,7 +54,7 @@ def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
     for engine in able:
         if _role(engine) is not EngineRole.BOTH:
             break
-    else:  # as nearly everywhere
+    else:  # true nearly everywhere
         if able:
             return list(able)
     roles: dict[EngineRole, list[EngineState]] = {role: [] for role in EngineRole}
@@ -66,19 +68,21 @@ def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
 
 
 def takes_over(engine: EngineState) -> bool:
-    """Whether it goes on with what an engine for prompts has computed."""
+    """Return whether the engine can decode after another engine's prefill."""
     return _role(engine) is not EngineRole.PREFILL and engine.card is not None and bool(engine.card.kv_address)
 
 
 def is_handed_over(first: EngineState, need: Need) -> bool:
-    """Whether a request with that need, submitted to that engine, is gone on with by another one."""
+    """Return whether another engine continues a request with that need that was submitted to `first`."""
     return need is Need.ANSWER and _role(first) is EngineRole.PREFILL
 
 
 def partner_among(able: Sequence[EngineState], service: ServiceClass | None, coming: Mapping[str, int]) -> EngineState:
-    """The engine that goes on with a request. One of the role decode rather than both; then one whose steps are short
-    enough for the class; then the one with the least to do, of which `coming` are requests that are on their way there
-    (by address). Raises Unavailable."""
+    """Return the engine that decodes a request. Raises Unavailable.
+
+    Preference: the role decode rather than both; then steps short enough for the class; then the least work, of which
+    `coming` are requests on their way there (by address).
+    """
     others = [engine for engine in able if takes_over(engine)]
     if not others:
         raise _no_decode_engine()
@@ -94,8 +98,10 @@ def partner_among(able: Sequence[EngineState], service: ServiceClass | None, com
 
 
 def kv_address_of(engine: EngineState) -> str:
-    """Where other engines reach it. One that listens on all addresses does not know which, but it was reached here by
-    one of them."""
+    """Return the address at which other engines reach it.
+
+    An engine that listens on all addresses does not know its own, so the host of the gateway's connection is used.
+    """
     assert engine.card is not None, "chosen by its card"
     found = urlsplit(engine.address)
     host = (found.hostname or _LOOPBACK) if found.scheme == "tcp" else _LOOPBACK
@@ -119,7 +125,7 @@ def _role(engine: EngineState) -> EngineRole:
 
 
 def _is_too_slow(engine: EngineState, service: ServiceClass | None, num_coming: int) -> bool:
-    """Whether its steps, with one more answer in them, are predicted to be longer than the class's pace."""
+    """Return whether its predicted step time, with one more output in the batch, exceeds the class's TPOT."""
     load = engine.load
     if service is None or service.tpot_s is None or load is None or load.step_costs is None:
         return False

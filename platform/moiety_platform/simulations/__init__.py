@@ -1,1 +1,1 @@
-"""What-if: the last hour's own traffic again, under other settings, by the engine's simulator in a process apart."""
+"""What-if simulations: replay of the last hour's traffic under other settings, in a simulator process."""

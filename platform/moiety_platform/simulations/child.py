@@ -1,5 +1,7 @@
-"""One run of the simulator: `moiety simulate` as a process that ends with this one, gives way to all others, and may
-take so much memory and no more. The gateway itself knows nothing of the engine."""
+"""One run of the simulator, as a `moiety simulate` process with lower priority and bounded memory.
+
+The process ends with this one. The gateway itself knows nothing of the engine.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ from moiety_platform.simulations.problems import SimulationProblem
 from moiety_platform.simulations.schemas import SideFigures
 from moiety_wire.classes import ServiceClass
 
-MEMORY_BYTES = 4 * 2**30  # of addresses, of which most are never touched
+MEMORY_BYTES = 4 * 2**30  # of address space, most of which is never used
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "COLUMNS": "1000", "NO_COLOR": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one of the two runs is told."""
+    """Parameters of one of the two runs."""
 
     classes: Mapping[str, ServiceClass]
     policy: str
@@ -37,7 +39,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What both runs are told. `arrivals` and `device` are options of the command; files go into `folder`."""
+    """Parameters of both runs. `arrivals` and `device` are options of the command; files go into `folder`."""
 
     folder: Path
     arrivals: list[str]
@@ -46,7 +48,7 @@ class Offer:
 
 
 async def simulate(offer: Offer, side: Side, *, niceness: int) -> SideFigures:
-    """Raises SimulationProblem. The process is killed when this is cancelled."""
+    """Run the simulator. Raises SimulationProblem. Cancellation kills the process."""
     classes = offer.folder / "classes.json"
     classes.write_bytes(msgspec.json.encode({name: _table(service) for name, service in side.classes.items()}))
     arguments = ["simulate", "--json", *offer.arrivals, "--device", offer.device, "--class-targets", str(classes)]
@@ -61,7 +63,7 @@ async def simulate(offer: Offer, side: Side, *, niceness: int) -> SideFigures:
 
 
 def _table(service: ServiceClass) -> dict[str, Any]:
-    """All fields but the name, those of no promise too."""
+    """Return all fields but the name, including empty SLO fields."""
     return {name: value for name, value in msgspec.structs.asdict(service).items() if name != "name"}
 
 
@@ -95,7 +97,7 @@ def _bound(pid: int, niceness: int) -> None:
 
 
 def _reason(status: int, complaint: str) -> str:
-    """In the simulator's own words, where it had any."""
+    """Return the cause of a failure, in the simulator's words if it printed any."""
     if status < 0:
         return f"the simulator was ended by {signal.Signals(-status).name}; choose fewer minutes"
     if "MemoryError" in complaint:

@@ -1,4 +1,4 @@
-"""`/admin/v1/simulations`: what other settings would do to the last hour's traffic. The door is the admin router's."""
+"""`/admin/v1/simulations`: effect of other settings on the last hour's traffic. The admin router authenticates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _BOUNDS = {
 
 
 def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[EngineState]]) -> list[HTTPRouteHandler]:
-    """The handlers, for the admin router to take in."""
+    """Return the handlers, for the admin router to register."""
 
     @post(
         "/simulations",
@@ -55,8 +55,10 @@ def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[E
         tags=TAGS,
     )
     async def start_simulation(database: NamedDependency[Database], data: JSONBody[NewSimulation]) -> SimulationView:
-        """Run the traffic of the last minutes twice by the engine's simulator, as things are and as asked for, in a
-        process of its own. One runs at a time; what came of it is kept for a day."""
+        """Simulate the traffic of the last minutes twice: with the current settings and with the requested ones.
+
+        The engine's simulator runs in a process of its own, one simulation at a time; the result is kept for a day.
+        """
         check(data)
         async with database.read() as session:
             now = await load_classes(session)
@@ -74,13 +76,13 @@ def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[E
 
     @get("/simulations", name="list_simulations", opt=needs(AdminAction.SIMULATE), tags=TAGS)
     async def list_simulations(database: NamedDependency[Database]) -> SimulationViews:
-        """The last simulations, newest first."""
+        """List the last simulations, newest first."""
         async with database.read() as session:
             return SimulationViews(await store.find_last(session), list(DEVICES), list(POLICIES))
 
     @get("/simulations/{simulation_id:str}", name="get_simulation", opt=needs(AdminAction.SIMULATE), tags=TAGS)
     async def get_simulation(database: NamedDependency[Database], simulation_id: FromPath[str]) -> SimulationView:
-        """One simulation, and what came of it."""
+        """Return one simulation and its result."""
         async with database.read() as session:
             return await store.find(session, simulation_id)
 
@@ -92,7 +94,7 @@ def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[E
         tags=TAGS,
     )
     async def cancel_simulation(database: NamedDependency[Database], simulation_id: FromPath[str]) -> SimulationView:
-        """Cancel it, wherever it runs; of one that has ended nothing changes."""
+        """Cancel a simulation, on whichever gateway it runs; no effect on one that has ended."""
         async with database.write() as session:
             await store.find(session, simulation_id)
             await store.finish(session, simulation_id, "cancelled")
@@ -102,7 +104,7 @@ def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[E
 
 
 def check(asked: NewSimulation) -> None:
-    """Raises BadRequest."""
+    """Check the request. Raises BadRequest."""
     for name, (low, high) in _BOUNDS.items():
         if not low <= getattr(asked, name) <= high:
             raise BadRequest(f"'{name}' must be from {low:g} to {high:g}.", param=name)
@@ -120,7 +122,7 @@ def check(asked: NewSimulation) -> None:
 
 
 def changed(now: Mapping[str, ClassTerms], asked: NewSimulation) -> dict[str, ClassTerms]:
-    """The classes as they would be. Raises BadRequest, which is what making the change would be answered with."""
+    """Return the classes with the requested changes. Raises BadRequest like the change itself."""
     then = dict(now)
     for name, change in asked.classes.items():
         if name not in now:
@@ -136,8 +138,7 @@ def services(terms: Iterable[ClassTerms]) -> dict[str, ServiceClass]:
 
 
 def learned_device(engines: Sequence[EngineState], engine_id: str) -> dict[str, Any]:
-    """What an engine has learned of its steps, and its limits, as the simulator's files describe a device. Raises
-    NotFound, Conflict."""
+    """Return an engine's step-time model and limits, as a device of the simulator. Raises NotFound, Conflict."""
     load = next((one.load for one in engines if one.load is not None and one.load.engine_id == engine_id), None)
     if load is None:
         raise NotFound("There is no engine with this id; list them with GET /admin/v1/engines.", param="engine_id")

@@ -1,4 +1,4 @@
-"""The table of simulations: which one runs, and what came of the last ones."""
+"""Table of simulations: the running one, and the results of the last ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ ID_LENGTH = 32
 
 
 class SimulationRecord(Base):
-    """One simulation; times are by the database's clock in Unix milliseconds. The one that runs has the one slot that
-    there is, and is taken for dead when `alive_ms` is long ago. It holds no tenant's name and no tenant's figures."""
+    """One simulation; times are Unix milliseconds of the database's clock.
+
+    The running simulation holds the only slot, and counts as dead when `alive_ms` is too old. It contains neither names
+    nor figures of tenants.
+    """
 
     __tablename__ = "simulations"
     __table_args__ = (UniqueConstraint("slot"), Index(None, "created_ms", "id"))
@@ -30,5 +33,5 @@ class SimulationRecord(Base):
 
     @classmethod
     def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
-        """The deployment's own, no tenant's."""
+        """Return no rows: the table belongs to the deployment, not to a tenant."""
         return false()

@@ -1,7 +1,7 @@
-"""Why a simulation came to nothing."""
+"""Failure of a simulation."""
 
 from __future__ import annotations
 
 
 class SimulationProblem(Exception):
-    """The message says why, and what to do."""
+    """The simulation failed; the message says why, and what to do."""

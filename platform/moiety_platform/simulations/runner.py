@@ -1,5 +1,8 @@
-"""Runs the simulation that this gateway has claimed, beside all that it serves: reads the traffic, has it simulated
-twice, and stores what came of it. A simulation is cancelled at any gateway, and ends at its own within a second."""
+"""Runs the simulation that this gateway has claimed, in the background.
+
+It reads the traffic, simulates it twice, and stores the result. Any gateway can cancel a simulation, which ends at its
+own gateway within a second.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ from moiety_platform.simulations.traffic import Traffic, weights_of, write_traff
 from moiety_platform.tenants.checks import new_id
 
 BEAT_S = 1.0
-DRAWN_S = 600  # of arrivals that are drawn
+DRAWN_S = 600  # seconds of generated arrivals
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be simulated. `device` is a preset's name, or what the simulator's device files say."""
+    """Parameters of a simulation. `device` is a preset's name, or the contents of a device file of the simulator."""
 
     asked: NewSimulation
     device: str | Mapping[str, Any]
@@ -41,17 +44,17 @@ class Plan:
 
 
 class Simulations:
-    """Owned by the entry point; one event loop."""
+    """Runner of simulations. Owned by the entry point; for one event loop."""
 
     def __init__(self, database: Database, *, limit_s: float, niceness: int, beat_s: float = BEAT_S) -> None:
-        """`niceness` says how far the simulator gives way to everything else on this machine."""
+        """`niceness` is the scheduling niceness of the simulator's process."""
         self._database = database
-        self.limit_s, self.niceness = limit_s, niceness  # may be set to others, for simulations to come
+        self.limit_s, self.niceness = limit_s, niceness  # can be changed, for simulations to come
         self._beat_s = beat_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, plan: Plan) -> str:
-        """Its id. Raises Conflict while one runs, Unavailable."""
+        """Start a simulation and return its id. Raises Conflict while one runs, and Unavailable."""
         simulation_id = new_id("sim")
         async with self._database.write() as session:
             began_ms = await store.claim(session, simulation_id, msgspec.to_builtins(plan.asked))
@@ -61,7 +64,7 @@ class Simulations:
         return simulation_id
 
     async def stop(self) -> None:
-        """End what runs. Idempotent."""
+        """Cancel the running simulation. Idempotent."""
         for task in (tasks := set(self._tasks)):
             task.cancel()
         if tasks:
@@ -79,7 +82,7 @@ class Simulations:
         except asyncio.CancelledError:
             if not work.cancelled():
                 raise
-        except Exception:  # the root of a task
+        except Exception:  # top level of a task
             log.exception("simulation_failed", simulation_id=simulation_id)
             await self._finish(simulation_id, "failed", problem="of a defect, which the gateway's log tells")
         else:
@@ -91,7 +94,7 @@ class Simulations:
                 await self._finish(simulation_id, "failed", problem="the gateway that ran it was stopped")
 
     async def _watch(self, simulation_id: str, work: asyncio.Task[Compared]) -> None:
-        """Until it is done, or cancelled. Raises SimulationProblem when it has taken too long."""
+        """Wait until it is done or cancelled. Raises SimulationProblem when it exceeds the time limit."""
         limit_s = self.limit_s
         ends_at = asyncio.get_running_loop().time() + limit_s
         while not (await asyncio.wait({work}, timeout=self._beat_s))[0]:
@@ -99,7 +102,7 @@ class Simulations:
                 work.cancel()
                 await asyncio.wait({work})
                 raise SimulationProblem(f"it took more than {limit_s:.0f} s; choose fewer minutes")
-            with contextlib.suppress(Unavailable):  # which may pass
+            with contextlib.suppress(Unavailable):  # may be temporary
                 async with self._database.write() as session:
                     if not await store.beat(session, simulation_id):
                         work.cancel()
@@ -119,7 +122,7 @@ class Simulations:
         return Compared(told, num_requests, traffic.num_unserved, now, then)
 
     async def _arrivals(self, plan: Plan, until: datetime, folder: Path) -> tuple[Traffic, list[str]]:
-        """What arrives, and the options that say so."""
+        """Return the traffic, and the simulator's options for it."""
         asked = plan.asked
         if asked.generate is not None:
             return Traffic(), [f"--generate={asked.generate}", "--duration", str(min(DRAWN_S, 60 * asked.minutes))]
@@ -131,6 +134,6 @@ class Simulations:
         return traffic, ["--trace", str(trace)]
 
     async def _finish(self, simulation_id: str, state: str, **told: Any) -> None:
-        with contextlib.suppress(Unavailable):  # then it is taken for dead
+        with contextlib.suppress(Unavailable):  # then it counts as dead
             async with self._database.write() as session:
                 await store.finish(session, simulation_id, state, **told)

@@ -1,4 +1,4 @@
-"""What the admin API says and hears of simulations."""
+"""Request and response bodies of the admin API for simulations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ Replicas = Annotated[int, shows(minimum=1, maximum=MAX_REPLICAS)]
 
 
 class NewSimulation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The traffic of the last `minutes` is run twice: with the classes, the policy and `replicas_now` replicas that
-    there are, and with what is asked for here. `times` multiplies what arrives. A step costs what the engine with
-    `engine_id` has learned, or what `device` is known to take: one of the two. `model` leaves other models' requests
-    out. `generate` draws arrivals instead, such as `poisson:rate=3,tenants=8,input=256,output=128`."""
+    """A simulation of the traffic of the last `minutes` under two sets of settings.
+
+    The first run uses the current classes and policy and `replicas_now` replicas, the second one the settings of this
+    request. `times` multiplies the arrival rate. The step time is that of the engine `engine_id`, or of the preset
+    `device`: one of the two. `model` leaves out other models' requests. `generate` generates arrivals instead, such as
+    `poisson:rate=3,tenants=8,input=256,output=128`.
+    """
 
     device: Annotated[str, shows(enum=list(DEVICES))] | None = None
     engine_id: str | None = None
@@ -47,7 +50,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class ClassFigures(msgspec.Struct, frozen=True):
-    """What became of one class's requests. `demand_share` is its share of the work that was asked for."""
+    """Results of one class. `demand_share` is its share of the requested work."""
 
     attainment: float
     demand_share: float
@@ -61,8 +64,7 @@ class ClassFigures(msgspec.Struct, frozen=True):
 
 
 class SideFigures(msgspec.Struct, frozen=True):
-    """What became of all requests at one replica. The capacity is the work that it does when it is full, first come
-    first served."""
+    """Results of all requests at one replica. The capacity is its throughput at saturation under FCFS."""
 
     classes: dict[str, ClassFigures]
     attainment: float
@@ -79,7 +81,11 @@ class SideFigures(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """`num_requests` arrived in the time. `num_unserved` more had no lengths, as where they were refused: left out."""
+    """Results of both runs.
+
+    `num_requests` arrived in the time. `num_unserved` more had no lengths, for example because they were refused, and
+    are left out.
+    """
 
     device: str
     num_requests: int
@@ -89,8 +95,10 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class SimulationView(msgspec.Struct, frozen=True):
-    """A simulation: `running`, `done`, `cancelled`, or `failed`, of which `problem` says why. `settings` are what was
-    asked for, the changes of classes among them."""
+    """A simulation: `running`, `done`, `cancelled`, or `failed`, with the reason in `problem`.
+
+    `settings` are the fields of the request, including the changes of classes.
+    """
 
     id: str
     state: str
@@ -101,7 +109,7 @@ class SimulationView(msgspec.Struct, frozen=True):
 
 
 class SimulationViews(msgspec.Struct, frozen=True):
-    """The last ones, newest first, and what may be asked for by name."""
+    """The last simulations, newest first, and the names of devices and policies."""
 
     data: list[SimulationView]
     devices: list[str]

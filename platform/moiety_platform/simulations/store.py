@@ -1,4 +1,4 @@
-"""The table of simulations, within the caller's transaction: one of them runs at a time, whichever gateway runs it."""
+"""Table of simulations within the caller's transaction: one simulation runs at a time, on any gateway."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 async def claim(session: AsyncSession, simulation_id: str, settings: dict[str, Any], now: Now = now_ms) -> int:
-    """Be the one that runs; when that was. Raises Conflict while another one does."""
+    """Claim the slot of the running simulation; return the time. Raises Conflict while another one runs."""
     moment = int(await session.scalar(select(now())) or 0)
     running = update(SimulationRecord).where(SimulationRecord.slot.is_not(None))
     silent = running.where(SimulationRecord.alive_ms < moment - SILENT_MS)
@@ -47,7 +47,7 @@ async def claim(session: AsyncSession, simulation_id: str, settings: dict[str, A
 
 
 async def beat(session: AsyncSession, simulation_id: str, now: Now = now_ms) -> bool:
-    """It still runs; False where it was cancelled meanwhile, or taken for dead."""
+    """Send a heartbeat; return False where it was cancelled meanwhile or counts as dead."""
     mine = update(SimulationRecord).where(SimulationRecord.id == simulation_id, SimulationRecord.slot.is_not(None))
     return await session.scalar(mine.values(alive_ms=now()).returning(SimulationRecord.id)) is not None
 
@@ -60,7 +60,7 @@ async def finish(
     result: Compared | None = None,
     problem: str | None = None,
 ) -> bool:
-    """It runs no more; False where that was known already."""
+    """Release the slot and store the result; return False where the slot was already released."""
     values = {"slot": None, "state": state, "problem": problem}
     values["result"] = None if result is None else msgspec.to_builtins(result)
     mine = update(SimulationRecord).where(SimulationRecord.id == simulation_id, SimulationRecord.slot.is_not(None))
@@ -68,7 +68,7 @@ async def finish(
 
 
 async def find(session: AsyncSession, simulation_id: str, now: Now = now_ms) -> SimulationView:
-    """Raises NotFound."""
+    """Return the simulation. Raises NotFound."""
     could_be = is_id(simulation_id)
     record = await session.get(SimulationRecord, simulation_id, populate_existing=True) if could_be else None
     if record is None:
@@ -77,14 +77,14 @@ async def find(session: AsyncSession, simulation_id: str, now: Now = now_ms) -> 
 
 
 async def find_last(session: AsyncSession, now: Now = now_ms) -> list[SimulationView]:
-    """Newest first."""
+    """Return the last simulations, newest first."""
     newest = select(SimulationRecord).order_by(SimulationRecord.created_ms.desc(), SimulationRecord.id.desc())
     moment = int(await session.scalar(select(now())) or 0)
     return [view_of(record, moment) for record in await session.scalars(newest.limit(MAX_LISTED))]
 
 
 async def purge(session: AsyncSession, now: Now = now_ms) -> int:
-    """Delete some of what is past its time; how many."""
+    """Delete some expired simulations; return their number."""
     old = select(SimulationRecord.id).where(
         SimulationRecord.created_ms < now() - KEPT_MS, SimulationRecord.slot.is_(None)
     )

@@ -1,5 +1,7 @@
-"""Single requests of the last minutes as a file that the simulator reads: in small parts, so that those who are served
-meanwhile do not notice."""
+"""Export of the last minutes' requests as a trace file of the simulator.
+
+It reads in small parts, so that it does not slow down running requests.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ HEAD = "arrival_s,tenant,input_tokens,output_tokens,class\n"
 
 @dataclass(slots=True)
 class Traffic:
-    """What was found. `num_unserved` requests had no lengths, since they were refused or left before their end."""
+    """Exported traffic. `num_unserved` requests had no lengths, since they were refused or cancelled."""
 
     num_requests: int = 0
     num_unserved: int = 0
@@ -33,7 +35,7 @@ class Traffic:
 
 
 async def write_traffic(database: Database, since: datetime, until: datetime, model: str | None, path: Path) -> Traffic:
-    """Raises SimulationProblem where there is too little, or too much."""
+    """Write the requests to `path`. Raises SimulationProblem where there are too few, or too many."""
     row, found = UsageRecord, Traffic()
     columns = (row.started_at, row.request_id, row.tenant_id, row.prompt_tokens, row.output_tokens, row.service_class)
     wanted = (
@@ -70,7 +72,7 @@ async def write_traffic(database: Database, since: datetime, until: datetime, mo
 
 
 async def weights_of(database: Database, tenants: set[str]) -> dict[str, float]:
-    """Of these tenants, where it is not 1."""
+    """Return the weights of these tenants where they are not 1."""
     async with database.read() as session:
         found = await session.execute(select(Tenant.id, Tenant.weight).where(Tenant.weight != 1))
         return {tenant_id: weight for tenant_id, weight in found if tenant_id in tenants}

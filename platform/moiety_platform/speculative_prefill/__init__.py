@@ -1,1 +1,1 @@
-"""What a conversation is likely to go on with, computed by an engine that has nothing else to do."""
+"""Speculative prefill of conversations' next turns on idle engines."""

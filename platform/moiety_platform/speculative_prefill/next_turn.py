@@ -1,5 +1,8 @@
-"""What the prompt of a conversation's next turn begins with, whatever will be said in it: the conversation and its
-answer as the model's template writes them in a later prompt, up to where the new words stand. Pure."""
+"""Prefix of the next turn's prompt that does not depend on its message. Pure.
+
+The prefix is the conversation and its answer as the model's template writes them in a later prompt, up to the new
+message.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ from moiety_platform.inference.generation import Conversation
 from moiety_text.tools.deltas import Call, Parts
 
 _CALL_ID = "call_0"
-_WORDS = ("A", "7")  # two next turns that have nothing in common but what comes before them
+_WORDS = ("A", "7")  # two messages without a common prefix
 
 
 def next_turns(asked: Conversation, answer: Parts) -> tuple[Conversation, Conversation]:
-    """The conversation's next turn with one message and with another. After calls of tools it is the result of the
-    first. Thoughts are left out, as clients and templates do."""
+    """Return the conversation's next turn with two different messages.
+
+    After tool calls the message is the result of the first call. Reasoning is omitted, as clients and templates do.
+    """
     calls = [part for part in answer if isinstance(part, Call)]
     text = "".join(part for part in answer if isinstance(part, str))
     said: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}  # as clients send it back
@@ -40,7 +45,7 @@ def has_called(answer: Parts) -> bool:
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix in tokens."""
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index

@@ -1,12 +1,12 @@
-"""Has engines compute what conversations are likely to go on with, for tenants that want it.
+"""Speculative prefill of next turns, for tenants that enable it.
 
-When an answer of a chat has come to its end, what the next turn's prompt will begin with is known: with a model that
-thinks it is not what the engine has in its cache, since later prompts leave thoughts out. That beginning is sent to the
-engine that answered, which decides whether it is likely to come, and computes it while it has nothing else to do.
-Nobody waits for it, and it is no request. Where it cannot be done, it is not, and that is counted.
+When a chat answer ends, the prefix of the next turn's prompt is known. With a reasoning model it differs from the
+engine's prefix cache, since later prompts omit reasoning. The gateway sends this prefix to the engine that answered.
+The engine decides whether the next turn is likely, and computes the prefix while it is idle. It is no request, and no
+client waits for it. Failures are only counted.
 
-What was computed is stored in a row of its own, once; it is charged, where the tenant is, at the price of input, under
-the tenant's limits.
+The computed tokens are stored once, in a usage row of their own. Where the tenant is charged, they cost the price of
+input tokens and count toward the tenant's quotas.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from moiety_wire.classes import SPECULATIVE_PREFILL
 from moiety_wire.messages import ModelCard, Sampling, SpeculativePrefillRequest, Stopping, Submit
 from moiety_wire.roles import EngineRole
 
-WAIT_S = 60.0  # that an engine has for it; then it is given up
-MAX_OPEN = 512  # in this process; what ends beyond that is not followed
-MAX_DEPTH = 3  # turns of a conversation, beyond which they are not told apart
+WAIT_S = 60.0  # timeout of one speculative prefill at the engine
+MAX_OPEN = 512  # concurrent prefills in this process; further turns are skipped
+MAX_DEPTH = 3  # turns of a conversation; deeper turns are treated alike
 REFUSED, LIMITED, LOST, TIMED_OUT, CROWDED = "refused", "limited", "lost", "timed_out", "crowded"
 
 log = structlog.get_logger(__name__)
@@ -51,7 +51,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One that has ended: of whom, what was asked and answered, and the engine whose cache has it."""
+    """A turn that has ended: its request, its answer, and the engine whose cache holds it."""
 
     record: RequestRecord
     run: Run
@@ -61,7 +61,10 @@ class _Turn:
 
 
 class NextTurnPrefill:
-    """Of one gateway process, entered in its event loop; left before the usage recorder stops."""
+    """Speculative prefill of one gateway process.
+
+    Entered in its event loop, and exited before the usage recorder stops.
+    """
 
     def __init__(self, usage: UsageSink, quotas: QuotaKeeper, metrics: SpeculativePrefillMetrics, clock: Clock) -> None:
         self._usage = usage
@@ -74,14 +77,14 @@ class NextTurnPrefill:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Give up what is open; what engines computed of it is stored."""
+        """Cancel the open prefills. Tokens that engines have computed are still stored."""
         for task in self._open:
             task.cancel()
         if self._open:
             await asyncio.wait(self._open)
 
     def ended(self, record: RequestRecord, run: Run) -> None:
-        """A request was answered whole. Returns at once and never raises."""
+        """Start a speculative prefill after a complete answer. Returns at once and never raises."""
         turn = _turn_of(record, run)
         if turn is None:
             return
@@ -97,7 +100,7 @@ class NextTurnPrefill:
         try:
             submit = await self._submit_of(turn)
             outcome = REFUSED if submit is None else await self._have_computed(turn, submit)
-        except (BadRequest, TextError):  # the template does not take what the model has said, or it is too long
+        except (BadRequest, TextError):  # the template rejects the model's answer, or the prompt is too long
             outcome = REFUSED
         except (QuotaExceeded, RequestExceedsQuota):
             outcome = LIMITED
@@ -105,13 +108,13 @@ class NextTurnPrefill:
             forget_frames(error)
             log.debug("speculative_prefill_failed", request_id=record.request_id, code=error.code)
             outcome = LOST
-        except Exception:  # the root of a task: nobody waits for it
+        except Exception:  # root of a task that is not awaited
             log.exception("speculative_prefill_failed", request_id=record.request_id)
             outcome = LOST
         self._metrics.observe(record.base_model, outcome)
 
     async def _submit_of(self, turn: _Turn) -> Submit | None:
-        """What the engine is asked to compute; None where nothing is known of the next turn."""
+        """Return the request for the engine, or None if the next turns share no prefix."""
         record, run, asked = turn.record, turn.run, turn.asked
         asked_ids, output_ids = run.prompts[0], turn.output_ids
         assert record.generation is not None and record.chosen is not None, "it was answered"
@@ -142,12 +145,12 @@ class NextTurnPrefill:
         )
 
     async def _have_computed(self, turn: _Turn, submit: Submit) -> str:
-        """See it through at the engine, and store what came of it. How it ended."""
+        """Run the prefill at the engine, store the usage, and return the outcome."""
         record = turn.record
         is_charged = record.principal.speculative_prefill is SpeculativePrefillMode.CHARGED
         price = record.spending.cost if is_charged else _free
         most = UsedTokens(record.service_class, len(submit.prompt_ids), 0, 0)
-        if is_charged:  # is there room? Nothing stays held while the engine waits for time
+        if is_charged:  # check the quota, but hold nothing while the engine waits until it is idle
             room = await self._reserve(record, most, price(most))
             room.settle({Unit.TOKENS: 0, Unit.MONEY: 0})
         stream: EngineStream | None = None
@@ -157,7 +160,7 @@ class NextTurnPrefill:
                     pass
         except TimeoutError:
             return TIMED_OUT
-        finally:  # it has ended at the engine, however this is left
+        finally:  # leaving the stream ends the prefill at the engine
             finished = None if stream is None else stream.finished
             computed = 0 if finished is None else min(finished.num_speculative_tokens, most.prompt_tokens)
             if computed:
@@ -167,7 +170,7 @@ class NextTurnPrefill:
         return LOST if finished is None else finished.detail
 
     async def _charge(self, record: RequestRecord, used: UsedTokens, cost: int) -> tuple[int, tuple[Charge, ...]]:
-        """What it costs, and of which limits it was taken; nothing where the room was taken by requests meanwhile."""
+        """Return the cost and the charged quotas, or nothing if other requests have exhausted the quota meanwhile."""
         try:
             hold = await self._reserve(record, used, cost)
         except PlatformError:
@@ -175,7 +178,7 @@ class NextTurnPrefill:
         return cost, hold.settle({Unit.TOKENS: used.prompt_tokens, Unit.MONEY: cost})
 
     async def _reserve(self, record: RequestRecord, most: UsedTokens, cost: int) -> Hold:
-        """Raises QuotaExceeded where a limit has no room, or Unavailable."""
+        """Reserve quota. Raises QuotaExceeded where a quota is exhausted, or Unavailable."""
         return await self._quotas.hold(scopes_of(record.principal), {Unit.TOKENS: most.prompt_tokens, Unit.MONEY: cost})
 
     def _row(
@@ -207,8 +210,8 @@ class NextTurnPrefill:
 
 
 def _turn_of(record: RequestRecord, run: Run) -> _Turn | None:
-    """What there is to go by; None where the tenant does not want it, or it is not a turn that may be followed by
-    another."""
+    """Return the ended turn, or None if the tenant has disabled speculative prefill or the turn cannot have a next
+    one."""
     generation = record.generation
     if (
         record.principal.speculative_prefill is SpeculativePrefillMode.OFF
@@ -225,12 +228,13 @@ def _turn_of(record: RequestRecord, run: Run) -> _Turn | None:
 
 
 def _prefills_ahead(card: ModelCard | None) -> bool:
-    """Not an engine that only goes on where others have computed a prompt."""
+    """Return whether the engine does speculative prefill. Decode-only engines do not."""
     return card is not None and card.speculative_prefill and card.role is not EngineRole.DECODE
 
 
 def _habit_of(turn: _Turn, answer: Parts) -> str:
-    """Whose conversations go on alike: those of a key, after as many turns, and after calls of tools apart."""
+    """Return the group for next-turn statistics: API key, number of turns so far, and whether the answer has tool
+    calls."""
     depth = sum(message["role"] == "assistant" for message in turn.asked.messages)
     kind = "call" if has_called(answer) else "turn"
     return f"{turn.record.principal.root_key_id}:{kind}:{min(depth, MAX_DEPTH)}"

@@ -1,5 +1,5 @@
-"""The parts of one machine as supervised processes: started together, restarted when they die, drained at the end.
+"""Supervision of the processes of one machine: start them together, restart them when they end, drain them at the end.
 
-Knows processes, ports and the data directory; of a part only its command line. Imports nothing heavy: it runs while the
-parts import what they need.
+The package knows processes, ports and the data directory; of a part (engine, gateway, …) it knows only the command
+line. It imports nothing heavy, because it runs while the parts import their dependencies.
 """

@@ -1,7 +1,7 @@
-"""The first thing that a supervised process runs: tie its life to the supervisor's, then become the command.
+"""Entry point of a supervised process: tie its lifetime to the supervisor's, then run the command.
 
-`python -P -m moiety_platform.supervisor.child SUPERVISOR_PID COMMAND…` dies with its supervisor, however that ends, so
-that a `kill -9` leaves no orphan. On Linux the kernel sees to it; elsewhere a thread watches the parent.
+`python -P -m moiety_platform.supervisor.child SUPERVISOR_PID COMMAND…` ends with its supervisor, even after `kill -9`,
+so that no orphan remains. On Linux the kernel enforces this (PR_SET_PDEATHSIG); elsewhere a thread polls the parent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ POLL_INTERVAL_S = 0.5
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """From now on this process is killed when `parent_pid`, its parent, ends."""
+    """Have this process killed when `parent_pid`, its parent, ends."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     else:
         threading.Thread(target=watch_parent, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # it ended before we asked to be told
+    if os.getppid() != parent_pid:  # the parent ended before prctl took effect
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""What the user sees: whole lines, ours and the parts'."""
+"""Console output of `moiety serve`: whole lines, from the supervisor and from its parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ NAME_WIDTH = max(map(len, COLOURS))
 
 
 class Console:
-    """Writes to one stream, a line or a block at a time. A reader that has gone away silences it, not the parts."""
+    """Writer to one stream, a line or a block at a time.
+
+    After a broken pipe it discards output; the parts keep running.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -18,15 +21,15 @@ class Console:
         self._gone = False
 
     def say(self, text: str) -> None:
-        """A line of the supervisor's own."""
+        """Write a line of the supervisor itself."""
         self.write(f"{self._paint('moiety')}: {text}\n")
 
     def say_ready(self, url: str) -> None:
-        """The line that scripts wait for."""
+        """Write the line that scripts wait for."""
         self.write(f"{self._paint('moiety')} is ready at {url}\n")
 
     def relay(self, part: str, line: str) -> None:
-        """A line that a part printed."""
+        """Write a line that a part printed."""
         self.write(f"{self._paint(part, NAME_WIDTH)} | {line}\n")
 
     def write(self, block: str) -> None:

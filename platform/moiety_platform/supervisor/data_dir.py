@@ -1,10 +1,10 @@
-"""The data directory of a local serve: its layout, its lock and its secrets.
+"""Data directory of a local serve: its layout, its lock and its secrets.
 
 moiety.db      tenants, keys, usage            keys.json    the keys of the first start, 0600
 traces.db      kept traces
-pepper         key of the keys' hashes, 0600   serve.url    where the gateway is, or was
-pepper.previous  the one before, while it is replaced
-logs/NAME.log  what each part printed          serve.lock   held while a serve runs
+pepper         key of the keys' hashes, 0600   serve.url    the last URL of the gateway
+pepper.previous  the previous pepper, during its rotation
+logs/NAME.log  output of each part             serve.lock   held while a serve runs
 run/           sockets between the parts
 """
 
@@ -21,9 +21,9 @@ from typing import Self
 
 from moiety_platform.supervisor.errors import DataDirInUse, SupervisorError
 
-PRIVATE_UMASK = 0o077  # of every process that writes here, also where the directory was there before
+PRIVATE_UMASK = 0o077  # for every process that writes here, also if the directory already existed
 KEYS_FILE = "keys.json"
-PREVIOUS_PEPPER = "pepper.previous"  # while it is replaced
+PREVIOUS_PEPPER = "pepper.previous"  # present during a pepper rotation
 URL_FILE = "serve.url"
 MAX_SOCKET_PATH_BYTES = 90  # the kernel's limit is 107, and the name gets a little longer
 MAX_LOG_BYTES = 16 * 1024 * 1024
@@ -31,7 +31,7 @@ MAX_LOG_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class FirstKeys:
-    """The keys that the first start made: the owner's, and one of the tenant to try with."""
+    """Keys that the first start created: the owner's, and one key of a tenant for the first requests."""
 
     admin_key: str = field(repr=False)
     tenant: str
@@ -39,7 +39,7 @@ class FirstKeys:
 
 
 class DataDir:
-    """Owns the directory while it is open; a second one on the same directory raises DataDirInUse."""
+    """Data directory, locked while it is open. Opening it a second time raises DataDirInUse."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -86,7 +86,7 @@ class DataDir:
 
     @property
     def unsettled_path(self) -> Path:
-        """Of the engine: what the gateway has not stored of what requests used."""
+        """Return the path of the engine's unacknowledged usage: usage that the gateway has not stored yet."""
         return self.path / "unacknowledged-usage"
 
     @property
@@ -94,9 +94,11 @@ class DataDir:
         return self.path / KEYS_FILE
 
     def check_pepper(self) -> None:
-        """Raises SupervisorError if there are keys but not the secret they were hashed with: the gateway would make a
-        new one, under which every key is unknown."""
-        replaced = (self.path / PREVIOUS_PEPPER).exists()  # the gateway makes the new one, and takes keys of both
+        """Raise SupervisorError if there are keys but not the pepper they were hashed with.
+
+        Without it the gateway would create a new pepper, under which every key is unknown.
+        """
+        replaced = (self.path / PREVIOUS_PEPPER).exists()  # the gateway creates the new pepper and accepts keys of both
         if self.database_path.exists() and not self.pepper_path.exists() and not replaced:
             raise SupervisorError(
                 f"{self.pepper_path} is missing but {self.database_path} exists; its keys are worthless without it: "
@@ -104,14 +106,14 @@ class DataDir:
             )
 
     def engine_socket(self) -> Path:
-        """Where the engine listens: in the directory, or in a private temporary one if the path would be too long."""
+        """Return the path of the engine's socket: in the directory, or in a private temporary one if it is too long."""
         inside = self.path / "run" / "engine.sock"
         if len(os.fsencode(inside)) <= MAX_SOCKET_PATH_BYTES:
             return inside
         return Path(tempfile.mkdtemp(prefix="moiety-")) / "engine.sock"
 
     def log_path(self, part: str) -> Path:
-        """The part's log, put aside as NAME.log.1 when it has grown large."""
+        """Return the path of the part's log, after renaming a log above MAX_LOG_BYTES to NAME.log.1."""
         path = self.path / "logs" / f"{part}.log"
         if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
             path.rename(path.with_suffix(".log.1"))
@@ -122,13 +124,13 @@ class DataDir:
 
 
 def read_url(data_dir: Path) -> str | None:
-    """Where the last serve on this directory had its gateway."""
+    """Return the gateway's URL from the last serve on this directory; None if there was none."""
     path = data_dir / URL_FILE
     return path.read_text(encoding="utf-8").strip() if path.exists() else None
 
 
 def read_first_keys(data_dir: Path) -> FirstKeys | None:
-    """The keys of the first start; None if there has been none. Raises SupervisorError for a broken file."""
+    """Return the keys of the first start; None if there was none. Raises SupervisorError for a damaged file."""
     path = data_dir / KEYS_FILE
     if not path.exists():
         return None
@@ -143,7 +145,7 @@ def write_first_keys(path: Path, keys: FirstKeys) -> None:
 
 
 def write_private(path: Path, content: str) -> None:
-    """Write a file that only its owner may read, whole or not at all."""
+    """Write a file that only its owner may read; the write is atomic."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "w", encoding="utf-8") as file:

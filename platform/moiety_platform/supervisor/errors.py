@@ -1,16 +1,16 @@
-"""What keeps `moiety serve` from starting or staying up.
+"""Errors that keep `moiety serve` from starting or from staying up.
 
 SupervisorError
 ├── DataDirInUse    another serve holds the data directory
-├── CannotListen    the port is taken, or the address not ours
-└── PartFailed      a part ended before it had ever been ready
+├── CannotListen    the port is in use, or the address does not belong to this machine
+└── PartFailed      a part ended before it was ready for the first time
 """
 
 from __future__ import annotations
 
 
 class SupervisorError(Exception):
-    """Root; the message says what to do next."""
+    """Base class; the message says what to do next."""
 
 
 class DataDirInUse(SupervisorError):

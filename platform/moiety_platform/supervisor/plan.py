@@ -1,4 +1,4 @@
-"""What a local serve consists of: from its options to the parts' command lines, and to what is shown to the user."""
+"""Plan of a local serve: from its options to the command lines of the parts and the announcement for the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEUTRAL_QUESTION = "Say hello in one short sentence."
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The options of `moiety serve`, checked. `engine_arguments` go to the engine's command line as they are."""
+    """Validated options of `moiety serve`. `engine_arguments` are passed unchanged to the engine's command line."""
 
     host: str
     port: int
@@ -29,8 +29,8 @@ class ServeOptions:
     drain_s: int
     config: Path | None = None
     engine_arguments: tuple[str, ...] = field(default_factory=tuple)
-    traces_port: int | None = None  # of the trace store; None: traces are not kept
-    traces_token: str = field(default="", repr=False)  # by which it knows the gateway
+    traces_port: int | None = None  # port of the trace store; None: traces are not stored
+    traces_token: str = field(default="", repr=False)  # token that the gateway sends to the trace store
     operations_host: str = "127.0.0.1"
     operations_port: int | None = None  # None: /metrics and /schema are on `port`
 
@@ -40,7 +40,7 @@ class ServeOptions:
 
     @property
     def operations_address(self) -> tuple[str, int]:
-        """Where readiness is told with its reasons."""
+        """Return the address that reports readiness with its reasons."""
         if self.operations_port is None:
             return reachable_host(self.host), self.port
         return reachable_host(self.operations_host), self.operations_port
@@ -77,7 +77,7 @@ def gateway_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Proc
 
 
 def traces_part(options: ServeOptions, data_dir: DataDir) -> ProcessSpec:
-    """The trace store, on this machine alone unless the environment says otherwise."""
+    """Return the trace store's process; it listens on loopback only, unless the environment says otherwise."""
     assert options.traces_port is not None
     arguments = ["traces", "--port", str(options.traces_port), "--data-dir", str(data_dir.path), "--migrate"]
     if options.config is not None:
@@ -86,15 +86,15 @@ def traces_part(options: ServeOptions, data_dir: DataDir) -> ProcessSpec:
 
 
 def dashboard_part(options: ServeOptions) -> ProcessSpec:
-    """The dashboard. It gets no key: whoever opens it shows one."""
+    """Return the dashboard's process. It gets no key: its user enters one."""
     assert options.dashboard_port is not None
     arguments = ("dashboard", "--host", options.host, "--port", str(options.dashboard_port), "--gateway", options.url)
-    environment = {"MOIETY_ADMIN_KEY": ""}  # nor one of our own environment
+    environment = {"MOIETY_ADMIN_KEY": ""}  # not even one from our environment
     return ProcessSpec("dashboard", arguments, environment, serves_requests=False)
 
 
 def curl_command(options: ServeOptions, tenant_key: str) -> str:
-    """A chat completion to paste into a shell, over several lines."""
+    """Return a chat completion request to paste into a shell, over several lines."""
     question = DEMO_QUESTION if options.model is None else NEUTRAL_QUESTION
     body = json.dumps({"model": options.name, "messages": [{"role": "user", "content": question}], "temperature": 0})
     return (
@@ -106,7 +106,10 @@ def curl_command(options: ServeOptions, tenant_key: str) -> str:
 
 
 def announcement(options: ServeOptions, keys: FirstKeys, new_keys: bool) -> str:
-    """Addresses, keys (the admin's only when it is new, and before the tenant's) and the command to try."""
+    """Return the text with addresses, keys and a command to try.
+
+    The tenant's key is always included; the admin key precedes it only if it is new.
+    """
     lines = ["", f"  API         {options.url}/v1", f"  API schema  {options.operations_url}/schema"]
     if options.operations_port is not None:
         lines.append(f"  metrics     {options.operations_url}/metrics")

@@ -1,4 +1,4 @@
-"""Ports and the gateway's readiness, asked with nothing but sockets (an HTTP client takes longer to import)."""
+"""Ports and the gateway's readiness, read over plain sockets because an HTTP client takes longer to import."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from moiety_platform.supervisor.errors import CannotListen
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-OPERATIONS_PORT = 8002  # of the operations listener, where the API does not listen on loopback
+OPERATIONS_PORT = 8002  # default of the operations listener if the API does not listen on loopback
 PROBE_TIMEOUT_S = 2.0
 MAX_PROBE_BYTES = 65536
 
 
 def claim_port(host: str, port: int, option: str) -> int:
-    """The port, known to be free a moment ago; port 0 becomes a free one. Raises CannotListen, naming the option."""
+    """Return the port after checking that it is free; port 0 becomes a free one.
+
+    Raises CannotListen, naming the option.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as exc:
@@ -36,20 +39,20 @@ def claim_port(host: str, port: int, option: str) -> int:
 
 
 def reachable_host(host: str) -> str:
-    """Where a client on this machine finds a server that listens on `host`."""
+    """Return the host name under which a client on this machine reaches a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayReadiness:
-    """What /readyz says; `reason` tells what is missing, in a few words, where the answer does."""
+    """Result of /readyz; `reason` says briefly what is missing, if the response says so."""
 
     ready: bool
     reason: str = ""
 
 
 async def ask_readiness(host: str, port: int) -> GatewayReadiness:
-    """GET /readyz. A gateway that does not answer is not ready."""
+    """Send GET /readyz and return the result. A gateway that does not answer is not ready."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host.strip("[]"), port)
@@ -68,7 +71,7 @@ async def ask_readiness(host: str, port: int) -> GatewayReadiness:
 
 
 def describe(body: bytes) -> str:
-    """The reason in a readiness answer: its `error.message`, `reason` or `detail`, whichever is there."""
+    """Return the reason in a readiness response: the first present of `error.message`, `reason` and `detail`."""
     try:
         answer = json.loads(body)
     except ValueError:

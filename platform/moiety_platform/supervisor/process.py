@@ -1,4 +1,4 @@
-"""One run of one part as a process in a group of its own; what it prints goes to the console and to its log file."""
+"""One run of one part as a process in its own process group; its output goes to the console and to its log file."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to run: the arguments of the `moiety` command, and the environment on top of ours."""
+    """Command of a part: the arguments of `moiety`, and environment variables added to ours."""
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # holds secrets
-    serves_requests: bool = True  # without it the gateway's readiness is at stake
+    serves_requests: bool = True  # if False, the end of this part does not affect the gateway's readiness
 
 
 class PartProcess:
-    """Started once, waited for once. Whatever is left of its group when the process ends is killed."""
+    """Process of a part, started once and awaited once. When it ends, the rest of its process group is killed."""
 
     def __init__(self, part: ProcessSpec, log_path: Path, console: Console) -> None:
         self.part = part
@@ -46,8 +46,9 @@ class PartProcess:
         return self._process.pid if self._process is not None else None
 
     async def run(self) -> int:
-        """Start, relay output, and return the exit status (negative: the signal that ended it)."""
-        # -P: a file in the user's folder must not shadow a module. The child is tied to this process by `child`.
+        """Start the process, relay its output, and return the exit status (negative: the signal that ended it)."""
+        # -P: a file in the user's directory must not shadow a module. The module `child` ties the child to this
+        # process.
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "moiety_platform.supervisor.child", str(os.getpid()), *self.part.arguments,
             stdin=asyncio.subprocess.DEVNULL,
@@ -66,7 +67,10 @@ class PartProcess:
         return status
 
     def terminate(self) -> None:
-        """Ask the process itself to end; its own children are its own affair until it has ended."""
+        """Send SIGTERM to the process itself, not to its children.
+
+        The rest of its group is killed only after the process has ended.
+        """
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
 
@@ -97,7 +101,7 @@ class PartProcess:
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words."""
+    """Return a description of an exit status."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return f"exit status {status}"

@@ -1,4 +1,4 @@
-"""One local serve from start to end: its data directory, its parts, its signals and what it tells the user."""
+"""One local serve from start to end: its data directory, its parts, its signals and its messages to the user."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """Counts the user's requests to stop: the first drains, the second ends everything, and only the gateway is
-    given the moment that it needs to write down what was used; the third does not wait for that either."""
+    """Counter of the user's stop signals.
+
+    The first drains. The second ends everything at once; only the gateway gets a short time to write down usage. The
+    third does not wait for that either.
+    """
 
     def __init__(self, supervisor: Supervisor, console: Console) -> None:
         self._supervisor = supervisor
@@ -48,7 +51,7 @@ class StopRequest:
 
 
 async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> None:
-    """Run until a signal asks to stop. Raises PartFailed when a part cannot start."""
+    """Run until a signal requests a stop. Raises PartFailed when a part cannot start."""
     keys_before = read_first_keys(data_dir.path)
     socket = data_dir.engine_socket()
     socket.unlink(missing_ok=True)
@@ -60,7 +63,7 @@ async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> N
     try:
         if await wait_for_first(supervisor.wait_until_ready(), stop.wait()):
             announce(supervisor, options, data_dir, console, keys_before)
-            if options.traces_port is not None:  # spans wait for it in the gateway
+            if options.traces_port is not None:  # the gateway buffers spans until then
                 supervisor.start(traces_part(options, data_dir))
             await stop.wait()
         console.say(f"draining: running answers have {options.drain_s} s; Ctrl-C again stops at once")
@@ -74,7 +77,7 @@ async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> N
 def announce(
     supervisor: Supervisor, options: ServeOptions, data_dir: DataDir, console: Console, keys_before: FirstKeys | None
 ) -> None:
-    """Tell how to use it, and start the dashboard now that the rest no longer needs the processor to start."""
+    """Print how to use the gateway, then start the dashboard, which would have slowed the start of the other parts."""
     keys = read_first_keys(data_dir.path)
     if keys is None:
         raise SupervisorError(f"the gateway left no keys in {data_dir.keys_path}; look into its log beside it")
@@ -86,7 +89,7 @@ def announce(
 
 
 async def wait_for_first(wanted: Coroutine[Any, Any, None], other: Coroutine[Any, Any, None]) -> bool:
-    """Wait for either; True if it was `wanted`. What `wanted` raises is raised here."""
+    """Wait for either coroutine; return whether `wanted` ended first. Exceptions of `wanted` are raised here."""
     tasks = [asyncio.ensure_future(wanted), asyncio.ensure_future(other)]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

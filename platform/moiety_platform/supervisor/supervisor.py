@@ -1,7 +1,7 @@
-"""Keeps the parts running: starts them together, says when one died and starts it again, drains them at the end.
+"""Supervisor of the parts: start them together, report and restart a part that ends, drain them at the end.
 
-A part that ends before serve was first ready ends serve, since starting it again would end the same way. After that a
-part is restarted for as long as it takes, at growing intervals.
+A part that ends before the first readiness ends serve, since a restart would end the same way. After that a part is
+restarted without limit, with exponential backoff.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moiety_platform.supervisor.process import PartProcess, ProcessSpec, describ
 
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 15.0
-HEALTHY_AFTER_S = 30.0  # a run of this length makes the next restart a first one again
+HEALTHY_AFTER_S = 30.0  # a run of this length resets the backoff
 READY_POLL_S = 0.03
 PROGRESS_EVERY_S = 5.0
 KILL_GRACE_S = 2.0
@@ -29,7 +29,7 @@ STOP_TIMEOUT_S = 5.0  # for a part that has nothing to drain
 
 @dataclass(slots=True)
 class Kept:
-    """A part and its present run; owned by the Supervisor."""
+    """A part and its current run; owned by the Supervisor."""
 
     part: ProcessSpec
     run: PartProcess
@@ -37,7 +37,7 @@ class Kept:
 
 
 class Supervisor:
-    """Owns the parts' processes from `start` to `stop`."""
+    """Owner of the parts' processes from `start` to `stop`."""
 
     def __init__(self, console: Console, log_path: Callable[[str], Path], host: str, port: int) -> None:
         self._console = console
@@ -57,7 +57,7 @@ class Supervisor:
         self._kept[part.name] = kept
 
     async def wait_until_ready(self) -> None:
-        """Return when the gateway says that it can serve. Raises PartFailed if a part ends before that."""
+        """Wait until the gateway reports that it is ready. Raises PartFailed if a part ends before that."""
         started, next_report = time.monotonic(), time.monotonic() + PROGRESS_EVERY_S
         while True:
             if self._failed.done():
@@ -73,12 +73,12 @@ class Supervisor:
             await asyncio.wait([self._failed], timeout=READY_POLL_S)
 
     async def drain(self, first: str, timeout_s: float) -> None:
-        """Ask one part to end, and give it time to finish what it has begun."""
+        """Terminate one part, and give it time to finish its running work."""
         self._stopping = True
         await self._end(first, timeout_s)
 
     async def stop(self) -> None:
-        """End every part, killing what does not end in time."""
+        """End every part; kill those that do not end in time."""
         self._stopping = True
         for watcher in self._watchers.values():
             watcher.cancel()
@@ -87,8 +87,10 @@ class Supervisor:
             await self._killing
 
     def kill(self, first: str) -> None:
-        """End every part at once: one, asked again to end, has a moment to write down what it did, then all are killed.
-        Called again, all are killed now."""
+        """End every part at once: give `first` KILL_GRACE_S to write down its work, then kill all parts.
+
+        A second call kills all parts immediately.
+        """
         self._stopping = True
         if self._killing is None:
             self._killing = asyncio.create_task(self._kill_after(first), name="kill")
@@ -150,7 +152,7 @@ class Supervisor:
         )
 
     def _watch_return(self, name: str) -> None:
-        """Say when the gateway can serve again; once, also if the part was lost again meanwhile."""
+        """Report when the gateway is ready again; only once, even if the part ended again meanwhile."""
         if name in self._watchers:
             self._watchers[name].cancel()
         self._watchers[name] = asyncio.create_task(self._say_when_ready(name))

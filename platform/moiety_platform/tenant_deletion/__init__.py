@@ -1,1 +1,1 @@
-"""Erases a tenant's data and leaves the numbers: what was used stays under the same ids, and every sum agrees."""
+"""Deletion of a tenant's data. Usage is kept as numbers under the same ids, and every sum still agrees."""

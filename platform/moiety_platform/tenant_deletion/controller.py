@@ -1,4 +1,4 @@
-"""`/admin/v1/tenants/{id}/data`: erases it. The door is the admin router's."""
+"""`/admin/v1/tenants/{id}/data`: deletes a tenant's data. The admin router authenticates."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _ANSWERS = describes(Described(answers={200: {JSON: TenantDeletionView}, 202: {J
 def erasure_routes(
     budget_s: float = BUDGET_S, traces: Database | None = None, on_begun: Callable[[], None] = lambda: None
 ) -> list[HTTPRouteHandler]:
-    """The handlers, for the admin router to take in. `traces` is the store of traces, where that is another database;
-    `on_begun` is called once it is known that a tenant is to be erased."""
+    """Return the handlers, for the admin router to register.
+
+    `traces` is the trace store, if it is another database; `on_begun` is called once a deletion is recorded.
+    """
 
     @delete(
         "/tenants/{tenant_id:str}/data",
@@ -38,8 +40,10 @@ def erasure_routes(
     async def erase_tenant_data(
         store: NamedDependency[AuditedStore], authenticator: NamedDependency[Authenticator], tenant_id: FromPath[str]
     ) -> Response[TenantDeletionView]:
-        """Revoke a tenant's keys and erase its content and names, for good; what it used stays as numbers. While there
-        is more to do the answer is 202: ask again, until it is 200."""
+        """Revoke a tenant's keys and erase its content and names for good; its usage is kept as numbers.
+
+        While more remains the response is 202: repeat the request until it is 200.
+        """
         eraser = TenantDeleter(store, tenant_id, traces)
         for key_id in await eraser.begin():
             authenticator.forget(key_id)

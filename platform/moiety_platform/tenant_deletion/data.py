@@ -1,5 +1,6 @@
-"""What is deleted whole: files, batches with their lines and answers, and the tenant's rows of every table of which
-nobody has said here that it stays. Within the caller's transaction, some rows at a time.
+"""Deletion of whole rows: files, batches with their lines and answers, and every table that is not listed here as kept.
+
+It runs within the caller's transaction, some rows at a time.
 """
 
 from __future__ import annotations
@@ -27,20 +28,19 @@ from moiety_platform.webhooks.models import Webhook, WebhookDelivery
 Table = type[Base]
 
 ROWS_AT_ONCE = 500
-_ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64, AdapterChunk: 16})  # a quarter of a MB, one MB
+_ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64, AdapterChunk: 16})  # 64 and 16 chunks: 16 MB each
 
 _NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, UsageDay, UsageCut}) | frozenset(
     {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert}
 )
 _BLANKED: frozenset[Table] = frozenset({Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour, UsageDay})
 _OURS: frozenset[Table] = frozenset({TenantDeletion, Webhook, WebhookDelivery, RetentionJobRecord})
-KEPT_ELSEWHERE: frozenset[Table] = frozenset({SpanRecord, TraceRecord})  # where traces have a database of their own
+KEPT_ELSEWHERE: frozenset[Table] = frozenset({SpanRecord, TraceRecord})  # if traces have their own database
 KEPT: frozenset[Table] = _NUMBERS | _BLANKED | _OURS
 
 
 async def stop_growth(session: AsyncSession, tenant_id: str) -> None:
-    """Nothing is added any more to the files, adapters and batches that there are. Waits for those that are adding just
-    now."""
+    """Stop additions to the existing files, adapters and batches. Waits for additions that are under way."""
     adapters = Adapter.tenant_id == tenant_id, Adapter.state != AdapterState.DELETED
     await session.execute(update(Adapter).where(*adapters).values(state=AdapterState.DELETED))
     files = StoredFile.tenant_id == tenant_id, StoredFile.state != FileState.DELETED
@@ -50,13 +50,13 @@ async def stop_growth(session: AsyncSession, tenant_id: str) -> None:
 
 
 def doomed() -> list[Table]:
-    """The tables whose rows go, those first whose rows are known by others'."""
+    """Return the tables whose rows are deleted; tables whose rows are found through others come first."""
     tables = {mapper.class_ for mapper in Base.registry.mappers} - KEPT - SHARED
     return sorted(tables, key=lambda table: ("tenant_id" in table.__mapper__.columns, table.__tablename__))
 
 
 async def delete_some(session: AsyncSession, table: Table, tenant_id: str) -> int:
-    """Delete some of the tenant's rows, but for what still grows or has parts; how many."""
+    """Delete some of the tenant's rows, except objects that still grow or have parts; return their number."""
     key = inspect(table).primary_key
     condition = rows_of(table, tenant_id), *_WHOLE.get(table, ())
     wanted = select(*key).where(*condition).limit(_ROWS_AT_ONCE.get(table, ROWS_AT_ONCE))
@@ -66,7 +66,7 @@ async def delete_some(session: AsyncSession, table: Table, tenant_id: str) -> in
 
 
 _WHOLE: Mapping[Table, tuple[ColumnElement[bool], ...]] = MappingProxyType(
-    {  # a part that is added later would be nobody's
+    {  # a part that is added later would have no owner
         Adapter: (Adapter.state == AdapterState.DELETED, ~exists().where(AdapterChunk.adapter_id == Adapter.id)),
         StoredFile: (StoredFile.state == FileState.DELETED, ~exists().where(FileChunk.file_id == StoredFile.id)),
         Batch: (Batch.status.not_in(OPEN), ~exists().where(BatchLine.batch_id == Batch.id)),
@@ -75,5 +75,5 @@ _WHOLE: Mapping[Table, tuple[ColumnElement[bool], ...]] = MappingProxyType(
 
 
 def name_of(table: Any) -> str:
-    """As counts call it."""
+    """Return the table's name in the counts."""
     return str(table.__tablename__)

@@ -1,8 +1,8 @@
-"""Tells the engines which tenants were erased, so that nothing of theirs stays in prefix caches, in memory or on disks.
+"""Sends the ids of deleted tenants to the engines, so that none of their data stays in prefix caches, memory or disks.
 
-Who is erased stands in the database, for good. Each gateway looks there every few seconds and tells all engines that it
-is connected to, and each of them again whenever it comes back: so one that was away when a tenant was erased, or was
-restarted over files that it had left, hears of it as soon as it can serve anybody.
+The database keeps the list of deleted tenants for good. Each gateway reads it every few seconds and sends it to all
+connected engines, and to each engine again after a reconnect: an engine that was down during a deletion, or that
+restarted with files on disk, gets it as soon as it can serve requests.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.tenants.models import TenantDeletion
 
-LOOK_EVERY_S = 2.5  # less than an erasure takes
+LOOK_EVERY_S = 2.5  # shorter than a deletion
 
 
 class EngineNotice:
-    """Owned by the entry point; one event loop. `engines` are those that there are at the moment."""
+    """Periodic sender. Owned by the entry point; for one event loop. `engines` returns the current engines."""
 
     def __init__(
         self, database: Database, engines: Callable[[], Sequence[EngineClient]], *, every_s: float = LOOK_EVERY_S
@@ -30,7 +30,7 @@ class EngineNotice:
         self._rounds = PeriodicTask("erasures-told", self.round, every_s)
 
     def start(self) -> None:
-        """And look at once."""
+        """Start, with the first round at once."""
         self._rounds.start()
         self._rounds.wake()
 
@@ -38,14 +38,14 @@ class EngineNotice:
         await self._rounds.stop()
 
     def wake(self) -> None:
-        """A tenant is being erased."""
+        """Run a round now, because a deletion has begun."""
         self._rounds.wake()
 
     async def round(self) -> None:
-        """Raises Unavailable."""
+        """Send the ids of deleted tenants to all engines. Raises Unavailable."""
         async with self._database.read() as session:
             count = await session.scalar(select(func.count()).select_from(TenantDeletion))
-            if count != len(self._tenant_ids):  # an erasure is never taken back
+            if count != len(self._tenant_ids):  # a deletion is never undone
                 self._tenant_ids = list(await session.scalars(select(TenantDeletion.tenant_id)))
         for engine in self._engines():
             engine.forget(self._tenant_ids)

@@ -1,6 +1,6 @@
-"""Erases the content of a tenant's entries in the audit log, and lists them in an entry of its own, which stays.
+"""Erases the content of a tenant's audit entries, and lists them in a permanent entry.
 
-An entry that is not what it was when it was written is blanked, but not listed: it breaks the chain as it did.
+An entry that fails verification is blanked, but not listed: it keeps breaking the chain.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from moiety_platform.audit.trail import Change, note
 
 ENTRIES_AT_ONCE = 200
 NOBODY = "erased"
-PERSON = "oidc:"  # how actors begin that are people of an identity provider
+PERSON = "oidc:"  # prefix of actors that are users of an identity provider
 
 
 async def erase_entries(session: AsyncSession, tenant_id: str, now: datetime) -> int:
-    """Some of them, within a transaction of the log's own; how many."""
+    """Erase some entries within a transaction of the audit log; return their number."""
     wanted = (
         select(AuditEntry)
         .where(AuditEntry.tenant_id == tenant_id, AuditEntry.erased_at.is_(None), AuditEntry.action != ERASE)
@@ -52,6 +52,6 @@ async def erase_entries(session: AsyncSession, tenant_id: str, now: datetime) ->
 
 
 def _actor(entry: dict[str, Any]) -> str:
-    """Who did it: a key's id says nothing of who has it, but a name of the tenant's identity provider does."""
+    """Return the actor to keep: a key's id reveals nobody, but a user name of the tenant's identity provider does."""
     is_person = entry["actor_role"] == Role.TENANT_ADMIN and entry["actor"].startswith(PERSON)
     return NOBODY if is_person else str(entry["actor"])

@@ -1,5 +1,7 @@
-"""What is blanked: names that the tenant gave, of itself, its projects and keys, and of models that nobody serves.
-Within the caller's transaction."""
+"""Blanking of names that the tenant chose: its own, of its projects and keys, and of models that nobody serves.
+
+It runs within the caller's transaction.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _SUMS = tuple(column.name for column in UsageHour.__table__.columns if column.na
 
 
 async def blank_names(session: AsyncSession, tenant_id: str) -> Counter[str]:
-    """How many rows were blanked, by table."""
+    """Blank the names; return the number of rows by table."""
     counts: Counter[str] = Counter()
     counts[Tenant.__tablename__] = await replace_names(session, Tenant, [rows_of(Tenant, tenant_id)])
     counts[Project.__tablename__] = await replace_names(session, Project, [rows_of(Project, tenant_id)])
@@ -38,8 +40,11 @@ async def blank_names(session: AsyncSession, tenant_id: str) -> Counter[str]:
 
 
 async def blank_models(session: AsyncSession, tenant_id: str) -> Counter[str]:
-    """A request for a model that nobody ever got an answer of, and that has no price, has a name in its usage row that
-    its sender made up. Some hours at a time, in their rows and in their sums; how many rows were blanked, by table."""
+    """Blank model names that the sender of a request made up; return the number of rows by table.
+
+    A model name in usage rows counts as made up if no request for it ever produced output and it has no price. Each
+    call handles some hours, in their rows and in their sums.
+    """
     served = select(UsageHour.model).where(UsageHour.output_tokens > 0)
     made_up = (
         UsageHour.tenant_id == tenant_id,
@@ -53,7 +58,7 @@ async def blank_models(session: AsyncSession, tenant_id: str) -> Counter[str]:
     counts: Counter[str] = Counter()
     if not days:
         return counts
-    await unmark(session, days)  # before their hours are locked, which is everybody's order
+    await unmark(session, days)  # before their hours are locked, the same order as everywhere
     of_days = or_(*(and_(UsageHour.hour >= day, UsageHour.hour < day + DAY) for day in days))
     found = select(UsageHour).where(*made_up, of_days).order_by(*in_order).limit(HOURS_AT_ONCE)
     for hour in (await session.scalars(found.with_for_update())).all():
@@ -70,7 +75,7 @@ async def _rename_rows(session: AsyncSession, hour: UsageHour) -> int:
 
 
 async def _move_sums(session: AsyncSession, hour: UsageHour) -> None:
-    """Add them to those of the same hour under the name that all such models get."""
+    """Add the sums to those of the same hour under the placeholder name of all these models."""
     values = {name: getattr(hour, name) for name in (*_KEYS, *_SUMS)} | {"model": ERASED}
     await session.execute(delete(UsageHour).where(*(getattr(UsageHour, name) == getattr(hour, name) for name in _KEYS)))
     added = insert_into(session, UsageHour).values(values)
@@ -79,7 +84,7 @@ async def _move_sums(session: AsyncSession, hour: UsageHour) -> None:
 
 
 async def _change(session: AsyncSession, statement: Any) -> int:
-    """Carry out an update past the session's objects; how many rows it changed."""
+    """Execute an update that bypasses the session's objects; return the number of changed rows."""
     connection = await session.connection()
     result: CursorResult[Any] = await connection.execute(statement)
     return result.rowcount

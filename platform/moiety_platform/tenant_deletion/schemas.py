@@ -1,4 +1,4 @@
-"""What the admin API says of erasures."""
+"""Response bodies of the admin API for tenant data deletion."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from moiety_platform.tenants.models import TenantDeletion
 
 
 class TenantDeletionView(msgspec.Struct, frozen=True):
-    """How far it is: `erasing` until nothing is left, then `erased`. `counts` are rows that were deleted or blanked
-    since the beginning, by table."""
+    """Progress of a deletion: `erasing` until nothing is left, then `erased`.
+
+    `counts` are the rows deleted or blanked since the beginning, by table.
+    """
 
     tenant_id: str
     state: str

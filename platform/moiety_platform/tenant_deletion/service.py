@@ -1,8 +1,8 @@
-"""Erases a tenant's data, in short transactions that may be repeated: whoever calls again after a kill goes on.
+"""Deletes a tenant's data in short, repeatable transactions: a call after a kill continues the work.
 
-First the tenant is suspended and its keys are revoked, for good. Then rows are deleted and blanked, some at a time,
-until a whole pass finds nothing more. That counts as the end only some seconds after the beginning, when every gateway
-has heard that the keys are revoked. Erasing again later finds what a request that was open then may have left.
+First the tenant is suspended and its keys are revoked for good. Then rows are deleted and blanked, some at a time,
+until a whole pass finds nothing more. The deletion ends at the earliest some seconds after its beginning, when every
+gateway knows of the revoked keys. A later deletion finds what a request that was then in progress may have left.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from moiety_platform.tenant_deletion.names import blank_models, blank_names
 from moiety_platform.tenants.models import ApiKey, Tenant, TenantDeletion, TenantStatus
 from moiety_platform.tenants.service import get_tenant
 
-HEARD_AFTER = timedelta(seconds=5)  # by then every gateway that has the database knows of the revocation
+HEARD_AFTER = timedelta(seconds=5)  # by then every gateway with access to the database knows of the revocation
 
 
 @dataclass(frozen=True, slots=True)
 class TenantDeleter:
-    """Erases what belongs to one tenant, as one administrator."""
+    """Deletion of one tenant's data, by one administrator."""
 
     store: AuditedStore
     tenant_id: str
-    traces: Database | None = None  # where that is another database
+    traces: Database | None = None  # if it is another database
 
     async def begin(self) -> list[str]:
-        """Suspend the tenant and revoke its keys; the ids of all of these. Raises NotFound."""
+        """Suspend the tenant and revoke its keys; return the ids of all of its keys. Raises NotFound."""
         now = self.store.clock.now()
         async with self.store.write() as session:
             tenant = await get_tenant(session, self.tenant_id)
@@ -56,7 +56,7 @@ class TenantDeleter:
         return [key.id for key in keys]
 
     async def work(self, budget_s: float) -> TenantDeletion:
-        """Go on for about so long, or to the end; how far it is. Raises Unavailable."""
+        """Continue for about `budget_s`, or to the end; return the progress. Raises Unavailable."""
         until_s = time.monotonic() + budget_s
         while await self._pass(until_s) and time.monotonic() < until_s:
             pass
@@ -64,7 +64,7 @@ class TenantDeleter:
             return await self._end(session, is_done=time.monotonic() < until_s)
 
     async def _pass(self, until_s: float) -> int:
-        """Once through everything, unless the time is over before; how many rows were found."""
+        """Run one pass over everything, or until the time is over; return the number of rows found."""
         database, found = self.store.database, 0
         async with database.write() as session:
             await stop_growth(session, self.tenant_id)
@@ -83,7 +83,7 @@ class TenantDeleter:
         return found
 
     async def _delete_some(self, table: Table) -> int:
-        """Of a table in this database, or of one in that of the traces; how many rows."""
+        """Delete some rows of a table, in this database or in that of the traces; return their number."""
         if self.traces is not None and table in KEPT_ELSEWHERE:
             num_rows = await self._delete_traces(self.traces, table)
             async with self.store.database.write() as session:
@@ -97,12 +97,15 @@ class TenantDeleter:
             async with traces.write() as session:
                 return await delete_some(session, table, self.tenant_id)
         except Unavailable as error:
-            if error.code == UNMIGRATED:  # nobody keeps traces here
+            if error.code == UNMIGRATED:  # there is no trace store
                 return 0
             raise
 
     async def _count(self, session: AsyncSession, counts: Counter[str]) -> int:
-        """Keep the counts with what they count; their sum. A finding after the end begins the erasure anew."""
+        """Store the counts in the transaction of the counted changes; return their sum.
+
+        Rows found after the end reopen the deletion.
+        """
         if counts.total():
             erasure = await session.get_one(TenantDeletion, self.tenant_id, with_for_update=True)
             await self._change(session, counts=dict(Counter(erasure.counts) + counts), ended_at=None)
@@ -119,7 +122,7 @@ class TenantDeleter:
         return erasure
 
     async def _change(self, session: AsyncSession, **values: Any) -> None:
-        """Past the session's objects: the log tells of an erasure in entries of its own."""
+        """Bypass the session's objects: the audit log records a deletion in entries of its own."""
         connection = await session.connection()
         await connection.execute(
             update(TenantDeletion).where(TenantDeletion.tenant_id == self.tenant_id).values(values)

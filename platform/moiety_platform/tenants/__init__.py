@@ -1,1 +1,1 @@
-"""Tenants and their projects: who shares this deployment, in which class and with which weight."""
+"""Tenants and their projects: service class and fair-share weight of each customer."""

@@ -1,4 +1,4 @@
-"""What a name, a weight, a class and an id may be. Pure; every failure is a BadRequest that names the field."""
+"""Validation of names, weights, classes and ids. Pure; every failure is a BadRequest that names the field."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ WEIGHT = shows(minimum=MIN_WEIGHT, maximum=MAX_WEIGHT)
 
 
 def new_id(prefix: str) -> str:
-    """A random id such as `ten_4k…`: 103 bits, never taken twice."""
+    """Return a random id such as `ten_4k…`: 103 bits, so without collisions."""
     return f"{prefix}_{''.join(secrets.choice(_ALPHABET) for _ in range(20))}"
 
 
 def is_id(text: str) -> bool:
-    """Whether this could be an id at all; what could not need not be looked up."""
+    """Return whether this could be an id, worth a look-up."""
     return _ID.fullmatch(text) is not None
 
 
 def check_name(name: str, param: str = "name") -> str:
-    """Return a name for people to read, in NFC: 1 to 100 visible characters, no outer space. Raises BadRequest."""
+    """Return a display name in NFC: 1 to 100 visible characters, no outer space. Raises BadRequest."""
     name = unicodedata.normalize("NFC", name)
     if not 1 <= len(name) <= MAX_NAME_LENGTH:
         raise BadRequest(f"'{param}' must have 1 to {MAX_NAME_LENGTH} characters, not {len(name)}.", param=param)
@@ -62,15 +62,20 @@ def check_name(name: str, param: str = "name") -> str:
 
 
 def is_invisible(character: str) -> bool:
-    """Return whether a character has no shape of its own: those of Unicode's property Default_Ignorable_Code_Point that
-    str.isprintable() lets through, and blanks that count as letters or symbols."""
+    """Return whether a character has no visible shape.
+
+    These are the characters of Unicode's property Default_Ignorable_Code_Point that str.isprintable() accepts, and
+    blanks that count as letters or symbols.
+    """
     code = ord(character)
     return code in _BLANKS or any(first <= code <= last for first, last in _IGNORABLE)
 
 
 def check_moment(moment: datetime, param: str) -> datetime:
-    """A point in time in UTC, from one with any time zone. Raises BadRequest where it has none, or where UTC's
-    calendar does not reach."""
+    """Return a moment in UTC, from one with any time zone.
+
+    Raises BadRequest where it has no time zone, or lies outside UTC's calendar.
+    """
     if moment.tzinfo is None:
         raise BadRequest(f"'{param}' needs a time zone, such as 2026-01-31T12:00:00Z.", param=param)
     try:
@@ -80,14 +85,14 @@ def check_moment(moment: datetime, param: str) -> datetime:
 
 
 def check_weight(weight: float) -> float:
-    """A tenant's share against others: a finite positive number."""
+    """Return a tenant's fair-share weight: a finite positive number. Raises BadRequest."""
     if not math.isfinite(weight) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise BadRequest(f"'weight' must be a number from {MIN_WEIGHT} to {MAX_WEIGHT:g}.", param="weight")
     return weight
 
 
 def check_speculative_prefill(speculative_prefill: str) -> str:
-    """Whether what is likely to come is computed for a tenant, and at whose expense."""
+    """Return a valid mode of speculative prefill. Raises BadRequest."""
     if speculative_prefill not in frozenset(SpeculativePrefillMode):
         raise BadRequest(
             f"'speculative_prefill' must be one of: {', '.join(SpeculativePrefillMode)}.", param="speculative_prefill"
@@ -96,7 +101,7 @@ def check_speculative_prefill(speculative_prefill: str) -> str:
 
 
 def check_status(status: str) -> str:
-    """One of a tenant's states."""
+    """Return a valid tenant status. Raises BadRequest."""
     if status not in frozenset(TenantStatus):
         raise BadRequest(f"'status' must be one of: {', '.join(TenantStatus)}.", param="status")
     return status

@@ -1,4 +1,4 @@
-"""/admin/v1/tenants and /admin/v1/projects. Maps HTTP to the service; who may call is the router's affair."""
+"""`/admin/v1/tenants` and `/admin/v1/projects`: map HTTP to the service. The admin router decides on access."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Named = Annotated[
 
 
 class TenantController(Controller):
-    """Tenants."""
+    """Routes of tenants."""
 
     path = "/tenants"
     tags = ("tenants",)
@@ -46,7 +46,7 @@ class TenantController(Controller):
         clock: NamedDependency[SkipValidation[Clock]],
         data: JSONBody[NewTenant],
     ) -> TenantView:
-        """Make a tenant."""
+        """Create a tenant."""
         async with store.write() as session:
             return TenantView.of(await service.create_tenant(session, data, clock.now()))
 
@@ -58,13 +58,13 @@ class TenantController(Controller):
         cursor: Cursor = None,
         name: Named = None,
     ) -> TenantPage:
-        """Tenants, oldest first; with `name`, the one of that name."""
+        """List tenants, oldest first; with `name`, only the tenant of that name."""
         async with database.read() as session:
             return await service.list_tenants(session, parse_page(limit, cursor), name=name)
 
     @get("/{tenant_id:str}", opt=needs(AdminAction.READ_TENANTS))
     async def get_tenant(self, database: NamedDependency[Database], tenant_id: FromPath[str]) -> Response[TenantView]:
-        """One tenant."""
+        """Return one tenant."""
         async with database.read() as session:
             return tagged(TenantView.of(await service.get_tenant(session, tenant_id)))
 
@@ -76,14 +76,14 @@ class TenantController(Controller):
         tenant_id: FromPath[str],
         data: JSONBody[TenantChange],
     ) -> Response[TenantView]:
-        """Change a tenant's name, class, weight or status; `suspended` refuses its keys within seconds."""
+        """Change a tenant's name, class, weight or status; `suspended` disables its keys within seconds."""
         async with store.write() as session:
             precondition.check(TenantView.of(await service.get_tenant(session, tenant_id)))
             return tagged(TenantView.of(await service.change_tenant(session, tenant_id, data)))
 
 
 class ProjectController(Controller):
-    """Projects."""
+    """Routes of projects."""
 
     path = "/projects"
     tags = ("projects",)
@@ -95,7 +95,7 @@ class ProjectController(Controller):
         clock: NamedDependency[SkipValidation[Clock]],
         data: JSONBody[NewProject],
     ) -> ProjectView:
-        """Make a project of a tenant."""
+        """Create a project of a tenant."""
         async with store.write() as session:
             return ProjectView.of(await service.create_project(session, data, clock.now()))
 
@@ -108,7 +108,7 @@ class ProjectController(Controller):
         tenant_id: FromQuery[str | None] = None,
         name: Named = None,
     ) -> ProjectPage:
-        """Projects, oldest first; of one tenant if `tenant_id` is given."""
+        """List projects, oldest first; of one tenant if `tenant_id` is given."""
         async with database.read() as session:
             return await service.list_projects(session, parse_page(limit, cursor), tenant_id=tenant_id, name=name)
 
@@ -116,6 +116,6 @@ class ProjectController(Controller):
     async def get_project(
         self, database: NamedDependency[Database], project_id: FromPath[str]
     ) -> Response[ProjectView]:
-        """One project."""
+        """Return one project."""
         async with database.read() as session:
             return tagged(ProjectView.of(await service.get_project(session, project_id)))

@@ -1,4 +1,4 @@
-"""The tables of tenancy: tenant → project → key. A key without a project is an administrator's, and has a role."""
+"""Tables of tenancy: tenant → project → key. A key without a project is an administrator's, and has a role."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moiety_platform.classes.models import MAX_CLASS_NAME_LENGTH
 from moiety_platform.db.base import Base, UtcDateTime
 
 MAX_NAME_LENGTH = 100
-MAX_FOLDED_NAME_LENGTH = 400  # case folding makes up to three characters of one; an id may follow
+MAX_FOLDED_NAME_LENGTH = 400  # case folding expands a character to up to three; an id can follow
 ID_LENGTH = 32
 ROLE_LENGTH = 16
 MARK_LENGTH = 16
 
 
 def fold_name(name: str) -> str:
-    """Return the form of a name that all names which count as the same have: NFC, case folded, NFC."""
+    """Return the form that all equal names share: NFC, case folded, NFC."""
     folded = unicodedata.normalize("NFC", name).casefold()
     return unicodedata.normalize("NFC", folded)
 
@@ -31,8 +31,7 @@ class TenantStatus(StrEnum):
 
 
 class SpeculativePrefillMode(StrEnum):
-    """Whether engines may compute what a tenant's conversations are likely to go on with, while nothing else is to be
-    done, and whether it pays for that."""
+    """Modes of speculative (next-turn) prefill for a tenant's conversations on idle engines: off, free, or charged."""
 
     OFF = "off"
     FREE = "free"
@@ -40,8 +39,11 @@ class SpeculativePrefillMode(StrEnum):
 
 
 class Tenant(Base):
-    """One customer. `weight` is its share against the other tenants of its class; `service_class` the best it may
-    use."""
+    """One customer.
+
+    `weight` is its fair share against the other tenants of its class; `service_class` is the best class that it may
+    use.
+    """
 
     __tablename__ = "tenants"
     __table_args__ = (
@@ -66,7 +68,7 @@ class Tenant(Base):
 
 
 class TenantDeletion(Base):
-    """A tenant's data is being erased, or has been: nothing is added to such a tenant. `counts` are rows, by table."""
+    """Deletion of a tenant's data, running or complete: no data is added to the tenant. `counts` are rows by table."""
 
     __tablename__ = "erasures"
 
@@ -77,7 +79,7 @@ class TenantDeletion(Base):
 
 
 class Project(Base):
-    """A tenant's unit of work, which its keys belong to."""
+    """A tenant's project, which owns keys."""
 
     __tablename__ = "projects"
     __table_args__ = (
@@ -99,10 +101,12 @@ class Project(Base):
 
 
 class ApiKey(Base):
-    """A key, by the keyed hash of its text; `hint` is the last four characters. A rotated key names its successor, and
-    that the first of them all, whose limits are those of each. `role` and `tenant_id` are an administrator's; a
-    project's key has its tenant through the project. `pepper_mark` tells by which pepper the hash was made; None: that
-    was before there were marks."""
+    """A key, stored as the keyed hash of its text; `hint` contains the last four characters.
+
+    `replaced_by` of a rotated key is its successor, and `root_id` of the successor is the first key of the chain, whose
+    quotas apply to all of them. `role` and `tenant_id` are an administrator's; a project's key has its tenant through
+    the project. `pepper_mark` identifies the pepper of the hash; None: the hash predates marks.
+    """
 
     __tablename__ = "api_keys"
     __table_args__ = (

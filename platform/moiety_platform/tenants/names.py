@@ -1,7 +1,7 @@
-"""Which names of tenants and projects count as the same, and placeholders that no name can block.
+"""Equality of tenant and project names, and placeholders that no name can block.
 
-Two names are the same if they are equal after NFC, case folding and NFC again. Each row keeps that form in
-`folded_name`, under a unique index. Rows that a gateway of the release before has made have none until somebody looks.
+Two names are equal if they match after NFC, case folding and NFC again. Each row keeps that form in `folded_name`,
+under a unique index. Rows from a gateway of the previous release lack it until the next check.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _FOLDED_AT_ONCE = 500
 
 
 def check_new_name(name: str) -> str:
-    """Return a name for a tenant or project in NFC. Raises BadRequest, also for one that looks like an id or like the
-    placeholder of an erased name."""
+    """Return a name for a tenant or project in NFC. Raises BadRequest.
+
+    Refuses also a name that looks like an id or like the placeholder of an erased name.
+    """
     name = check_name(name)
     if _ID_FORM.fullmatch(fold_name(name)):
         raise BadRequest("'name' must not look like an id; choose another name.", param="name")
@@ -40,7 +42,7 @@ def check_new_name(name: str) -> str:
 
 
 def is_named(table: type[Named], name: str) -> ColumnElement[bool]:
-    """Return the condition for rows with this name. A row that has it exactly hides others that only fold to it."""
+    """Return the condition for rows with this name. An exact match hides rows that only fold to the same name."""
     name, other = check_name(name), aliased(table)
     same = [other.name == name]
     if issubclass(table, Project):
@@ -50,8 +52,10 @@ def is_named(table: type[Named], name: str) -> ColumnElement[bool]:
 
 
 async def fold_missing_names(session: AsyncSession, table: type[Named]) -> None:
-    """Fill in the folded names of rows that a gateway of the release before has made meanwhile. Where the folded name
-    is taken, the row's id makes it unique."""
+    """Fill in the folded names of rows that a gateway of the previous release has created.
+
+    Where the folded name is taken, the row's id makes it unique.
+    """
     wanted = select(table).where(table.folded_name.is_(None)).order_by(table.created_at, table.id)
     found = await session.scalars(wanted.limit(_FOLDED_AT_ONCE).execution_options(**UNRESTRICTED))
     for row in found.all():
@@ -66,8 +70,10 @@ async def fold_missing_names(session: AsyncSession, table: type[Named]) -> None:
 
 
 async def replace_names(session: AsyncSession, table: type[Named], where: Sequence[Any]) -> int:
-    """Replace names by placeholders, past the audit log; return the number of rows changed. A placeholder that another
-    row's name blocks gets a random suffix."""
+    """Replace names by placeholders, bypassing the audit log; return the number of changed rows.
+
+    A placeholder that another row's name blocks gets a random suffix.
+    """
     columns = table.id, table.name, table.folded_name
     rows = (await session.execute(select(*columns).where(*where, _is_not_replaced(table)))).all()
     num_changed = 0

@@ -1,4 +1,4 @@
-"""What the admin API says and hears of tenants and projects."""
+"""Request and response bodies of the admin API for tenants and projects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECULATIVE_PREFILL = shows(enum=list(SpeculativePrefillMode))
 
 
 class NewTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tenant to be made."""
+    """A tenant to create."""
 
     name: Annotated[str, NAME]
     service_class: Annotated[str, CLASS_NAME] = STANDARD.name
@@ -28,7 +28,7 @@ class NewTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to change of a tenant; what is not given stays."""
+    """Changes of a tenant; fields that are not given stay unchanged."""
 
     name: Annotated[str, NAME] | msgspec.UnsetType = msgspec.UNSET
     service_class: Annotated[str, CLASS_NAME] | msgspec.UnsetType = msgspec.UNSET
@@ -38,7 +38,7 @@ class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NewProject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A project to be made."""
+    """A project to create."""
 
     tenant_id: str
     name: Annotated[str, NAME]
@@ -61,7 +61,7 @@ class TenantView(Tagged, frozen=True):
 
 
 class TenantPage(msgspec.Struct, frozen=True):
-    """Some tenants, oldest first; `next_cursor` is null on the last page."""
+    """A page of tenants, oldest first; `next_cursor` is null on the last page."""
 
     data: list[TenantView]
     next_cursor: str | None
@@ -81,7 +81,7 @@ class ProjectView(Tagged, frozen=True):
 
 
 class ProjectPage(msgspec.Struct, frozen=True):
-    """Some projects, oldest first; `next_cursor` is null on the last page."""
+    """A page of projects, oldest first; `next_cursor` is null on the last page."""
 
     data: list[ProjectView]
     next_cursor: str | None

@@ -1,4 +1,4 @@
-"""Makes, finds and changes tenants and projects, within the caller's transaction. Knows nothing of HTTP."""
+"""Creates, finds and changes tenants and projects within the caller's transaction. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moiety_platform.tenants.schemas import (
 
 
 async def create_tenant(session: AsyncSession, new: NewTenant, now: datetime) -> Tenant:
-    """Raises BadRequest, or Conflict when the name is taken."""
+    """Create a tenant. Raises BadRequest, or Conflict when the name is taken."""
     await fold_missing_names(session, Tenant)
     tenant = Tenant(
         id=new_id("ten"),
@@ -44,7 +44,7 @@ async def create_tenant(session: AsyncSession, new: NewTenant, now: datetime) ->
 
 
 async def get_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
-    """Raises NotFound."""
+    """Return the tenant. Raises NotFound."""
     tenant = await session.get(Tenant, tenant_id) if is_id(tenant_id) else None
     if tenant is None:
         raise NotFound("There is no tenant with this id; list them with GET /admin/v1/tenants.", param="tenant_id")
@@ -52,7 +52,7 @@ async def get_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
 
 
 async def get_living_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
-    """One whose data nobody has erased. Raises NotFound, or Conflict."""
+    """Return a tenant whose data was not deleted. Raises NotFound, or Conflict."""
     tenant = await get_tenant(session, tenant_id)
     if await session.get(TenantDeletion, tenant_id) is not None:
         raise Conflict("This tenant's data was erased; make a new tenant instead.", code="tenant_erased")
@@ -60,7 +60,7 @@ async def get_living_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
 
 
 async def list_tenants(session: AsyncSession, page: PageRequest, *, name: str | None = None) -> TenantPage:
-    """Tenants, oldest first; with `name`, the one whose name counts as that."""
+    """Return tenants, oldest first; with `name`, only the tenant of an equal name."""
     statement = select(Tenant)
     if name is not None:
         statement = statement.where(is_named(Tenant, name))
@@ -71,8 +71,10 @@ async def list_tenants(session: AsyncSession, page: PageRequest, *, name: str | 
 
 
 async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantChange) -> Tenant:
-    """Change what is given. Raises NotFound, BadRequest, or Conflict when the new name is taken, or the tenant is
-    erased."""
+    """Change the given fields. Raises NotFound, BadRequest, or Conflict.
+
+    Conflict means that the new name is taken, or that the tenant's data was deleted.
+    """
     tenant = await get_living_tenant(session, tenant_id)
     if not isinstance(change.service_class, msgspec.UnsetType):
         tenant.service_class = await require_class(session, change.service_class)
@@ -90,8 +92,10 @@ async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantCha
 
 
 async def create_project(session: AsyncSession, new: NewProject, now: datetime) -> Project:
-    """Raises NotFound (no such tenant), BadRequest, or Conflict when the tenant has a project of this name or is
-    erased."""
+    """Create a project. Raises NotFound (no such tenant), BadRequest, or Conflict.
+
+    Conflict means that the tenant has a project of this name, or that its data was deleted.
+    """
     tenant = await get_living_tenant(session, new.tenant_id)
     await fold_missing_names(session, Project)
     project = Project(id=new_id("prj"), tenant_id=tenant.id, name=check_new_name(new.name), created_at=now)
@@ -102,7 +106,7 @@ async def create_project(session: AsyncSession, new: NewProject, now: datetime) 
 
 
 async def get_project(session: AsyncSession, project_id: str) -> Project:
-    """Raises NotFound."""
+    """Return the project. Raises NotFound."""
     project = await session.get(Project, project_id) if is_id(project_id) else None
     if project is None:
         raise NotFound("There is no project with this id; list them with GET /admin/v1/projects.", param="project_id")
@@ -112,7 +116,7 @@ async def get_project(session: AsyncSession, project_id: str) -> Project:
 async def list_projects(
     session: AsyncSession, page: PageRequest, *, tenant_id: str | None = None, name: str | None = None
 ) -> ProjectPage:
-    """Projects, oldest first, of one tenant if `tenant_id` is given. Raises NotFound for an unknown tenant."""
+    """Return projects, oldest first, of one tenant if `tenant_id` is given. Raises NotFound for an unknown tenant."""
     statement = select(Project)
     if tenant_id is not None:
         statement = statement.where(Project.tenant_id == (await get_tenant(session, tenant_id)).id)
@@ -125,7 +129,10 @@ async def list_projects(
 
 
 async def _flush_unique(session: AsyncSession, taken: str) -> None:
-    """Send what was added or changed; the only constraint that valid input can hit is a name's uniqueness."""
+    """Flush the changes; the uniqueness of a name is the only constraint that valid input can violate.
+
+    Raises Conflict.
+    """
     try:
         await session.flush()
     except IntegrityError as error:

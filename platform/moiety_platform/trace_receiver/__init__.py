@@ -1,1 +1,1 @@
-"""The trace store's own process: takes spans by OTLP/HTTP, and keeps them in the database for a while."""
+"""The trace store's process: receives spans by OTLP/HTTP, and keeps them in the database for a limited time."""

@@ -1,7 +1,7 @@
 """OTLP/HTTP as an ASGI application: `POST /otlp/v1/traces` (and `/v1/traces`), `/healthz`, `/readyz`, `/metrics`.
 
-Answers as the protocol's specification says: protobuf, with `partial_success` for spans that make no sense, 400 for
-what nobody should send again, 503 with Retry-After for what may be.
+Responses follow the protocol's specification: protobuf, `partial_success` for invalid spans, 400 for requests that must
+not be retried, 503 with Retry-After for those that can be.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Headers = Mapping[bytes, bytes]
 
 
 class TraceRefusal(Exception):
-    """What is sent is not taken: the status, and a sentence that says what to do."""
+    """A refused request: the status, and a message that says what to do."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -45,13 +45,13 @@ class TraceRefusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TraceTokens:
-    """Who may send."""
+    """Tokens of permitted senders: `ours` of gateways, `guests` of other senders."""
 
     ours: str
     guests: str | None
 
     def is_ours(self, authorization: str) -> bool:
-        """Whether it is one of ours, or a pending. Raises TraceRefusal."""
+        """Return whether the sender is a gateway; False for another permitted sender. Raises TraceRefusal."""
         scheme, _, token = authorization.partition(" ")
         given = token.strip().encode() if scheme.lower() == "bearer" else b""
         if hmac.compare_digest(given, self.ours.encode()):
@@ -62,7 +62,7 @@ class TraceTokens:
 
 
 class TraceApp:
-    """The application of one process."""
+    """ASGI application of one process."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class TraceApp:
         registry: CollectorRegistry,
         max_body_bytes: int,
     ) -> None:
-        self.tokens = tokens  # this and the bound may be set to others, for the requests that come from then on
+        self.tokens = tokens  # this and the bound can be changed, for later requests
         self._writer = writer
         self._store = store
         self.registry = registry
@@ -138,7 +138,7 @@ class TraceApp:
 
 
 async def _receive(receive: Receive, max_bytes: int) -> bytes:
-    """The body as it comes, bounded."""
+    """Return the body, whose size is bounded. Raises TraceRefusal."""
     parts, num_bytes = [], 0
     while True:
         message = await receive()
@@ -176,7 +176,7 @@ def _too_large(max_bytes: int) -> TraceRefusal:
 
 
 def _status(message: str) -> bytes:
-    """google.rpc.Status with that message: field 2, a string. The specification asks for one."""
+    """Return a google.rpc.Status with that message (field 2, a string), as the specification requires."""
     text = message.encode()
     assert len(text) < 128, "one byte tells its length"
     return b"\x12" + bytes([len(text)]) + text

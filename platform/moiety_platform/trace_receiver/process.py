@@ -1,4 +1,4 @@
-"""The trace store's process: opens what it needs, takes spans until a signal, stores what it has, and closes."""
+"""The trace store's process: opens its resources, receives spans until a signal, stores the rest, and closes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ log = structlog.get_logger(__name__)
 
 
 def run_trace_store(source: SettingsSource[TraceSettings]) -> None:
-    """Serve until SIGINT or SIGTERM; SIGHUP has the configuration file read again, where there is one. Raises
-    CannotListen."""
+    """Serve until SIGINT or SIGTERM. Raises CannotListen.
+
+    SIGHUP reloads the configuration file, if there is one.
+    """
     settings = source.first
     configure_logging(settings.log_level, settings.log_format)
     listener = bind(settings.traces_host, settings.traces_port)
@@ -71,7 +73,7 @@ async def _serve(source: SettingsSource[TraceSettings], listener: socket.socket)
 
 
 class TraceServer(uvicorn.Server):
-    """uvicorn with the bounds of our other server, and without its signal handlers."""
+    """uvicorn with the limits of the gateway's server, and without its signal handlers."""
 
     def __init__(self, app: TraceApp) -> None:
         super().__init__(
@@ -93,8 +95,10 @@ class TraceServer(uvicorn.Server):
 async def build_app(
     settings: TraceSettings, now: Now = now_ms, *, live: LiveSettings[TraceSettings] | None = None
 ) -> AsyncIterator[TraceApp]:
-    """Open the store and keep it up; close it when all that was taken is stored. `now` is the database's clock. With
-    `live` settings it goes by those."""
+    """Open the store with its background services; on exit, close it once all received spans are stored.
+
+    `now` is the database's clock. The application follows the `live` settings, if given.
+    """
     database = Database.open(settings.store_url)
     registry = new_registry()
     writer = TraceWriter(database, settings.traces_queue_spans)
@@ -132,7 +136,7 @@ def tokens_of(settings: TraceSettings) -> TraceTokens:
 
 
 def chores_of(settings: TraceSettings, now: Now = now_ms) -> list[RetentionJob]:
-    """What is past its time, spans before what they are found by."""
+    """Return the retention jobs, spans before the traces that find them."""
     keep_ms = round(settings.keep_traces_days * DAY_MS)
     return [
         RetentionJob("spans", purge_of(SpanRecord, keep_ms, now)),
@@ -141,7 +145,7 @@ def chores_of(settings: TraceSettings, now: Now = now_ms) -> list[RetentionJob]:
 
 
 class _Stored(Collector):
-    """What became of the spans that were taken."""
+    """Counts of the received spans by outcome."""
 
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer

@@ -18,7 +18,7 @@ OF_GATEWAYS_TOO = ("data_dir", "database_url", "traces_database_url", "traces_to
 
 
 class TraceSettings(BaseSettings):
-    """Everything that may be set for one trace store."""
+    """All settings of one trace store."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)
 
@@ -53,9 +53,11 @@ class TraceSettings(BaseSettings):
 
     @classmethod
     def load(cls, config: Path | None = None, **flags: Any) -> TraceSettings:
-        """Settings by precedence: flags that are not None, environment, the file's `traces` table, where the database
-        is also its `gateway` table, defaults.
-        Raises ConfigFileError or pydantic's ValidationError."""
+        """Return the settings. Raises ConfigFileError or pydantic's ValidationError.
+
+        Precedence: flags that are not None, environment, the file's `traces` table, for the database also its `gateway`
+        table, defaults.
+        """
         document = {}
         if config:
             gateways = read_config_section(config, GATEWAY_SECTION)

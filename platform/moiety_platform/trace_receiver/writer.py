@@ -1,6 +1,6 @@
-"""Spans on their way into the database: a bounded queue, and batches out of it.
+"""Batched writer of spans to the database, with a bounded queue.
 
-Fails open towards the gateways: what the queue has no room for is turned away, and its sender may try again or drop it.
+Fails open towards the gateways: spans that exceed the queue are refused, and their sender can retry or drop them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from moiety_platform.trace_store.store import insert_rows
 
 BATCH_SPANS = 1000
 INTERVAL_S = 0.5
-PAUSE_S = 1.0  # while the database is away
+PAUSE_S = 1.0  # while the database is down
 LAST_S = 5.0
 
 log = structlog.get_logger(__name__)
 
 
 class TraceWriter:
-    """Owned by the entry point; one event loop. Of what is queued nothing survives a kill."""
+    """Queue and writer of spans. Owned by the entry point; for one event loop. A kill loses the queued spans."""
 
     def __init__(self, database: Database, max_spans: int) -> None:
         self.max_spans = max_spans
         self.num_stored = 0
-        self.num_dropped = 0  # which the database refused
+        self.num_dropped = 0  # refused by the database
         self._database = database
         self._queue: deque[Rows] = deque()
         self._num_queued = 0
@@ -40,7 +40,7 @@ class TraceWriter:
         self._rounds.start()
 
     async def stop(self) -> None:
-        """Store what is left, unless that takes too long."""
+        """Store the rest, within `LAST_S`."""
         await self._rounds.stop()
         try:
             async with asyncio.timeout(LAST_S):
@@ -49,7 +49,7 @@ class TraceWriter:
             log.warning("spans_lost", spans=self._num_queued, reason=str(error) or "the database does not answer")
 
     def put(self, rows: Rows) -> bool:
-        """Whether there was room for them."""
+        """Queue the rows; return False if the queue is full."""
         if self._num_queued + len(rows.spans) > self.max_spans:
             return False
         self._queue.append(rows)
@@ -59,7 +59,7 @@ class TraceWriter:
         return True
 
     async def _write_all(self) -> None:
-        """Raises Unavailable; what was not stored then is still queued."""
+        """Write all queued rows. Raises Unavailable; rows that were not stored stay in the queue."""
         while self._queue:
             batch, num_requests = Rows(), 0
             for rows in self._queue:
@@ -75,13 +75,13 @@ class TraceWriter:
             self.num_stored += len(batch.spans) if stored else 0
 
     async def _write(self, batch: Rows) -> bool:
-        """False where the database does not want it, ever."""
+        """Write a batch; return False where the database refuses it for good."""
         try:
             async with self._database.write() as session:
                 await insert_rows(session, batch)
         except Unavailable:
             raise
-        except Exception:  # the root of a batch: told, and not tried again
+        except Exception:  # top level of a batch: logged, and not retried
             log.exception("spans_refused", spans=len(batch.spans))
             self.num_dropped += len(batch.spans)
             return False

@@ -1,1 +1,1 @@
-"""Kept traces in the database: what they are found by, and their spans."""
+"""Kept traces in the database: search index and spans."""

@@ -1,4 +1,4 @@
-"""/admin/v1/traces. Maps HTTP to the queries; who may call is the router's affair."""
+"""`/admin/v1/traces`: maps HTTP to the queries. The admin router decides on access."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moiety_platform.trace_store.queries import (
 )
 from moiety_platform.trace_store.schemas import TraceDetail, TracePage
 
-# of the machines, and of the request that a preemption was for: perhaps another tenant's
+# attributes of the machines, and of the request that caused a preemption, which can be another tenant's
 OPERATORS_ONLY = frozenset(
     {
         "moiety.engine", "moiety.engine.from", "moiety.engine.to", "moiety.beneficiary", "moiety.upstream.status",
@@ -41,7 +41,7 @@ Milliseconds = Annotated[str | None, QueryParameter(description="Duration in mil
 
 
 class TraceController(Controller):
-    """Traces."""
+    """Routes of traces."""
 
     path = "/traces"
     tags = ("traces",)
@@ -64,9 +64,11 @@ class TraceController(Controller):
         min_ms: Milliseconds = None,
         max_ms: Milliseconds = None,
     ) -> TracePage:
-        """Requests whose trace was kept, newest first; of the last 24 hours unless `since` or `until` is given.
-        `reason` is the scheduler's, an error's code, or why the trace was kept; durations are at least `min_ms` and
-        below `max_ms`."""
+        """List requests whose trace was kept, newest first; of the last 24 hours without `since` and `until`.
+
+        `reason` is the scheduler's reason, an error's code, or the reason why the trace was kept; durations are at
+        least `min_ms` and below `max_ms`.
+        """
         page = parse_page(limit, cursor)
         begin, end = parse_moment(since, "since"), parse_moment(until, "until")
         before = check_moment(end, "until") if end is not None else clock.now() + timedelta(seconds=1)
@@ -88,7 +90,7 @@ class TraceController(Controller):
     async def get_trace(
         self, traces: NamedDependency[Database], caller: NamedDependency[Caller], trace_id: FromPath[str]
     ) -> TraceDetail:
-        """All spans of a trace, by their start; and for operators the steps of engines that it ran in."""
+        """Return all spans of a trace, by their start; for operators also the engine steps that it ran in."""
         hidden = OPERATORS_ONLY if caller.tenant_id is not None else ()
         async with reading(traces) as session:
             return await read_trace(session, trace_id, hidden)

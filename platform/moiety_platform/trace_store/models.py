@@ -1,8 +1,8 @@
-"""The tables of traces. No external keys: spans come in any order and from several processes.
+"""Tables of traces. No foreign keys: spans arrive in any order and from several processes.
 
-`traces` has a row for each request whose trace was kept, with what it is searched by; `spans` all spans, of whoever
-sends some. They may be in another database than the rest, so nothing is joined with them; a request's usage row has the
-same `request_id`.
+`traces` has a row for each request whose trace was kept, with its search fields; `spans` has all spans, of all senders.
+They may be in another database than the other tables, so nothing joins them; a request's usage row has the same
+`request_id`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from moiety_platform.db.base import Base, UtcDateTime
 
 
 class TraceRecord(Base):
-    """One request whose trace was kept. Several of one client's trace have the same `trace_id`."""
+    """One request whose trace was kept. Requests within one client's trace share the `trace_id`."""
 
     __tablename__ = "traces"
-    __table_args__ = (  # what is filtered by stands in the index, so that a search reads only the rows that it shows
+    __table_args__ = (  # the filter columns are in the index, so that a search reads only the rows that it returns
         Index("ix_traces_started_at", "started_at", "span_id", "service_class", "outcome", "duration_ms"),
         Index("ix_traces_tenant_id", "tenant_id", "started_at", "span_id", "service_class", "outcome", "duration_ms"),
         Index(None, "request_id"),
@@ -28,7 +28,7 @@ class TraceRecord(Base):
     )
 
     trace_id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    span_id: Mapped[str] = mapped_column(String(16), primary_key=True)  # of the request's own span
+    span_id: Mapped[str] = mapped_column(String(16), primary_key=True)  # of the request's root span
     request_id: Mapped[str] = mapped_column(Text)
     tenant_id: Mapped[str] = mapped_column(Text)
     service_class: Mapped[str] = mapped_column(Text)
@@ -37,14 +37,14 @@ class TraceRecord(Base):
     started_at: Mapped[datetime] = mapped_column(UtcDateTime)
     duration_ms: Mapped[float] = mapped_column(Double)
     outcome: Mapped[str] = mapped_column(Text)
-    reason: Mapped[str | None] = mapped_column(Text)  # the scheduler's
+    reason: Mapped[str | None] = mapped_column(Text)  # the scheduler's reason
     error_code: Mapped[str | None] = mapped_column(Text)
     kept_for: Mapped[str] = mapped_column(Text)
-    stored_ms: Mapped[int] = mapped_column(BigInteger)  # by the clock of whoever stored it, Unix milliseconds
+    stored_ms: Mapped[int] = mapped_column(BigInteger)  # Unix milliseconds by the clock of the process that stored it
 
 
 class SpanRecord(Base):
-    """One span, as it came; what it says stands in `attributes`, by OpenTelemetry's names."""
+    """One span as received; `attributes` use OpenTelemetry's names."""
 
     __tablename__ = "spans"
     __table_args__ = (Index(None, "tenant_id"), Index(None, "stored_ms"))
@@ -54,8 +54,8 @@ class SpanRecord(Base):
     parent_id: Mapped[str | None] = mapped_column(String(16))
     name: Mapped[str] = mapped_column(Text)
     kind: Mapped[int] = mapped_column(SmallInteger)
-    service: Mapped[str] = mapped_column(Text)  # the process that it is of
-    tenant_id: Mapped[str] = mapped_column(Text)  # "" where nobody who may say so has said
+    service: Mapped[str] = mapped_column(Text)  # name of the sending process
+    tenant_id: Mapped[str] = mapped_column(Text)  # "" where no gateway has set it
     start_ns: Mapped[int] = mapped_column(BigInteger)
     end_ns: Mapped[int] = mapped_column(BigInteger)
     status: Mapped[int] = mapped_column(SmallInteger)  # 0 unset, 1 ok, 2 error

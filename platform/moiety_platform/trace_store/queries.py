@@ -1,4 +1,4 @@
-"""Finds traces. All is the database's work; a caller of one tenant has a store of that tenant's rows."""
+"""Queries of traces. The database does all the work; a caller of one tenant gets a store restricted to its rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moiety_platform.trace_store.schemas import LinkedSpan, SpanView, TraceDetai
 MAX_SPANS = 2000
 MAX_LINKED = 500
 DEFAULT_SPAN = timedelta(hours=24)
-EARLIEST = datetime(1, 1, 2, tzinfo=UTC)  # before which that cannot be
+EARLIEST = datetime(1, 1, 2, tzinfo=UTC)  # earliest moment for which that is possible
 NO_STORE = "no_trace_store"
 
 _TRACE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -32,8 +32,10 @@ _TRACE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TraceFilter:
-    """Which traces are wanted: of requests that began in [since, until), with these properties where given. `reason` is
-    the scheduler's, an error's code, or why the trace was kept."""
+    """Filter of traces: requests that began in [since, until), with these properties where given.
+
+    `reason` is the scheduler's reason, an error's code, or the reason why the trace was kept.
+    """
 
     since: datetime
     until: datetime
@@ -43,7 +45,7 @@ class TraceFilter:
     max_ms: float | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
-        """As SQL."""
+        """Return the filter as SQL conditions."""
         table = TraceRecord
         found = [table.started_at >= self.since, table.started_at < self.until]
         found += [getattr(table, name) == value for name, value in self.equal.items()]
@@ -57,7 +59,7 @@ class TraceFilter:
 
 
 def parse_ms(text: str | None, param: str) -> float | None:
-    """Milliseconds. Raises BadRequest."""
+    """Return the milliseconds. Raises BadRequest."""
     if text is None:
         return None
     try:
@@ -71,7 +73,7 @@ def parse_ms(text: str | None, param: str) -> float | None:
 
 @asynccontextmanager
 async def reading(traces: Database) -> AsyncIterator[AsyncSession]:
-    """A transaction that reads. Raises Unavailable, with a code of its own where nobody has made a trace store."""
+    """Open a read transaction. Raises Unavailable, with a code of its own where there is no trace store."""
     try:
         async with traces.read() as session:
             yield session
@@ -87,7 +89,7 @@ async def reading(traces: Database) -> AsyncIterator[AsyncSession]:
 
 
 async def find_traces(session: AsyncSession, wanted: TraceFilter, page: PageRequest) -> TracePage:
-    """Newest first."""
+    """Return a page of traces, newest first."""
     statement: Select[Any] = select(TraceRecord).where(*wanted.conditions())
     statement = after_position(statement, page, TraceRecord.started_at, TraceRecord.span_id, newest_first=True)
     found: Sequence[TraceRecord] = (await session.scalars(statement)).all()
@@ -96,9 +98,11 @@ async def find_traces(session: AsyncSession, wanted: TraceFilter, page: PageRequ
 
 
 async def read_trace(session: AsyncSession, trace_id: str, hidden: Collection[str]) -> TraceDetail:
-    """All of its spans, and those of other traces that they link to as far as they are kept; without the attributes of
-    these names. Raises NotFound."""
-    known = trace_id if _TRACE_ID.fullmatch(trace_id) else ""  # what could not be an id is looked up as none
+    """Return all spans of a trace, and the kept spans of other traces that they link to. Raises NotFound.
+
+    Attributes named in `hidden` are left out.
+    """
+    known = trace_id if _TRACE_ID.fullmatch(trace_id) else ""  # an impossible id is looked up as an empty one
     statement = select(SpanRecord).where(SpanRecord.trace_id == known)
     statement = statement.order_by(SpanRecord.start_ns, SpanRecord.end_ns.desc(), SpanRecord.span_id).limit(
         MAX_SPANS + 1
@@ -118,7 +122,7 @@ async def read_trace(session: AsyncSession, trace_id: str, hidden: Collection[st
 
 
 async def _read_spans(session: AsyncSession, ids: Sequence[tuple[str, str]]) -> Sequence[SpanRecord]:
-    """Those of them that are kept, by their start."""
+    """Return the spans with these ids that are kept, by their start."""
     if not ids:
         return ()
     statement = select(SpanRecord).where(among(session, (SpanRecord.trace_id, SpanRecord.span_id), ids))

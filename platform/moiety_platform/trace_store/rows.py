@@ -1,7 +1,7 @@
-"""From OpenTelemetry's spans to rows of the tables. Pure.
+"""Conversion of OpenTelemetry spans to table rows. Pure.
 
-Whoever sends may be one of ours, whose word on a tenant is believed, or a pending, of whom nothing that is
-`moiety.*` is kept. What is too long is cut, so that no sender fills the store with one span.
+The sender is a gateway, which may set the tenant, or another permitted sender, whose `moiety.*` attributes are dropped.
+Long values are cut, so that no sender fills the store with one span.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MAX_TIME_NS = 4_102_444_800 * 10**9  # the year 2100
 
 @dataclass(slots=True)
 class Rows:
-    """Values of the columns of `spans` and `traces`, in their order, and what is wrong with the others."""
+    """Column values of `spans` and `traces`, in column order, and the complaint about rejected spans."""
 
     spans: list[tuple[Any, ...]] = field(default_factory=list)
     traces: list[tuple[Any, ...]] = field(default_factory=list)
     num_rejected: int = 0
-    complaint: str = ""  # about the last of them
+    complaint: str = ""  # about the last rejected span
 
     def reject(self, complaint: str) -> None:
         self.num_rejected += 1
@@ -40,7 +40,7 @@ class Rows:
 
 
 def rows_of(resource_spans: Iterable[ResourceSpans], stored_ms: int, *, is_ours: bool) -> Rows:
-    """The rows of all that was sent. A span that makes no sense is rejected, and no other for it."""
+    """Return the rows of all received spans. An invalid span is rejected without the others."""
     rows = Rows()
     for of_resource in resource_spans:
         service = str(_attributes(of_resource.resource.attributes, is_ours=True).get("service.name", ""))
@@ -84,7 +84,7 @@ def _add(rows: Rows, span: Span, service: str, stored_ms: int, is_ours: bool) ->
 
 
 def _trace(trace_id: str, span_id: str, span: Span, attributes: dict[str, Any], stored_ms: int) -> tuple[Any, ...]:
-    """What the request's own span is found by."""
+    """Return the search row of a request's root span."""
 
     def text(name: str) -> str:
         return str(attributes.get(name, ""))
@@ -132,7 +132,7 @@ def _attributes(pairs: Iterable[KeyValue], is_ours: bool) -> dict[str, Any]:
 
 
 def _value(value: AnyValue) -> Any:
-    """As JSON has it; what JSON has not is told as text."""
+    """Return the value in JSON; types that JSON lacks become text."""
     kind = value.WhichOneof("value")
     if kind == "string_value":
         return _clean(value.string_value, MAX_TEXT_LENGTH)
@@ -147,15 +147,15 @@ def _value(value: AnyValue) -> Any:
 
 
 def _plain(value: AnyValue) -> Any:
-    """Of a list, which holds no lists."""
+    """Return an element of a list, which contains no lists."""
     return "(array_value)" if value.WhichOneof("value") == "array_value" else _value(value)
 
 
 def _known(number: int, numbers: Any) -> int:
-    """Of an enumeration, whose numbers protobuf does not check; 0 for what is none of them."""
+    """Return the number if the enumeration has it, else 0; protobuf does not check it."""
     return number if number in numbers.values() else 0
 
 
 def _clean(text: str, max_length: int) -> str:
-    """Cut, and without what PostgreSQL does not take."""
+    """Return the text, cut and without characters that PostgreSQL refuses."""
     return text[:max_length].replace("\0", "\N{REPLACEMENT CHARACTER}")

@@ -1,4 +1,4 @@
-"""What the admin API says of traces."""
+"""Response bodies of the admin API for traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ STATUSES = ("unset", "ok", "error")
 
 
 class TraceView(msgspec.Struct, frozen=True):
-    """A request whose trace was kept. `kept_for` says why: failed, sla_missed, preempted, failed_over, first, rate."""
+    """A request whose trace was kept.
+
+    `kept_for` is the reason: failed, sla_missed, preempted, failed_over, first, rate.
+    """
 
     trace_id: str
     span_id: str
@@ -37,14 +40,14 @@ class TraceView(msgspec.Struct, frozen=True):
 
 
 class TracePage(msgspec.Struct, frozen=True):
-    """Some traces, newest first."""
+    """A page of traces, newest first."""
 
     data: list[TraceView]
     next_cursor: str | None
 
 
 class EventView(msgspec.Struct, frozen=True):
-    """Something that happened in a span."""
+    """An event within a span."""
 
     name: str
     unix_ns: int
@@ -52,14 +55,14 @@ class EventView(msgspec.Struct, frozen=True):
 
 
 class LinkView(msgspec.Struct, frozen=True):
-    """A span that another one follows from."""
+    """A link to another span."""
 
     trace_id: str
     span_id: str
 
 
 class SpanView(msgspec.Struct, frozen=True):
-    """One span. Times are Unix nanoseconds; `service` is the process that it is of."""
+    """One span. Times are Unix nanoseconds; `service` is the name of its process."""
 
     span_id: str
     parent_id: str | None
@@ -76,7 +79,7 @@ class SpanView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, record: SpanRecord, hidden: Collection[str]) -> SpanView:
-        """Without the attributes of these names."""
+        """Build the view without the attributes named in `hidden`."""
 
         def shown(attributes: dict[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in attributes.items() if name not in hidden}
@@ -98,15 +101,17 @@ class SpanView(msgspec.Struct, frozen=True):
 
 
 class LinkedSpan(msgspec.Struct, frozen=True):
-    """A span of another trace that one of this trace links to: a step of an engine, in whose batch it ran."""
+    """A span of another trace that this trace links to: an engine step whose batch contained the request."""
 
     trace_id: str
     span: SpanView
 
 
 class TraceDetail(msgspec.Struct, frozen=True):
-    """A trace's spans by their start, and those of other traces that they link to; `truncated` says that there are more
-    than are listed."""
+    """A trace's spans by their start, and the spans of other traces that they link to.
+
+    `truncated` says that there are more than are listed.
+    """
 
     trace_id: str
     spans: list[SpanView]

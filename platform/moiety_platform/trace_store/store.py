@@ -1,4 +1,4 @@
-"""Writes traces and deletes old ones, within the caller's transaction."""
+"""Writes traces and deletes old ones within the caller's transaction."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ ROWS_AT_ONCE = 1000
 
 Now = Callable[[], ColumnElement[int]]
 
-# what was sent twice, since its sender did not hear the answer, is there once
+# a span that was sent twice, because its sender did not get the response, is stored once
 _insert_spans = BulkInsert(SpanRecord, lambda insert: insert.on_conflict_do_nothing())
 _insert_traces = BulkInsert(TraceRecord, lambda insert: insert.on_conflict_do_nothing())
 
 
 async def insert_rows(session: AsyncSession, rows: Rows) -> None:
-    """Those that are not there."""
+    """Insert the rows that do not exist yet."""
     await _insert_spans(session, rows.spans)
     await _insert_traces(session, rows.traces)
 
 
 def purge_of(table: type[SpanRecord | TraceRecord], keep_ms: int, now: Now) -> Callable[[AsyncSession], Awaitable[int]]:
-    """What deletes some of the table's rows that were stored longer ago than that, the oldest first; how many."""
+    """Return a job that deletes some of the table's rows older than `keep_ms`, the oldest first.
+
+    The job returns the number of deleted rows.
+    """
 
     async def purge(session: AsyncSession) -> int:
         before = int(await session.scalar(select(now())) or 0) - keep_ms

@@ -1,1 +1,4 @@
-"""Traces: one a request, its phases as cheap numbers, and spans of those that are kept. Never a prompt or key."""
+"""Traces: one per request, its phases as cheap numbers, and spans of the kept ones.
+
+They never contain a prompt or key.
+"""

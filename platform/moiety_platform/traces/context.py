@@ -1,4 +1,4 @@
-"""The trace context of the W3C, as clients send it and engines get it."""
+"""W3C trace context, from clients and to engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_LENGTH = 512
 
 
 class Parent(NamedTuple):
-    """A client's span, in hexadecimal, and how the client has put it."""
+    """A client's span, in hexadecimal, and the client's traceparent."""
 
     trace_id: str
     span_id: str
@@ -20,7 +20,7 @@ class Parent(NamedTuple):
 
 
 def parse_traceparent(text: str | None) -> Parent | None:
-    """None for no context, and for one that breaks the rules: such a request begins a trace of its own."""
+    """Return the parent; None for a missing or invalid context, with which a request starts a new trace."""
     if not text or len(text) > MAX_LENGTH or (found := _TRACEPARENT.fullmatch(text)) is None:
         return None
     trace_id, span_id = found[1] or found[3], found[2] or found[4]
@@ -30,5 +30,5 @@ def parse_traceparent(text: str | None) -> Parent | None:
 
 
 def format_traceparent(trace_id: str, span_id: str) -> str:
-    """Sampled: whether it is kept is decided at the end, and until then everybody is to record."""
+    """Return a traceparent with the sampled flag: the decision is made at the end, so everybody records."""
     return f"00-{trace_id}-{span_id}-01"

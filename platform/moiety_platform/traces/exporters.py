@@ -1,5 +1,7 @@
-"""Where spans go, by OTLP: to a store of ours in the quickest way, and to any other place by the SDK's exporters, with
-all that these can be told by environment variables (headers, certificates, compression)."""
+"""Exporters of spans by OTLP: a fast one to our trace store, and the SDK's exporters to other collectors.
+
+The SDK's exporters follow OpenTelemetry's environment variables (headers, certificates, compression).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ RETRIES = Retry(
     3, read=0, backoff_factor=0.5, status_forcelist=(429, 502, 503, 504), allowed_methods=("POST",),
     raise_on_status=False,
 )  # fmt: skip
-QUICKLY = 1  # of gzip's levels: a fifth of the time of its usual one, for spans that are six per cent longer
+QUICKLY = 1  # gzip level 1: a fifth of the default level's time, for 6 % larger output
 
 log = structlog.get_logger(__name__)
 
@@ -37,29 +39,31 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class Exporter(Protocol):
-    """Is called by one thread."""
+    """Exporter that one thread calls."""
 
     def export(self, resource: Mapping[str, str], spans: Sequence[Span]) -> bool:
-        """Send them; whether they were taken. Blocks for some tens of seconds at most."""
+        """Send the spans; return whether they were accepted. Blocks for some tens of seconds at most."""
         ...
 
     def shutdown(self) -> None: ...
 
 
 def store_exporter(endpoint: str, token: str | None) -> Exporter:
-    """To the store at `endpoint`/v1/traces, which is spoken to without a proxy where it has a token."""
+    """Return an exporter to the store at `endpoint`/v1/traces. With a token it uses no proxy."""
     return _ToStore(f"{endpoint.rstrip('/')}/v1/traces", token)
 
 
 def otlp_exporter(endpoint: str) -> Exporter:
-    """To `endpoint`/v1/traces of whatever takes OTLP."""
+    """Return an exporter to `endpoint`/v1/traces of any OTLP collector."""
     url = f"{endpoint.rstrip('/')}/v1/traces"
     return _BySdk(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S, compression=Compression.Gzip))
 
 
 def grpc_exporter(endpoint: str) -> Exporter:
-    """To an address such as http://collector:4317, encrypted where it is https. Raises ModuleNotFoundError without the
-    package that is only for this."""
+    """Return an exporter to an address such as http://collector:4317, encrypted where it is https.
+
+    Raises ModuleNotFoundError without the optional gRPC package.
+    """
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415  # optional
         OTLPSpanExporter as GrpcSpanExporter,
     )

@@ -1,4 +1,4 @@
-"""A running request's trace: when it went from one phase to the next. Only numbers, since most are thrown away."""
+"""Trace of a running request: the start times of its phases. Only numbers, since most traces are dropped."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from moiety_platform.traces.context import Parent, format_traceparent
 
 
 class Phase(StrEnum):
-    """What the gateway is at. One begins where another ends, so together they are all of a request's time."""
+    """Phases of a request in the gateway.
 
-    RECEIVE = "receive"  # the body comes and is read
-    PREPARE = "prepare"  # class, gate, template and tokens
+    Each begins where the previous one ends, so their sum is the request's time.
+    """
+
+    RECEIVE = "receive"  # the body is received and parsed
+    PREPARE = "prepare"  # class, admission gate, chat template and tokenization
     HOLD = "quota.hold"
-    ADMISSION = "admission"  # given to engines, until all of it is admitted
-    ANSWER = "answer"  # what comes is relayed, to the last byte
+    ADMISSION = "admission"  # submitted to engines, until all sequences are admitted
+    ANSWER = "answer"  # output is relayed, to the last byte
     SETTLE = "quota.settle"
 
 
 class RequestTrace:
-    """Owned by its request's record. Without `is_recorded` nobody will ask for it, and nothing is noted."""
+    """Trace owned by its request's record. Without `is_recorded` nothing is recorded."""
 
     __slots__ = ("_unix_ns", "is_recorded", "marks", "parent", "span_id", "trace_id")
 
@@ -34,14 +37,13 @@ class RequestTrace:
         self._unix_ns = unix_ns
 
     def enter(self, phase: Phase) -> None:
-        """The phase before ends now, and this one begins."""
+        """End the current phase and begin this one."""
         if self.is_recorded:
             self.marks.append((phase, self._unix_ns()))
 
     @property
     def traceparent(self) -> str:
-        """The context for engines, in W3C form: the client's own where nothing is recorded here, and then perhaps
-        empty."""
+        """The W3C context for engines; where nothing is recorded here, the client's own, which can be empty."""
         if self.is_recorded:
             return format_traceparent(self.trace_id, self.span_id)
         return "" if self.parent is None else self.parent.traceparent

@@ -1,4 +1,4 @@
-"""Which traces are kept, decided when the request has ended."""
+"""Tail sampling: the decision which traces are kept, made at the end of the request."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _RANGE = 2**64
 
 
 class SamplingDecision(StrEnum):
-    """Why a trace is kept; the last two, why it is not."""
+    """Reasons for keeping a trace; the last two are reasons for dropping it."""
 
     FAILED = "failed"
     SLA_MISSED = "sla_missed"
     PREEMPTED = "preempted"
     FAILED_OVER = "failed_over"
-    FIRST = "first"  # of its second
+    FIRST = "first"  # first of its second
     RATE = "rate"
     UNSAMPLED = "unsampled"
-    OVER_BUDGET = "over_budget"  # it was to be kept, and so were too many others within its second
+    OVER_BUDGET = "over_budget"  # it was to be kept, but too many others of its second were
 
     @property
     def is_kept(self) -> bool:
@@ -33,8 +33,11 @@ class SamplingDecision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingTerms:
-    """`rate` of the traces that nothing speaks for, of a class another where `rates` has it; before that the first ones
-    of every second. At most `max_per_s` of all."""
+    """Rates of sampling.
+
+    `rate` is the share of traces without a special reason, with other values by class in `rates`; in addition the first
+    ones of every second are kept. At most `max_per_s` in total.
+    """
 
     rate: float = 0.02
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -43,7 +46,7 @@ class SamplingTerms:
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """What of an ended request speaks for its trace. `salt` is known to gateways alone."""
+    """Properties of an ended request that decide on its trace. Only gateways know `salt`."""
 
     trace_id: str
     salt: bytes
@@ -55,17 +58,17 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Sampler:
-    """Decides for one gateway, and counts its verdicts. One thread."""
+    """Sampler of one gateway, which counts its decisions. For one thread."""
 
     def __init__(self, terms: SamplingTerms) -> None:
         self.counts: Counter[SamplingDecision] = Counter()
-        self.terms = terms  # may be set to others, for the requests that end from then on
+        self.terms = terms  # can be changed, for requests that end from then on
         self._second = -1
-        self._num_kept = 0  # within it
+        self._num_kept = 0  # within this second
         self._num_first = 0
 
     def decide(self, ending: Ending, now_s: float) -> SamplingDecision:
-        """By the monotonic clock."""
+        """Return the decision. `now_s` is of the monotonic clock."""
         if (second := math.floor(now_s)) != self._second:
             self._second, self._num_kept, self._num_first = second, 0, 0
         verdict = self._judge(ending)
@@ -99,6 +102,9 @@ def _speaks_for(ending: Ending) -> SamplingDecision | None:
 
 
 def _lot(ending: Ending) -> int:
-    """The same for all requests of one trace at every gateway, so that they are kept or dropped together; and, for the
-    salt in it, nothing that whoever chooses a trace's id could aim at."""
+    """Return a pseudo-random number of the trace.
+
+    It is the same for all requests of one trace at every gateway, so that they are kept or dropped together; because of
+    the salt, a client cannot choose a trace id that is always kept.
+    """
     return int.from_bytes(blake2b(ending.trace_id.encode(), key=ending.salt[:64], digest_size=8).digest())

@@ -1,7 +1,7 @@
-"""Sends spans to one place, from a thread of its own.
+"""Background sender of spans to one destination, in a thread of its own.
 
-Fails open: whoever hands spans over never waits. What does not fit into the queue, and what the other side does not
-take in time, is dropped and counted.
+Fails open: callers never wait. Spans that exceed the queue, or that the destination does not accept in time, are
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 class SpanSender:
-    """Owned by the entry point, which closes it. `name` stands in metrics for where it sends to."""
+    """Sender to one destination, which `name` identifies in metrics. Owned and closed by the entry point."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class SpanSender:
         self._thread.start()
 
     def put(self, spans: Sequence[Span]) -> None:
-        """Send a trace some time soon. Never waits."""
+        """Queue the spans of a trace. Never waits."""
         if len(self._queue) + len(spans) > self._capacity:
             self.dropped[QUEUE_FULL] += len(spans)
             return
@@ -60,7 +60,7 @@ class SpanSender:
             self._woken.set()
 
     def close(self, timeout_s: float = LAST_EXPORT_S) -> None:
-        """Send what is left, unless it takes longer. Idempotent."""
+        """Send the rest, within the timeout. Idempotent."""
         self._is_closing = True
         self._woken.set()
         self._thread.join(timeout_s)
@@ -76,7 +76,7 @@ class SpanSender:
     def _send(self, spans: list[Span]) -> None:
         try:
             is_taken = self._exporter.export(self._resource, spans)
-        except Exception:  # the root of a thread that lives as long as the process
+        except Exception:  # top level of a thread that lives as long as the process
             log.exception("spans_not_sent", destination=self.name)
             is_taken = False
         if is_taken:

@@ -1,4 +1,4 @@
-"""A span of a kept trace, as the gateway says it; OpenTelemetry's own objects are made where it is sent."""
+"""A span of a kept trace in the gateway's own form; the exporters convert it to OpenTelemetry's objects."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from opentelemetry.trace import SpanKind
 
-SCOPE = "moiety_platform"  # of instrumentation, as OpenTelemetry calls who made a span
+SCOPE = "moiety_platform"  # name of OpenTelemetry's instrumentation scope
 
 Attribute = str | bool | int | float | tuple[str, ...]
 
 
 class Link(NamedTuple):
-    """A span that another one belongs with, of the same trace or another."""
+    """A link to another span, of the same trace or another."""
 
     trace_id: str
     span_id: str
@@ -29,7 +29,7 @@ class SpanEvent:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Ids are hexadecimal. `error` is a code, None where it ended well."""
+    """One span. Ids are hexadecimal. `error` is a code, None for success."""
 
     trace_id: str
     span_id: str

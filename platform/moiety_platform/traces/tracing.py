@@ -1,7 +1,6 @@
-"""The traces of one gateway: begun with each request, judged at its end, and sent where they are wanted.
+"""Tracing of one gateway: starts a trace with each request, samples it at the end, and sends the kept ones.
 
-There is no global provider. Where nobody wants spans nothing is recorded, and a client's context still reaches the
-engine.
+There is no global provider. Without senders nothing is recorded, and a client's context still reaches the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MAX_SHARED = 8192
 
 
 class Sender(Protocol):
-    """Takes spans without waiting; `sender.SpanSender`, which is slow to import."""
+    """Non-blocking receiver of spans; implemented by `sender.SpanSender`, which is slow to import."""
 
     name: str
     num_sent: int
@@ -31,8 +30,10 @@ class Sender(Protocol):
 
 
 class Tracing:
-    """Passed by argument; its senders are its owner's to close. A span that several traces link to, as a step of an
-    engine, is sent with the first of them that is kept."""
+    """Tracing, passed as an argument; the owner closes its senders.
+
+    A span that several traces link to, such as an engine step, is sent with the first kept one.
+    """
 
     def __init__(self, terms: SamplingTerms | None = None, senders: Sequence[Sender] = ()) -> None:
         self.sampler = Sampler(terms or SamplingTerms())
@@ -40,16 +41,16 @@ class Tracing:
         self._shared: dict[str, None] = {}  # ids of the last shared spans that were sent
 
     def use(self, senders: Sequence[Sender]) -> tuple[Sender, ...]:
-        """Send what is kept there from now on; those that it was sent to before, which are the caller's to close."""
+        """Send kept traces to these senders from now on; return the previous ones, which the caller closes."""
         before, self.senders = self.senders, tuple(senders)
         return before
 
     def start(self, traceparent: str | None, start_ns: int, unix_ns: Callable[[], int]) -> RequestTrace:
-        """A request's trace, within the client's if that is told in a valid way."""
+        """Return a request's trace, within the client's if its context is valid."""
         return RequestTrace(parse_traceparent(traceparent), start_ns, unix_ns, is_recorded=bool(self.senders))
 
     def end(self, ending: Ending, now_s: float, make_spans: Callable[[SamplingDecision], Sequence[Span]]) -> None:
-        """Judge a trace, and send what `make_spans` makes of one that is kept."""
+        """Sample a trace, and send the result of `make_spans` if it is kept."""
         if not self.senders:
             return
         verdict = self.sampler.decide(ending, now_s)
@@ -60,7 +61,7 @@ class Tracing:
                 sender.put(spans)
 
     def _is_new(self, span_id: str) -> bool:
-        """Whether a shared span was not yet sent; it counts as sent from now on."""
+        """Return whether a shared span was not yet sent; it counts as sent from now on."""
         if span_id in self._shared:
             return False
         self._shared[span_id] = None
@@ -69,6 +70,6 @@ class Tracing:
         return True
 
     def close(self) -> None:
-        """Send what is left and stop. Blocks for a few seconds at most."""
+        """Send the rest and stop. Blocks for a few seconds at most."""
         for sender in self.senders:
             sender.close()

@@ -1,1 +1,1 @@
-"""What each request cost: exactly one usage row a request, whatever its end."""
+"""Usage records: exactly one usage row per request, however the request ends."""

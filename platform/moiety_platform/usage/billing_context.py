@@ -1,4 +1,4 @@
-"""What goes to an engine with a request, and comes back should the gateway die: all that is needed to charge it."""
+"""Billing context: sent to an engine with a request, and returned if the gateway dies, so that it can be charged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ FREE = Price(0, 0, 0)
 
 
 class BillingContext(msgspec.Struct, frozen=True, array_like=True):
-    """`row` is what is stored if nothing follows: failed, and the prompt charged. `prices` are those agreed on, by
-    class; `leases` the windows of stocks that the request has holds on, and the gateway process whose they are."""
+    """Billing data of one request.
+
+    `row` is stored if nothing follows: failed, with the prompt charged. `prices` are the agreed prices by class;
+    `leases` are the windows of stocks that the request has holds on, and `replica_id` is the gateway process that owns
+    them.
+    """
 
     row: UsageRow
     prices: dict[str, Price]
@@ -28,7 +32,7 @@ class BillingContext(msgspec.Struct, frozen=True, array_like=True):
         return self.prices.get(service_class, FREE).cost(prompt_tokens, cached_tokens, output_tokens)
 
     def charges(self, amounts: Mapping[Unit, int]) -> list[Charge]:
-        """Amounts as they are booked."""
+        """Return the charges to book for these amounts."""
         return [Charge(window, self.replica_id, amounts[unit]) for window, unit in self.leases if amounts.get(unit)]
 
 
@@ -40,15 +44,15 @@ def encode_bill(bill: BillingContext) -> bytes:
 
 
 def decode_bill(data: bytes) -> BillingContext:
-    """Raises msgspec.MsgspecError for what no release like this one wrote."""
+    """Decode a billing context. Raises msgspec.MsgspecError for data that is none of this release's form."""
     return _decoder.decode(data)
 
 
 def request_of(request_id: str) -> str:
-    """The request of an answer, from its id at the engine."""
+    """Return the request id that an engine's id of an answer contains."""
     return request_id.rpartition("-")[0]
 
 
 def sequence_of(request_id: str) -> int:
-    """The number of an answer within its request, from its id at the engine."""
+    """Return the sequence number of an answer within its request, from the engine's id."""
     return int(request_id.rpartition("-")[2])

@@ -1,4 +1,4 @@
-"""/admin/v1/usage. Maps HTTP to the queries; who may call is the router's affair."""
+"""Endpoints of /admin/v1/usage. Maps HTTP to the queries; the router authorizes the caller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOUR = timedelta(hours=1)
 
 
 class UsageController(Controller):
-    """Usage."""
+    """Usage of tenants, projects, keys and models."""
 
     path = "/usage"
     tags = ("usage",)
@@ -49,8 +49,10 @@ class UsageController(Controller):
         key_id: Filter = None,
         model: Filter = None,
     ) -> UsageReport:
-        """Sums by tenant, project, key, model, service_class and hour, in any combination; the last 24 hours unless
-        `since` or `until` is given."""
+        """Sum usage by tenant, project, key, model, service_class and hour, in any combination.
+
+        The last 24 hours unless `since` or `until` is given.
+        """
         grouping = parse_grouping(group_by)
         wanted = parse_filter(
             clock.now(), since, until, tenant_id=tenant_id, project_id=project_id, key_id=key_id, model=model
@@ -71,8 +73,10 @@ class UsageController(Controller):
         tenant_id: Filter = None,
         service_class: Filter = None,
     ) -> MinuteReport:
-        """What ended in the last hour, or since another time, by the minute. Minutes are kept for six hours, and the
-        answer's `since` is no earlier."""
+        """Sum the requests that ended in the last hour, or since `since`, by the minute.
+
+        Minutes are kept for six hours, and the response's `since` is no earlier.
+        """
         grouping = parse_groups(group_by)
         size = 1 if step is None else parse_whole(step, "step")
         if not 1 <= size <= MAX_STEP:
@@ -99,7 +103,7 @@ class UsageController(Controller):
         model: Filter = None,
         outcome: Filter = None,
     ) -> RequestPage:
-        """Single requests, newest first."""
+        """List single requests, newest first."""
         page = parse_page(limit, cursor)
         equal = {"tenant_id": tenant_id, "project_id": project_id, "key_id": key_id, "model": model, "outcome": outcome}
         wanted = parse_filter(clock.now(), since, until, **equal)
@@ -115,8 +119,10 @@ class UsageController(Controller):
         since: Since = None,
         until: Until = None,
     ) -> Reconciliation:
-        """Whether requests, ledger, sums and limits say the same of these hours; the last 24 unless said otherwise.
-        What this gateway has set aside counts whenever it began."""
+        """Compare requests, ledger, sums and limits of these hours; the last 24 by default.
+
+        Everything that this gateway has set aside counts, whatever its time.
+        """
         wanted = parse_filter(clock.now(), since, until)
         aside = NOTHING_SET_ASIDE if set_aside is None else await asyncio.to_thread(set_aside.report)
         async with database.read() as session:

@@ -1,9 +1,8 @@
-"""Sums of days that are long over, so that a month costs no more than its days. Within the caller's transaction.
+"""Sums of past days, so that a query over a month costs no more than its days. Within the caller's transaction.
 
-A day is summed up once, by retention, some hours after its end; so requests pay nothing for it. Whoever changes
-hours of a
-day that may be summed up already unmarks it in the same transaction, and it is summed up anew. Both lock the day's mark
-first, so neither misses what the other does.
+Retention sums up a day once, some hours after its end, so requests do no work for it. A transaction that changes hours
+of a day that may be summed up already also removes the day's mark, and the day is summed up again. Both lock the day's
+mark first, so neither misses the other's changes.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from moiety_platform.db.dialect import insert_into
 from moiety_platform.usage.models import UsageDay, UsageDayMark, UsageHour
 
 DAY = timedelta(days=1)
-LATE_AFTER = timedelta(hours=1)  # after a day's end: what changes its hours from then on unmarks it
-DONE_AFTER = timedelta(hours=4)  # and so much later it is summed up, by clocks that may differ meanwhile
+LATE_AFTER = timedelta(hours=1)  # after a day's end: later changes of its hours remove its mark
+DONE_AFTER = timedelta(hours=4)  # the day is summed up after this time; clocks may differ by less than the gap
 
 _KEYS = ("tenant_id", "project_id", "key_id", "model", "service_class")
 _SUMS = tuple(column.name for column in UsageDay.__table__.columns if not column.primary_key)
@@ -28,18 +27,18 @@ Span = tuple[datetime, datetime]
 
 
 def day_of(moment: datetime) -> datetime:
-    """When its day began, UTC."""
+    """Return the start of the day, in UTC."""
     return moment.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
 
 
 async def unmark_late(session: AsyncSession, moments: Iterable[datetime]) -> None:
-    """Requests of these moments are about to change the sums of their hours."""
+    """Unmark the days of these times, because the sums of their hours are about to change; recent days have no mark."""
     today = day_of(datetime.now(UTC) - LATE_AFTER)
     await unmark(session, {day_of(moment) for moment in moments if moment < today})
 
 
 async def unmark(session: AsyncSession, days: Iterable[datetime]) -> None:
-    """Hours of these days are about to change: their days' sums are gone, to be made anew."""
+    """Mark the days as not done and delete their sums, because their hours are about to change."""
     listed = sorted(days)
     if not listed:
         return
@@ -48,18 +47,17 @@ async def unmark(session: AsyncSession, days: Iterable[datetime]) -> None:
 
 
 async def sum_up_some(session: AsyncSession, now: datetime) -> int:
-    """Sum up the hours of one day that is long over, the first that has no sums; how many days are done by that, 0
-    where all of them were."""
+    """Sum up the hours of the first past day without sums; return how many days are done by that, 0 if all were."""
     before = day_of(now - DONE_AFTER)
     day = await _first_undone(session, before)
     if day is None:
         return 0
     hour = await session.scalar(select(func.min(UsageHour.hour)).where(UsageHour.hour >= day, UsageHour.hour < before))
-    last = before - DAY if hour is None else day_of(hour)  # there is nothing in the days before it
+    last = before - DAY if hour is None else day_of(hour)  # the days before it are empty
     days = _days(day, last + DAY)
     await _mark(session, days, is_done=True)
     come = await session.scalar(select(func.min(UsageHour.hour)).where(UsageHour.hour >= day, UsageHour.hour < last))
-    if come is not None:  # before the marks were ours
+    if come is not None:  # written before this transaction held the marks
         await _mark(session, _days(day_of(come), last), is_done=False)
     keys = [getattr(UsageHour, name) for name in _KEYS]
     sums = [func.sum(getattr(UsageHour, name)).label(name) for name in _SUMS]
@@ -71,7 +69,7 @@ async def sum_up_some(session: AsyncSession, now: datetime) -> int:
 
 
 async def longest_done(session: AsyncSession, start: datetime, end: datetime) -> Span | None:
-    """The longest time within [start, end) of which every day is summed up."""
+    """Return the longest span within [start, end) in which every day is summed up; None if there is none."""
     if end - start < DAY:
         return None
     marks = select(UsageDayMark.day).where(
@@ -87,7 +85,7 @@ async def longest_done(session: AsyncSession, start: datetime, end: datetime) ->
 
 
 async def _first_undone(session: AsyncSession, before: datetime) -> datetime | None:
-    """The first day from the first hour on that ended before that and has no sums."""
+    """Return the first day without sums that ended before `before`, counted from the first hour on."""
     first: datetime | None = await session.scalar(select(func.min(UsageHour.hour)))
     if first is None:
         return None
@@ -103,7 +101,7 @@ def _days(first: datetime, before: datetime) -> list[datetime]:
 
 
 async def _mark(session: AsyncSession, days: list[datetime], *, is_done: bool) -> None:
-    """Locks the marks, in order, to the end of the transaction."""
+    """Write the marks of the days; they stay locked, in order, until the end of the transaction."""
     marked = insert_into(session, UsageDayMark)
     changed = marked.on_conflict_do_update(index_elements=[UsageDayMark.day], set_={"is_done": marked.excluded.is_done})
     connection = await session.connection()

@@ -1,7 +1,7 @@
-"""The usage journal: rows that the database could not take yet, as lines of JSON in files of one folder.
+"""Usage journal: rows that the database could not take yet, as lines of JSON in the files of one folder.
 
-Each process appends to a segment of its own, locked while it lives; a segment whose process is gone, or that was
-closed for replay, may be claimed by any process that shares the folder. Knows nothing of the database.
+Each process appends to a segment of its own, locked while the process lives; a segment whose process has ended, or that
+was closed for replay, may be claimed by any process that shares the folder. Knows nothing of the database.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _decoder = msgspec.json.Decoder(UsageRow)
 
 
 def to_line(row: UsageRow) -> bytes:
-    """A row as one line, without the line's end."""
+    """Return a row as one line, without the line's end."""
     return msgspec.json.encode(row)
 
 
 class Segment:
-    """A file of rows that this process has claimed: read it, then remove it, or release it for a later try."""
+    """Segment that this process has claimed: read it, then remove it, or release it for a later attempt."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -39,7 +39,10 @@ class Segment:
         self._damaged: list[bytes] = []
 
     def read(self) -> list[UsageRow]:
-        """All its rows, of each request the last, but for lines that cannot be read, as a crash may leave the last."""
+        """Return the rows of the segment, the last of each request.
+
+        Unreadable lines are skipped; a crash may leave the last line unreadable.
+        """
         rows: dict[str, UsageRow] = {}
         self._damaged = []
         for line in self._path.read_bytes().splitlines():
@@ -52,7 +55,7 @@ class Segment:
         return list(rows.values())
 
     def remove(self) -> None:
-        """Its rows are stored: delete it. Lines that could not be read are kept in `damaged.txt`."""
+        """Delete the segment after its rows are stored. Unreadable lines are kept in `damaged.txt`."""
         if self._damaged:
             _log.error("usage_journal_damaged", segment=self._path.name, num_lines=len(self._damaged))
             SetAside(self._path.parent).add_lines(DAMAGED, self._damaged)
@@ -60,15 +63,14 @@ class Segment:
         self.release()
 
     def release(self) -> None:
-        """Let it be claimed again. Idempotent."""
+        """Release the segment, so that it can be claimed again. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class Journal:
-    """One process's view of the folder. Its methods may be called from any thread; appending and claiming exclude each
-    other."""
+    """One process's access to the folder. Its methods are thread-safe; appending and claiming exclude each other."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -79,22 +81,22 @@ class Journal:
 
     @property
     def waiting(self) -> bool:
-        """Whether there may be rows to replay."""
+        """True if rows to replay may exist."""
         return self._waiting
 
     def open(self) -> None:
-        """Look for what an earlier process left. Raises OSError if the folder cannot be made."""
+        """Look for segments of earlier processes. Raises OSError if the folder cannot be made."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._lock:
             self._waiting = any(self.directory.glob(f"*{_SUFFIX}"))
 
     def close(self) -> None:
-        """Close this process's segment; what is in it waits for the next start."""
+        """Close this process's segment; its rows are replayed at the next start."""
         with self._lock:
             self._close_own()
 
     def append(self, rows: Sequence[UsageRow], *, sync: bool) -> None:
-        """Add rows; with `sync` they are on the disk when this returns. Raises OSError."""
+        """Append rows; with `sync` they are on disk when this returns. Raises OSError."""
         if not rows:
             return
         with self._lock:
@@ -107,8 +109,10 @@ class Journal:
             self._waiting = True
 
     def claim(self) -> Segment | None:
-        """One segment that no living process is appending to; this process's own counts, and is closed first. None when
-        there is no more."""
+        """Claim one segment that no living process appends to; None if there is none left.
+
+        This process's own segment is closed first, and can be claimed.
+        """
         with self._lock:
             self._close_own()
             for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
@@ -119,7 +123,7 @@ class Journal:
             return None
 
     def postpone(self, segment: Segment) -> None:
-        """Let a claimed segment be claimed again, by the next replay."""
+        """Release a claimed segment for the next replay."""
         segment.release()
         with self._lock:
             self._waiting = True
@@ -134,10 +138,10 @@ class Journal:
 
 
 def create_segment(directory: Path) -> tuple[Path, int]:
-    """A new empty segment of this process, locked for as long as its descriptor is open. Raises OSError."""
+    """Create an empty segment of this process, locked as long as its descriptor is open. Raises OSError."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / f"{os.getpid()}-{secrets.token_hex(8)}{_SUFFIX}"
-    draft = path.with_suffix(".new")  # nobody claims it under this name before it is locked
+    draft = path.with_suffix(".new")  # no process claims a file of this name before it is locked
     descriptor = os.open(draft, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     draft.rename(path)
@@ -160,6 +164,6 @@ def _lock_segment(path: Path) -> Segment | None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Raises OSError."""
+    """Write all data to the descriptor. Raises OSError."""
     while data:
         data = data[os.write(descriptor, data) :]

@@ -1,4 +1,4 @@
-"""What was billed, entry by entry, and its sums by the hour. Within the caller's transaction."""
+"""Ledger of what was billed, entry by entry, and its hourly sums. Within the caller's transaction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.sums import UsageSums
 
-COUNTS = 1_000_000  # an answer's counts are entered under its number, and under that plus multiples of this
+COUNTS = 1_000_000  # an answer's n-th count is entered under its number plus n times this
 
 
 def _hour_of(row: UsageRow) -> tuple[Any, ...]:
@@ -22,15 +22,16 @@ def _hour_of(row: UsageRow) -> tuple[Any, ...]:
     return hour, row.tenant_id, row.project_id, row.key_id, row.model, row.service_class
 
 
-HOURS = UsageSums(UsageHour, _hour_of)  # a request counts in the hour that it began in
+HOURS = UsageSums(UsageHour, _hour_of)  # a request counts in the hour in which it started
 
 _enter_new = BulkInsert(LedgerEntry, lambda insert: insert.on_conflict_do_nothing())
 
 
 async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> set[str]:
-    """Enter those of these requests that were not entered before; their ids. Whoever calls adds them to the sums.
+    """Enter the requests that were not entered before; return their ids. The caller adds them to the sums.
 
-    Nearly always all are new, and their number says so. Where only some are, halves of them are tried by themselves."""
+    Nearly always all are new, which the row count shows. If only some are, each half is tried separately.
+    """
     if not rows:
         return set()
     async with session.begin_nested() as attempt:
@@ -59,13 +60,13 @@ def _entry_of(row: UsageRow) -> tuple[Any, ...]:
 
 
 async def add_to_hours(session: AsyncSession, rows: Sequence[UsageRow], less: Sequence[UsageRow] = ()) -> None:
-    """Add requests to the sums of their hours, and take others away."""
+    """Add requests to the sums of their hours, and subtract those in `less`."""
     await unmark_late(session, (row.started_at for row in (*rows, *less)))
     await HOURS.add(session, rows, less)
 
 
 async def metered_before(session: AsyncSession, request_id: str, sequence: int) -> tuple[int, int]:
-    """How often an answer's count was entered, and the output tokens in all. The request's row is locked."""
+    """Return how often an answer's count was entered, and the sum of its output tokens. The request's row is locked."""
     same = (
         LedgerEntry.request_id == request_id,
         LedgerEntry.kind == EntryKind.METERED,
@@ -77,7 +78,7 @@ async def metered_before(session: AsyncSession, request_id: str, sequence: int) 
 
 
 async def correct(session: AsyncSession, kind: EntryKind, sequence: int, before: UsageRow, after: UsageRow) -> None:
-    """Enter by how much a request's bill changes, and change the sums. Its row is locked."""
+    """Enter the change of a request's bill, and change the sums. The request's row is locked."""
     entry = insert(LedgerEntry).values(
         request_id=before.request_id,
         kind=kind,

@@ -1,9 +1,8 @@
-"""What a killed process would otherwise take with it: the rows that are only in its memory, as a file beside them.
+"""Live log: a file with the rows that are otherwise only in memory, so that they survive a killed process.
 
-Every line is written without waiting for the disk, so it survives the process, not the machine. The file is a segment
-of the journal in all but its making: locked while its process lives, and replayed by whoever comes after. Of several
-lines of one request the last counts, so a request that is still running is written as the row that it shall be if
-nothing follows. Knows nothing of the database.
+Lines are written without waiting for the disk, so they survive the process, not the machine. The file is a segment of
+the journal: locked while its process lives, and replayed by a later process. The last of several lines of a request
+counts, so a running request is written as the row to store if nothing follows. Knows nothing of the database.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ _log = structlog.get_logger(__name__)
 
 
 class LiveLog:
-    """The log of one process, made with its first row. No method raises: where the file cannot be written, rows are as
-    safe as memory is, which is said once. Not for several threads."""
+    """Live log of one process, created with its first row. Not thread-safe.
+
+    No method raises: if the file cannot be written, rows exist only in memory, which is logged once.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -34,7 +35,7 @@ class LiveLog:
         self._failing = False
 
     def add(self, rows: Sequence[UsageRow]) -> None:
-        """Write rows down."""
+        """Write rows to the file."""
         try:
             if self._path is None:
                 self._path, self._descriptor = create_segment(self._directory)
@@ -50,8 +51,10 @@ class LiveLog:
             self._failing = False
 
     def trim(self, live: Sequence[UsageRow]) -> None:
-        """Forget all but `live`, the rows that are still in memory only; at once if there are none, and otherwise when
-        the file has grown."""
+        """Drop all rows but `live`, which are still only in memory.
+
+        This happens at once if `live` is empty, else when the file has grown.
+        """
         if self._path is None or self._size == 0 or (live and self._size < COMPACT_BYTES):
             return
         try:
@@ -60,19 +63,22 @@ class LiveLog:
             else:
                 os.ftruncate(self._descriptor, 0)
                 self._size = 0
-        except OSError as error:  # what is left is replayed in vain, since each request counts once
+        except OSError as error:  # rows that are left are replayed without effect, since each request counts once
             _log.warning("usage_live_log_untrimmed", error=str(error), directory=str(self._directory))
 
     def close(self, *, keep: bool) -> None:
-        """Remove the file, or leave it to the next start."""
-        if self._path is None or keep:  # rows that still come are added to it, and it is locked until the process ends
+        """Remove the file, or with `keep` leave it to the next start."""
+        if self._path is None or keep:  # later rows are added to it, and it is locked until the process ends
             return
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._path = None
 
     def _rewrite(self, rows: Sequence[UsageRow]) -> None:
-        """The rows in a new file, and only then the old one removed; a kill in between leaves both, to no harm."""
+        """Write the rows to a new file, then remove the old one.
+
+        A kill between the two leaves both, which is harmless.
+        """
         assert self._path is not None
         data = b"".join(to_line(row) + b"\n" for row in rows)
         path, descriptor = create_segment(self._directory)

@@ -1,4 +1,4 @@
-"""Charging what an engine counted and no gateway has stored, since the one that asked for it died."""
+"""Charging of usage that an engine counted and no gateway has stored, because the requesting gateway died."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
 from moiety_platform.usage.store import change_row, insert_rows, row_of
 from moiety_wire.messages import MeteredUsage
 
-MAX_WAITING = 64  # messages; an engine tells what was not settled again
+MAX_WAITING = 64  # messages; an engine resends what was not settled
 
 log = structlog.get_logger(__name__)
 
@@ -29,10 +29,10 @@ Tell = Callable[[str, list[str]], None]  # (gateway process, its requests): they
 
 
 class MeterReader:
-    """Takes what engines tell of gateways that are gone, stores it, and says so. Made in the process's event loop."""
+    """Reader of engines' usage records of dead gateways: store and acknowledge them. Create it in the event loop."""
 
     def __init__(self, database: Database, is_held: Callable[[str], bool]) -> None:
-        """`is_held` says of a request whether this process has it, and shall store its row by itself."""
+        """Create the reader; `is_held` returns whether this process has a request, and will store its row itself."""
         self._database = database
         self._is_held = is_held
         self._waiting: asyncio.Queue[tuple[Sequence[MeteredUsage], Tell]] = asyncio.Queue(MAX_WAITING)
@@ -43,14 +43,17 @@ class MeterReader:
         self._task = asyncio.create_task(self._run(), name="meter-reader")
 
     async def stop(self) -> None:
-        """What waits is left to the engines, which tell it to another."""
+        """Stop; waiting records stay at the engines, which send them to another gateway."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
             self._task = None
 
     def take(self, records: Sequence[MeteredUsage], tell: Tell) -> None:
-        """Records of one engine, and whom to tell when they are stored. Never waits."""
+        """Queue records of one engine; `tell` acknowledges them when they are stored.
+
+        Never waits; a full queue drops the records.
+        """
         if not self._waiting.full():
             self._waiting.put_nowait((records, tell))
 
@@ -66,15 +69,18 @@ class MeterReader:
                 except Unavailable as error:
                     log.warning("metered_usage_waits", reason=str(error), num_records=len(records))
                     break
-                except Exception:  # the root of a task: said, and the engine keeps the record
+                except Exception:  # last resort of the task: log it; the engine keeps the record
                     log.exception("metered_usage_not_stored", request_id=record.request_id)
                     continue
                 tell(record.replica_id, [record.request_id])
 
 
 async def charge(session: AsyncSession, record: MeteredUsage) -> bool:
-    """See to it that the request is billed, once, for what the engine counted. False where its gateway had stored it
-    after all, or the record is known. Raises msgspec.MsgspecError for a bill that is none."""
+    """Bill the request once for what the engine counted; return whether this call did.
+
+    Returns False if its gateway had stored it after all, or the record is known. Raises msgspec.MsgspecError for an
+    invalid billing context.
+    """
     try:
         bill = decode_bill(record.bill)
     except msgspec.MsgspecError:
@@ -83,13 +89,13 @@ async def charge(session: AsyncSession, record: MeteredUsage) -> bool:
     await insert_rows(session, [bill.row])
     found = select(UsageRecord).where(UsageRecord.request_id == bill.row.request_id).with_for_update()
     stored = (await session.scalars(found)).one_or_none()
-    if stored is None or stored.error_code != GATEWAY_KILLED:  # None: so long ago that its row is deleted
+    if stored is None or stored.error_code != GATEWAY_KILLED:  # None: the row is so old that it was deleted
         return False
     before = row_of(stored)
     sequence = sequence_of(record.request_id)
     num_counts, num_tokens = await metered_before(session, before.request_id, sequence)
     if num_counts and num_tokens >= record.num_output_tokens:
-        return False  # of an answer that two engines had a part in, each counts all positions up to its own end
+        return False  # if two engines worked on an answer, each counts all positions up to its own end
     more = msgspec.structs.replace(record, num_output_tokens=record.num_output_tokens - num_tokens)
     has_prompt = sequence % bill.num_choices == 0 and not num_counts
     after = _with_count(before, bill, more, has_prompt=has_prompt)
@@ -101,7 +107,10 @@ async def charge(session: AsyncSession, record: MeteredUsage) -> bool:
 
 
 def _with_count(row: UsageRow, bill: BillingContext, record: MeteredUsage, *, has_prompt: bool) -> UsageRow:
-    """The request with one answer's tokens added. Of several answers to a prompt the first has its cache hits."""
+    """Return the request with one answer's tokens added.
+
+    Of several answers to a prompt, the first has its cache hits.
+    """
     cached = row.cached_tokens + (record.num_cached_tokens if has_prompt else 0)
     output = row.output_tokens + record.num_output_tokens
     return msgspec.structs.replace(

@@ -1,5 +1,7 @@
-"""What ended in each minute of the last hours, by tenant and class: kept, read and deleted. For looking at; what is
-billed is the ledger's. Within the caller's transaction."""
+"""Sums per minute of the last hours, by tenant and class: stored, read and deleted within the caller's transaction.
+
+They are for display; billing uses the ledger.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ _MINUTE = timedelta(minutes=1)
 
 
 class MinuteTotals(msgspec.Struct, frozen=True):
-    """Sums over the requests that ended in the time; means are null where no request has the figure. `good_tokens` are
-    output tokens of requests whose promise was kept: goodput, divided by the time."""
+    """Sums over the requests that ended in a time span; means are null where no request has the figure.
+
+    `good_tokens` are the output tokens of requests that attained their SLO; divided by the time they are goodput.
+    """
 
     requests: int
     failed: int
@@ -45,12 +49,12 @@ class MinuteTotals(msgspec.Struct, frozen=True):
     mean_queue_ms: float | None
     mean_duration_ms: float | None
     preemptions: int
-    num_kept: int  # promises
+    num_kept: int  # requests that attained their SLO
     num_promised: int
 
 
 class UsageMinuteSum(msgspec.Struct, frozen=True):
-    """One group's sums in the time from `at` on, as long as the report's step."""
+    """Sums of one group over one step of the report, which starts at `at`."""
 
     at: datetime
     group: dict[str, str | None]
@@ -58,8 +62,10 @@ class UsageMinuteSum(msgspec.Struct, frozen=True):
 
 
 class MinuteReport(msgspec.Struct, frozen=True):
-    """Sums by time, oldest first; of times and groups without requests there is none. `truncated` says that there are
-    more than are listed."""
+    """Sums by time, oldest first; times and groups without requests are omitted.
+
+    `truncated` says that there are more than are listed.
+    """
 
     since: datetime
     until: datetime
@@ -73,11 +79,11 @@ def _minute_of(row: UsageRow) -> tuple[int, str, str]:
     return int(ended_s // 60), row.tenant_id, row.service_class
 
 
-MINUTES = UsageSums(UsageMinute, _minute_of)  # a request counts in the minute that it ended in
+MINUTES = UsageSums(UsageMinute, _minute_of)  # a request counts in the minute in which it ended
 
 
 def parse_groups(text: str | None) -> tuple[str, ...]:
-    """`tenant,service_class` as names of groupings; nothing for None. Raises BadRequest."""
+    """Parse `tenant,service_class` into names of groupings; empty for None. Raises BadRequest."""
     names = tuple(part.strip() for part in text.split(",")) if text else ()
     if len(set(names)) != len(names) or not set(names) <= set(GROUPINGS):
         told = f"'group_by' must be one or both of {', '.join(GROUPINGS)}, separated by commas, each once."
@@ -86,7 +92,7 @@ def parse_groups(text: str | None) -> tuple[str, ...]:
 
 
 async def sum_minutes(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str], step: int) -> MinuteReport:
-    """Sums of so many minutes each, by group. What is older than is kept is not in it."""
+    """Return sums over steps of `step` minutes, by group. Deleted minutes are missing."""
     table, first, last = UsageMinute, _minute(wanted.since), _minute(wanted.until)
     slot = ((table.minute - first) // step).label("slot")
     keys: list[Any] = [getattr(table, _COLUMNS[name]) for name in grouping]
@@ -107,7 +113,7 @@ async def sum_minutes(session: AsyncSession, wanted: UsageFilter, grouping: Sequ
 
 
 async def purge_minutes(session: AsyncSession, before: datetime) -> int:
-    """Delete some sums of minutes before that; how many."""
+    """Delete some sums of minutes before `before`; return their number."""
     keys = [getattr(UsageMinute, name) for name in MINUTES.keys]
     old = select(*keys).where(UsageMinute.minute < _minute(before)).order_by(*keys).limit(ROWS_AT_ONCE)
     found = [tuple(row) for row in await session.execute(old.with_for_update(skip_locked=True))]
@@ -121,7 +127,7 @@ def _minute(moment: datetime) -> int:
 
 
 def _totals() -> list[ColumnElement[Any]]:
-    """The fields of MinuteTotals, in their order."""
+    """Return the columns for the fields of MinuteTotals, in their order."""
     of = UsageMinute
 
     def mean(column: Any, count: Any) -> ColumnElement[Any]:

@@ -1,13 +1,13 @@
-"""The tables of usage. No external keys, since what was used outlives what is deleted.
+"""Tables of usage. No foreign keys, because usage outlives the deleted tenants, projects and keys.
 
-`usage` has one row a request, how it was and how it ended. `ledger` is what was billed: one entry that settles a
-request, and one for each correction, never changed. `usage_hours` are sums, written with what they sum. Of every
-request: its tokens and cost in `usage` are the sum of its entries; and every row of `usage_hours` is the sum of its
-requests.
+`usage` has one row per request: its properties and its outcome. `ledger` holds what was billed: one entry that settles
+a request, and one for each correction, never changed. `usage_hours` are sums, written together with the rows that they
+sum. For every request, its tokens and cost in `usage` are the sum of its entries; every row of `usage_hours` is the sum
+of its requests.
 
-Rows of `usage` may be deleted when they are old; `usage_cuts` then has what they came to. So of every tenant and hour:
-requests and cuts = ledger = hours. `usage_days` are sums of hours, made when a day is over and forgotten when its hours
-change. `usage_minutes` are for looking at, proven by nothing, and gone after some hours.
+Old rows of `usage` may be deleted; `usage_cuts` then has their sums. So for every tenant and hour: requests and cuts =
+ledger = hours. `usage_days` are sums of hours, made when a day is over and deleted when its hours change.
+`usage_minutes` are for display only, are not reconciled, and are deleted after some hours.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class UsageRecord(Base):
 
 class EntryKind(StrEnum):
     SETTLED = "settled"  # the end of the request, as its gateway saw it; sequence 0
-    METERED = "metered"  # what an engine counted of a request whose gateway died; the sequence is that of the answer
-    CORRECTED = "corrected"  # what its gateway says after all, which was taken for dead
-    FORESEEN = "foreseen"  # what was computed before anybody asked for it, which is no request; sequence 0
+    METERED = "metered"  # an engine's count for a request whose gateway died; the sequence is that of the answer
+    CORRECTED = "corrected"  # the final record of a gateway that was wrongly taken for dead
+    FORESEEN = "foreseen"  # speculative prefill, computed without a request; sequence 0
 
 
 class LedgerEntry(Base):
-    """What was billed of one request, once each kind and sequence. Only ever added."""
+    """Amounts billed for one request, once per kind and sequence. Append-only."""
 
     __tablename__ = "ledger"
     __table_args__ = (Index(None, "tenant_id", "started_at"),)
@@ -82,8 +82,10 @@ class LedgerEntry(Base):
 
 
 class _Sums:
-    """Keys and sums of the next two; times in milliseconds are summed over the requests that have them, whose number
-    stands beside."""
+    """Keys and sums of the next two tables.
+
+    Times in milliseconds are summed over the requests that have them; `num_*` counts those requests.
+    """
 
     tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
     project_id: Mapped[str] = mapped_column(Text, primary_key=True)
@@ -102,7 +104,7 @@ class _Sums:
     duration_ms: Mapped[float] = mapped_column(Double)
     preemptions: Mapped[int] = mapped_column(BigInteger)
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
-    num_kept: Mapped[int] = mapped_column(BigInteger)  # promises
+    num_kept: Mapped[int] = mapped_column(BigInteger)  # requests that attained their SLO
     num_promised: Mapped[int] = mapped_column(BigInteger)
     speculative_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
@@ -117,7 +119,7 @@ class UsageHour(_Sums, Base):
 
 
 class UsageDay(_Sums, Base):
-    """The sums of one day's hours, of a day that is done (`UsageDayMark`)."""
+    """Sums of one day's hours, for a day that is done (`UsageDayMark`)."""
 
     __tablename__ = "usage_days"
 
@@ -125,7 +127,7 @@ class UsageDay(_Sums, Base):
 
 
 class UsageDayMark(Base):
-    """A day that is long over: whether its hours are summed up, and nothing was added to them since."""
+    """Mark of a past day: whether its hours are summed up, and nothing was added to them since."""
 
     __tablename__ = "usage_day_marks"
 
@@ -134,7 +136,7 @@ class UsageDayMark(Base):
 
 
 class UsageCut(Base):
-    """What the deleted requests of a tenant that started in one hour had come to."""
+    """Sums of a tenant's deleted requests that started in one hour."""
 
     __tablename__ = "usage_cuts"
 
@@ -148,12 +150,14 @@ class UsageCut(Base):
 
 
 class UsageMinute(Base):
-    """Sums over the requests of a tenant and class that ended in one minute, as they were when they ended: what is
-    corrected later stays as it was. `good_tokens` are the output tokens of requests whose promise was kept."""
+    """Sums over the requests of a tenant and class that ended in one minute, as they were at their end.
+
+    Later corrections do not change them. `good_tokens` are the output tokens of requests that attained their SLO.
+    """
 
     __tablename__ = "usage_minutes"
 
-    minute: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # since 1970
+    minute: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # minutes since 1970
     tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
     service_class: Mapped[str] = mapped_column(Text, primary_key=True)
     requests: Mapped[int] = mapped_column(BigInteger)
@@ -170,5 +174,5 @@ class UsageMinute(Base):
     num_queue: Mapped[int] = mapped_column(BigInteger)
     duration_ms: Mapped[float] = mapped_column(Double)
     preemptions: Mapped[int] = mapped_column(BigInteger)
-    num_kept: Mapped[int] = mapped_column(BigInteger)  # promises
+    num_kept: Mapped[int] = mapped_column(BigInteger)  # requests that attained their SLO
     num_promised: Mapped[int] = mapped_column(BigInteger)

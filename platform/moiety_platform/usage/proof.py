@@ -1,8 +1,8 @@
-"""Whether an error is a usage row's own: only then may the row be set aside instead of being tried again.
+"""Proof that a usage row itself causes an error: only then may the row be set aside instead of being retried.
 
-The database is asked twice. The row fails alone with an error about values, and a plain row takes the same way through
-the same tables without one. Every other error, a pooler's or a driver's, a full disk or a lost race, says nothing about
-the row.
+The database is queried twice: the row alone fails with an error about values, and a plain row takes the same path
+through the same tables without one. Any other error, of a pooler or a driver, a full disk or a lost race, says nothing
+about the row.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from moiety_platform.db.session import Database
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.store import insert_rows
 
-# What the driver, or what turns a row into the database's values, raises for a row that was not stored.
+# Errors of the driver, or of the conversion of a row to database values, for a row that was not stored.
 REFUSALS = (sa.StatementError, ArithmeticError, TypeError, ValueError)
 
 _VALUE_CLASSES = frozenset({"22", "23"})  # SQLSTATE: data exception, integrity constraint violation
 
 
 class _Undo(Exception):
-    """Ends a transaction without keeping what it wrote."""
+    """Internal exception that rolls a transaction back."""
 
 
 def is_about_values(error: BaseException) -> bool:
-    """Whether the error is about what was to be written, and not about how or where."""
+    """Return whether the error is about the values to write, not about how or where."""
     state = getattr(getattr(error, "orig", None), "sqlstate", None)
     if isinstance(state, str) and state:
         return state[:2] in _VALUE_CLASSES
@@ -39,7 +39,7 @@ def is_about_values(error: BaseException) -> bool:
 
 
 async def takes_plain_rows(database: Database) -> bool:
-    """Whether a row of which nothing is unusual can be written now; it is not kept. Raises Unavailable."""
+    """Return whether a row without unusual values can be written now; it is rolled back. Raises Unavailable."""
     try:
         async with database.write() as session:
             await insert_rows(session, [_plain_row()])

@@ -1,7 +1,7 @@
-"""Single requests of long ago, deleted some at a time within the caller's transaction, where an operator wants that.
+"""Deletion of old request rows in small batches, within the caller's transaction, if the operator enables it.
 
-What they came to is added to `usage_cuts` by hour and tenant in the same transaction, so that the requests that there
-are and the cuts together go on to say the same as the ledger and the sums of hours, whenever one looks.
+Their sums are added to `usage_cuts` by hour and tenant in the same transaction, so that the remaining requests and the
+cuts together always equal the ledger and the sums of hours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_na
 
 
 async def purge_requests(session: AsyncSession, before: datetime) -> int:
-    """Delete some requests that began before that, the oldest first; how many."""
+    """Delete some requests that started before `before`, the oldest first; return their number."""
     old = select(UsageRecord).where(UsageRecord.started_at < before)
     oldest = old.order_by(UsageRecord.started_at, UsageRecord.request_id).limit(ROWS_AT_ONCE)
     rows = (await session.scalars(oldest.with_for_update(skip_locked=True))).all()

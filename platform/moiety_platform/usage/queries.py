@@ -1,4 +1,4 @@
-"""Reads usage: sums over groups, and single requests. All arithmetic is the database's."""
+"""Queries of usage: sums over groups, and single requests. The database does all arithmetic."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NAMED: dict[str, Any] = {"tenant": Tenant, "project": Project, "key": ApiKey}
 
 @dataclass(frozen=True, slots=True)
 class UsageFilter:
-    """Which requests count: those started in [since, until), with these properties where given."""
+    """Filter of requests: those started in [since, until), with these properties where given."""
 
     since: datetime
     until: datetime
@@ -60,20 +60,20 @@ class UsageFilter:
     def conditions(
         self, table: type[UsageRecord | UsageHour | UsageDay | UsageMinute] = UsageRecord
     ) -> list[ColumnElement[bool]]:
-        """As SQL, but for the time."""
+        """Return the filter as SQL conditions, without the time."""
         names = ("tenant_id", "project_id", "key_id", "model", "outcome", "service_class")
         given = {name: getattr(self, name) for name in names}
         return [getattr(table, name) == value for name, value in given.items() if value is not None]
 
     @property
     def whole_hours(self) -> tuple[datetime, datetime]:
-        """From when to when there are whole hours; the two are equal, or not in order, where there is none."""
+        """Start and end of the whole hours in the time span; the end is not after the start if there are none."""
         first, last = _floor(self.since), _floor(self.until)
         return (first if first == self.since else first + _HOUR), last
 
 
 def parse_grouping(text: str | None) -> tuple[str, ...]:
-    """`tenant,hour` as names of groupings; nothing for None. Raises BadRequest."""
+    """Parse `tenant,hour` into names of groupings; empty for None. Raises BadRequest."""
     if not text:
         return ()
     names = tuple(part.strip() for part in text.split(","))
@@ -86,7 +86,7 @@ def parse_grouping(text: str | None) -> tuple[str, ...]:
 
 
 def parse_filter(now: datetime, since: str | None, until: str | None, **equal: str | None) -> UsageFilter:
-    """A filter from what a client gave; the last 24 hours if no time is given. Raises BadRequest."""
+    """Return a filter from a client's parameters; the last 24 hours if no time is given. Raises BadRequest."""
     begin, until_then = _moment(since, "since"), _moment(until, "until")
     for name, value in equal.items():
         parse_text(value, name)
@@ -103,9 +103,11 @@ def _moment(text: str | None, param: str) -> datetime | None:
 
 
 async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str]) -> UsageReport:
-    """Sums a group, the groups with most output first; by time, if grouped by the hour. Whole days and hours come from
-    their sums, so that a long time costs no more than its days; the rest is added up. In a transaction that sees one
-    moment throughout (`hold_still`): which days have sums, and these, are read one after the other."""
+    """Return sums per group, the groups with most output tokens first; by time if grouped by the hour.
+
+    Whole days and hours come from their sums, so that a long time costs no more than its days; the rest is added up.
+    Call it in a transaction with a stable snapshot (`hold_still`): it reads which days have sums before it reads these.
+    """
     columns = [_COLUMNS.get(name, name) for name in grouping]
     days = None if "hour" in grouping else await longest_done(session, *wanted.whole_hours)
     source = _source(session.get_bind().dialect.name, wanted, columns, days)
@@ -116,7 +118,8 @@ async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequen
         output = func.sum(source.c.output_tokens).desc()
         statement = statement.group_by(*keys).order_by(*order, output, *keys).limit(MAX_GROUPS + 1)
         counted = func.sum(source.c.requests + source.c.speculative_tokens)
-        statement = statement.having(counted > 0)  # an hour's may have gone to another class
+        # a correction may have moved the requests of an hour to another class
+        statement = statement.having(counted > 0)
     rows = (await session.execute(statement)).all()
     names = await find_names(session, grouping, rows[:MAX_GROUPS])
     groups = [
@@ -126,7 +129,7 @@ async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequen
 
 
 async def list_requests(session: AsyncSession, wanted: UsageFilter, page: PageRequest) -> RequestPage:
-    """Single requests, newest first."""
+    """Return a page of single requests, newest first."""
     in_time = UsageRecord.started_at >= wanted.since, UsageRecord.started_at < wanted.until
     is_request = UsageRecord.endpoint != SPECULATIVE_PREFILL
     statement: Select[Any] = select(UsageRecord).where(*in_time, is_request, *wanted.conditions())
@@ -138,12 +141,12 @@ async def list_requests(session: AsyncSession, wanted: UsageFilter, page: PageRe
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What people call the ids in a report."""
+    """Names of the tenants, projects and keys in a report, by id."""
 
     by_id: dict[str, str]
 
     def label_all(self, grouping: Sequence[str], row: Sequence[Any]) -> dict[str, str | None]:
-        """A row's group, which its first columns name."""
+        """Return the group of a row, whose first columns are the group's values."""
         return dict(part for name, value in zip(grouping, row, strict=False) for part in self._label(name, value))
 
     def _label(self, grouping: str, value: str) -> list[tuple[str, str | None]]:
@@ -153,7 +156,7 @@ class Names:
 
 
 async def find_names(session: AsyncSession, grouping: Sequence[str], rows: Sequence[Any]) -> Names:
-    """Of the ids in the rows, whose first columns are the groups."""
+    """Return the names of the ids in the rows, whose first columns are the groups."""
     by_id: dict[str, str] = {}
     for index, name in enumerate(grouping):
         if name in _NAMED and rows:
@@ -169,8 +172,10 @@ def _floor(moment: datetime) -> datetime:
 
 
 def _source(dialect: str, wanted: UsageFilter, keys: Sequence[str], days: Span | None) -> Subquery:
-    """What is to be added up: the sums of these days and of the whole hours around them, and single requests before and
-    after those."""
+    """Return the rows to add up.
+
+    These are the sums of the days and of the whole hours around them, and single requests at both ends.
+    """
     start, end = wanted.whole_hours
     started = UsageRecord.started_at
     if start >= end:
@@ -187,14 +192,14 @@ def _source(dialect: str, wanted: UsageFilter, keys: Sequence[str], days: Span |
 
 
 def _added_up(part: Select[Any], keys: Sequence[str]) -> Select[Any]:
-    """The part's sums by these keys: a row a group, and not all rows with all columns, goes through the union."""
+    """Return the part's sums by these keys, so that only one row per group goes through the union."""
     of = part.subquery().c
     sums = [func.sum(column).label(column.key) for column in of if column.key not in ("hour", *_KEYS)]
     return select(*(of[name] for name in keys), *sums).group_by(*(of[name] for name in keys))
 
 
 def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool]) -> Select[Any]:
-    """Requests, as they are added to hours."""
+    """Select requests in the form in which they are added to hours."""
     row = UsageRecord
 
     def when(condition: ColumnElement[bool]) -> ColumnElement[int]:
@@ -223,7 +228,7 @@ def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool]) -> Se
 def _summed(
     dialect: str, wanted: UsageFilter, moment: InstrumentedAttribute[datetime], start: datetime, end: datetime
 ) -> Select[Any]:
-    """Sums of hours or days, with the same columns; a day's say no hour that one could go by."""
+    """Select sums of hours or days, with the same columns; the hour of a day's sums is meaningless."""
     table: Any = moment.class_
     sums = [column for column in table.__table__.columns if not column.primary_key]
     keys = [getattr(table, name) for name in _KEYS]
@@ -232,14 +237,14 @@ def _summed(
 
 
 def _hour(dialect: str, moment: Any) -> ColumnElement[str]:
-    """The hour of a moment, UTC, as text: 2026-01-31T12:00:00Z."""
+    """Return the hour of a time, in UTC, as text: 2026-01-31T12:00:00Z."""
     if dialect == "postgresql":
         return func.to_char(func.timezone("UTC", moment), 'YYYY-MM-DD"T"HH24:00:00"Z"')
     return func.strftime("%Y-%m-%dT%H:00:00Z", moment)
 
 
 def _sums(source: Subquery) -> list[ColumnElement[Any]]:
-    """The fields of UsageTotals, in their order."""
+    """Return the columns for the fields of UsageTotals, in their order."""
     of = source.c
 
     def total(column: ColumnElement[Any]) -> ColumnElement[int]:

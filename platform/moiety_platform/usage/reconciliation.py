@@ -1,5 +1,7 @@
-"""Whether all that says what was used says the same: requests (with what deleted ones came to), the ledger, the sums of
-hours and of days, and limits."""
+"""Reconciliation of all usage records: requests, ledger, sums of hours and days, and limits.
+
+The sums of deleted requests are added to those of the existing ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _NAMES = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_n
 
 
 class Amounts(msgspec.Struct, frozen=True):
-    """What was used, as one of the three has it."""
+    """Usage according to one source: the requests, the ledger or the sums."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -33,7 +35,7 @@ class Amounts(msgspec.Struct, frozen=True):
 
 
 class LedgerDifference(msgspec.Struct, frozen=True):
-    """A tenant of which the three do not say the same."""
+    """A tenant for which requests, ledger and hours differ."""
 
     tenant_id: str
     requests: Amounts
@@ -42,7 +44,7 @@ class LedgerDifference(msgspec.Struct, frozen=True):
 
 
 class DaysDifference(msgspec.Struct, frozen=True):
-    """A tenant of which the sums of days are not those of their hours."""
+    """A tenant for which the sums of days differ from those of their hours."""
 
     tenant_id: str
     hours: Amounts
@@ -50,7 +52,7 @@ class DaysDifference(msgspec.Struct, frozen=True):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """A limit's window whose leases do not add up to it, or in which more was spent than given."""
+    """A limit's window that differs from the sum of its leases, or in which more was settled than granted."""
 
     quota_id: str
     start: datetime
@@ -61,15 +63,18 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class QuarantinedLease(msgspec.Struct, frozen=True):
-    """What a gateway process that died had leased and nobody has proven unspent; it counts as spent meanwhile."""
+    """Leased amount of a dead gateway process that is not proven unspent; until then it counts as spent."""
 
     replica_id: str
     leases: int
-    amount: int  # of tokens, requests and nano-dollars alike
+    amount: int  # sum over tokens, requests and nano-dollars
 
 
 class Reconciliation(msgspec.Struct, frozen=True):
-    """`agrees` says that nothing differs and no usage is set aside. What is quarantined is no difference."""
+    """Result of a reconciliation; `agrees` says that nothing differs and no usage is set aside.
+
+    Quarantined leases are no difference.
+    """
 
     since: datetime
     until: datetime
@@ -84,7 +89,10 @@ class Reconciliation(msgspec.Struct, frozen=True):
 
 
 async def hold_still(session: AsyncSession) -> None:
-    """Have the transaction, which is to begin, see one moment throughout, as those of SQLite do by themselves."""
+    """Give the transaction one stable snapshot, as SQLite's transactions have by default.
+
+    Call it before the first statement.
+    """
     if session.get_bind().dialect.name == "postgresql":
         await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
 
@@ -92,8 +100,11 @@ async def hold_still(session: AsyncSession) -> None:
 async def reconcile(
     session: AsyncSession, since: datetime, until: datetime, set_aside: SetAsideReport = NOTHING_SET_ASIDE
 ) -> Reconciliation:
-    """Compare what began in these hours, the first and the last taken whole. At most MAX_SHOWN of each are listed.
-    `set_aside` is all that the gateway has set aside, whenever it began."""
+    """Compare the usage that started in these hours; the first and the last hour count as a whole.
+
+    At most MAX_SHOWN differences of each kind are listed. `set_aside` is all that the gateway has set aside, whatever
+    its time.
+    """
     start, end = _floor(since), _floor(until) + (_HOUR if _floor(until) != until else timedelta())
     counted = func.sum(case((UsageRecord.endpoint != SPECULATIVE_PREFILL, 1), else_=0))
     requests = await _amounts(session, _of(UsageRecord, UsageRecord.started_at, counted, start, end))
@@ -124,7 +135,7 @@ async def reconcile(
 
 
 async def _different_days(session: AsyncSession, start: datetime, end: datetime) -> list[DaysDifference]:
-    """Of the days within the time that are summed up."""
+    """Return the differences of the summed-up days within the time span."""
     done = await longest_done(session, start, end)
     if done is None:
         return []

@@ -1,21 +1,21 @@
-"""Stores usage rows: every row once, none lost, and no request waits for it.
+"""Usage recorder: it stores each row once and loses none, and no request waits for it.
 
-`record` puts a row into memory; a task writes what has gathered after `interval_s`, and under load after two of them,
-so that the statements of one transaction serve many rows. The table's primary key makes writing idempotent, so whatever
-is in doubt is simply written again.
+`record` puts a row into memory; a task writes the collected rows after `interval_s`, and under load after two
+intervals, so that the statements of one transaction serve many rows. The table's primary key makes writing idempotent,
+so rows in doubt are written again.
 
-The rule when the database is away or slow: a batch that cannot be stored goes to the journal, an append-only file
-beside the database's, and is replayed when the database is back, or at the next start. Rows that gather faster than
-they are stored go to the journal directly once `max_pending` wait in memory. So memory is bounded, and what has gone
-to the journal survives the process. Should the journal fail too (disk full), rows stay in memory up to `max_pending`,
-and each beyond is written to the error log with all its fields.
+When the database is away or slow: a batch that cannot be stored goes to the journal, an append-only file beside the
+database's, and is replayed when the database is back, or at the next start. Once `max_pending` rows wait in memory,
+further rows go to the journal directly. So memory is bounded, and journaled rows survive the process. If the journal
+fails too (disk full), rows stay in memory up to `max_pending`, and each further row is written to the error log with
+all its fields.
 
-The rule when the database refuses rows: each is tried alone, and only a row whose own values are proved to be the
-reason (see proof.py) is set aside. Whatever else the error is, the row goes to the journal and is tried again.
+When the database refuses rows: each is tried alone, and only a row whose own values are proved to be the reason (see
+proof.py) is set aside. For any other error, the row goes to the journal and is retried.
 
-The rule when the process is killed: what is only in memory is in the live log as well, from the end of the loop's turn
-on, and so are requests that have reached an engine; the next start stores the former as they are and the latter as
-failed (see `opened`).
+When the process is killed: from the end of the current event-loop turn on, rows in memory are also in the live log, and
+so are requests that have reached an engine; the next start stores the former unchanged and the latter as failed (see
+`opened`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from moiety_platform.usage.set_aside import SetAside
 from moiety_platform.usage.store import insert_rows, storable
 
 INTERVAL_S = 0.25
-BUSY_ROWS, BUSY_INTERVALS = 10, 2  # after a round of so many rows, the next begins after so many intervals
+BUSY_ROWS, BUSY_INTERVALS = 10, 2  # after a round of BUSY_ROWS rows, the next begins after BUSY_INTERVALS intervals
 MAX_PENDING = 10_000
 BATCH_ROWS = 1000
 MAX_BACKOFF_S = 5.0
@@ -50,20 +50,22 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RecorderStats:
-    """Counts since the recorder was made, and where rows are now."""
+    """Counts since the recorder was created, and the current place of rows."""
 
     recorded: int
-    stored: int  # handed to the database, repeated rows included
+    stored: int  # handed to the database, including repeated rows
     journaled: int
     refused: int  # rows that the database will never take; kept in the journal's folder
     pending: int
     journal_waiting: bool
-    oldest: datetime | None  # when the request ended whose row waits for the longest; None where none does
+    oldest: datetime | None  # end of the request whose row has waited longest; None if no row waits
 
 
 class UsageRecorder:
-    """Records the usage of one gateway process. Made in its event loop; `start` before the first request, `stop`
-    after the last."""
+    """Recorder of one gateway process's usage. Create it in the event loop.
+
+    Call `start` before the first request, `stop` after the last.
+    """
 
     def __init__(
         self,
@@ -77,14 +79,14 @@ class UsageRecorder:
         self._journal = Journal(journal_dir)
         self.set_aside = SetAside(journal_dir)
         self._live_log = LiveLog(journal_dir)
-        self._unlogged: list[UsageRow] = []  # come in this turn of the loop
+        self._unlogged: list[UsageRow] = []  # rows of the current turn of the event loop
         self._running: dict[str, UsageRow] = {}
         self._when_stored: dict[str, Callable[[], None]] = {}
         self._interval_s = interval_s
         self._max_pending = max_pending
         self._pending: deque[UsageRow] = deque()
         self._num_drained = 0  # rows of the last round
-        self._oldest_spilled: datetime | None = None  # of what is in the journal, as far as this process knows
+        self._oldest_spilled: datetime | None = None  # of the rows in the journal, as far as this process knows
         self._draining = asyncio.Lock()
         self._work = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -92,15 +94,16 @@ class UsageRecorder:
         self._recorded = self._stored = self._journaled = self._refused = 0
 
     async def start(self) -> None:
-        """Begin to write, first what an earlier process left in the journal. Does not wait for the database."""
+        """Start writing, first the rows that an earlier process left in the journal. Does not wait for the database."""
         await asyncio.to_thread(self._journal.open)
         if self._journal.waiting:
-            self._oldest_spilled = datetime.now(UTC)  # older, but by how much only its rows know
+            # its rows are older, but by how much is unknown until they are read
+            self._oldest_spilled = datetime.now(UTC)
         self._work.set()
         self._task = asyncio.create_task(self._run(), name="usage-writer")
 
     async def stop(self) -> None:
-        """Bring every row into the database or, if that is away, into the journal. Idempotent."""
+        """Write every row to the database or, if that is away, to the journal. Idempotent."""
         self._stopping.set()
         self._work.set()
         if self._task is not None:
@@ -117,15 +120,19 @@ class UsageRecorder:
         await asyncio.to_thread(self._journal.close)
 
     def opened(self, row: UsageRow) -> None:
-        """Take note of a request that has reached an engine, with the row that is stored of it at the next start should
-        the process be killed before the request's `record` (see `KILLED`); returns at once and never raises."""
+        """Register a request that has reached an engine; return at once and never raise.
+
+        If the process is killed before the request's `record`, the next start stores `row` (see `KILLED`).
+        """
         row = storable(row)
         self._running[row.request_id] = row
         self._log(row)
 
     def record(self, row: UsageRow, when_stored: Callable[[], None] | None = None) -> None:
-        """Take a row; returns at once and never raises. Rows with the same `request_id` count once. `when_stored` is
-        called once the row is in the database, should that be in this process's life."""
+        """Record a row; return at once and never raise. Rows with the same `request_id` count once.
+
+        `when_stored` is called once the row is in the database, if this process still lives then.
+        """
         self._recorded += 1
         if when_stored is not None:
             self._when_stored[row.request_id] = when_stored
@@ -139,17 +146,20 @@ class UsageRecorder:
         self._work.set()
 
     def holds(self, request_id: str) -> bool:
-        """Whether the request is running here, or its row waits to be stored."""
+        """Return whether the request is running here, or its row waits to be stored."""
         return request_id in self._running or request_id in self._when_stored
 
     async def flush(self) -> None:
-        """Return once every row recorded before is in the database. Raises Unavailable if that is away; the rows are
-        then in the journal and will follow. Raises OSError if the journal cannot be read."""
+        """Store every row recorded before, then return.
+
+        Raises Unavailable if the database is away; the rows are then in the journal and are stored later. Raises
+        OSError if the journal cannot be read.
+        """
         async with self._draining:
             await self._drain()
 
     def stats(self) -> RecorderStats:
-        """Counts, for metrics."""
+        """Return counts, for metrics."""
         return RecorderStats(
             recorded=self._recorded,
             stored=self._stored,
@@ -181,7 +191,7 @@ class UsageRecorder:
                 backoff_s = 0.0
 
     async def _drain(self) -> None:
-        self._num_drained = left = len(self._pending)  # what comes meanwhile is for the next round
+        self._num_drained = left = len(self._pending)  # later rows are for the next round
         while left > 0:
             batch = [self._pending[i] for i in range(min(BATCH_ROWS, left))]
             try:
@@ -202,7 +212,7 @@ class UsageRecorder:
             await self._replay()
 
     def _log(self, row: UsageRow) -> None:
-        """Have a row written to the live log by the end of this turn, with the turn's others."""
+        """Write a row to the live log at the end of this event-loop turn, together with the turn's other rows."""
         self._unlogged.append(row)
         if len(self._unlogged) == 1:
             asyncio.get_running_loop().call_soon(self._write_log)
@@ -234,7 +244,7 @@ class UsageRecorder:
             self._oldest_spilled = None
 
     async def _replay_segment(self, segment: Segment) -> bool:
-        """Whether rows of it remain, in which case it stays claimed."""
+        """Store the rows of a segment; return whether some remain, in which case the segment stays claimed."""
         remain = False
         try:
             rows = await asyncio.to_thread(segment.read)
@@ -248,8 +258,10 @@ class UsageRecorder:
         return remain
 
     async def _store(self, rows: Sequence[UsageRow]) -> list[UsageRow]:
-        """Store rows, and set aside those whose own values keep them from being stored. Those that remain failed for
-        another reason, and are to be tried again. Raises Unavailable."""
+        """Store rows, and set aside those whose own values prevent it; return the rows to retry.
+
+        The returned rows failed for another reason. Raises Unavailable.
+        """
         error = await self._try_to_store(rows)
         if error is None:
             return []
@@ -271,7 +283,7 @@ class UsageRecorder:
         return []
 
     async def _try_to_store(self, rows: Sequence[UsageRow]) -> Exception | None:
-        """What kept them from being stored, all or none. Raises Unavailable."""
+        """Store all rows or none; return the error that prevented it, or None. Raises Unavailable."""
         try:
             async with self._database.write() as session:
                 await insert_rows(session, rows)
@@ -314,7 +326,7 @@ class UsageRecorder:
 
 
 def _named(error: Exception) -> str:
-    """The error's kind, since its text may hold the rows."""
+    """Return the error's type name only, since its text may contain the rows."""
     return type(getattr(error, "orig", None) or error).__name__
 
 

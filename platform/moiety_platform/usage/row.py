@@ -1,4 +1,4 @@
-"""The usage row: what one request was and how it ended."""
+"""Usage row: what one request was and how it ended."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ CONNECTION_LOST = 499
 
 
 class UsageRow(msgspec.Struct, frozen=True):
-    """One authenticated request. Tokens are counts; `*_ms` are milliseconds, None where the request did not get there.
+    """One authenticated request. Tokens are counts; `*_ms` are milliseconds, None if the request did not get that far.
 
     `outcome` is one of: stop, length, content_filter, disconnected, failed, rejected (refused before anything was
     generated).
-    `service_class` is the class that was served, or would have been. `sla_attained` says whether its promise was kept:
-    the first token and the last one by their deadlines, or the end by its own; rejected for overload is not kept, and
-    None is what the promise did not cover (a bad request, a client that left in time).
-    `http_status` is what the client was answered (499 after a disconnect, and where the gateway was killed)."""
+
+    `service_class` is the class that was served, or would have been. `sla_attained` says whether the SLO was attained:
+    the first and the last token by their deadlines, or the end by its own. A rejection for overload misses the SLO;
+    None means that the SLO does not apply (a bad request, a client that left in time).
+
+    `http_status` is the status sent to the client (499 after a disconnect, and if the gateway was killed).
+    """
 
     request_id: str
     tenant_id: str
@@ -45,15 +48,14 @@ class UsageRow(msgspec.Struct, frozen=True):
     num_preemptions: int = 0
     sla_attained: bool | None = None
     cost_nanodollars: int = 0
-    speculative_tokens: int = (
-        0  # computed before anybody asked for them, which is all that such a row has, and its cost
-    )
-    speculative_used_tokens: int = 0  # of `cached_tokens`, those that were
-    charges: tuple[Charge, ...] = ()  # to be booked with the row, and once, like it; not a column
+    # tokens of a speculative prefill; a row of one has only them and its cost
+    speculative_tokens: int = 0
+    speculative_used_tokens: int = 0  # part of `cached_tokens` that came from speculative prefill
+    charges: tuple[Charge, ...] = ()  # booked once, together with the row; not a column
 
     @property
     def is_request(self) -> bool:
-        """Not where nobody has asked for it: such a row has this name for its endpoint and its class."""
+        """True for a request, False for a speculative prefill, whose endpoint and class are SPECULATIVE_PREFILL."""
         return self.endpoint != SPECULATIVE_PREFILL
 
 
@@ -69,6 +71,9 @@ KILLED: Final[dict[str, Any]] = {
     "num_preemptions": 0,
     "sla_attained": False,
 }
-"""What is stored of a running request whose gateway is killed: `failed` with the code `gateway_killed`, and 499, since
-the client's connection broke. Its prompt counts, and is what its row charges; how much was generated died with the
-process, so output tokens and times are 0, less than what was used."""
+"""Fields of the row stored for a running request whose gateway is killed.
+
+The outcome is `failed` with the code `gateway_killed`, and the status 499, since the client's connection broke. The
+prompt counts, and the row charges it. The number of generated tokens is lost with the process, so output tokens and
+times are 0, less than what was used.
+"""

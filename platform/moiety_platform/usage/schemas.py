@@ -1,4 +1,4 @@
-"""What the admin API says of usage."""
+"""Response schemas of the admin API for usage."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class UsageTotals(msgspec.Struct, frozen=True):
     mean_duration_ms: float | None
     preemptions: int
     cost_nanodollars: int
-    attainment: float | None  # share of the requests with a promise that had it kept; rejected ones did not
-    speculative_tokens: int  # computed before anybody asked for them; no prompt tokens
-    speculative_used_tokens: int  # of them, those that requests began with; of the others some may yet be
+    attainment: float | None  # share of the requests with an SLO that attained it; rejected ones did not
+    speculative_tokens: int  # prefilled speculatively; not part of the prompt tokens
+    speculative_used_tokens: int  # part of them that requests began with; more may be used later
 
 
 class UsageGroup(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class UsageGroup(msgspec.Struct, frozen=True):
 
 
 class UsageReport(msgspec.Struct, frozen=True):
-    """Sums over a span of time; `truncated` says that there are more groups than are listed."""
+    """Sums over a time span; `truncated` says that there are more groups than are listed."""
 
     since: datetime
     until: datetime
@@ -76,7 +76,7 @@ class RequestView(msgspec.Struct, frozen=True):
 
 
 class RequestPage(msgspec.Struct, frozen=True):
-    """Some requests, newest first; `next_cursor` is null on the last page."""
+    """A page of requests, newest first; `next_cursor` is null on the last page."""
 
     data: list[RequestView]
     next_cursor: str | None

@@ -1,8 +1,7 @@
-"""Usage rows that were set aside: a file of rows beside the journal that the database refuses for their content, and
-one of lines that could not be read.
+"""Usage rows that were set aside: a file of rows that the database refuses for their content, and one of damaged lines.
 
-None of them is billed, so whoever compares the books counts them, until `restore` has written them to the database
-after all. Knows the folder, and the database only through the function that it is given.
+The files are beside the journal. Their rows are not billed, so reconciliation counts them until `restore` has written
+them to the database. Knows the folder, and the database only through the function that it is given.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from moiety_platform.usage.row import UsageRow
 REFUSED = "refused.txt"
 DAMAGED = "damaged.txt"
 MAX_SHOWN = 100
-_CLAIMED = ".restoring"  # behind a file's name while its rows are written back
+_CLAIMED = ".restoring"  # suffix of a file while its rows are written back
 _LOCK = "set-aside.lock"
 
 _decoder = msgspec.json.Decoder(UsageRow)
@@ -35,8 +34,10 @@ class SetAsideRow(msgspec.Struct, frozen=True):
 
 
 class SetAsideReport(msgspec.Struct, frozen=True):
-    """Usage that is not billed: rows that the database refused, of which at most MAX_SHOWN are listed, and lines that
-    cannot be read."""
+    """Usage that is not billed: rows that the database refused, and unreadable lines.
+
+    At most MAX_SHOWN of the rows are listed.
+    """
 
     rows: int = 0
     unreadable_lines: int = 0
@@ -44,7 +45,7 @@ class SetAsideReport(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        """Rows and lines."""
+        """Number of rows and lines."""
         return self.rows + self.unreadable_lines
 
 
@@ -52,23 +53,23 @@ NOTHING_SET_ASIDE = SetAsideReport()
 
 
 class SetAside:
-    """The files of one folder, which several processes may use."""
+    """Files of set-aside rows in one folder, which several processes may use."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def add_row(self, row: UsageRow) -> None:
-        """Keep a row that the database refuses. On the disk when this returns. Raises OSError."""
+        """Keep a row that the database refuses. It is on disk when this returns. Raises OSError."""
         self.add_lines(REFUSED, [msgspec.json.encode(row)])
 
     def add_lines(self, name: str, lines: Sequence[bytes]) -> None:
-        """Keep lines in one of the two files. On the disk when this returns. Raises OSError."""
+        """Keep lines in one of the two files. They are on disk when this returns. Raises OSError."""
         if lines:
             with self._locked():
                 self._append(name, lines)
 
     def report(self) -> SetAsideReport:
-        """Count all that is set aside. Raises OSError if a file cannot be read."""
+        """Count everything that is set aside. Raises OSError if a file cannot be read."""
         rows: dict[str, UsageRow] = {}
         unreadable = 0
         for line in self._lines():
@@ -84,10 +85,11 @@ class SetAside:
         return SetAsideReport(len(rows), unreadable, shown)
 
     async def restore(self, store: Callable[[UsageRow], Awaitable[bool]]) -> tuple[int, int]:
-        """Have each row stored, and forget those that were; how many were, and how many rows and lines remain.
+        """Store each row and remove the stored ones; return how many were stored, and how many rows and lines remain.
 
-        `store` says whether the database took the row, and raises where it is away; then everything remains. A row that
-        is in the database already counts once, so a restore that was interrupted is simply repeated."""
+        `store` returns whether the database took the row, and raises if the database is away; then everything remains.
+        A row that is already in the database counts once, so an interrupted restore can be repeated.
+        """
         for name in (REFUSED, DAMAGED):
             self._claim(name)
         num_restored = num_left = 0
@@ -109,7 +111,7 @@ class SetAside:
         return num_restored, num_left
 
     def _claim(self, name: str) -> None:
-        """Move what is in a file to its claimed one, where an interrupted restore may have left lines."""
+        """Move the content of a file to its claimed file, which may hold lines of an interrupted restore."""
         path, claimed = self.directory / name, self.directory / (name + _CLAIMED)
         if not path.exists():
             return
@@ -143,7 +145,7 @@ class SetAside:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other processes from adding or claiming meanwhile."""
+        """Exclude other processes from adding or claiming meanwhile."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:

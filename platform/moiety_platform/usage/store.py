@@ -1,4 +1,4 @@
-"""Writes usage rows to the table, and makes rows fit for it."""
+"""Storage of usage rows in the table, and sanitizing of their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
 MAX_TEXT_LENGTH = 256
 
 _FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges")
-_MOST = 2**48  # so that sums of such, too, are what a database takes
+_MOST = 2**48  # limit, so that sums also fit into the database's types
 _INT32_MAX = 2**31 - 1
 _INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
 _names_of = attrgetter(
@@ -46,8 +46,10 @@ _insert_usage = BulkInsert(UsageRecord)
 
 
 async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
-    """Enter the rows in the ledger, each `request_id` once, add them to the table, and book what they charge: what the
-    ledger has already, or the batch has twice, is left as it is and charges nothing."""
+    """Enter the rows in the ledger, each `request_id` once, add them to the table, and book their charges.
+
+    A row that is already in the ledger, or twice in the batch, is left unchanged and charges nothing.
+    """
     rows = [await _unless_released(session, row) if row.error_code == GATEWAY_KILLED else row for row in rows]
     first = {row.request_id: row for row in reversed(rows)}
     new_ids = await settle(session, list(first.values()))
@@ -63,14 +65,16 @@ async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
 
 
 async def change_row(session: AsyncSession, row: UsageRow) -> None:
-    """Make the request's row this one."""
+    """Replace the stored row of the request by this one."""
     values = {name: value for name, value in _to_values(row).items() if name != "request_id"}
     await session.execute(update(UsageRecord).where(UsageRecord.request_id == row.request_id).values(values))
 
 
 async def _replace_killed(session: AsyncSession, rows: Sequence[UsageRow]) -> list[Charge]:
-    """What gateways that were taken for dead say of their requests after all: it counts, instead of what was stored for
-    them. What is charged beyond that."""
+    """Replace the rows of requests whose gateway was wrongly taken for dead; return the additional charges.
+
+    The gateway's own row counts instead of the stored one.
+    """
     by_id = {row.request_id: row for row in rows}
     killed = (
         select(UsageRecord)
@@ -88,8 +92,10 @@ async def _replace_killed(session: AsyncSession, rows: Sequence[UsageRow]) -> li
 
 
 async def _beyond(session: AsyncSession, before: UsageRow, after: UsageRow) -> list[Charge]:
-    """What `after` charges beyond what was charged for `before`: the difference in tokens and in money; as a request it
-    has counted already."""
+    """Return the charges of `after` beyond those of `before`: the difference in tokens and in money.
+
+    The request itself was counted already.
+    """
     tokens = after.prompt_tokens + after.output_tokens - before.prompt_tokens - before.output_tokens
     more = {Unit.TOKENS: tokens, Unit.MONEY: after.cost_nanodollars - before.cost_nanodollars}
     found = []
@@ -102,16 +108,22 @@ async def _beyond(session: AsyncSession, before: UsageRow, after: UsageRow) -> l
 
 
 async def _unless_released(session: AsyncSession, row: UsageRow) -> UsageRow:
-    """What a killed gateway wrote down of a request before it was served. Where its leases were released meanwhile,
-    the engines have proven that none of them ever had the request, so it costs nothing."""
+    """Return the row of a killed gateway, free of charge if its leases were released meanwhile.
+
+    The gateway wrote it down before the request was served; a release means that the engines have proven that no engine
+    had the request.
+    """
     if await have_room(session, row.charges):
         return row
     return msgspec.structs.replace(row, prompt_tokens=0, cost_nanodollars=0, charges=())
 
 
 def storable(row: UsageRow) -> UsageRow:
-    """The row with what no database takes made harmless: NUL and lone surrogates in texts, over-long texts, numbers
-    that are not finite or too large. Any other row comes back as it is."""
+    """Return the row with values that every database accepts.
+
+    It replaces NUL and lone surrogates in texts, over-long texts, and numbers that are not finite or too large. Any
+    other row is returned unchanged.
+    """
     if _is_storable(row):
         return row
     changes: dict[str, Any] = {}
@@ -124,8 +136,10 @@ def storable(row: UsageRow) -> UsageRow:
 
 
 def _is_storable(row: UsageRow) -> bool:
-    """Whether it is beyond doubt as it is, which nearly every row is; by few and cheap looks, since each row is asked
-    twice."""
+    """Return whether the row needs no change, as nearly every row.
+
+    The checks are few and cheap, since each row is checked twice.
+    """
     name, numbers = row.request_id, _numbers_of(row)
     times = row.queue_ms or 0.0, row.ttft_ms or 0.0, row.duration_ms or 0.0
     return (
@@ -136,13 +150,13 @@ def _is_storable(row: UsageRow) -> bool:
         and min(numbers) >= 0
         and max(numbers) <= _INT32_MAX
         and min(times) >= 0.0
-        and sum(times) <= _MOST  # which nothing is that has one among it that is no number
+        and sum(times) <= _MOST  # false if one of the times is NaN
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _are_plain_names(*names: str | None) -> bool:
-    """What many requests have in common."""
+    """Return whether the names are plain; cached, since many requests share them."""
     return _are_plain(*names)
 
 
@@ -153,7 +167,7 @@ def _are_plain(*texts: str | None) -> bool:
 
 
 def row_of(record: UsageRecord) -> UsageRow:
-    """What the table says, without charges."""
+    """Return the row of a record, without charges."""
     return UsageRow(**{name: getattr(record, name) for name in _FIELDS})
 
 
@@ -167,7 +181,7 @@ def _clean(name: str, value: Any) -> Any:
             return value
         whole = value[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
         return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in whole)
-    if isinstance(value, float) and not abs(value) <= _MOST:  # nor a number
+    if isinstance(value, float) and not abs(value) <= _MOST:  # also NaN
         return 0.0 if name == "duration_ms" else None
     if isinstance(value, int):
         bound = _INT32_MAX if name in _INT32_FIELDS else _MOST

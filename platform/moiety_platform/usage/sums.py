@@ -1,5 +1,7 @@
-"""Sums over requests, which stand in a table of their own with a row a group, and are raised with what they sum. Within
-the caller's transaction."""
+"""Sums over requests, in a table with one row per group. Within the caller's transaction.
+
+The sums are updated together with the requests.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _NAMES = (
 
 
 def _amounts(row: UsageRow) -> tuple[float, ...]:
-    """What a request adds to the sums of these names, in their order."""
+    """Return what a request adds to the sums of `_NAMES`, in their order."""
     return (
         row.is_request,
         row.outcome == "failed",
@@ -47,8 +49,10 @@ def _amounts(row: UsageRow) -> tuple[float, ...]:
 
 
 class UsageSums:
-    """The sums of one table: what is not of its primary key, by the names above. `group_of` gives a request's key, in
-    the order of the columns."""
+    """Sums of one table: its columns outside the primary key, named as in `_NAMES`.
+
+    `group_of` returns a request's key, in the order of the columns.
+    """
 
     def __init__(self, model: type[Base], group_of: Callable[[UsageRow], tuple[Any, ...]]) -> None:
         columns = list(model.__table__.columns)
@@ -66,11 +70,11 @@ class UsageSums:
         self._raise = BulkInsert(model, raising)
 
     async def add(self, session: AsyncSession, rows: Iterable[UsageRow], less: Iterable[UsageRow] = ()) -> None:
-        """Add requests to the sums of their groups, and take others away. Sums are locked in order."""
+        """Add requests to the sums of their groups, and subtract those in `less`. Sums are locked in order."""
         await self._raise(session, self.of(rows, less))
 
     def of(self, rows: Iterable[UsageRow], less: Iterable[UsageRow] = ()) -> list[tuple[Any, ...]]:
-        """Rows of the table that say what these requests come to, by their keys."""
+        """Return rows of the table with the sums of these requests, ordered by their keys."""
         grouped: defaultdict[tuple[Any, ...], list[tuple[float, ...]]] = defaultdict(list)
         for row in rows:
             grouped[self._group_of(row)].append(self._pick(_amounts(row)))

@@ -1,1 +1,1 @@
-"""Tells other systems what happens here: events as signed HTTP requests, from a queue that all gateways share."""
+"""Webhooks: events as signed HTTP requests, from a queue that all gateways share."""

@@ -1,8 +1,7 @@
-"""Where webhooks may go to: addresses of the public internet over https, and whatever networks the settings name, there
-over http as well. Pure but for the resolver.
+"""Address policy of webhooks: the public internet over https, and the networks of the settings, also over http.
 
-A name is resolved once, all its addresses are judged, and the request goes to one of those that were judged: a name
-that says something else a moment later leads nowhere.
+Pure except for the resolver. A name is resolved once, all its addresses are checked, and the request goes to a checked
+address: a changed DNS answer (DNS rebinding) has no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}", re.ASCII)
 
 
 class CannotReach(Exception):
-    """`code` says why, in a word that administrators see."""
+    """The address cannot be reached; `code` is the reason that administrators see."""
 
     def __init__(self, code: str) -> None:
         super().__init__(code)
@@ -43,12 +42,12 @@ class CannotReach(Exception):
 
 @dataclass(slots=True)
 class AddressPolicy:
-    """`networks` are those that the settings allow besides the public internet; may be set to others."""
+    """Permitted addresses. `networks` of the settings are permitted beside the public internet; can be changed."""
 
     networks: tuple[Network, ...] = ()
 
     def check(self, text: str) -> str:
-        """The address of a new webhook, as it is kept. Raises BadRequest where it could never be reached."""
+        """Return the address of a new webhook, as stored. Raises BadRequest where it could never be reached."""
         if len(text) > MAX_URL_LENGTH or not text.isascii() or not text.isprintable() or " " in text:
             raise _bad(f"must have at most {MAX_URL_LENGTH} ASCII characters and no spaces")
         try:
@@ -74,14 +73,16 @@ class AddressPolicy:
         return text
 
     def allows(self, address: Address, scheme: str) -> bool:
-        """Whether a request may go there."""
+        """Return whether a request may go there."""
         if any(address in network for network in self.networks):
             return True
         return scheme == "https" and not is_special(address)
 
     async def resolve(self, url: httpx.URL) -> Address:
-        """An address of the URL's host to connect to. Raises CannotReach, also where only one of several addresses is
-        not allowed."""
+        """Return an address of the URL's host to connect to. Raises CannotReach.
+
+        One forbidden address among several suffices for CannotReach.
+        """
         literal = _literal(url.host)
         addresses = [literal] if literal is not None else await _look_up(url)
         if not all(self.allows(address, url.scheme) for address in addresses):

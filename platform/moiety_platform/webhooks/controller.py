@@ -1,4 +1,4 @@
-"""`/admin/v1/webhooks`: where alerts go to. The door is the admin router's."""
+"""`/admin/v1/webhooks`: destinations of alerts. The admin router authenticates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moiety_platform.webhooks.schemas import MadeWebhook, NewWebhook, WebhookVie
 
 
 def webhook_routes(reach: AddressPolicy, pepper: bytes) -> list[HTTPRouteHandler]:
-    """The handlers, for the admin router to take in."""
+    """Return the handlers, for the admin router to register."""
 
     @post("/webhooks", tags=["webhooks"], name="create_webhook", opt=needs(AdminAction.WRITE_WEBHOOKS) | fails(409))
     async def create_webhook(
@@ -27,14 +27,14 @@ def webhook_routes(reach: AddressPolicy, pepper: bytes) -> list[HTTPRouteHandler
         clock: NamedDependency[SkipValidation[Clock]],
         data: JSONBody[NewWebhook],
     ) -> MadeWebhook:
-        """Send alerts to this address from now on. The secret that they are signed with is in this answer only."""
+        """Send alerts to this address from now on. Only this response contains the signing secret."""
         async with store.write() as session:
             view = await service.create_webhook(session, data, reach, clock.now())
         return MadeWebhook(view, derive_secret(view.id, pepper))
 
     @get("/webhooks", tags=["webhooks"], name="list_webhooks", opt=needs(AdminAction.READ_WEBHOOKS))
     async def list_webhooks(database: NamedDependency[Database]) -> WebhookViews:
-        """All webhooks, oldest first, and how they fare."""
+        """List all webhooks, oldest first, and their state."""
         async with database.read() as session:
             return WebhookViews(await service.list_webhooks(session))
 
@@ -46,7 +46,7 @@ def webhook_routes(reach: AddressPolicy, pepper: bytes) -> list[HTTPRouteHandler
         opt=needs(AdminAction.WRITE_WEBHOOKS),
     )
     async def delete_webhook(store: NamedDependency[AuditedStore], webhook_id: FromPath[str]) -> WebhookView:
-        """Send nothing there any more; returns what it was."""
+        """Delete a webhook; returns its last state."""
         async with store.write() as session:
             return await service.delete_webhook(session, webhook_id)
 

@@ -1,7 +1,7 @@
-"""The events that wait for webhooks, within the caller's transaction.
+"""Queue of webhook events within the caller's transaction.
 
-Every gateway takes from the same queue, under leases on the database's clock: what a killed one was sending is sent
-again by another, so an event may come twice, and never not at all but for a webhook that takes nothing for hours.
+All gateways take from the same queue, under leases on the database's clock: an event of a killed gateway is sent again
+by another, so delivery is at least once, except for a webhook that accepts nothing for hours.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from moiety_platform.quota.models import QuotaAlert
 from moiety_platform.webhooks.events import body_of
 from moiety_platform.webhooks.models import DeliveryState, Webhook, WebhookDelivery
 
-MAX_PENDING = 1000  # events that wait for one webhook
+MAX_PENDING = 1000  # pending events per webhook
 MAX_TRIES = 12
-AT_ONCE = 4  # for one webhook, by one gateway
-FORGET_ROWS = 500  # in one transaction
-KEPT_MS = 30 * 24 * 3600 * 1000  # how long what was given up is remembered
+AT_ONCE = 4  # per webhook and gateway
+FORGET_ROWS = 500  # per transaction
+KEPT_MS = 30 * 24 * 3600 * 1000  # retention of dead events
 QUEUE_FULL = "queue_full"
 
 Now = Callable[[], ColumnElement[int]]
@@ -29,7 +29,7 @@ Now = Callable[[], ColumnElement[int]]
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One event to be sent, for as long as its lease. `num_tries` counts this one."""
+    """One event to send within its lease. `num_tries` counts this try."""
 
     webhook_id: str
     alert_id: str
@@ -40,7 +40,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What came of it: `error` None is success. `wait_ms` is how long to wait before another try; None: no more."""
+    """Result of a delivery: `error` None is success. `wait_ms` is the wait before the next try; None: no more tries."""
 
     delivery: Delivery
     error: str | None = None
@@ -48,7 +48,7 @@ class Sent:
 
 
 async def enqueue(session: AsyncSession, alerts: Sequence[QuotaAlert], now: Now) -> None:
-    """Each alert once for each webhook that there is now. What a full queue does not take is dead at once."""
+    """Queue each alert once for each current webhook. Events beyond a full queue are dead at once."""
     pending = func.count().filter(WebhookDelivery.state == DeliveryState.PENDING)
     waiting = select(Webhook.id, pending).outerjoin(WebhookDelivery, WebhookDelivery.webhook_id == Webhook.id)
     moment = await session.scalar(select(now()))
@@ -65,13 +65,15 @@ async def enqueue(session: AsyncSession, alerts: Sequence[QuotaAlert], now: Now)
 
 
 async def any_due(session: AsyncSession, now: Now) -> bool:
-    """Whether something is to be sent now."""
+    """Return whether an event is due now."""
     return (await session.execute(select(WebhookDelivery.alert_id).where(*_due(now)).limit(1))).first() is not None
 
 
 async def claim(session: AsyncSession, lease_ms: int, now: Now) -> list[Delivery]:
-    """Some of what is to be sent now: a few for each webhook, so that one that answers slowly does not hold up the
-    others. Counted as a try, so that what kills its sender is given up one day as well."""
+    """Claim some due events: a few per webhook, so that a slow receiver does not delay the others.
+
+    A claim counts as a try, so that an event that kills its sender is given up eventually.
+    """
     found = []
     with_due = select(WebhookDelivery.webhook_id).where(*_due(now)).distinct()
     for webhook_id in (await session.scalars(with_due.order_by(WebhookDelivery.webhook_id))).all():
@@ -93,8 +95,10 @@ async def claim(session: AsyncSession, lease_ms: int, now: Now) -> list[Delivery
 
 
 async def store(session: AsyncSession, results: Sequence[Sent], now: Now) -> None:
-    """What came of deliveries. One whose lease was over, and that another has claimed since, is left to that one,
-    unless it was taken."""
+    """Store the results of deliveries.
+
+    The failure of a delivery whose lease expired, and that another gateway has claimed since, is left to that gateway.
+    """
     moment = await session.scalar(select(now())) or 0
     for sent in sorted(results, key=lambda one: (one.delivery.webhook_id, one.delivery.alert_id)):
         one = sent.delivery
@@ -111,7 +115,7 @@ async def store(session: AsyncSession, results: Sequence[Sent], now: Now) -> Non
 
 
 async def forget_old(session: AsyncSession, *, now: Now) -> int:
-    """Delete some of what was given up long ago, and of what has lost its webhook; how many."""
+    """Delete some long-dead events, and some of deleted webhooks; return their number."""
     old = and_(WebhookDelivery.state == DeliveryState.DEAD, WebhookDelivery.available_ms < now() - KEPT_MS)
     lost = WebhookDelivery.webhook_id.not_in(select(Webhook.id))
     key = WebhookDelivery.webhook_id, WebhookDelivery.alert_id
@@ -122,7 +126,7 @@ async def forget_old(session: AsyncSession, *, now: Now) -> int:
 
 
 async def forget_alerts(session: AsyncSession, before: datetime) -> int:
-    """Delete some alerts of windows that began before that, but for those that still wait to be sent; how many."""
+    """Delete some alerts of windows that began before `before`, except pending ones; return their number."""
     waits = exists().where(WebhookDelivery.alert_id == QuotaAlert.id, WebhookDelivery.state == DeliveryState.PENDING)
     wanted = select(QuotaAlert.id).where(QuotaAlert.start < before, ~waits).order_by(QuotaAlert.start)
     found = await session.scalars(wanted.limit(FORGET_ROWS).with_for_update(of=QuotaAlert, skip_locked=True))

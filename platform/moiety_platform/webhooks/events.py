@@ -1,4 +1,4 @@
-"""What receivers get: the event as JSON, and the signature by which they know that it is ours. Pure."""
+"""Contents of a webhook request: the event as JSON, and the signature that authenticates it. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ SECRET_PREFIX = "whsec_"
 
 
 class ThresholdEvent(msgspec.Struct, frozen=True):
-    """A limit's use has passed `threshold` percent of its `cap` in a window; `used` is what it was when that was seen,
-    nano-dollars where `kind` is of money. `id` is the same whenever the event is sent again."""
+    """The use of a quota has passed `threshold` percent of its `cap` in a window.
+
+    `used` is the use at that time, in nano-dollars where `kind` is of money. `id` is the same for every retry of the
+    event.
+    """
 
     id: str
     type: str
@@ -36,7 +39,7 @@ class ThresholdEvent(msgspec.Struct, frozen=True):
 
 
 def body_of(alert: QuotaAlert) -> bytes:
-    """The event of an alert, the same bytes each time."""
+    """Return the event of an alert, the same bytes each time."""
     period = LimitKind(alert.kind).period
     assert period is not None, "alerts are of stocks, which have a period"
     return msgspec.json.encode(
@@ -59,12 +62,12 @@ def body_of(alert: QuotaAlert) -> bytes:
 
 
 def derive_secret(webhook_id: str, pepper: bytes) -> str:
-    """A webhook's secret: 256 bits that nobody without the pepper can compute."""
+    """Return a webhook's secret: 256 bits that nobody without the pepper can compute."""
     return SECRET_PREFIX + hmac.digest(pepper, b"webhook:" + webhook_id.encode(), hashlib.sha256).hex()
 
 
 def signature(secrets: Sequence[str], body: bytes, unix_s: int) -> str:
-    """The header's value: the time, and for each secret the HMAC-SHA256 of the time, a dot and the body."""
+    """Return the header's value: the time, and for each secret the HMAC-SHA256 of the time, a dot and the body."""
     signed = b"%d." % unix_s + body
     macs = (hmac.digest(secret.encode(), signed, hashlib.sha256).hex() for secret in secrets)
     return ",".join([f"t={unix_s}", *(f"v1={mac}" for mac in macs)])

@@ -1,4 +1,4 @@
-"""The tables of webhooks. Times are Unix milliseconds by the database's clock."""
+"""Tables of webhooks. Times are Unix milliseconds of the database's clock."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ class DeliveryState(StrEnum):
 
 
 class Webhook(Base):
-    """Where events go to. Its secret is not kept: it follows from its id and the deployment's pepper."""
+    """Destination of events. Its secret is not stored: it follows from its id and the deployment's pepper."""
 
     __tablename__ = "webhooks"
 
     id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
     url: Mapped[str] = mapped_column(String(MAX_URL_LENGTH))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
-    delivered_ms: Mapped[int | None] = mapped_column(BigInteger)  # when it last took an event
-    failed_ms: Mapped[int | None] = mapped_column(BigInteger)  # when it last did not
-    last_error: Mapped[str | None] = mapped_column(String(MAX_ERROR_LENGTH))  # of that
+    delivered_ms: Mapped[int | None] = mapped_column(BigInteger)  # time of the last success
+    failed_ms: Mapped[int | None] = mapped_column(BigInteger)  # time of the last failure
+    last_error: Mapped[str | None] = mapped_column(String(MAX_ERROR_LENGTH))  # of the last failure
 
     @classmethod
     def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
-        """The deployment's own, no tenant's."""
+        """Return no rows: the table belongs to the deployment, not to a tenant."""
         return false()
 
 
 class WebhookDelivery(Base):
-    """One event for one webhook; what was delivered is gone. `available_ms` is a lease and a pause in one: until then
-    nobody else takes the row."""
+    """One event for one webhook, deleted on success.
+
+    `available_ms` is the end of a lease or of a pause: until then no other gateway takes the row.
+    """
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (
@@ -56,5 +58,5 @@ class WebhookDelivery(Base):
 
     @classmethod
     def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
-        """The deployment's own, no tenant's."""
+        """Return no rows: the table belongs to the deployment, not to a tenant."""
         return false()

@@ -1,4 +1,4 @@
-"""Sends one request to a webhook, and says whether it was taken. Knows no SQL."""
+"""Sends one request to a webhook. No SQL."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ TIMEOUT_S = 10.0
 
 
 class WebhookClient:
-    """Owned by whoever opens it. Follows no redirects, uses no proxy, reads no answer beyond its status, and keeps no
-    connection, since one to an address must not serve another name at the same address."""
+    """HTTP client of webhooks, closed by its owner.
+
+    It follows no redirects, uses no proxy, reads only the status of a response, and keeps no connection, since a
+    connection to an address must not serve another name at the same address.
+    """
 
     def __init__(
         self, reach: AddressPolicy, *, timeout_s: float = TIMEOUT_S, tls: ssl.SSLContext | None = None
@@ -38,7 +41,7 @@ class WebhookClient:
         await self._http.aclose()
 
     async def post(self, address: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Returns once the receiver has answered with a status of success. Raises CannotReach."""
+        """Send the request and wait for a success status. Raises CannotReach."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._post(httpx.URL(address), body, headers)

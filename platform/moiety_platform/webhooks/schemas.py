@@ -1,4 +1,4 @@
-"""What the admin API says and hears of webhooks."""
+"""Request and response bodies of the admin API for webhooks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from moiety_platform.webhooks.models import MAX_URL_LENGTH, Webhook
 
 
 class NewWebhook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where events are to go to."""
+    """A destination of events to create."""
 
     url: Annotated[str, shows(maxLength=MAX_URL_LENGTH, pattern="^https?://[!-~]+$")]
 
 
 class WebhookView(msgspec.Struct, frozen=True):
-    """A webhook and how it fares: events that wait, events that were given up in the last 30 days, when it last took
-    one, and when and why it last did not."""
+    """A webhook and its state: pending events, dead events of the last 30 days, last success, and last failure with its
+    cause.
+    """
 
     id: str
     url: str
@@ -51,7 +52,7 @@ class WebhookViews(msgspec.Struct, frozen=True):
 
 
 class MadeWebhook(msgspec.Struct, frozen=True):
-    """A new webhook with its `secret`, which is shown this once and never again."""
+    """A new webhook with its `secret`, which is shown only once."""
 
     webhook: WebhookView
     secret: str

@@ -1,8 +1,7 @@
-"""Tells receivers of limits that are being used up: one task of each gateway process, apart from all requests.
+"""Sender of quota alerts: one background task of each gateway process.
 
-Every few seconds it asks the database, in one transaction that reads, whether a window has passed a threshold that
-nobody has told of, and whether something waits to be sent; away from both that is all. When the database is away it
-waits, and finds the same later.
+Every few seconds one read transaction checks whether a window has passed an unreported threshold, and whether an event
+is due; if neither, nothing else happens. When the database is down it waits and continues later.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from moiety_platform.webhooks.poster import TIMEOUT_S, WebhookClient
 
 INTERVAL_S = 5.0
 LEASE_S = 3 * TIMEOUT_S
-BACKOFF = Backoff(first_s=5.0, max_s=3600.0)  # twelve tries take some two and a half hours
+BACKOFF = Backoff(first_s=5.0, max_s=3600.0)  # twelve tries take about two and a half hours
 
 log = structlog.get_logger(__name__)
 
 
 class AlertSender:
-    """Owned by the entry point; one event loop. `start`, then `stop` before the poster is closed."""
+    """Periodic sender. Owned by the entry point; for one event loop. `stop` it before the poster is closed."""
 
     def __init__(
         self,
@@ -65,11 +64,11 @@ class AlertSender:
         self._rounds.start()
 
     async def stop(self) -> None:
-        """What is being sent is sent to its end. Idempotent."""
+        """Stop after the running deliveries. Idempotent."""
         await self._rounds.stop()
 
     async def round(self) -> bool:
-        """Enter what is to be told, and send what is to be sent; whether there may be more. Raises Unavailable."""
+        """Queue new alerts and send due events; return whether there may be more. Raises Unavailable."""
         num_done = 0
         async with self._database.read() as session:
             to_tell, to_send = await any_to_tell(session, self._clock.now()), await any_due(session, self._now)
@@ -87,7 +86,7 @@ class AlertSender:
         return num_done > 0
 
     async def _send(self) -> int:
-        """How many were sent, or tried."""
+        """Send the claimed events; return the number of tries."""
         async with self._database.write() as session:
             deliveries = await claim(session, round(LEASE_S * 1000), self._now)
         results = await asyncio.gather(*(self._deliver(delivery) for delivery in deliveries))

@@ -1,4 +1,4 @@
-"""Makes, lists and removes webhooks, within the caller's transaction. Knows nothing of HTTP."""
+"""Creates, lists and deletes webhooks within the caller's transaction. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_WEBHOOKS = 20
 
 
 async def create_webhook(session: AsyncSession, new: NewWebhook, reach: AddressPolicy, now: datetime) -> WebhookView:
-    """Events from now on go there as well. Raises BadRequest, or Conflict where there are too many."""
+    """Create a webhook, which gets the events from now on. Raises BadRequest, or Conflict where there are too many."""
     url = reach.check(new.url)
     if (await session.scalar(select(func.count()).select_from(Webhook)) or 0) >= MAX_WEBHOOKS:
         raise Conflict(f"There are {MAX_WEBHOOKS} webhooks already; delete one first.", code="too_many_webhooks")
@@ -28,7 +28,7 @@ async def create_webhook(session: AsyncSession, new: NewWebhook, reach: AddressP
 
 
 async def list_webhooks(session: AsyncSession) -> list[WebhookView]:
-    """All of them, oldest first."""
+    """Return all webhooks, oldest first."""
     states = WebhookDelivery.webhook_id, WebhookDelivery.state
     counted = select(*states, func.count()).group_by(*states)
     counts = {(webhook_id, state): number for webhook_id, state, number in await session.execute(counted)}
@@ -40,7 +40,7 @@ async def list_webhooks(session: AsyncSession) -> list[WebhookView]:
 
 
 async def delete_webhook(session: AsyncSession, webhook_id: str) -> WebhookView:
-    """Nothing goes there any more, not even what waits; what it was. Raises NotFound."""
+    """Delete a webhook with its pending events; return its last state. Raises NotFound."""
     found = {view.id: view for view in await list_webhooks(session)} if is_id(webhook_id) else {}
     if webhook_id not in found:
         raise NotFound("There is no webhook with this id; list them with GET /admin/v1/webhooks.", param="webhook_id")

@@ -1,8 +1,8 @@
-"""Addresses that are not the public internet's, by IANA's registries of special-purpose addresses. Pure.
+"""Addresses outside the public internet, by IANA's registries of special-purpose addresses. Pure.
 
-The tables stand here, since those of Python's `ipaddress` differ between its releases: 3.11 takes 64:ff9b::/96, behind
-which NAT64 has all of IPv4, and 3fff::/20 for global. https://www.iana.org/assignments/iana-ipv4-special-registry and
-…/iana-ipv6-special-registry, of 2025.
+The tables are copied here, since those of Python's `ipaddress` differ between its releases: 3.11 counts 64:ff9b::/96,
+behind which NAT64 has all of IPv4, and 3fff::/20 as global. https://www.iana.org/assignments/iana-ipv4-special-registry
+and …/iana-ipv6-special-registry, of 2025.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPECIAL_IPV6: tuple[IPv6Network, ...] = tuple(
     for network in (
         "2001::/23",  # protocol assignments: Teredo, benchmarking, ORCHID and others (RFC 2928)
         "2001:db8::/32",  # documentation (RFC 3849)
-        "2002::/16",  # 6to4, which stands for an IPv4 address (RFC 3056)
+        "2002::/16",  # 6to4, which encodes an IPv4 address (RFC 3056)
         "2620:4f:8000::/48",  # AS112 (RFC 7534)
         "3fff::/20",  # documentation (RFC 9637)
     )
@@ -51,7 +51,7 @@ SPECIAL_IPV6: tuple[IPv6Network, ...] = tuple(
 
 
 def is_special(address: IPv4Address | IPv6Address) -> bool:
-    """Return whether the address has a special purpose, or stands for another address."""
+    """Return whether the address has a special purpose, or encodes another address."""
     if isinstance(address, IPv4Address):
         return any(address in network for network in SPECIAL_IPV4)
     if address.scope_id is not None or address not in GLOBAL_UNICAST_IPV6:

@@ -1,1 +1,1 @@
-"""Prompts that are likely to come, computed while there is nothing else to do."""
+"""Speculative prefill: computes prompts that are likely to arrive while there is nothing else to do."""

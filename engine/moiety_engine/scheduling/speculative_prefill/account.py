@@ -1,5 +1,4 @@
-"""What was computed before it was asked for, and what became of it: each such token is used once, wasted once, or still
-open."""
+"""Account of speculatively prefilled tokens: each is used once, wasted once, or still open."""
 
 from __future__ import annotations
 
@@ -8,21 +7,21 @@ from collections.abc import Iterable
 
 
 class SpeculativePrefillAccount:
-    """Of blocks, by their hashes; in tokens."""
+    """Account in tokens, kept by block hashes."""
 
     def __init__(self, block_size: int, horizon_s: float) -> None:
         self._block_size = block_size
         self._horizon_s = horizon_s
-        self._open: OrderedDict[bytes, float] = OrderedDict()  # when it was computed
+        self._open: OrderedDict[bytes, float] = OrderedDict()  # time of computation
         self.computed_total = self.used_total = self.wasted_total = 0
 
     @property
     def open_tokens(self) -> int:
-        """Neither used nor wasted yet."""
+        """Tokens that are neither used nor wasted yet."""
         return len(self._open) * self._block_size
 
     def computed(self, hashes: Iterable[bytes], now_s: float) -> None:
-        """Of these blocks. What was computed before and is again has been evicted meanwhile, and was for nothing."""
+        """Record computed blocks. A block that was computed before has been evicted unused and counts as wasted."""
         for block_hash in hashes:
             if self._open.pop(block_hash, None) is not None:
                 self.wasted_total += self._block_size
@@ -30,8 +29,10 @@ class SpeculativePrefillAccount:
             self.computed_total += self._block_size
 
     def used(self, hashes: Iterable[bytes]) -> int:
-        """A request begins with these blocks, from the cache: how many tokens of them had been foreseen, and were not
-        used before."""
+        """Record the cached blocks that a request starts with.
+
+        Return how many of their tokens were prefilled speculatively and not used before.
+        """
         if not self._open:
             return 0
         tokens = sum(self._block_size for block_hash in hashes if self._open.pop(block_hash, None) is not None)
@@ -39,7 +40,7 @@ class SpeculativePrefillAccount:
         return tokens
 
     def lapse(self, now_s: float) -> None:
-        """What has not been used by now is not going to be."""
+        """Count blocks that were not used within the horizon as wasted."""
         while self._open:
             computed_s = next(iter(self._open.values()))
             if now_s - computed_s < self._horizon_s:
@@ -48,6 +49,6 @@ class SpeculativePrefillAccount:
             self.wasted_total += self._block_size
 
     def forget(self) -> None:
-        """The cache's contents are lost."""
+        """Count all open blocks as wasted: the cache's contents are lost."""
         self.wasted_total += self.open_tokens
         self._open.clear()

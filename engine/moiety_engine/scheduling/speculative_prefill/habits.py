@@ -1,9 +1,9 @@
-"""Which conversations come back, and when: learned online of each habit, which is whatever ends up doing alike (a key).
+"""Return patterns of conversations: whether and when the next turn arrives, learned online for each pattern key.
 
-Time since a conversation's turn ended is cut into spans of doubling length. Of each span it is counted how many
-conversations had not come back when it began, and how many of them did within it (Kaplan and Meier's estimator, old
-counts forgotten gradually); those that may yet come back count rightly, too. How likely it is that one comes back which
-has not for so long follows from the spans that are left. Pure.
+Conversations that behave alike share a key. The time since the end of a turn is divided into spans of doubling length.
+For each span, the estimator counts the conversations that had not returned when it began, and those that returned
+within it (Kaplan–Meier estimator, with decay of old counts); conversations that may still return are counted correctly
+too. The probability that a conversation returns after a given silence follows from the remaining spans. Pure.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-ENDS_S = tuple(2.0**index for index in range(11))  # of the spans: 1 s, 2 s, …
-HORIZON_S = ENDS_S[-1]  # what has not come back by then does not
+ENDS_S = tuple(2.0**index for index in range(11))  # ends of the spans: 1 s, 2 s, …
+HORIZON_S = ENDS_S[-1]  # later returns are not expected
 MAX_HABITS = 4096
 MAX_WATCHED = 16_384
 
-_FORGET = 0.98  # of a span, with each that enters it
-_PRIOR = 2.0  # conversations of which nothing is known count as so many, half of which come back at some time
+_FORGET = 0.98  # decay of a span's counts with each conversation that enters it
+_PRIOR = 2.0  # weight of the prior, in conversations, half of which return eventually
 _PRIOR_BACK = _PRIOR * (1 - 0.5 ** (1 / len(ENDS_S)))
 
 Wanted = TypeVar("Wanted")
@@ -33,23 +33,23 @@ class _ReturnPattern:
 
 
 class ReturnPatterns:
-    """What is known of each; of very many, those that were heard of last."""
+    """Return patterns by key; at most MAX_HABITS, the least recently used are dropped."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, _ReturnPattern] = OrderedDict()
 
     def entered(self, name: str, span: int) -> None:
-        """A conversation has not come back before that span."""
+        """Record that a conversation has not returned before this span."""
         habit = self._of(name)
         habit.entered[span] = habit.entered[span] * _FORGET + 1
         habit.back[span] *= _FORGET
 
     def came_back(self, name: str, span: int) -> None:
-        """It came back within it."""
+        """Record that a conversation returned within this span."""
         self._of(name).back[span] += 1
 
     def likelihood(self, name: str, after_s: float) -> float:
-        """That a conversation comes back which has not for so long."""
+        """Return the probability that a conversation that has been silent for `after_s` seconds returns."""
         habit = self._of(name)
         first = span_of(after_s)
         stays_away = 1.0
@@ -71,8 +71,11 @@ class ReturnPatterns:
 
 @dataclass(slots=True, eq=False)
 class WatchedConversation(Generic[Wanted]):
-    """A conversation that may come back: what its next turn begins with, whose habit it follows, since when, and what
-    is wanted of it if anything is."""
+    """Conversation that may continue.
+
+    `tip` is the block hash that its next turn contains, `habit` its pattern key, `since_s` the end of its last turn and
+    `wanted` its speculative prefill, if any.
+    """
 
     tip: bytes
     habit: str
@@ -82,21 +85,23 @@ class WatchedConversation(Generic[Wanted]):
 
 
 class ConversationWatch(Generic[Wanted]):
-    """Conversations whose next turn is waited for, and what the habits learn of them."""
+    """Conversations whose next turn is expected; trains the return patterns."""
 
     def __init__(self, habits: ReturnPatterns) -> None:
         self._habits = habits
         self._of_tip: dict[bytes, WatchedConversation[Wanted]] = {}
         self._in_span: list[deque[WatchedConversation[Wanted]]] = [
             deque() for _ in ENDS_S
-        ]  # the longest first; some are gone
+        ]  # the longest first; some are void
 
     def __len__(self) -> int:
         return len(self._of_tip)
 
     def open(self, tip: bytes, habit: str, now_s: float) -> WatchedConversation[Wanted]:
-        """A turn has ended; the next is recognised by `tip`. Of very many, the oldest is forgotten, as one of which it
-        is not known whether it came back."""
+        """Watch a conversation whose turn has ended; its next turn is recognized by `tip`.
+
+        Above MAX_WATCHED conversations the oldest is dropped without an outcome.
+        """
         watched: WatchedConversation[Wanted] = WatchedConversation(tip, habit, now_s)
         self._of_tip.pop(tip, None)
         self._of_tip[tip] = watched
@@ -107,14 +112,14 @@ class ConversationWatch(Generic[Wanted]):
         return watched
 
     def found(self, tip: bytes, now_s: float) -> WatchedConversation[Wanted] | None:
-        """A prompt has come that has this in it; whose next turn it is, told once."""
+        """Return the conversation that a prompt with this hash continues, and stop watching it; None if none does."""
         watched = self._of_tip.pop(tip, None)
         if watched is not None:
             self._habits.came_back(watched.habit, min(watched.span, span_of(now_s - watched.since_s)))
         return watched
 
     def advance(self, now_s: float) -> None:
-        """What has not come back by now enters its next span, or is given up."""
+        """Move conversations that have not returned to their next span, or drop them after the last."""
         for span, (waiting, end_s) in enumerate(zip(self._in_span, ENDS_S, strict=True)):
             while waiting and now_s - waiting[0].since_s > end_s:
                 watched = waiting.popleft()
@@ -129,11 +134,11 @@ class ConversationWatch(Generic[Wanted]):
 
 
 def span_of(after_s: float) -> int:
-    """In which span that is; whatever is later, in the last."""
+    """Return the span of this time; the last span for all later times."""
     return next((span for span, end_s in enumerate(ENDS_S) if after_s <= end_s), len(ENDS_S) - 1)
 
 
 def _left_of(span: int, after_s: float) -> float:
-    """The share of a span that is still to come."""
+    """Return the remaining fraction of a span."""
     begin_s = ENDS_S[span - 1] if span else 0.0
     return max(0.0, min(1.0, (ENDS_S[span] - after_s) / (ENDS_S[span] - begin_s)))

@@ -1,14 +1,14 @@
-"""Computing prompts that are likely to come, so that a conversation's next turn finds more in the prefix cache.
+"""Speculative (next-turn) prefill: computes likely prompts so that a conversation's next turn hits the prefix cache.
 
-A class below all others, made so that nobody can be worse off for it:
+It runs below all classes and is designed to cost requests nothing:
 
-- A step computes for it only if there is no request, and then so little that whoever comes meanwhile waits for no
-  longer than CHUNK_S, as far as that can be predicted, or for one block.
-- It takes blank blocks only, and blocks of the very conversation that cannot be hit any more. Between two steps it
-  holds nothing. What it put into blank blocks is the first that is evicted.
-- Among tenants, that one is next for which least was computed in proportion to its weight.
+- A step computes speculatively only if there is no request, and only so much that a request that arrives meanwhile
+ waits no longer than CHUNK_S, as far as predictable, or for one block.
+- It uses only blank blocks and blocks of the same conversation that cannot be hit any more. Between two steps it holds
+ none. The blocks that it filled are the first to be evicted.
+- The next tenant is the one with the fewest computed tokens in proportion to its weight.
 
-What is foreseen is told by who asks (see `Foreseeing`); whether it is likely, by `ReturnPatterns`.
+The caller predicts the prompts (see `SpeculativePrefillRequest`); `ReturnPatterns` predicts whether they arrive.
 """
 
 from __future__ import annotations
@@ -35,24 +35,27 @@ from moiety_engine.sequence import Sequence
 from moiety_wire.messages import FinishReason
 
 CHUNK_S = 0.02
-LIKELY = 0.4  # what is less likely to come is not computed
+LIKELY = 0.4  # minimum probability of the next turn
 MAX_WANTED = 256
 
 
 class SpeculativePrefillOutcome(StrEnum):
-    """How something foreseen ended; told as the detail of its end."""
+    """Outcome of a speculative prefill; reported as the detail of its end."""
 
     COMPUTED = "computed"
-    KNOWN = "known"  # the cache had it all, or it is no whole block
+    KNOWN = "known"  # the cache had all blocks, or the prompt has no full block
     UNLIKELY = "unlikely"
-    CAME = "came"  # before it was computed
-    CROWDED = "crowded"  # too much was foreseen at once
-    NO_ROOM = "no_room"  # without evicting what others have in the cache; there is none for who was erased
+    CAME = "came"  # the request arrived before it was computed
+    CROWDED = "crowded"  # too many prefills were requested at once
+    NO_ROOM = "no_room"  # it would evict cached blocks of others, or the tenant is deleted
 
 
 @dataclass(slots=True, eq=False)
 class _Wanted:
-    """One prompt. `hashes` are those of its whole blocks; `stale` those of blocks that give way, the last first."""
+    """One requested prefill.
+
+    `hashes` are those of the prompt's full blocks, `stale` those of blocks that it may replace, the last first.
+    """
 
     sequence: Sequence
     hashes: list[bytes]
@@ -61,12 +64,12 @@ class _Wanted:
     num_computed: int = 0  # tokens
     num_own: int = 0  # blank blocks that it got from `stale` and has not used yet
     scheduled_unix_ns: int = 0
-    num_hits: int = 0  # blocks, of the step that is planned
-    watched: WatchedConversation[_Wanted] | None = None  # for its coming, which outlasts it
+    num_hits: int = 0  # blocks, in the step being planned
+    watched: WatchedConversation[_Wanted] | None = None  # kept after the prefill ends
 
 
 class SpeculativePrefill:
-    """Owned by the scheduler. Times are handed in."""
+    """Queue of speculative prefills, owned by the scheduler. Times are passed in."""
 
     def __init__(self, groups: KvGroups, step_time: StepTimeModel, *, is_possible: bool = True) -> None:
         self.account = SpeculativePrefillAccount(groups.first.block_size, HORIZON_S)
@@ -76,23 +79,25 @@ class SpeculativePrefill:
         self._block_size = groups.first.block_size
         self.is_possible = is_possible and groups.first.caches_prefixes
         self._wanted: dict[int, _Wanted] = {}  # by key
-        self._watch = ConversationWatch[_Wanted](self.habits)  # for prompts, by the hash of their last whole block
-        self._served: dict[str, float] = {}  # tokens over weight, of tenants that something is wanted for
+        self._watch = ConversationWatch[_Wanted](self.habits)  # by the hash of the prompt's last full block
+        self._served: dict[str, float] = {}  # tokens divided by weight, of tenants with requested prefills
         self._planned: _Wanted | None = None
         self._ended: list[CoreOutput] = []
 
-    # ── what is foreseen comes and goes ──
+    # ── requested prefills ──
 
     def add(self, submit: CoreSubmit, now_ns: int) -> None:
-        """ConversationWatch for a prompt, and compute it when there is time, if it is likely enough to come. How
-        that ended is told by `take_ended`."""
+        """Watch for a prompt, and prefill it when there is time if it is likely to arrive.
+
+        `take_ended` reports the outcome.
+        """
         assert submit.speculative_prefill is not None, "only what is foreseen comes here"
         now_s = now_ns / 1e9
         self._advance(now_s)
         apart = self._groups.first.answers_apart
         sequence = Sequence(submit, order=0, seed=0, queued_unix_ns=now_ns, answer_apart=apart)
         hashes = sequence.hashes_between(0, len(sequence.tokens) // self._block_size, self._block_size)
-        sequence.tokens.append(0)  # in place of what will follow, so that no step takes it for a prompt's end
+        sequence.tokens.append(0)  # placeholder of the next token, so that no step samples after the prompt
         wanted = _Wanted(sequence, list(hashes), self._stale(submit), now_s)
         watched = self._watch.open(hashes[-1], submit.speculative_prefill.habit, now_s) if hashes else None
         if not self._groups.first.caches(sequence):
@@ -107,16 +112,16 @@ class SpeculativePrefill:
             wanted.watched = watched
             watched.wanted = self._wanted[submit.key] = wanted
             least = min(self._served.values(), default=0.0)
-            self._served.setdefault(submit.tenant_id, least)  # absence earns nothing
+            self._served.setdefault(submit.tenant_id, least)  # absence earns no credit
 
     def abort(self, key: int, now_ns: int) -> None:
-        """Give up what is wanted under this key, if anything is."""
+        """Cancel the prefill with this key, if any."""
         wanted = self._wanted.get(key)
         if wanted is not None:
             self._end(wanted, None, now_ns)
 
     def joined(self, sequence: Sequence, now_ns: int) -> None:
-        """A request has joined the batch for the first time, with its hits: see whether it was foreseen."""
+        """Record that a request joined the batch for the first time, with its hits, and check whether it was predicted."""
         if not self._watch and not self.account.open_tokens:
             return
         now_s = now_ns / 1e9
@@ -129,18 +134,18 @@ class SpeculativePrefill:
                 self._end(watched.wanted, SpeculativePrefillOutcome.CAME, now_ns)
 
     def take_ended(self) -> list[CoreOutput]:
-        """How what was foreseen ended since the last call."""
+        """Return the prefills that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def forget(self) -> None:
-        """The cache's contents are lost. Nothing is wanted."""
+        """Count the open tokens as wasted: the cache's contents are lost."""
         self.account.forget()
 
     # ── a step ──
 
     def plan_into(self, planner: StepPlanner, now_ns: int) -> None:
-        """A chunk of what is most due, for a step that would do nothing otherwise."""
+        """Add a chunk of the next prefill to a step that would otherwise be empty."""
         while self._wanted:
             wanted = self._next()
             submit = wanted.sequence.submit
@@ -160,7 +165,7 @@ class SpeculativePrefill:
             self._end(wanted, outcome, now_ns)
 
     def launched(self, plan: Plan, now_ns: int) -> None:
-        """The step with what was planned runs: its blocks are full from now on, and go back."""
+        """Record the launch of the planned chunk; its blocks count as full from now on and are released."""
         wanted, self._planned = self._planned, None
         if wanted is None:
             return
@@ -176,15 +181,15 @@ class SpeculativePrefill:
         if num_hits + num_new == len(wanted.hashes):
             self._end(wanted, SpeculativePrefillOutcome.COMPUTED, now_ns)
 
-    # ── within ──
+    # ── internal ──
 
     def _advance(self, now_s: float) -> None:
-        """What has not come by now is less likely to, or is not going to any more."""
+        """Advance the watched conversations and expire unused blocks."""
         self._watch.advance(now_s)
         self.account.lapse(now_s)
 
     def _chunk(self, wanted: _Wanted, planner: StepPlanner) -> SpeculativePrefillOutcome | None:
-        """Give the step a part of it; or say why there is none to be given."""
+        """Add a chunk of the prefill to the step; return the outcome if it has ended."""
         sequence, size = wanted.sequence, self._block_size
         if self._groups.count > 1:
             self._groups.choose(sequence, (), set())
@@ -196,7 +201,7 @@ class SpeculativePrefill:
         if kv.is_on_host(wanted.hashes[num_hits]):
             return (
                 SpeculativePrefillOutcome.NO_ROOM
-            )  # on the device there was none, and a request has only to copy it back
+            )  # the device had no blank block, and a request only has to copy it back
         hits = [Hit(block, on_host=False) for block in map(kv.pool.find, wanted.hashes[:num_hits]) if block is not None]
         rows = min(num_left * size, planner.prefill_room(sequence))
         num_blocks = self._num_in_time(planner, num_hits * size, rows)
@@ -212,18 +217,18 @@ class SpeculativePrefill:
         return None
 
     def _num_in_time(self, planner: StepPlanner, context: int, rows: int) -> int:
-        """Blocks that a step computes in no more than CHUNK_S, or one; 0 where it has no rows for one."""
+        """Return the blocks that a step computes within CHUNK_S, at least one; 0 if it has no rows for one."""
         tokens = self._step_time.largest_prefill(planner.shape, context, CHUNK_S, rows)
         return min(max(1, tokens // self._block_size), rows // self._block_size)
 
     def _make_blank(self, wanted: _Wanted, kv: KvLedger, num_blocks: int) -> int:
-        """See that so many blocks are blank, those of the conversation first. As many as there are, if fewer."""
+        """Blank up to `num_blocks` blocks, those of the conversation first; return how many are blank."""
         while wanted.stale and wanted.num_own < num_blocks:
             wanted.num_own += kv.blank(wanted.stale.pop(0))
         return min(num_blocks, kv.pool.num_blank)
 
     def _stale(self, submit: CoreSubmit) -> list[bytes]:
-        """Of the request before: the hashes of blocks that its next turn cannot hit, the last first."""
+        """Return the hashes of the previous turn's blocks that the next turn cannot hit, the last first."""
         seen = submit.speculative_prefill
         assert seen is not None
         ids = submit.prompt_ids[: seen.num_shared] + seen.other_ids
@@ -235,12 +240,12 @@ class SpeculativePrefill:
         return list(reversed(hashes[begin // self._block_size :]))
 
     def _next(self) -> _Wanted:
-        """Of the tenant that has got least, what was asked for first."""
+        """Return the oldest prefill of the tenant with the least service."""
         tenant = min({one.sequence.tenant for one in self._wanted.values()}, key=self._served.__getitem__)
         return next(one for one in self._wanted.values() if one.sequence.tenant == tenant)
 
     def _most_crowding(self) -> _Wanted:
-        """The oldest of the tenant of which most is wanted."""
+        """Return the oldest prefill of the tenant with the most requested prefills."""
         counts: dict[str, int] = {}
         for one in self._wanted.values():
             counts[one.sequence.tenant] = counts.get(one.sequence.tenant, 0) + 1
@@ -248,7 +253,7 @@ class SpeculativePrefill:
         return next(one for one in self._wanted.values() if one.sequence.tenant == tenant)
 
     def _end(self, wanted: _Wanted, outcome: SpeculativePrefillOutcome | None, now_ns: int) -> None:
-        """Nothing more is wanted of it. Without an outcome it was given up by who had asked."""
+        """End a prefill. Without an outcome, its caller has cancelled it."""
         sequence = wanted.sequence
         self._wanted.pop(sequence.key, None)
         if wanted.watched is not None:

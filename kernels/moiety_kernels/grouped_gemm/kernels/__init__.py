@@ -1,1 +1,1 @@
-"""The Triton kernels of the grouped products, one module a kernel with what launches it."""
+"""The Triton kernels of the grouped products, one module per kernel with its launch code."""

@@ -1,7 +1,7 @@
-"""Every variant that the cost model may choose, for the report of what they take.
+"""Every variant that the cost model may choose, for the resource report.
 
-Hopper's and Blackwell's are those with the copy engine, the others' those without; one of the latter is built for
-Hopper too, where the weights' layout may ask for it.
+Variants for Hopper and Blackwell use the copy engine (TMA), the others do not. One of the latter is also built for
+Hopper, where the weights' layout may require it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moiety_kernels.grouped_gemm.kernels.launching import GROUP
 if TYPE_CHECKING:
     from moiety_kernels.grouped_gemm.tiles import TileConfig
 
-_OTHERS_HEIGHTS = (16, 128)  # of tiles, whose variants are built for targets other than Hopper
+_OTHERS_HEIGHTS = (16, 128)  # tile heights whose variants are built for targets other than Hopper
 _GROUPS = dict.fromkeys(("p_order", "p_starts", "p_tiles", "p_num_tiles", "p_expert"), "*i32")
 _SIZES = dict.fromkeys(("top_k", "width", "hidden", "x_stride", "expert_stride", "row_stride"), "i32")
 _FLOATS = {
@@ -36,7 +36,7 @@ _KEPT = {"int8": "i8", "fp8": "fp8e4nv", "int4": "u8", "mxfp4": "u8"}
 
 
 def compile_cases() -> list[CompileCase]:
-    """For Hopper all that may be chosen, each with biases and without; for other targets some."""
+    """Return every variant for Hopper, each with biases and without, and some variants for other targets."""
     found = _row_cases()
     for special in (False, True):
         found += _hopper_cases(special=special)
@@ -78,7 +78,10 @@ def _tile_cases(
     weights: tiles.Weights = "wide",
     scales: tiles.Scales = "none",
 ) -> list[CompileCase]:
-    """Up and down of one choice; `special`: with biases, the clipped activation and a width that no step divides."""
+    """Return up and down of one configuration.
+
+    `special`: with biases, the clipped activation and a width that no step divides.
+    """
     kept = _KEPT.get(weights, dtype)
     rows_in = kept if config.eight else dtype
     suffix = f"{dtype}{'' if engine else ' by addresses'}{' special' if special else ''}"
@@ -87,7 +90,7 @@ def _tile_cases(
     cases = []
     for kernel, block, gated in ((up._up, config.up, True), (down._down, config.down, False)):
         pointers = dict.fromkeys(("p_x", "p_inner"), f"*{rows_in}") | {"p_out": f"*{dtype}"}
-        step = block.BK // (2 if config.four else 1)  # bytes of two numbers, halves of rows
+        step = block.BK // (2 if config.four else 1)  # bytes of two numbers each, halves of rows
         pointers["w"] = f"tensordesc<{kept}[{block.BN}, {step}]>" if engine else f"*{kept}"
         pointers["inner"] = f"tensordesc<{rows_in}[{config.BM}, {step}]>" if engine else f"*{rows_in}"
         constants: dict[str, Any] = {
@@ -107,7 +110,7 @@ def _tile_cases(
         if gated:
             constants |= {"EVEN": not special, "ALIGNED": True, "ACTIVATION": "clipped" if special else "silu"}
         name = f"{'up' if gated else 'down'} {config.name} {suffix}"
-        # A stage fewer on what is older than Hopper, and where weights leave it for registers.
+        # One stage fewer on GPUs older than Hopper, and where weights are widened in registers.
         ahead = block.stages - (0 if engine and (weights == "wide" or config.eight) else 1)
         least = 0 if dtype == "fp32" else ahead * tiles.stage_bytes(config, block, problem, gated=gated)
         signature = _COMMON | pointers
@@ -116,7 +119,7 @@ def _tile_cases(
 
 
 def _row_cases() -> list[CompileCase]:
-    """Of few tokens; what adds biases also has the clipped activation."""
+    """Return the variants for few tokens; those with biases also have the clipped activation."""
     cases = []
     for weights, scales in (("wide", "none"), *_EIGHT_BITS, *((four, "group") for four in _FOUR_BITS)):
         four = weights if scales == "group" else ""

@@ -1,10 +1,9 @@
-"""Product → bias → routing weight → rows in the order of pairs; and their sum over a token's experts, in that order.
+"""Product → bias → routing weight → rows in pair order, and their sum over a token's experts in that order.
 
-Adding each expert's part to the token as it comes would need atomic additions, whose order, and so whose result,
-changes from run to run. So weighted rows are written once, each to the place t · K + k of its pair, and read back
-consecutively.
+Adding each expert's part to the token directly would need atomic additions, whose order, and therefore result, changes
+from run to run. So each weighted row is written once, to position t · K + k of its pair, and read back consecutively.
 
-T tokens, K experts a token, R = T · K routed rows, D model width, F expert width, E experts.
+T tokens, K experts per token, R = T · K routed rows, D model width, F expert width, E experts.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from moiety_kernels.grouped_gemm.tiles import TileConfig
     from moiety_kernels.route import Groups
 
-_COMBINE_BLOCK = 1024  # columns a program sums
+_COMBINE_BLOCK = 1024  # columns that a program sums
 
 
 def down(
@@ -53,8 +52,10 @@ def down(
     inner_scale_RG: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[R, D], in the order of the pairs: each row's product, times its routing weight. Rows may be rounded to 8 bits,
-    with scales; then `dtype` is the result's."""
+    """Return [R, D], in the order of the pairs: each row's product times its routing weight.
+
+    Rows may be rounded to 8 bits, with scales; then `dtype` is the result's type.
+    """
     (rows, hidden), width, block = inner_RF.shape, w_down_EDF.shape[1], config.down
     weighted_RD = torch.empty(rows, width, dtype=dtype or inner_RF.dtype, device=inner_RF.device)
     engine = copied_by_engine(w_down_EDF)
@@ -95,7 +96,7 @@ def down(
 
 
 def combine(weighted_RD: Tensor, expert_TK: Tensor) -> Tensor:
-    """[T, D]: the sum of each token's rows, in the order of its choices; those of a negative expert are not there."""
+    """Return [T, D]: the sum of each token's rows, in the order of its choices, without rows of a negative expert."""
     (tokens, top_k), width = expert_TK.shape, weighted_RD.shape[1]
     out_TD = torch.empty(tokens, width, dtype=weighted_RD.dtype, device=weighted_RD.device)
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(width))
@@ -125,7 +126,7 @@ def _down_tile(
     if FOUR == "":
         for k in range(0, hidden, BK):
             if ROWS_TMA:
-                rows = inner.load([first, k])  # those from `end` on are another expert's; no result of theirs is stored
+                rows = inner.load([first, k])  # rows from `end` on are another expert's and are not stored
             else:
                 m_rows = m_row[:, None] & (k + i_k < hidden)[None, :]
                 rows = tl.load(p_row[:, None] + (k + i_k)[None, :], mask=m_rows, other=0.0)

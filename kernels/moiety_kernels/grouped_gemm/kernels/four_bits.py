@@ -1,6 +1,7 @@
-"""The sums of products with weights of four bits, widened in registers. Of each 64 inputs a byte holds two that lie 32
-apart, so that the halves of a step's bytes are two groups of inputs, each with a scale and next to each other in rows:
-nothing has to change places. The width is a multiple of 64.
+"""Sums of products with 4-bit weights, widened in registers.
+
+Of each 64 inputs a byte holds two that lie 32 apart. So the halves of a step's bytes are two groups of inputs, each
+with one scale and contiguous in the rows, and no shuffle is needed. The width is a multiple of 64.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def up_sums(
     BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
     FOUR: tl.constexpr,
 ):  # fmt: skip
-    """gate and up, and the products of rows and an expert's weights from a column on."""
+    """Return gate and up, each plus the products of rows and an expert's weights from a column on."""
     HALF: tl.constexpr = BK // 2
     num_groups = width // HALF
     i_weight = column + tl.arange(0, BN)
@@ -25,7 +26,7 @@ def up_sums(
     p_group = p_scale + (expert.to(tl.int64) * 2 * hidden + i_weight) * num_groups
     for k in range(0, width, BK):
         p_half = p_row[:, None] + (k + tl.arange(0, HALF))[None, :]
-        if ALIGNED:  # as for rows in `up`
+        if ALIGNED:  # see rows in `up`
             p_half = tl.max_contiguous(tl.multiple_of(p_half, (1, 16)), (1, HALF))
         x_low = tl.load(p_half, mask=m_row[:, None], other=0.0)
         x_high = tl.load(p_half + HALF, mask=m_row[:, None], other=0.0)
@@ -41,7 +42,7 @@ def up_sums(
         gate = multiply(x_high, high, multiply(x_low, low, gate, SWAP), SWAP)
         low, high = widened_halves(w_up, up_low, up_high, x_low.dtype, FOUR)
         up = multiply(x_high, high, multiply(x_low, low, up, SWAP), SWAP)
-    if FOUR == "mxfp4":  # whose numbers are doubled
+    if FOUR == "mxfp4":  # numbers are doubled
         gate *= 0.5
         up *= 0.5
     return gate, up
@@ -53,7 +54,7 @@ def down_sums(
     BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ROWS_TMA: tl.constexpr,
     FOUR: tl.constexpr,
 ):  # fmt: skip
-    """sums, and the products of rows and an expert's weights from a column on."""
+    """Return the sums plus the products of rows and an expert's weights from a column on."""
     HALF: tl.constexpr = BK // 2
     num_groups = hidden // HALF
     i_weight = column + tl.arange(0, BN)
@@ -78,8 +79,10 @@ def down_sums(
 
 @triton.jit
 def widened_halves(w, low_scale, high_scale, dtype: tl.constexpr, FOUR: tl.constexpr):
-    """Bytes [BN, BK ÷ 2] of two numbers of four bits each: those in the lower halves, which are the first of a step's
-    inputs, and those in the upper ones, each times its scale of a row."""
+    """Widen bytes [BN, BK ÷ 2] of two 4-bit numbers each, and multiply each by its row's scale.
+
+    Return the numbers in the lower halves, which are the first of a step's inputs, and those in the upper halves.
+    """
     low = whole(w & 15, FOUR).to(dtype) * low_scale.to(dtype)[:, None]
     high = whole(w >> 4, FOUR).to(dtype) * high_scale.to(dtype)[:, None]
     return low, high
@@ -87,8 +90,11 @@ def widened_halves(w, low_scale, high_scale, dtype: tl.constexpr, FOUR: tl.const
 
 @triton.jit
 def whole(nibbles, FOUR: tl.constexpr):
-    """int8: the number plus 8 less those; of mxfp4 twice the number, which has a sign, two bits of exponent and one
-    of significand: 0, 1, 2, 3, 4, 6, 8, 12."""
+    """Return int8 numbers of 4-bit codes.
+
+    For int4, subtract the offset 8. For mxfp4, return twice the number, which has a sign, two bits of exponent and one
+    of significand: 0, 1, 2, 3, 4, 6, 8, 12.
+    """
     if FOUR == "int4":
         numbers = nibbles.to(tl.int8) - 8
     else:

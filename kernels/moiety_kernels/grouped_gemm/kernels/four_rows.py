@@ -1,8 +1,8 @@
-"""The sums of a few rows' products with weights of four bits, unpacked in registers.
+"""Sums of a few rows' products with 4-bit weights, unpacked in registers.
 
-Four bytes are read as one word, 16 bytes a thread, and each of a word's eight numbers becomes a float of 32 bits where
-it stands, by masks and an exponent that fits its place. A chunk is 16 bytes of a row: of a pack of 64 inputs, 16 among
-its first half, in the lower halves of bytes, and 16 among its second, in the upper ones. Each half of a chunk has one
+Four bytes are read as one word, 16 bytes per thread. Masks turn each of a word's eight numbers in place into a 32-bit
+float, with an exponent that matches its bit position. A chunk is 16 bytes of a row: of a pack of 64 inputs, 16 of the
+first half, in the lower halves of bytes, and 16 of the second half, in the upper halves. Each half of a chunk has one
 scale, so its products are summed first and scaled once. The width is a multiple of 64.
 """
 
@@ -13,15 +13,15 @@ import triton.language as tl
 
 PACK: tl.constexpr = tl.constexpr(64)
 CHUNK: tl.constexpr = tl.constexpr(32)  # inputs
-# Bits below the exponent's make a subnormal float32, by which arithmetic units multiply as by any other. So a number
-# of int4 counts in 2⁻¹⁴⁹, times its place's value, and one of e2m1 in 2⁻¹²⁶. Inputs make up for the places and for so
-# much of the rest that products are in the middle of a float32's range, sums for what is left. Inputs of 2⁴⁸ and more
-# have no room in that.
+# Bits below the exponent's make a subnormal float32, which arithmetic units multiply like any other. So an int4 number
+# counts in units of 2⁻¹⁴⁹ times the value of its bit position, and an e2m1 number in units of 2⁻¹²⁶. The inputs are
+# scaled by the inverse of the position and by part of the rest, so that products are in the middle of a float32's
+# range; the sums are scaled by the remainder. Inputs of 2⁴⁸ and more overflow.
 RAISED_INT4: tl.constexpr = tl.constexpr(80)  # powers of two
 RAISED_MXFP4: tl.constexpr = tl.constexpr(2.0**60)
 LOWERED_INT4: tl.constexpr = tl.constexpr(2.0 ** (149 - 80))
 LOWERED_MXFP4: tl.constexpr = tl.constexpr(2.0 ** (126 - 60))
-EIGHT_INT4: tl.constexpr = tl.constexpr(8 * 2.0 ** (80 - 149))  # that a number exceeds the right one by, times an input
+EIGHT_INT4: tl.constexpr = tl.constexpr(8 * 2.0 ** (80 - 149))  # offset from the true value, per unit of input
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def up_row_sums(
     p_x, p_w, p_scale, expert, i_column, m_column, width, hidden, expert_stride, row_stride,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, FOUR: tl.constexpr,
 ):  # fmt: skip
-    """[BN] each: gate and up of one row of x and the columns of its expert. Strides are in words."""
+    """Return gate and up of one row of x and its expert's columns, [BN] each. Strides are in words."""
     groups = width // PACK * 2
     p_gate = p_w + expert.to(tl.int64) * expert_stride + i_column.to(tl.int64) * row_stride
     p_up = p_gate + hidden.to(tl.int64) * row_stride
@@ -51,7 +51,7 @@ def down_row_sums(
     row_stride,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, FOUR: tl.constexpr,
 ):  # fmt: skip
-    """[BN]: the weighted sum of a token's rows, each times its expert's columns. Strides are in words."""
+    """Return [BN]: the weighted sum of a token's rows, each times its expert's columns. Strides are in words."""
     groups = hidden // PACK * 2
     p_column = p_w + i_column.to(tl.int64) * row_stride
     p_column_scale = p_scale + i_column.to(tl.int64) * groups
@@ -63,7 +63,7 @@ def down_row_sums(
         k = step % steps * BK
         expert = tl.load(p_expert + pair).to(tl.int64)
         share = tl.load(p_weight + pair)
-        m_chunk = (k + tl.arange(0, BK // CHUNK) * CHUNK < hidden) & (expert >= 0)  # elsewhere
+        m_chunk = (k + tl.arange(0, BK // CHUNK) * CHUNK < hidden) & (expert >= 0)  # experts on other ranks
         p_row = p_inner + pair.to(tl.int64) * hidden + k
         low, high, low_excess, high_excess = inputs(p_row, m_chunk, share, BK, FOUR)
         p_words, p_groups = p_column + expert * expert_stride, p_column_scale + expert * scale_stride
@@ -73,8 +73,11 @@ def down_row_sums(
 
 @triton.jit
 def inputs(p_row, m_chunk, share, BK: tl.constexpr, FOUR: tl.constexpr):
-    """What a step's lower and upper halves are multiplied with, [chunks, 16] each, raised; and, [chunks] each, what
-    their sums of products will exceed the right ones by."""
+    """Return the scaled factors of a step's lower and upper halves, and the offsets of their sums.
+
+    The factors are [chunks, 16] each. The offsets, [chunks] each, are the amounts by which the sums of products exceed
+    the true sums.
+    """
     i_chunk = tl.arange(0, BK // CHUNK)[:, None]
     i_byte = tl.arange(0, CHUNK // 2)
     p_low = p_row + i_chunk // 2 * PACK + i_chunk % 2 * (CHUNK // 2) + i_byte[None, :]
@@ -105,7 +108,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def place(i_byte, HALF: tl.constexpr):
-    """Where `numbers` finds those of a word's bytes, the second and the last moved to the places before theirs."""
+    """Return the bit position of a byte's number in `numbers`; an odd byte moves to the position of the byte before."""
     return i_byte % 4 // 2 * 16 + HALF
 
 
@@ -113,7 +116,7 @@ def place(i_byte, HALF: tl.constexpr):
 def scaled_sums(
     p_column, p_scale, k, m_column, m_chunk, low, high, low_excess, high_excess, BK: tl.constexpr, FOUR: tl.constexpr
 ):
-    """[BN, chunks]: of a step's products, each chunk's."""
+    """Return [BN, chunks]: the sum of each chunk's products in a step."""
     i_chunk = tl.arange(0, BK // CHUNK)
     m_w = m_column[:, None] & m_chunk[None, :]
     i_word = k // 8 + i_chunk[:, None] * (CHUNK // 8) + tl.arange(0, CHUNK // 8)[None, :]
@@ -130,8 +133,10 @@ def scaled_sums(
 
 @triton.jit
 def numbers(words, FOUR: tl.constexpr):
-    """Of words [BN, chunks, 4], the numbers in the lower halves of their bytes and those in the upper ones, in the
-    order of the bytes, [BN, chunks, 16] float32."""
+    """Return the numbers of words [BN, chunks, 4]: those in the lower halves of bytes and those in the upper halves.
+
+    Each result is [BN, chunks, 16] float32 in the order of the bytes.
+    """
     above = words >> 8
     low = in_order(number(words, 0, FOUR), number(above, 0, FOUR), number(words, 16, FOUR), number(above, 16, FOUR))
     high = in_order(number(words, 4, FOUR), number(above, 4, FOUR), number(words, 20, FOUR), number(above, 20, FOUR))
@@ -140,10 +145,10 @@ def numbers(words, FOUR: tl.constexpr):
 
 @triton.jit
 def number(words, AT: tl.constexpr, FOUR: tl.constexpr):
-    """The number in the four bits from AT on, if int4 and the place are counted as above."""
+    """Return the number in the four bits from AT on, in the scale that the comment on RAISED_INT4 describes."""
     if FOUR == "int4":
         bits = words & (15 << AT)
-    else:  # three bits to where exponent and significand meet, and one to the sign, where their neighbour does not get
+    else:  # moves three bits to exponent and significand and one to the sign, without overlap of the other number
         pair = words & (0x000F000F << (AT % 16))
         bits = (pair * (65 << (22 - AT))) & 0x81C00000
     return bits.to(tl.float32, bitcast=True)
@@ -151,6 +156,6 @@ def number(words, AT: tl.constexpr, FOUR: tl.constexpr):
 
 @triton.jit
 def in_order(first, second, third, fourth):
-    """[BN, chunks, 16] of four times [BN, chunks, 4], one number of each in turn."""
+    """Return [BN, chunks, 16] that interleaves four arrays of [BN, chunks, 4]."""
     joined = tl.join(tl.join(first, third), tl.join(second, fourth))
     return tl.reshape(joined, (first.shape[0], first.shape[1], 4 * first.shape[2]))

@@ -1,4 +1,4 @@
-"""What launching the grouped products needs to know of the device and of the weights' layout."""
+"""Properties of the device and of the weights' layout that the grouped products need at launch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 
     from moiety_kernels.grouped_gemm.tiles import Block, Scales
 
-GROUP = 8  # tiles that go through the blocks of columns together
-_INTERPRETED_PROGRAMS = 3  # so that programs have more than one piece, and unlike numbers of them
-WORD = 4  # bytes, of eight weights of four bits
-ALIGNMENT = 16  # bytes, of rows that are fetched so many at once
+GROUP = 8  # tiles that traverse the blocks of columns together
+_INTERPRETED_PROGRAMS = 3  # so that programs have several pieces, and unequal numbers of pieces
+WORD = 4  # bytes of eight 4-bit weights
+ALIGNMENT = 16  # bytes; alignment of rows that are fetched in units of this size
 
 
 def copied_by_engine(w_ENK: Tensor) -> bool:
-    """Whether the copy engine (TMA) can fetch these weights: all experts' rows as one matrix, evenly apart, aligned."""
+    """Return whether the copy engine (TMA) can fetch these weights as one matrix of all experts' rows.
+
+    The rows must be evenly spaced and aligned.
+    """
     experts, rows, _ = w_ENK.shape
     size = w_ENK.element_size()
     return (
@@ -33,32 +36,34 @@ def copied_by_engine(w_ENK: Tensor) -> bool:
 
 
 def rows_aligned(x_TD: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes."""
+    """Return whether every row begins at a multiple of 16 bytes."""
     return x_TD.data_ptr() % ALIGNMENT == 0 and x_TD.stride(0) * x_TD.element_size() % ALIGNMENT == 0
 
 
 def weight_argument(w_ENK: Tensor, block: Block, engine: bool) -> Tensor | TensorDescriptor:
-    """The weights as the kernel takes them: one descriptor for all experts, or the address of the first."""
+    """Return the weights as a kernel argument: one descriptor for all experts, or the address of the first."""
     if not engine:
         return w_ENK
     experts, rows, inner = w_ENK.shape
-    a_step = block.BK // (2 if w_ENK.dtype is torch.uint8 else 1)  # bytes of two numbers each
+    a_step = block.BK // (2 if w_ENK.dtype is torch.uint8 else 1)  # bytes with two numbers each
     return TensorDescriptor(w_ENK, [experts * rows, inner], [w_ENK.stride(1), 1], [block.BN, a_step])
 
 
 def in_words(w_ENK: Tensor) -> Tensor:
-    """Packed weights of four bits, eight of them in an int32, [E, N, K ÷ 8]: the same memory."""
+    """Return packed 4-bit weights as int32 with eight weights each, [E, N, K ÷ 8], in the same memory."""
     return w_ENK.view(torch.int32)
 
 
 def kind_of_scales(scale: Tensor | None) -> Scales:
-    """Of [E, N] a "row" has each, of [E, N, K ÷ 128] a "block" of weights, whose rows have the same; "none" without.
-    Those of weights of four bits, [E, N, K ÷ 32], have a way of their own."""
+    """Return the kind of scales: "row" for [E, N], "block" for [E, N, K ÷ 128], "none" without.
+
+    The rows of a block of weights have the same scale. Scales of 4-bit weights, [E, N, K ÷ 32], are handled separately.
+    """
     return "none" if scale is None else "row" if scale.dim() == 2 else "block"
 
 
 def num_programs(device: torch.device, per_sm: int, most_pieces: int) -> int:
-    """Programs that stay until all is done: as many as run at once, and none without work for it."""
+    """Return the number of persistent programs: as many as run at once, at most one per piece of work."""
     return max(1, min(most_pieces, _multiprocessors(device) * per_sm))
 
 

@@ -1,4 +1,4 @@
-"""Rows rounded to float8_e4m3fn, each 128 columns of a row by a scale of their own, for the tensor cores to multiply.
+"""Rows rounded to float8_e4m3fn for the tensor cores, with one scale per 128 columns of a row.
 
 T rows, D columns, G groups of 128 columns.
 """
@@ -16,11 +16,11 @@ from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK, to_eight_bit
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUPS: int = 8  # that a program rounds
+GROUPS: int = 8  # groups that a program rounds
 
 
 def round_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """([T, D] float8_e4m3fn, [T, G] float32), whose products are x but for rounding."""
+    """Return ([T, D] float8_e4m3fn, [T, G] float32), whose products equal x up to rounding."""
     (rows, width), block = x_TD.shape, SCALE_BLOCK.value
     groups = triton.cdiv(width, block)
     rounded_TD = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x_TD.device)

@@ -1,10 +1,10 @@
-"""The products for few tokens: each program takes some columns of one pair, or of one token's sum over its experts.
+"""Products for few tokens: each program computes some columns of one pair, or of one token's sum over its experts.
 
-A row is no work for tensor cores, and memory is all that counts: weights come in wide loads, several steps of them on
-their way, and no program waits for another: nothing is sorted, and what is summed over experts is summed where it is
-computed. The inner dimension is split over a program's lanes, and joined in one fixed order.
+One row is too little for tensor cores, and memory is the bound. So weights are read in wide loads, several steps ahead,
+and no program waits for another: nothing is sorted, and a sum over experts is computed in one program. The inner
+dimension is split over a program's lanes and reduced in one fixed order.
 
-T tokens, K experts a token, R = T · K pairs, D model width, F expert width, E experts.
+T tokens, K experts per token, R = T · K pairs, D model width, F expert width, E experts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def up_rows(
     block: Block,
     four: Four = "",
 ) -> Tensor:
-    """[R, F], in the order of the pairs: what the activation makes of each one's gate and up products."""
+    """Return [R, F], in the order of the pairs: the activation of each pair's gate and up products."""
     hidden, width = w_gate_up_E2FD.shape[1] // 2, x_TD.shape[1]
     weights = in_words(w_gate_up_E2FD) if four else w_gate_up_E2FD
     inner_RF = torch.empty(expert_TK.numel(), hidden, dtype=x_TD.dtype, device=x_TD.device)
@@ -77,7 +77,7 @@ def down_rows(
     block: Block,
     four: Four = "",
 ) -> Tensor:
-    """[T, D]: the weighted sum of the products of each token's pairs."""
+    """Return [T, D]: the weighted sum of the products of each token's pairs."""
     (tokens, top_k), width = expert_TK.shape, w_down_EDF.shape[1]
     out_TD = torch.empty(tokens, width, dtype=inner_RF.dtype, device=inner_RF.device)
     weights = in_words(w_down_EDF) if four else w_down_EDF
@@ -117,7 +117,7 @@ def _up_rows(
     i_column = tl.program_id(0) % num_blocks * BN + tl.arange(0, BN)
     m_column = i_column < hidden
     expert = tl.load(p_expert + pair)
-    if expert < 0:  # elsewhere
+    if expert < 0:  # on another rank
         return
     p_x += (pair // top_k).to(tl.int64) * x_stride
     if FOUR == "":
@@ -127,7 +127,7 @@ def _up_rows(
         p_up = p_w + (hidden + i_column).to(tl.int64)[:, None] * row_stride + i_k[None, :]
         gates = tl.zeros((BN, BK), dtype=tl.float32)
         ups = tl.zeros((BN, BK), dtype=tl.float32)
-        if SCALES == "block":  # whose rows are a multiple of BN, so that all columns here have those of the first
+        if SCALES == "block":  # a block's rows are a multiple of BN, so all columns here have the scales of the first
             across = tl.cdiv(width, SCALE_BLOCK)
             column = tl.program_id(0) % num_blocks * BN
             p_gate_scale = p_scale + (expert.to(tl.int64) * 2 * hidden + column) * across
@@ -180,7 +180,7 @@ def _down_rows(
             pair = token * top_k + step // steps
             k = step % steps * BK
             expert = tl.load(p_expert + pair).to(tl.int64)
-            m_k = (k + i_k < hidden) & (expert >= 0)  # elsewhere
+            m_k = (k + i_k < hidden) & (expert >= 0)  # experts on other ranks
             share = tl.load(p_weight + pair)
             inner = tl.load(p_inner + pair.to(tl.int64) * hidden + k + i_k, mask=m_k, other=0.0).to(tl.float32)
             if SCALES == "block":

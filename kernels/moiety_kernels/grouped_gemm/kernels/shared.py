@@ -1,4 +1,4 @@
-"""What the grouped products share on the device: which tile is whose, weights, products, activations."""
+"""Shared device functions of the grouped products: tile order, weights, products, activations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ SCALE_BLOCK: tl.constexpr = tl.constexpr(quantization.SCALE_BLOCK)
 
 @triton.jit
 def place(index, num_tiles, num_blocks, GROUP: tl.constexpr):
-    """(tile, block of columns) of a piece of work. GROUP tiles go through the blocks together, so that tiles of one
-    expert meet in L2 over the same weights."""
+    """Return (tile, block of columns) of a piece of work.
+
+    GROUP tiles traverse the blocks together, so that tiles of one expert share its weights in L2.
+    """
     first = index // (GROUP * num_blocks) * GROUP
     size = tl.minimum(num_tiles - first, GROUP)
     within = index - first * num_blocks
@@ -24,10 +26,13 @@ def place(index, num_tiles, num_blocks, GROUP: tl.constexpr):
 def load_weights(
     w, expert, row, k, num_rows, width, expert_stride, row_stride, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr
 ):
-    """[BN, BK] of an expert's weights from (row, k) on, by the copy engine or by addresses; zero beyond the width."""
+    """Load [BN, BK] of an expert's weights from (row, k) on, by the copy engine or by addresses.
+
+    Columns beyond the width are zero.
+    """
     if TMA:
-        # One descriptor spans all experts, so none is made on the way. Rows beyond an expert's are the next one's,
-        # and no result of theirs is stored.
+        # One descriptor spans all experts, so none is made in the loop. Rows beyond an expert's are the next expert's;
+        # their results are not stored.
         weights = w.load([expert * num_rows + row, k])
     else:
         i_row = row + tl.arange(0, BN)
@@ -40,17 +45,20 @@ def load_weights(
 
 @triton.jit
 def multiply(x, w, acc, SWAP: tl.constexpr):
-    """acc + x · wᵀ, or its transpose where SWAP, so that the tensor cores' 64 rows are weights and not tokens."""
+    """Return acc + x · wᵀ, or its transpose if SWAP, so that the tensor cores' 64 rows are weights and not tokens."""
     return tl.dot(w, x.T, acc, input_precision="ieee") if SWAP else tl.dot(x, w.T, acc, input_precision="ieee")
 
 
 @triton.jit
 def multiply_scaled(x, w, acc, row_scale, w_scale, SWAP: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr):
-    """As `multiply`, of weights that may be narrower than x. They are widened in registers, from where swapped products
-    take them; scales of blocks are applied to each step's sums, scales of rows once, by whoever has the sums.
+    """Return the result of `multiply` with weights that may be narrower than x.
 
-    EIGHT: both are float8, and a step is the columns that share a row's scale. The tensor cores add up such products
-    in few bits, so a step's sums, scaled, are added to all in float32."""
+    Weights are widened in registers, which are the operands of swapped products. Scales of blocks are applied to each
+    step's sums; scales of rows are applied once, by the caller.
+
+    EIGHT: both are float8, and a step is the columns that share a row's scale. The tensor cores accumulate such
+    products in few bits, so a step's sums are scaled and added to the total in float32.
+    """
     if EIGHT:
         acc += tl.dot(x, w.T) * (row_scale * w_scale)[:, None]
     elif SCALES == "block":
@@ -63,8 +71,7 @@ def multiply_scaled(x, w, acc, row_scale, w_scale, SWAP: tl.constexpr, SCALES: t
 
 @triton.jit
 def to_eight_bits(values):
-    """(float8_e4m3fn, scales): each row of float32 numbers by the scale that makes 448, the largest there is, of its
-    largest one."""
+    """Return (float8_e4m3fn, scales) of float32 rows; each scale maps its row's largest number to 448."""
     largest = tl.max(tl.abs(values), axis=1)
     largest = tl.where(largest > 0.0, largest, 1.0)
     rounded = (values * tl.div_rn(448.0, largest)[:, None]).to(tl.float8e4nv)
@@ -73,13 +80,13 @@ def to_eight_bits(values):
 
 @triton.jit
 def empty_sums(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
-    """[BM, BN], or its transpose where SWAP."""
+    """Return zeros [BM, BN], or the transpose if SWAP."""
     return tl.zeros((BN, BM), dtype=tl.float32) if SWAP else tl.zeros((BM, BN), dtype=tl.float32)
 
 
 @triton.jit
 def along_columns(vector, SWAP: tl.constexpr):
-    """A value for each column, to be broadcast over sums."""
+    """Return a value per column, shaped to broadcast over sums."""
     return vector[:, None] if SWAP else vector[None, :]
 
 

@@ -49,7 +49,7 @@ def up(
     activation: Activation,
     config: TileConfig,
 ) -> Tensor:
-    """[R, F], in the order of the groups: what the activation makes of each row's gate and up products."""
+    """Return [R, F], in the order of the groups: the activation of each row's gate and up products."""
     hidden = w_gate_up_E2FD.shape[1] // 2
     inner_RF = torch.empty(groups.order_R.numel(), hidden, dtype=x_TD.dtype, device=x_TD.device)
     _launch(x_TD, None, groups, top_k, w_gate_up_E2FD, scale, bias_E2F, activation, config, inner_RF, None)
@@ -67,8 +67,10 @@ def up_rounded(
     activation: Activation,
     config: TileConfig,
 ) -> tuple[Tensor, Tensor]:
-    """As `up`, of rows rounded to float8 with a scale for each of a step's columns; so is the result, with a scale for
-    each tile's, [R, F ÷ BN] float32."""
+    """Return the result of `up` for rows rounded to float8 with one scale per step's columns.
+
+    The result is also float8, with one scale per tile's columns, [R, F ÷ BN] float32.
+    """
     rows, hidden = groups.order_R.numel(), w_gate_up_E2FD.shape[1] // 2
     inner_RF = torch.empty(rows, hidden, dtype=x_TD.dtype, device=x_TD.device)
     inner_scale = torch.empty(rows, triton.cdiv(hidden, config.up.BN), dtype=torch.float32, device=x_TD.device)
@@ -147,7 +149,7 @@ def _up_tile(
     p_row = p_x + token.to(tl.int64) * x_stride
     i_k = tl.arange(0, BK)
     if SCALES == "block":
-        across = tl.cdiv(width, SCALE_BLOCK)  # each row has its block's scales: those of the first are a tile's
+        across = tl.cdiv(width, SCALE_BLOCK)  # the scales of the first row's block apply to the whole tile
         p_gate_scale = p_scale + (expert.to(tl.int64) * 2 * hidden + column) * across
         p_up_scale = p_gate_scale + hidden * across
     else:
@@ -160,7 +162,7 @@ def _up_tile(
         for k in range(0, width, BK):
             m_x = m_row[:, None] if EVEN else m_row[:, None] & (k + i_k < width)[None, :]
             p_tile = p_row[:, None] + (k + i_k)[None, :]
-            if ALIGNED:  # of which the compiler loses sight in flat loops, and then copies nothing ahead
+            if ALIGNED:  # in flat loops the compiler loses this fact and then prefetches nothing
                 p_tile = tl.max_contiguous(tl.multiple_of(p_tile, (1, 16)), (1, BK))
             x = tl.load(p_tile, mask=m_x, other=0.0)
             w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
@@ -185,7 +187,7 @@ def _up_tile(
         gate += along_columns(tl.load(p_gate, mask=m_column, other=0.0), SWAP)
         up += along_columns(tl.load(p_gate + hidden, mask=m_column, other=0.0), SWAP)
     inner = activate(gate, up, limit, alpha, ACTIVATION)
-    if EIGHT:  # the tile's columns are those that share a scale
+    if EIGHT:  # the tile's columns share a scale
         inner, inner_scale = to_eight_bits(tl.where(m_column[None, :], inner, 0.0))
         p_scale_out = p_inner_scale + i_row.to(tl.int64) * tl.cdiv(hidden, BN) + column // BN
         tl.store(p_scale_out, inner_scale, mask=m_row)

@@ -1,0 +1,162 @@
+"""Count the gateway's files and calls that one warmed streamed chat of four tokens runs through.
+
+    python benchmarks/request_calls.py [--requests 20] [--list]
+
+A gateway on SQLite runs in this process beside a scripted engine process. A profile hook counts the calls of the
+gateway's own functions in the event loop's thread, resumptions of coroutines included, and the files that they are in.
+The figures are the least of several requests, since background tasks run between them. `--list` prints each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import FrameType
+
+import httpx
+
+from moiety_migrations.run import upgrade
+from moiety_platform.auth.bootstrap import ensure_bootstrap
+from moiety_platform.auth.pepper import pepper_of
+from moiety_platform.clock import SystemClock
+from moiety_platform.db.session import Database
+from moiety_platform.gateway import assembled
+from moiety_platform.listening import bind
+from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.settings import SECTION, GatewaySettings
+
+PACKAGE = f"{os.sep}moiety_platform{os.sep}"
+WARM_UP_REQUESTS = 50
+
+
+class CallCounter:
+    """Counts the calls of one thread into the gateway's own files."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def __enter__(self) -> CallCounter:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and PACKAGE in code.co_filename:
+            self.calls.append((code.co_filename.partition(PACKAGE)[2], code.co_qualname))
+
+    @property
+    def num_files(self) -> int:
+        return len({path for path, _ in self.calls})
+
+    @property
+    def num_jumps(self) -> int:
+        """Calls that are in another file than the call before."""
+        return sum(one[0] != other[0] for one, other in zip(self.calls, self.calls[1:], strict=False))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=20, help="requests that are counted")
+    parser.add_argument("--list", action="store_true", help="print the calls of the shortest request")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="moiety-calls-") as folder:
+        counters = asyncio.run(_count(Path(folder), options.requests))
+    least = min(counters, key=lambda counter: len(counter.calls))
+    if options.list:
+        for path, name in least.calls:
+            print(f"{path:50} {name}")
+        for path, count in Counter(path for path, _ in least.calls).most_common():
+            print(f"{count:4} {path}")
+    report = {"files": least.num_files, "calls": len(least.calls), "jumps": least.num_jumps, "requests": len(counters)}
+    print(json.dumps(report))
+
+
+async def _count(folder: Path, num_requests: int) -> list[CallCounter]:
+    with _scripted_engine(folder) as address:
+        async with _gateway(folder, address) as (port, key):
+            for _ in range(WARM_UP_REQUESTS):
+                await asyncio.to_thread(_ask, port, key)
+            counters = []
+            for _ in range(num_requests):
+                await asyncio.sleep(0.05)  # what the request before left to do is done
+                with CallCounter() as counter:
+                    await asyncio.to_thread(_ask, port, key)
+                counters.append(counter)
+            return counters
+
+
+@contextmanager
+def _scripted_engine(folder: Path) -> Iterator[str]:
+    address = f"ipc://{folder / 'engine'}"
+    command = [sys.executable, "-m", "moiety_platform.cli", "engine", "--scripted", "--listen", address]
+    with (folder / "engine.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@asynccontextmanager
+async def _gateway(folder: Path, engine: str) -> AsyncIterator[tuple[int, str]]:
+    url = f"sqlite:///{folder / 'moiety.db'}"
+    upgrade(url)
+    settings = GatewaySettings(database_url=url, engines=[engine], data_dir=folder, key_pepper="benchmark" * 8)
+    database = Database.open(url)
+    keys = await ensure_bootstrap(database, pepper_of(settings), SystemClock())
+    await database.close()
+    assert keys is not None, "the store was empty"
+    source = SettingsSource.open(None, SECTION, lambda: settings)
+    listener = bind("127.0.0.1", 0)
+    async with assembled(source) as (_, server, _):
+        serving = asyncio.create_task(server.serve([listener]))
+        port = listener.getsockname()[1]
+        async with httpx.AsyncClient() as client:
+            while (await client.get(f"http://127.0.0.1:{port}/readyz")).status_code != httpx.codes.OK:
+                await asyncio.sleep(0.1)
+        yield port, keys.tenant_key
+        server.request_exit()
+        await serving
+
+
+_connections = threading.local()
+
+
+def _ask(port: int, key: str) -> None:
+    """Send one chat request over a kept connection, and read its stream to the end."""
+    body = json.dumps(
+        {
+            "model": "scripted",
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 4,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    )
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: moiety\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(head.encode() + body.encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert b" 200 " in answer.split(b"\r\n", 1)[0] and b"[DONE]" in answer, answer[:500]
+
+
+if __name__ == "__main__":
+    main()
