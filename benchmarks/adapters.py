@@ -1,10 +1,10 @@
-"""What adapters cost: 64 of 32 tenants in one batch against the same batch without any, interleaved in one process.
+"""Cost of LoRA adapters: 64 adapters of 32 tenants in one batch against the same batch without adapters.
 
     python benchmarks/adapters.py [--checkpoint FOLDER] [--rounds 3] [--rank 4] [--clock wall] [--work FOLDER]
 
-The demo model, or with --checkpoint another, such as the random Qwen3-MoE that benchmarks/checkpoint.py makes. Tokens
-are counted by seconds of processor time, which other load on the machine changes least (`--clock wall` counts those of
-the wall). Each answer in the batch must be the one that its adapter gives alone.
+Both run interleaved in one process, on the demo model, or with --checkpoint on another, such as the random Qwen3-MoE of
+benchmarks/checkpoint.py. The rate is tokens per second of CPU time, which other load on the machine changes least
+(`--clock wall` uses wall time). Each answer in the batch must equal the one that its adapter gives alone.
 """
 
 from __future__ import annotations

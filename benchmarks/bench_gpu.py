@@ -1,12 +1,12 @@
-"""`make bench-gpu`: everything that only a GPU can show, checked and measured in one command of under 8 minutes.
+"""`make bench-gpu`: all checks and measurements that need a GPU, in one command of under 8 minutes.
 
     make bench-gpu                                     # on a machine with a GPU
-    make bench-gpu ARGS="--output DIR --revision REV"  # results elsewhere than in the checkout; sources without git
-    make bench-gpu ARGS=--rehearse                     # without a GPU: whether every stage would start; writes nothing
+    make bench-gpu ARGS="--output DIR --revision REV"  # results outside the checkout; sources without git
+    make bench-gpu ARGS=--rehearse                     # without a GPU: checks that every stage starts; writes nothing
 
-Runs under the interpreter that it is started with: no virtual environment, no network; torch, Triton and pytest have to
-be there, everything else is taken where it is. Each stage is a process with a time limit, and what becomes of one is
-nothing to the others. Leaves kernels-DATE.json, kernels-DATE.md and kernels-DATE.log.
+It runs under the interpreter that starts it, without a virtual environment or network; torch, Triton and pytest must be
+installed, other packages are used if present. Each stage is a process with a time limit, and its failure does not
+affect the others. Writes kernels-DATE.json, kernels-DATE.md and kernels-DATE.log.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""What the second turn of a conversation waits for its first token, against the first turn: its blocks still on the
-device, in host memory, on disk, and on disk under an engine that has just started.
+"""TTFT of a conversation's second turn against its first, with its KV blocks on each cache tier.
+
+The tiers are the device, host memory, disk, and disk under an engine that has just started.
 
     python benchmarks/cache_tiers.py [--rounds 5] [--tokens 1500] [--threads 2] [--checkpoint FOLDER]
 
-On the real engine, in one process, in turns: each round begins a conversation on each tier, has another one push it out
-of the device (but for the first tier), and goes on with it. Beside the wall's seconds stand those of the processor,
-which other load on the machine changes least. A second turn of another tenant with the same words must find nothing.
+It uses the real engine, in one process, in turns. Each round begins a conversation on each tier, evicts it from the
+device with another one (except for the first tier), and continues it. Figures are wall seconds and CPU seconds, which
+other load on the machine changes least. A second turn of another tenant with the same words must find nothing in the
+cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes the random Qwen3-MoE checkpoint of about 670 M parameters that the CPU benchmarks run on.
+"""Generator of the random Qwen3-MoE checkpoint of about 670 M parameters that the CPU benchmarks use.
 
     python benchmarks/checkpoint.py FOLDER
 

@@ -1,4 +1,4 @@
-"""Gateways and engines as processes, each started again after a kill with what it had on disk."""
+"""Gateways and engines as processes; each is restarted after a kill with its data on disk."""
 
 from __future__ import annotations
 

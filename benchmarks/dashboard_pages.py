@@ -1,14 +1,14 @@
-"""How long the dashboard's pages take on a large store, and what looking at them costs those who are served.
+"""Render time of the dashboard's pages on a large store, and their cost to the serving latency.
 
     python benchmarks/dashboard_pages.py [--stores sqlite,postgres] [--tenants 500] [--requests 2000000]
         [--spans 5000000] [--rounds 12] [--pairs 10] [--seconds 20]
     python benchmarks/dashboard_pages.py --stores sqlite --made /tmp/large [--postgres-url URL] [--parts idle,serving]
 
-On each store, made by `large_store.py`, or as that has left it in a folder: every page is drawn by its script against a
-real gateway, some times while nothing else happens and some times beside so many requests a second; each read of the
-admin API behind them is timed. Then serving latency with and without visitors, who open another page every three
-seconds, in pairs of runs in random order. With `--parts` some of it is measured, and the others' figures in the output
-are kept; pairs are added to those there. Needs the `dev` extra.
+Each store is made by `large_store.py`, or read from a folder where that script left it. The script of every page draws
+it against a real gateway, several times on an idle gateway and several times under a request rate; each admin API read
+of the page is timed. Then serving latency is measured with and without visitors, who open another page every three
+seconds, in pairs of runs in random order. `--parts` measures some of these and keeps the other figures of the output;
+pairs are added to the existing ones. Needs the `dev` extra.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of the dashboard's pages, light and dark, as a laptop shows them."""
+"""Screenshots of the dashboard's pages, light and dark, in a laptop's size."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The gateway under steady load while its PostgreSQL is away: who notices, and whether the books agree afterwards.
+"""The gateway under steady load during a PostgreSQL outage: which requests are affected, and whether the books agree.
 
     python benchmarks/database_outage.py [--rate 1000] [--tenants 200] [--outage 5] [--seconds 10]
 
-One gateway on a core of its own before two scripted engines. Tenants have limits of every kind that are far away; a few
-others are close to their cap. Requests leave at a fixed rate, and some long streams run through it all. First the SQL
-statements of the far tenants' requests are counted. Then, in mid-load, the database stands still (SIGSTOP of all its
-processes), and later is shut down and started again. Whoever is far from its limits must notice nothing; who is near
-them may be answered 503 with Retry-After; afterwards everything is booked to the token, and no lease is outstanding.
-Needs the `dev` extra.
+One gateway on its own core serves two scripted engines. Most tenants have limits of every kind that are far away; a few
+are close to their cap. Requests are sent at a fixed rate, with some long streams throughout. First the SQL statements
+of the requests far from their limits are counted. Then, under load, the database is paused (SIGSTOP of all its
+processes), and later shut down and restarted. Tenants far from their limits must not be affected; those near them may
+get 503 with Retry-After; afterwards everything is booked to the token, and no lease is outstanding. Needs the `dev`
+extra.
 """
 
 from __future__ import annotations

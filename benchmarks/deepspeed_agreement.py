@@ -1,14 +1,16 @@
-"""Checks, not speed, over two ranks on processors in float32, ours beside DeepSpeed's of the same random weights: a
-mixture of experts whose ranks have different tokens (`--dp-attention 2 --ep 2`, and `moe.layer.MoE` with `ep_size` 2),
-and the logits of dense models (`--tp 2`, and the tensor parallelism that `init_inference` finds by itself, AutoTP).
+"""Agreement of our parallelism with DeepSpeed's, on two CPU ranks in float32 with the same random weights.
 
-DeepSpeed stands in an environment of its own beside ours:
+It checks results, not speed: a mixture of experts whose ranks have different tokens (`--dp-attention 2 --ep 2`, and
+`moe.layer.MoE` with `ep_size` 2), and the logits of dense models (`--tp 2`, and AutoTP, the tensor parallelism that
+`init_inference` chooses).
+
+DeepSpeed is installed into our environment:
 
     .venv/bin/pip install -c constraints.txt deepspeed
     .venv/bin/python benchmarks/deepspeed_agreement.py
 
-Its gate takes two experts a token and divides their weights by their sum, as Mixtral does; no token is dropped. The
-dense models are small ones of transformers, whose linear layers AutoTP cuts, with a sum over the ranks after some.
+Its gate chooses two experts per token and divides their weights by their sum, as Mixtral does; no token is dropped. The
+dense models are small ones of transformers, whose linear layers AutoTP splits, with a sum over the ranks after some.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Prompts and answers on engines of their own: whether answers are those of one engine while engines are killed, and
-how much of a prompt's KV has arrived by the time that the prompt is computed.
+"""Disaggregated prefill and decode: equality of answers while engines are killed, and overlap of the KV transfer.
 
     python benchmarks/disaggregation.py [--requests 100] [--kills 10] [--prompt-tokens 4000] [--skip kills|overlap]
 
 Kills: two engines of each role on the demo model in float32, one gateway on SQLite. Half of the requests are greedy,
 half have a seed; answers are compared with those of one engine of both roles. Meanwhile engines are killed at random
-(SIGKILL) and started again. Overlap: an engine of the role prefill with random weights, whose KV goes to this process,
-which writes down when each piece came; by TCP and by shared memory.
+(SIGKILL) and restarted. Overlap: how much of a prompt's KV has arrived by the end of its prefill. An engine of the role
+prefill with random weights sends its KV to this process, which records each piece's arrival, by TCP and by shared
+memory.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ async def kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "failovers": sum(float(line.split()[-1]) for line in metrics if line.startswith("moiety_failovers_total{")),
         "of_engines_that_live": {
             name: sum(load.get(name, 0) for load in loads)
-            for name in ("handed_over_requests_total", "disaggregated_decode_requests_total", "lost_transfers_total")
+            for name in ("prefill_done_requests_total", "disaggregated_decode_requests_total", "lost_transfers_total")
         },
     }
 

@@ -1,10 +1,11 @@
-"""Makes a pair of checkpoints of which the small one foretells what the large one says, as a good draft model does.
+"""Generator of a checkpoint pair whose small model predicts the large model's output, like a good draft model.
 
     python benchmarks/draft_pair.py CHECKPOINT FOLDER [--layers 2] [--damping 0]
 
-FOLDER/draft has the first layers of CHECKPOINT; FOLDER/target all of it, but what its other layers add is multiplied by
---damping, so that they change little of what the first ones think. They cost what they cost. The nearer to 0, the
-oftener the draft is right; at 0 always. To CHECKPOINT itself, if that is random, FOLDER/draft is no good.
+FOLDER/draft has the first layers of CHECKPOINT. FOLDER/target has all layers, but the output of the others is
+multiplied by --damping, so that it changes the first layers' result only little; their cost stays the same. The nearer
+to 0, the more often the draft is right; at 0 always. For CHECKPOINT itself, if that is random, FOLDER/draft is no
+useful draft model.
 """
 
 from __future__ import annotations

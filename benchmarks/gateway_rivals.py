@@ -2,10 +2,10 @@
 
     python benchmarks/gateway_rivals.py [--rounds 3] [--seconds 10] [--work FOLDER]
 
-Installs the rivals into environments of their own (PyPI and npm). Each gateway has one core to itself and one process;
-load and upstream share the other cores. Ours runs as `moiety bench gateway` runs it, with keys, limits of every kind on
-200 tenants, prices, ledger and spans, before the scripted engine in other processes; the rivals pass chat completions
-on to a server that answers at once, without a database, tenants or limits. Nothing else should run meanwhile.
+Installs the rivals into separate environments (PyPI and npm). Each gateway is one process on its own core; load
+generator and upstream share the other cores. Ours runs as in `moiety bench gateway`, with keys, limits of every kind on
+200 tenants, prices, ledger and spans, before the scripted engine in other processes; the rivals forward chat
+completions to a server that answers at once, without a database, tenants or limits. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations

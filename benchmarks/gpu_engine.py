@@ -1,14 +1,14 @@
-"""Checks and measures the whole engine on a GPU, with random weights in the shape of Qwen3-30B-A3B.
+"""Checks and measurements of the whole engine on a GPU, with random weights in the shape of Qwen3-30B-A3B.
 
     python benchmarks/gpu_engine.py [--layers 48] [--time-budget 240] [--output engine.json]
-    python benchmarks/gpu_engine.py --rehearse     # on a processor, tiny: that the script works
+    python benchmarks/gpu_engine.py --rehearse     # on a CPU, tiny: checks that the script works
 
-The result is written anew after each part, so that what ran out of time has not cost what came before. Ends with 1 if a
-check failed. Parts, in this order: checks on a small model (replayed steps against launched ones, steps that overlap,
-steps that wait for the device, sleep, requests that get the same bits alone and in any batch, how many requests run at
-once in the memory of a few of the longest), decode steps at 1, 64 and 256 streams against what memory allows and what
-the host adds, what the batch-invariant mode costs of them, and batching strategies on the lengths of Azure's
-conversations, at last with weights in float8.
+The result file is rewritten after each part, so that a timeout does not lose earlier parts. Exits with 1 if a check
+fails. Parts, in this order: checks on a small model (replayed steps against launched ones, overlapping steps, steps
+that wait for the device, sleep mode, batch-invariant results of requests, concurrency in the memory of a few of the
+longest requests), decode steps at 1, 64 and 256 streams against the memory roofline and the host's overhead, the cost
+of the batch-invariant mode for them, and batching strategies on the lengths of Azure's conversations, at last with
+float8 weights.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def check_replay(report: Report, bench: Bench) -> None:
     """Bits of a replayed step against those of the same batch launched, at sizes that are padded and that are not."""
     loop = bench.loop(max_running=16, max_batch_tokens=256, kv_memory_bytes=256 << 20)
     report.check("decode steps are captured", loop.replays)
-    model, resident = loop.model, loop._resident
-    assert resident is not None
-    graphs = resident.runner.graphs
+    model, device_state = loop.model, loop._device_state
+    assert device_state is not None
+    graphs = device_state.runner.graphs
     if not isinstance(graphs, DecodeGraphs):
         return
-    builder = BatchBuilder(loop.block_size, model.device, resident.runner.staging)
+    builder = BatchBuilder(loop.block_size, model.device, device_state.runner.staging)
     differs = []
     for count in (1, 3, 8, 11, 16):
         plan = decode_plan(count, loop.block_size)
@@ -82,7 +82,7 @@ def check_replay(report: Report, bench: Bench) -> None:
         size, _ = graphs._key(host)
         whole = padded(host, size, loop.sizes.num_blocks, loop.block_size)
         with torch.inference_mode():
-            launched = model.hidden(builder.upload(whole), resident.kv).clone()
+            launched = model.hidden(builder.upload(whole), device_state.kv).clone()
             replayed = graphs.run(host, None).clone()
         differs += [] if torch.equal(launched, replayed) else [count]
     report.check("a replayed step gives the bits of the launched one", not differs, sizes_that_differ=differs)

@@ -1,4 +1,4 @@
-"""What `gpu_engine.py` asks of the batch-invariant mode: which requests get other bits than they get alone."""
+"""Batch-invariance check of `gpu_engine.py`: finds requests whose bits differ from their bits alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def differing(make_loop: Callable[..., EngineLoop]) -> tuple[dict[str, list[int]
         "launched": {"max_batch_tokens": 2048, "cuda_graphs": False},
         "short of memory": {
             "max_batch_tokens": 512, "kv_memory_bytes": short, "max_context_tokens": longest, "prefix_caching": False,
-            "policy": PolicyName.FCFS,  # the others foresee what memory will not hold, and begin less
+            "policy": PolicyName.FCFS,  # the others prefetch what memory will not hold, and begin less
         },
     }  # fmt: skip
     found = {}

@@ -1,4 +1,4 @@
-"""What the parts of `gpu_engine.py` have in common: a report that is on disk at once, and loops over one model."""
+"""Shared parts of `gpu_engine.py`: a report that is written to disk at once, and loops over one model."""
 
 from __future__ import annotations
 

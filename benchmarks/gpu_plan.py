@@ -1,4 +1,4 @@
-"""Which stages `make bench-gpu` has, in the order of what would be missed most, and what each may take."""
+"""The stages of `make bench-gpu`, the most important first, and the time limit of each."""
 
 from __future__ import annotations
 

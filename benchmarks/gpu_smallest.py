@@ -1,4 +1,4 @@
-"""A plugin for pytest: of every file only the first tests, for tools under which each takes a hundred times as long."""
+"""Pytest plugin that keeps only the first tests of every file, for tools that make each a hundred times slower."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Running one stage of `make bench-gpu`: a process with a time limit, and what becomes of it.
+"""Runner of one stage of `make bench-gpu`: a process with a time limit, and its outcome.
 
-Needs nothing but the standard library, since a machine that is lent for minutes has what it has.
+It uses only the standard library, since a machine that is lent for minutes may lack other packages.
 """
 
 from __future__ import annotations

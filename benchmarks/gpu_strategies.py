@@ -1,4 +1,4 @@
-"""Batching strategies against each other on a GPU, and how many requests a memory holds."""
+"""Batching strategies against each other on a GPU, and the number of requests that fit in a memory size."""
 
 from __future__ import annotations
 

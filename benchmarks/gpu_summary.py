@@ -1,4 +1,4 @@
-"""What a run of `make bench-gpu` comes to, as Markdown and for a terminal: targets and tables. Pure."""
+"""Summary of a `make bench-gpu` run, as Markdown and for a terminal: targets and tables. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The targets of `make bench-gpu`, and whether what a run has found keeps them. Pure: figures in, verdicts out.
+"""The targets of `make bench-gpu`, and whether a run's results meet them. Pure: figures in, verdicts out.
 
-What was not measured has not kept its target, and says so.
+A target without a measurement is not met, and its verdict says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `gpu_engine.py` measures with: when host and device are busy with a step, and how few bytes it could read."""
+"""Instruments of `gpu_engine.py`: host and device time of a step, and the fewest bytes that it must read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Watch:
     """Notes of each step when the host was busy with it and when the device was."""
 
     def __init__(self, loop: EngineLoop) -> None:
-        assert loop._resident is not None
-        self._runner = loop._resident.runner
+        assert loop._device_state is not None
+        self._runner = loop._device_state.runner
         self.loop = loop
         self.steps: list[dict[str, Any]] = []
         launch, collect = self._runner.launch, self._runner.collect

@@ -1,4 +1,4 @@
-"""A paying tenant's latency alone and beside hostile tenants and strangers, and whether its bill is exact.
+"""A paying tenant's latency alone and beside hostile tenants and unauthenticated clients, and the accuracy of its bill.
 
     python benchmarks/hostile_neighbours.py [--alone 60] [--beside 120] [--loads all] [--threads 1] [--output FILE]
 
@@ -6,13 +6,13 @@ One gateway on SQLite and one engine with the demo model, as processes. The payi
 of `--max-tokens` tokens, ten times a second at fixed times, first alone, then beside the loads:
 
 strangers   120 connections that send a random well-formed key and close after 20 ms
-places      400 streams of one tenant, 1,500 tokens each, `ignore_eos`: more than the batch has places
+places      400 streams of one tenant, 1,500 tokens each, `ignore_eos`: more than the batch has slots
 batch       32 streams of another tenant with prompts of about 1,000 tokens, so that every step has prompt tokens to do
 grammars    schemas and expressions that are slow, large or fatal to compile, of a third tenant, one of each at a time
 
-The loads are drawn by a process of low priority, since real ones come from other machines. Their first 15 s are
-reported apart. Targets: the p99 of the paying tenant's whole answers at most doubles, each of its requests succeeds,
-and its bill is what its answers said.
+A low-priority process generates the loads, since real ones come from other machines. Their first 15 s are reported
+separately. Targets: the p99 of the paying tenant's whole answers at most doubles, each of its requests succeeds, and
+its bill equals the usage in its answers.
 """
 
 from __future__ import annotations

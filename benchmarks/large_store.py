@@ -1,12 +1,12 @@
-"""A store as large as after a month: millions of requests, ledger rows and spans of hundreds of tenants.
+"""Generator of a large store, as after a month: millions of requests, ledger rows and spans of hundreds of tenants.
 
     python benchmarks/large_store.py --data-dir /tmp/large [--postgres-url URL] [--tenants 500] [--requests 2000000]
         [--spans 5000000]
 
 Starts `moiety serve` with the scripted engine on the folder, makes tenants, keys and limits through the admin API and
-sends some requests, then stops it and writes the rest in bulk: for each request its row, its ledger entry and what it
-adds to the sums of its hour and minute (by the product's own code), and traces in the image of those that were really
-kept. `moiety serve --scripted --data-dir /tmp/large` serves it then. Needs the `dev` extra.
+sends some requests. Then it stops the server and writes the rest in bulk: for each request its row, its ledger entry
+and its part of the hour's and minute's sums (by the product's own code), and traces modelled on the real ones that were
+kept. `moiety serve --scripted --data-dir /tmp/large` serves the store afterwards. Needs the `dev` extra.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The scores of lm_eval through our API and through transformers: two tasks of the demo model, the same checkpoint.
+"""Scores of lm_eval through our API and through transformers: two tasks of the demo model, the same checkpoint.
 
-lm_eval runs from an environment of its own, which has torch and transformers beside it:
+lm_eval runs from a separate environment, which also has torch and transformers:
 
     python -m venv .lm_eval && .lm_eval/bin/pip install 'lm_eval[api,hf]'
     python benchmarks/lm_eval_agreement.py --lm-eval .lm_eval/bin/lm_eval
 
-`sums` generates answers to chats (exact match). `sums_choice` ranks given ones, without the chat template, by their
-log-probabilities, which takes those of prompts' tokens (`echo` with `logprobs`); a model that was trained on chats
-alone is not good at it, and need not be. Everything is float32, so that scores can be the same to the last sample.
-Nothing is downloaded.
+`sums` generates answers to chats (exact match). `sums_choice` ranks given answers, without the chat template, by their
+log-probabilities, which needs those of prompt tokens (`echo` with `logprobs`); a model that is trained only on chats is
+not good at it, and need not be. Everything is float32, so that scores can agree to the last sample. Nothing is
+downloaded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Makes a random checkpoint in the form of GLM-4.5 with a layer that predicts further tokens, and mostly rightly so.
+"""Generator of a random checkpoint in GLM-4.5's form with an MTP layer whose predictions are mostly right.
 
     python benchmarks/mtp_checkpoint.py FOLDER [--wrong]
 
-Of its layers the first thinks, and the others cost what they cost and add nothing; the layer after the last is the
-first over again, and lacks only the first token. With --wrong it is random, and never right. In bfloat16, 360 M
-parameters.
+The first layer determines the output; the others cost their time and add nothing. The layer after the last repeats the
+first, and lacks only the first token. With --wrong it is random, and never right. In bfloat16, 360 M parameters.
 """
 
 from __future__ import annotations

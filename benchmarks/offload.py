@@ -1,11 +1,12 @@
-"""What a cache of hot experts is worth where a model's experts do not fit: with none kept, with other evictions, with
-all of them in memory; and DeepSpeed's ZeRO-Inference beside it.
+"""Benefit of the expert cache for a model whose experts do not fit in memory, beside DeepSpeed's ZeRO-Inference.
+
+It compares the cache with no cached experts, with other eviction policies, and with all experts in memory.
 
     python benchmarks/offload.py [--rounds 3] [--deepspeed-python PYTHON]
 
-The random Qwen3-MoE of benchmarks/checkpoint.py, its routers changed so that some experts of each layer are chosen more
-often, serves with a quarter of its experts' bytes. All variants are loaded at once and run in turns; what they say must
-be the same to the token. First, routings are recorded, and evictions and predictors compared on them without a model.
+The random Qwen3-MoE of benchmarks/checkpoint.py, with routers changed to choose some experts of each layer more often,
+serves with a quarter of its experts' bytes. All variants are loaded at once and run in turns; their outputs must agree
+to the token. First, routings are recorded, and eviction policies and predictors are compared on them without a model.
 """
 
 from __future__ import annotations
@@ -304,7 +305,7 @@ def replay(
     for visit in visits:
         shelf, first = (shelves[0], visit.layer * num_experts) if together else (shelves[visit.layer], 0)
         wanted = np.unique(visit.chosen_TK) + first
-        learned = predictor.foresee(visit)
+        learned = predictor.prefetch(visit)
         guess = (
             None
             if speculative_prefill == "none"
@@ -340,7 +341,7 @@ class CoOccurrence:
         self._followed = np.zeros((num_layers, num_experts, num_experts))
         self._before: Visit | None = None
 
-    def foresee(self, visit: Visit) -> Any:
+    def prefetch(self, visit: Visit) -> Any:
         """[T, K]; None of a first layer. Then it learns what came."""
         before, self._before = self._before, visit
         if before is None or before.layer + 1 != visit.layer or before.chosen_TK.shape != visit.chosen_TK.shape:
@@ -357,7 +358,7 @@ def quality(visits: list[Visit], num_experts: int, by: str) -> float:
     """Of the experts that single tokens chose, the part that was foreseen."""
     predictor, right, asked = CoOccurrence(num_experts, 1 + max(visit.layer for visit in visits)), 0, 0
     for visit in visits:
-        guess = visit.prefetched_TK if by == "router" else predictor.foresee(visit)
+        guess = visit.prefetched_TK if by == "router" else predictor.prefetch(visit)
         if guess is not None and len(visit.chosen_TK) == 1:
             right += len(np.intersect1d(guess, visit.chosen_TK))
             asked += visit.chosen_TK.size

@@ -1,11 +1,12 @@
-"""Moiety's admin API and a real OpenID Connect issuer: whose tokens it takes, and which it refuses.
+"""Moiety's admin API with a real OpenID Connect issuer: the tokens that it accepts and those that it rejects.
 
     python benchmarks/oidc_issuer.py [--work FOLDER] [--output benchmarks/results/oidc_issuer.json]
 
-Installs `oidc-provider` from npm into a folder of its own (Node.js must be there), starts it on the loopback and
-`moiety gateway` that trusts it, and gets tokens by client_credentials. The role is what the token's claim says; a token
-for another audience, of another issuer, with a changed claim, without a role or expired is refused; a key that the
-issuer begins to sign with is learnt; and while the issuer is away, known keys count. Ends with 1 if one does not hold.
+Installs `oidc-provider` from npm into a separate folder (Node.js must be installed), starts it on the loopback and a
+`moiety gateway` that trusts it, and gets tokens by client_credentials. The role comes from the token's claim. A token
+for another audience, of another issuer, with a changed claim, without a role or expired is rejected; the gateway learns
+a key that the issuer begins to sign with; and during an outage of the issuer, known keys stay valid. Exits with 1 if a
+check fails.
 """
 
 from __future__ import annotations

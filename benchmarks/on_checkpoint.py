@@ -1,4 +1,4 @@
-"""What the benchmarks on the random checkpoint share: their options, the checkpoint itself, and where figures go."""
+"""Shared parts of the benchmarks on the random checkpoint: options, the checkpoint itself, and output files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Open-loop load of many small requests: each leaves when it is due, however slow the answers are.
+"""Open-loop load of many small requests: each is sent when it is due, however slow the answers are.
 
-A client of its own, as in `moiety bench gateway`, since a general one costs more than what it is to measure. Answers
-are whole documents with a Content-Length; a connection is used again once its answer has come.
+It has its own client, as in `moiety bench gateway`, since a general one costs more than the system under test. Answers
+are whole documents with a Content-Length; a connection is reused once its answer has arrived.
 """
 
 from __future__ import annotations

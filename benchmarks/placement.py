@@ -1,14 +1,14 @@
-"""Placement of experts against DeepSeek's EPLB, on skewed and on drifting loads.
+"""Expert placement against DeepSeek's EPLB, on skewed and on drifting loads.
 
     git clone https://github.com/deepseek-ai/EPLB
     python benchmarks/placement.py --eplb EPLB/eplb.py [--seeds 3] [--repeats 3] [--intervals 40]
 
 58 layers of 256 experts, 288 replicas on 32 and on 144 ranks. A layer's experts have Zipf's popularity in random order;
-where it drifts, each expert's rank in it follows a normal process of its own that forgets itself (to 1/e) in so many
-intervals. Balancedness is the sum over layers of the mean rank load ÷ that of the largest. Both sides plan the same
-loads in turn in one process with one thread. Then, on drifting loads, what each interval was planned for is measured on
-the next: the first plan kept, a plan from nothing every time, and the online policy, with what each moves.
-Last, what the choice of replicas in a step and budgets by layer do.
+in a drifting load, each expert's rank in it follows its own normal process, which decays to 1/e in that many intervals.
+Balancedness is the sum over layers of the mean rank load ÷ that of the largest. Both sides plan the same loads in turn
+in one process with one thread. Then, on drifting loads, each interval's plan is measured on the next interval: the
+first plan kept, a new plan every time, and the online policy, each with its moves. Last, the effects of the choice of
+replicas in a step and of budgets by layer are measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real PostgreSQL for the benchmarks, from a wheel, and what breaks it: a pause, a stop, and a relay that is cut."""
+"""A real PostgreSQL for the benchmarks, from a wheel, and its faults: a pause, a stop, and a relay that is cut."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Experts that move between ranks while the engine serves: whether answers stay as they are, and what moving gains.
+"""Expert rebalancing between ranks during serving: whether answers stay the same, and the gain in balancedness.
 
     python benchmarks/rebalancing.py [--rebalances 50] [--intervals 200]
 
-First the engine on real ranks over gloo, on random checkpoints in the shapes of Qwen3-MoE and DeepSeek-V3, in float32:
-answers to greedy and seeded requests that come all the time, while experts go from one random placement to the next,
-some of them to several slots, against those of the same ranks with experts at rest, and of one rank. Sums have another
-order then, so the first token of an answer that differs is `near` where the two best logits were within 0.0001 of each
-other. Else it is `other`: a draw by a seed that lies as near to the border between two tokens is among these, for no
-logit shows it.
+The first part runs the engine on real ranks over gloo, on random checkpoints in the shapes of Qwen3-MoE and
+DeepSeek-V3, in float32. Greedy and seeded requests arrive all the time, while experts move from one random placement to
+the next, some of them to several slots. The answers are compared with those of the same ranks without moves, and of one
+rank. The order of sums differs then, so the first token of an answer that differs is `near` where the two best logits
+were within 0.0001 of each other, else `other`: these include seeded draws that lie as near to the border between two
+tokens, which no logit shows.
 
-Then the engine's own policy on loads that drift, in the shape of DeepSeek-V3 (58 layers of 256 experts, 288 slots): it
-moves a few weights at a time between steps of 50 ms, and balancedness, of the interval after the one that was planned
-for, counts meanwhile too.
+The second part runs the engine's own policy on drifting loads in the shape of DeepSeek-V3 (58 layers of 256 experts,
+288 slots): it moves a few weights at a time between steps of 50 ms. Balancedness is that of the interval after the
+planned one, and counts during the moves too.
 """
 
 from __future__ import annotations

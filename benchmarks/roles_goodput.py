@@ -1,11 +1,12 @@
-"""How much load devices with roles carry, against as many that do both, where answers are promised a brisk pace.
+"""Goodput of disaggregated prefill and decode against as many devices of both roles, under a strict TPOT SLO.
 
     python benchmarks/roles_goodput.py --trace AzureLLMInferenceTrace_code.csv [--devices 4] [--output FILE]
 
-By the real scheduler in virtual time (`moiety simulate`), with DistServe's measure (https://arxiv.org/abs/2401.09670):
-the largest load at which 90 % of requests have their first token in time and their mean time between tokens within
-the promise. Devices that do both are tried under several policies, one of them with several sizes of chunks, and every
-split under two; the best of each counts. A load is a multiple of what all devices complete.
+It runs the real scheduler in virtual time (`moiety simulate`), with DistServe's measure
+(https://arxiv.org/abs/2401.09670): the largest load at which 90 % of requests attain the TTFT SLO and have their mean
+time between tokens within the SLO. Devices of both roles are tried under several policies, one of them with several
+chunk sizes, and every split under two; the best of each counts. A load is a multiple of the rate that all devices
+complete.
 """
 
 from __future__ import annotations

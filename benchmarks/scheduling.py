@@ -3,8 +3,8 @@
     python benchmarks/scheduling.py --traces DIR [--only S1,S5] [--seeds 0,1,2] [--duration 600] [--jobs 2] [--quick]
 
 `DIR` holds the public traces under the names that `scenarios/offers.py` lists. Every scenario runs on every seed; a
-target holds if every seed keeps it. Writes JSON, a Markdown report and charts side by side. With `--only`, the other
-scenarios' results in the file stay as they are. Everything is virtual time: the figures do not depend on this machine.
+target holds if every seed meets it. Writes JSON, a Markdown report and charts side by side. With `--only`, the other
+scenarios' results in the file stay as they are. All times are virtual: the figures do not depend on this machine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""JSON schemas like those that people publish and send: records of records, references, enums, formats, patterns,
-alternatives. Drawn from a seed, without a network."""
+"""Generator of JSON schemas like those in public use.
+
+They have nested records, references, enums, formats, patterns and alternatives. They are drawn from a seed, without a
+network.
+"""
 
 from __future__ import annotations
 

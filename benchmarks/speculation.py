@@ -1,15 +1,14 @@
-"""What speculative decoding by look-up, a draft model or a layer of the checkpoint changes: paired runs with it and
-without, in one process.
+"""Effect of speculative decoding by n-gram look-up, a draft model or an MTP layer: paired runs with it and without.
 
     python benchmarks/speculation.py [--checkpoint FOLDER] [--pairs 6] [--clock wall]
     python benchmarks/speculation.py --checkpoint FOLDER --draft-model FOLDER --output results/draft_model.json
     python benchmarks/speculation.py --checkpoint FOLDER --mtp --output results/mtp.json
 
-The demo model, and with --checkpoint the random Qwen3-MoE that benchmarks/checkpoint.py makes; with --draft-model that
-checkpoint alone, by this model, as benchmarks/draft_pair.py makes pairs of both; with --mtp likewise, by a layer of
-its own, as benchmarks/mtp_checkpoint.py makes some. The two of a pair follow each other, in an order that
-changes from pair to pair. One thread; tokens are counted by seconds of processor time, which other load on the machine
-changes least (`--clock wall` counts those of the wall). What is said must be the same.
+It uses the demo model, and with --checkpoint the random Qwen3-MoE of benchmarks/checkpoint.py; with --draft-model only
+that checkpoint with this draft model, a pair from benchmarks/draft_pair.py; with --mtp only a checkpoint with an MTP
+layer, from benchmarks/mtp_checkpoint.py. All runs are in one process. The two runs of a pair follow each other, in an
+order that changes from pair to pair. One thread; the rate is tokens per second of CPU time, which other load on the
+machine changes least (`--clock wall` uses wall time). The outputs must be the same.
 """
 
 from __future__ import annotations

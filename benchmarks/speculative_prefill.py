@@ -1,15 +1,16 @@
-"""What a conversation's next turn gains by being foreseen.
+"""Gain of speculative (next-turn) prefill for the next turn of a conversation.
 
     python benchmarks/speculative_prefill.py [--conversations 8] [--turns 4] [--trace mooncake/conversation_trace.jsonl]
 
-One engine, one gateway, two tenants that do the same in turn: one whose next turns are foreseen, one whose are not. Two
-models: the demo model with its own template, and one of random weights with a template that opens a thought and leaves
-thoughts out of later prompts. There `</think>` and the end are made likely, so that a thought has some 60 tokens and
-what follows it some 200. Between two turns a client thinks for a second. Written: time to the first token of all turns
-but the first, cached tokens, and what was foreseen, used and wasted.
+One engine, one gateway, two tenants with the same requests in turn: one with speculative prefill, one without. Two
+models: the demo model with its own template, and one of random weights with a template that opens a reasoning block and
+omits reasoning from later prompts. There `</think>` and the end are made likely, so that reasoning has some 60 tokens
+and the answer some 200. Between two turns a client waits for a second. The output has the TTFT of all turns but the
+first, cached tokens, and the tokens that were prefilled, used and wasted.
 
-With a trace of Mooncake's form, also how often what is held for likely comes: every prompt is a turn that is watched,
-by the hash of its last whole block; conversations of as many turns are one habit, since the trace names no tenants.
+With a trace in Mooncake's form, it also reports how often a predicted next turn arrives: every prompt is a turn,
+identified by the hash of its last whole block; conversations of the same number of turns count as one habit, since the
+trace names no tenants.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import httpx
 from disaggregation import CLI, START_S, Engines, _is_up, _start, until
 
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.scheduling.speculative_prefill.habits import ConversationWatch, ReturnPatterns
+from moiety_engine.scheduling.speculative_prefill.return_patterns import ConversationWatch, ReturnPatterns
 from moiety_engine.scheduling.speculative_prefill.speculative_prefill import LIKELY
 from moiety_platform.bench.environment import describe_environment
 from moiety_platform.speculative_prefill.next_turn_prefill import MAX_DEPTH

@@ -1,13 +1,13 @@
-"""Requests of strangers without a valid API key, beside clients that have one: what each costs, and who notices.
+"""Requests without a valid API key beside valid clients: the cost of each, and the effect on the valid ones.
 
     python benchmarks/stranger_flood.py [--seconds 20] [--sockets 120] [--postgres] [--output FILE]
 
 Two gateways share one database. Sockets on loopback connect to the first, send `GET /v1/models` with a random
 well-formed key and close after 20 ms. Meanwhile keys are made on the second gateway and used on the first at once, keys
-that the first has never seen are used, and keys in use are revoked on the second. Then each kind of refusal is measured
-alone: a number of requests, each on a connection of its own, and the processor time that the gateway spends on them.
-Targets: every valid key is served at its first use, a revocation holds within 2 s, memory and descriptors stay where
-they were, and a refusal costs at most 0.3 ms of processor. Needs the `dev` extra.
+that the first has never seen are used, and keys in use are revoked on the second. Then each kind of rejection is
+measured alone: a number of requests, each on its own connection, and the CPU time that the gateway spends on them.
+Targets: every valid key works at its first use, a revocation takes effect within 2 s, memory and descriptors do not
+grow, and a rejection costs at most 0.3 ms of CPU time. Needs the `dev` extra.
 """
 
 from __future__ import annotations

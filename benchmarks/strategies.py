@@ -2,8 +2,8 @@
 
     python benchmarks/strategies.py --trace AzureLLMInferenceTrace_conv.csv [--num-prompts 160] [--scale 0.25]
 
-32-token prompts, the trace's output lengths times `--scale`, batches of 32, all requests there at the start. With few
-prompts the end of the run, when the batch empties, weighs more than the run itself: take several times 32. The
+32-token prompts, the trace's output lengths times `--scale`, batches of 32, all requests present at the start. With few
+prompts the end of the run, when the batch empties, weighs more than the run itself: use several times 32. The
 checkpoint is that of `checkpoint.py`. Writes output tokens/s, ratios to `continuous` and the KV waste.
 """
 

@@ -1,12 +1,12 @@
-"""Answers of a form: are all of them valid, and what do they cost a step?
+"""Structured outputs: whether all answers are valid, and their cost per step.
 
     python benchmarks/structured.py [--schemas 1000] [--turns 9] [--only cost]
 
 Documents of 1,000 generated schemas come from the demo model, which knows no JSON, and from the same network with
-random weights. What is left open (the length of a string, one more entry) such models seldom end by themselves, so the
-tokens that close are made likelier by `logit_bias`; whether a document is valid does not hang on it. A document that
-`max_tokens` has cut is counted apart. The cost is that of steps of 32 streams with a schema and without, in turns, on
-the checkpoint of `checkpoint.py`.
+random weights. These models seldom end open parts (the length of a string, one more entry), so `logit_bias` makes
+closing tokens likelier; the validity of a document does not depend on it. A document that `max_tokens` has cut is
+counted separately. The cost is that of steps of 32 streams with a schema and without, in turns, on the checkpoint of
+`checkpoint.py`.
 """
 
 from __future__ import annotations

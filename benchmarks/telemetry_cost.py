@@ -1,15 +1,15 @@
-"""What telemetry costs the gateway: paired runs with traces, their store and metrics by OTLP, and without.
+"""Cost of telemetry in the gateway: paired runs with traces, the trace store and metrics by OTLP, and without.
 
     python benchmarks/telemetry_cost.py [--starts 3] [--pairs 10] [--seconds 1.5] [--add]
 
-Two gateways as `moiety bench gateway` starts them, on one core, with keys, limits and the ledger: one with all of that,
-one without. They are loaded in turn, for a moment each, in an order that changes from pair to pair, so that what else
-the machine does falls on both; and started anew some times, since no two processes are quite the same. `--add` adds to
-the pairs that the output has, so that a machine need be quiet for two minutes only. The figure to go by is the
-gateway's processor time a request, which other load changes least.
+Two gateways run as `moiety bench gateway` starts them, on one core, with keys, limits and the ledger: one with
+telemetry, one without. They are loaded in turn, briefly each, in an order that changes from pair to pair, so that other
+load on the machine affects both; and they are restarted several times, since no two processes are quite the same.
+`--add` adds to the pairs in the output, so that a machine need be quiet for two minutes only. The decisive figure is
+the gateway's CPU time per request, which other load changes least.
 
-Settings are those that are shipped: of the traces that nothing speaks for 2 % are kept, metrics go out once a minute.
-Also told: what counting a request and telling all metrics take by themselves.
+Settings are the defaults: 2 % of the unremarkable traces are kept, metrics are sent once a minute. The report also has
+the separate costs of counting a request and of exporting all metrics.
 """
 
 from __future__ import annotations

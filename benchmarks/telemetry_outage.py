@@ -1,11 +1,11 @@
-"""The gateway under steady load while its trace store and a receiver of metrics stand still: does any request notice?
+"""The gateway under steady load during an outage of its trace store and metrics receiver: effect on requests.
 
     python benchmarks/telemetry_outage.py [--rate 100] [--outage 30] [--seconds 15] [--rounds 1]
 
 A real `moiety serve` with the scripted engine keeps the trace of every request and sends metrics every second by OTLP
-to a receiver of this script. Requests leave at a fixed rate. In mid-load both receivers are stopped (SIGSTOP), and go
-on after the outage. No request may be lost, none slower than before and after, and every span that does not arrive must
-be counted. Latencies mean something on a machine that does nothing else; the processor time of the gateway anywhere.
+to a receiver of this script. Requests are sent at a fixed rate. Under load both receivers are stopped (SIGSTOP), and
+continue after the outage. No request may be lost, none slower than before and after, and every span that does not
+arrive must be counted. Latencies are meaningful only on an otherwise idle machine; the gateway's CPU time on any.
 """
 
 from __future__ import annotations

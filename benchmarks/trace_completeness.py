@@ -1,12 +1,11 @@
-"""Requests of every end through a gateway before two engines that are killed now and then; then whether every one of
-them has its trace, whole and true.
+"""Trace completeness: requests with every outcome, on two engines that are killed repeatedly, need correct traces.
 
     python benchmarks/trace_completeness.py [--requests 2010] [--clients 24] [--kill-every-s 4] [--scripted]
 
-Chats, completions, messages, responses and embeddings, streamed or not; every fifth client leaves in the middle, every
-tenth is refused, for four reasons. The engines serve the demo model with so little memory that they preempt. All traces
-are kept, and go over OTLP into a trace store, which is then read beside the ledger: every request has one root, its
-children cover at least 99 % of its time, its tokens are the ledger's, and parents and links lead where they should.
+Chats, completions, messages, responses and embeddings, streamed or not; every fifth client disconnects midway, every
+tenth request is rejected, for four reasons. The engines serve the demo model with so little memory that they preempt.
+All traces are kept and sent by OTLP to a trace store, which is then compared with the ledger: every request has one
+root, its children cover at least 99 % of its time, its tokens are the ledger's, and parents and links are valid.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""An engine over two hosts, started by `torchrun` and by DeepSpeed's launcher: the link between them is cut for ten
-seconds, and a rank is killed, under load.
+"""An engine over two hosts, started by `torchrun` and by DeepSpeed's launcher, with faults under load.
+
+The link between the hosts is cut for ten seconds, and a rank is killed.
 
     python benchmarks/two_hosts.py [--launchers torchrun deepspeed]
 
-The hosts are network namespaces (see chaos/places.py), a rank on each; a third has a second engine, alone, so that
-requests have where to go. What ends is started again at once, the same command, as systemd's `Restart=always` does,
-or Kubernetes: that, and not a person, is what brings the group back. Written, for each fault: after how long each rank
-that was left knew (`rank_lost` in its log), how many requests were open at the group, and after how long the gateway
-had the group again; and how many requests failed, or went on elsewhere. Ends with 1 where one failed, or a rank took
-longer than 5 s.
+The hosts are network namespaces (see chaos/places.py), with one rank on each; a third has a second, single engine, so
+that requests have an alternative. Processes that end are restarted at once with the same command, as systemd's
+`Restart=always` or Kubernetes does; that restores the group without a person. For each fault the report has the time
+until each remaining rank detected it (`rank_lost` in its log), the number of open requests at the group, the time until
+the gateway had the group again, and the numbers of requests that failed or continued elsewhere. Exits with 1 if one
+failed, or a rank took longer than 5 s.
 
-DeepSpeed is installed into a folder of its own, `--deepspeed`, if it is not there.
+DeepSpeed is installed into a separate folder, `--deepspeed`, if it is not there.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""From the chart's first release to this one and back, on one PostgreSQL, under streams all the while.
+"""Upgrade from the chart's first release to this one and back, on one PostgreSQL, with streams throughout.
 
     python benchmarks/upgrade.py [--from COMMIT] [--rate 6] [--seconds 5] [--output benchmarks/results/upgrade.json]
 
-The older release is taken from git into a folder and run from there, with its own migrations, gateways and engines. In
-turn: it serves alone; this release's migration runs beside it; this release's gateways and engines join, and the older
-ones are told to stop; the older ones come back on the newer tables and this release's stop, as a rollback does it; and
-with nothing running the tables go back too, and up again. Every stream must come whole, without a token missing or
-twice, be used once in the sums, and the audit log must verify by both releases. Ends with 1 if anything does not hold.
+The older release is checked out from git into a folder and run from there, with its own migrations, gateways and
+engines. In turn: it serves alone; this release's migration runs beside it; this release's gateways and engines join,
+and the older ones are stopped; the older ones return on the newer tables and this release's stop, as in a rollback; and
+with nothing running the tables are downgraded too, and upgraded again. Every stream must be complete, without a missing
+or repeated token, and be counted once in the sums, and both releases must verify the audit log. Exits with 1 if a check
+fails.
 """
 
 from __future__ import annotations

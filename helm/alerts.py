@@ -1,7 +1,7 @@
-"""Prometheus' alert rules, written into helm/moiety/alerts/rules.yaml: `python helm/alerts.py [FOLDER]`.
+"""Generator of Prometheus' alert rules in helm/moiety/alerts/rules.yaml: `python helm/alerts.py [FOLDER]`.
 
-Promises are watched as the SRE workbook has it: how fast an allowance of misses is spent, over a long window (is it
-serious?) and a short one (does it go on?). Every alert has a runbook of its name in docs/runbooks.md.
+SLOs are watched as in the SRE workbook: by the burn rate of the error budget over a long window (is it serious?) and a
+short one (does it continue?). Every alert has a runbook of its name in docs/runbooks.md.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import yaml
 
 OUT = Path(__file__).parent / "moiety" / "alerts"
 RUNBOOKS = "docs/runbooks.md"
-OBJECTIVE = 0.99  # of a class's promises, over 30 days
+OBJECTIVE = 0.99  # target SLO attainment of a class over 30 days
 ALLOWANCE = round(1 - OBJECTIVE, 6)
-FEW = 20  # requests in the long window, below which a miss more or less says nothing
+FEW = 20  # requests in the long window, below which one miss has no significance
 PAGE, TICKET = "page", "ticket"
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
-# (how fast, long window, short window): 14.4 spends 2 % of a month's allowance in an hour, 6 5 % in six hours
+# (burn rate, long window, short window): 14.4 uses 2 % of a month's budget in an hour, 6 uses 5 % in six hours
 FAST = ((14.4, "1h", "5m"), (6.0, "6h", "30m"))
 SLOW = ((3.0, "1d", "2h"), (1.0, "3d", "6h"))
 
 
 @dataclass(frozen=True)
 class Alert:
-    """`lasting` is how long it must hold before anybody is told."""
+    """An alert rule. `lasting`: how long the condition must hold before the alert fires."""
 
     name: str
     severity: str
@@ -57,7 +57,7 @@ def recorded(window: str) -> str:
 
 
 def records() -> Iterator[dict[str, Any]]:
-    """The share of missed promises by class, over each window."""
+    """Yield the share of missed SLOs by class, over each window."""
     for window in WINDOWS:
         missed = f'sum by (service_class) (rate(moiety_sla_total{{attained="false"}}[{window}]))'
         yield {
@@ -67,7 +67,7 @@ def records() -> Iterator[dict[str, Any]]:
 
 
 def burns(pairs: tuple[tuple[float, str, str], ...]) -> str:
-    """Whether an allowance is spent so fast, over any of the pairs of windows."""
+    """Return the expression for a burn rate above the threshold, over any of the pairs of windows."""
     parts = []
     for times, long, short in pairs:
         bound = f"{round(times * ALLOWANCE, 6):g}"
@@ -180,7 +180,7 @@ STORE = (
 
 
 def document() -> dict[str, Any]:
-    """The rules, as Prometheus reads them."""
+    """Return the rules in Prometheus' form."""
     alerts = {"moiety-promises": PROMISES, "moiety-engines": ENGINES, "moiety-store": STORE}
     groups: list[dict[str, Any]] = [{"name": "moiety-sla", "interval": "30s", "rules": list(records())}]
     groups += [{"name": name, "rules": [alert.rule() for alert in of]} for name, of in alerts.items()]

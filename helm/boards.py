@@ -1,7 +1,7 @@
-"""Grafana's boards, written into helm/moiety/boards: `python helm/boards.py [FOLDER]`.
+"""Generator of Grafana's boards in helm/moiety/boards: `python helm/boards.py [FOLDER]`.
 
 Each board is Python data here and JSON there, since JSON of that length cannot be reviewed. A test compares the files
-with what this writes, and every expression with the metrics that there are.
+with the output of this script, and every expression with the existing metrics.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENGINE = 'engine=~"$engine"'
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: its expressions with what each line is called, and Grafana's unit."""
+    """One panel: its expressions with their legends, and Grafana's unit."""
 
     title: str
     unit: str
@@ -43,18 +43,18 @@ def stat(title: str, unit: str, expression: str, about: str) -> Panel:
 
 
 def percentiles(metric: str, labels: str, by: str = "service_class", quantiles: Sequence[float] = (0.5, 0.95)) -> Any:
-    """Lines of a histogram's quantiles."""
+    """Return lines of a histogram's quantiles."""
     inner = f"sum by ({by}, le) (rate({metric}_bucket{{{labels}}}[{RATE}]))"
     return [(f"histogram_quantile({q}, {inner})", f"{{{{{by}}}}} p{q * 100:.0f}") for q in quantiles]
 
 
 def of_engine(metric: str) -> str:
-    """A counter's rate, told once whichever gateways tell it."""
+    """Return a counter's rate, counted once however many gateways report it."""
     return f"max by (engine) (rate({metric}{{{ENGINE}}}[{RATE}]))"
 
 
 def of_class(metric: str, by: str = "engine, service_class") -> str:
-    """The same of one that is told by class."""
+    """Return the same rate for a counter that is reported by class."""
     return f"max by ({by}) (rate({metric}{{{ENGINE}}}[{RATE}]))"
 
 
@@ -282,7 +282,7 @@ BOARDS = {
 
 
 def board(name: str) -> dict[str, Any]:
-    """As Grafana imports it."""
+    """Return the board in Grafana's import form."""
     title, parts, variables = BOARDS[name]
     panels: list[dict[str, Any]] = []
     y = 0
@@ -308,7 +308,7 @@ def board(name: str) -> dict[str, Any]:
 
 
 def drawn(panel: Panel) -> dict[str, Any]:
-    """A panel without its place."""
+    """Return a panel without its position."""
     targets = [
         {"refId": chr(ord("A") + index), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
         for index, (expression, legend) in enumerate(panel.lines)

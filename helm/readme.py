@@ -1,4 +1,4 @@
-"""Writes the chart's README from its values: `python helm/readme.py`. A test holds it to be what stands there."""
+"""Generator of the chart's README from its values: `python helm/readme.py`. A test compares it with the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAYS = "# -- "
 
 
 def readme() -> str:
-    """The introduction, and a table of all values."""
+    """Return the introduction, and a table of all values."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     rows = "".join(f"| `{name}` | {_shown(value)} | {said} |\n" for name, value, said in _values(text))
     head = "| value | default | what it says |\n|---|---|---|\n"
@@ -22,7 +22,7 @@ def readme() -> str:
 
 
 def _values(text: str) -> Iterator[tuple[str, object, str]]:
-    """Each value that holds no others, with its full name and the comment above it."""
+    """Yield each leaf value, with its full name and the comment above it."""
     said = dict(_comments(text))
     yield from _leaves(yaml.safe_load(text), "", said)
 

@@ -1,1 +1,1 @@
-"""The dashboard: pages over the gateway's admin API. Knows that API over HTTP and nothing else of Moiety."""
+"""The dashboard: pages over the gateway's admin API. It uses only that HTTP API and no other part of Moiety."""

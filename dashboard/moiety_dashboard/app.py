@@ -1,5 +1,4 @@
-"""The script that Streamlit runs: the frame around the pages, who looks, and what to say when the gateway is not
-there."""
+"""The script that Streamlit runs: page layout, user sign-in, and the error for an absent gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.settings import DashboardSettings, read_settings
 from moiety_dashboard.views import PAGES, View
 
-ICON = Path(__file__).parent / "icon.svg"  # a named one would be fetched from elsewhere
+ICON = Path(__file__).parent / "icon.svg"  # a named icon would be fetched from another host
 
 
 def main() -> None:
@@ -27,7 +26,7 @@ def main() -> None:
     why, is_known = meet(settings, credential)
     page = Page(settings, credential) if credential is not None and is_known else None
     views = [view for view in PAGES if page is None or view.needs is None or session.may(view.needs)]
-    # a stranger's address is kept, so that whoever signs in is where the link led
+    # keep the address of a signed-out user, so that the link still opens its page after sign-in
     shown = {view.path: st_page(view, page) for view in views}
     chosen = st.navigation(list(shown.values()), position="hidden" if page is None else "sidebar")
     if page is not None:
@@ -43,7 +42,7 @@ def main() -> None:
 
 
 def meet(settings: DashboardSettings, credential: str | None) -> tuple[str | None, bool]:
-    """Whether the gateway knows who looks, and if not, why not. Whom it refuses is signed out."""
+    """Return why the gateway is not usable, and whether it accepts the user; sign out a user that it refuses."""
     if credential is None:
         return None, False
     try:
@@ -57,18 +56,18 @@ def meet(settings: DashboardSettings, credential: str | None) -> tuple[str | Non
 
 
 def st_page(view: View, page: Page | None) -> StreamlitPage:
-    """A page of the navigation; without a visitor that is known it is never run."""
+    """Return a page of the navigation; without a known user it never runs."""
 
     def run() -> None:
         assert page is not None, "strangers are asked to sign in"
         view.draw(page)
 
-    run.__name__ = view.path  # by which Streamlit tells pages apart
+    run.__name__ = view.path  # Streamlit identifies pages by this name
     return st.Page(run, title=view.title, icon=view.icon, url_path=view.path, default=view is PAGES[0])
 
 
 def draw_who() -> None:
-    """Who is signed in, at the foot of the navigation."""
+    """Show the signed-in user at the foot of the navigation."""
     me = st.session_state[session.CALLER]
     with st.sidebar:
         whose = "one tenant" if me["tenant_id"] else "all tenants"

@@ -1,5 +1,4 @@
-"""From data frames to charts, all in one style, which takes its ground and its ink from the theme. Pure; knows no
-page."""
+"""Charts of data frames in one style, whose background and text colours come from the theme. Pure; knows no page."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from moiety_dashboard import colours
 
 HEIGHT = 190
 SIDES = ("now", "then")
-GREY = "#8a8f98"  # reads on a light ground and on a dark one
-PLOT_WIDTH = 430  # pixels that a chart's bars take, about
+GREY = "#8a8f98"  # readable on light and dark backgrounds
+PLOT_WIDTH = 430  # approximate pixels of a chart's bars
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What is drawn: a column, its unit, and how numbers of it are written."""
+    """A drawn column, its unit, and its number format."""
 
     column: str
     unit: str
@@ -45,13 +44,13 @@ class Figure:
 
 
 def stacked(frame: pd.DataFrame, figure: Figure, field: str, colours: Mapping[str, str], span: Span) -> alt.Chart:
-    """Bars of a figure by `slot`, one on another, coloured by `field`."""
+    """Return stacked bars of a figure by `slot`, coloured by `field`."""
     size = max(2, round(PLOT_WIDTH / span.num_slots) - 1)
     return _over_time(frame, figure, field, colours, span, alt.MarkDef(type="bar", size=size), stack=True)
 
 
 def lines(frame: pd.DataFrame, figure: Figure, field: str, colours: Mapping[str, str], span: Span) -> alt.Chart:
-    """A line of a figure by `slot` for each `field`; where a slot has no figure there is a point and no line."""
+    """Return a line of a figure by `slot` for each `field`; next to a slot without a figure it has points instead."""
     point = alt.OverlayMarkDef(filled=True, size=18)
     mark = alt.MarkDef(type="line", point=point, strokeWidth=2, interpolate="linear")
     return _over_time(
@@ -60,8 +59,7 @@ def lines(frame: pd.DataFrame, figure: Figure, field: str, colours: Mapping[str,
 
 
 def with_gaps(frame: pd.DataFrame, column: str, field: str, step: timedelta) -> pd.DataFrame:
-    """The frame with a row of no figure in each gap between two slots of a `field`, so that no line is drawn over a
-    time of which nothing is known."""
+    """Return the frame with an empty row in each gap between two slots of a `field`, so that no line crosses it."""
     if not step:
         return frame
     ordered = frame.sort_values("slot")
@@ -74,7 +72,7 @@ def with_gaps(frame: pd.DataFrame, column: str, field: str, step: timedelta) -> 
 
 
 def sides(frame: pd.DataFrame, figure: Figure, classes: Mapping[str, str]) -> alt.Chart:
-    """Bars of a figure by `class`, two beside each other: `side` as it is now, paler, and as it would be."""
+    """Return bars of a figure by `class`, two beside each other: `side` now, paler, and simulated."""
     shown = [name for name in classes if name in set(frame["class"])]
     scale = alt.Scale(domain=shown, range=[classes[name] for name in shown])
     opacity = alt.Scale(domain=list(SIDES), range=[0.4, 1.0])
@@ -100,7 +98,7 @@ def sides(frame: pd.DataFrame, figure: Figure, classes: Mapping[str, str]) -> al
 
 
 def _top(values: pd.Series[float]) -> float:
-    """Where an axis from 0 ends, with room for the numbers on the bars."""
+    """Return the end of an axis from 0, with room for the numbers on the bars."""
     return float(values.max() * 1.12) or 1.0
 
 
@@ -148,8 +146,10 @@ def _over_time(
 
 
 def load_map(cells: pd.DataFrame, num_layers: int) -> alt.Chart:
-    """Layers × experts, coloured by how many times the mean of the layer an expert has: an even load is one colour,
-    however much or little there is of it."""
+    """Return a map of layers × experts, coloured by an expert's load over the mean of its layer.
+
+    An even load is one colour, however high or low.
+    """
     experts = cells["expert"].max() + 1
     every = max(1, 2 ** math.ceil(math.log2(max(1, experts / 32))))
     shown = cells.assign(log_times=np.log2(cells["times_mean"].clip(lower=0.01)))
@@ -194,7 +194,7 @@ def load_map(cells: pd.DataFrame, num_layers: int) -> alt.Chart:
 
 
 def ranked(frame: pd.DataFrame, name: str, column: str, share: str) -> alt.Chart:
-    """A bar a line, the longest first, with its share written beside it."""
+    """Return one bar per row, the longest first, with its share beside it."""
     order = list(frame[name])
     y = alt.Y(
         f"{name}:N",
@@ -218,18 +218,18 @@ def is_share(figure: Figure) -> bool:
 
 
 def _scale_of(figure: Figure, frame: pd.DataFrame) -> Any:
-    """A share is shown up to all of it, and so far down that 98 % does not look like a fall."""
+    """Return the scale; a share's ends at 100 %, and starts low enough that 98 % does not look like a fall."""
     if is_share(figure):
         return alt.Scale(domain=[share_floor(frame[figure.column].min()), 1], clamp=True)
     if figure.is_log:
         return alt.Scale(type="log", domain=list(decades(frame[figure.column])))
     if not frame[figure.column].any():
-        return alt.Scale(domain=[0, 1])  # of nothing but zeros an axis has no length of its own
+        return alt.Scale(domain=[0, 1])  # an axis of nothing but zeros has no length of its own
     return alt.Scale(zero=True, nice=True)
 
 
 def decades(values: pd.Series[float]) -> tuple[float, float]:
-    """The powers of ten that they lie between, one at least."""
+    """Return the powers of ten that enclose the values, at least one decade."""
     positive = values[values > 0]
     if positive.empty:
         return 1.0, 10.0
@@ -239,7 +239,7 @@ def decades(values: pd.Series[float]) -> tuple[float, float]:
 
 
 def _axis_of(figure: Figure, frame: pd.DataFrame) -> alt.Axis:
-    """About four lines; of a logarithm the powers of ten, and where there are few of them their triples."""
+    """Return an axis of about four lines; a logarithmic one has powers of ten, and their triples if those are few."""
     if not figure.is_log:
         return alt.Axis(tickCount=4, format="%" if is_share(figure) else "~s")
     first, last = (round(math.log10(end)) for end in decades(frame[figure.column]))
@@ -249,17 +249,17 @@ def _axis_of(figure: Figure, frame: pd.DataFrame) -> alt.Axis:
 
 
 def share_floor(lowest: float) -> float:
-    """Where the axis of a share begins: a tenth below the lowest of them, and at 80 % at most."""
+    """Return the start of a share's axis: a tenth below the lowest value, and 80 % at most."""
     return max(0.0, min(0.8, int(lowest * 10) / 10 - 0.1))
 
 
 def middle_ms(slots: pd.Series[pd.Timestamp], step: timedelta) -> pd.Series[float]:
-    """The middles of the slots as the browser counts time. (Its reader of frames takes no microseconds.)"""
+    """Return the middles of the slots in the browser's milliseconds, since its frame reader rejects microseconds."""
     return (slots + pd.Timedelta(step) / 2).map(lambda moment: moment.timestamp() * 1000)
 
 
 def utc_moment(moment: datetime) -> alt.DateTime:
-    """A moment in the charts' own terms, whichever time zone the browser is in."""
+    """Return a moment in the charts' own terms, whatever the browser's time zone."""
     at = moment.astimezone(UTC)
     return alt.DateTime(
         utc=True, year=at.year, month=at.month, date=at.day, hours=at.hour, minutes=at.minute, seconds=at.second

@@ -1,4 +1,4 @@
-"""`moiety dashboard`: Streamlit, started on our page with our theme. Found by the command through an entry point."""
+"""`moiety dashboard`: starts Streamlit with our page and theme. The command finds it through an entry point."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def dashboard(
         typer.Option(exists=True, dir_okay=False, help="TOML file whose table `auth` names an identity provider."),
     ] = None,
 ) -> None:
-    """Run the dashboard alone. Whoever opens it signs in with an administrator's key, or at the identity provider."""
+    """Run the dashboard alone. Users sign in with an administrator's key or through the identity provider."""
     from streamlit.web import bootstrap  # noqa: PLC0415  heavy, and only for those who run it
 
     options = server_options(host, port, oidc)
     bootstrap.load_config_options(options)
     arguments = ["--gateway", gateway, "--refresh-s", str(refresh_s)]
-    app = create_web_app(SCRIPT)  # an object serves as well as the import string that its type names
+    app = create_web_app(SCRIPT)  # accepts an object as well as the import string of its type hint
     bootstrap.run_asgi_app(str(SCRIPT), app, arguments, options)
 
 
 def server_options(host: str, port: int, oidc: Path | None = None) -> dict[str, Any]:
-    """Streamlit's options: local, silent, never phoning home, in our colours."""
+    """Return Streamlit's options: local, silent, without telemetry, in our colours."""
     secrets = {} if oidc is None else {"secrets_files": [str(oidc.resolve())]}
     return {
         "server_address": host,
@@ -48,7 +48,7 @@ def server_options(host: str, port: int, oidc: Path | None = None) -> dict[str, 
         "server_runOnSave": False,
         "browser_gatherUsageStats": False,
         "client_toolbarMode": "minimal",
-        "client_disableDataExport": True,  # it escapes no formulas: a panel's own CSV does
+        "client_disableDataExport": True,  # it does not escape formulas, as a panel's own CSV does
         "client_showErrorDetails": "none",
         **secrets,
         **dict(_flattened(tomllib.loads(LOOK.read_text(encoding="utf-8")))),
@@ -56,7 +56,7 @@ def server_options(host: str, port: int, oidc: Path | None = None) -> dict[str, 
 
 
 def _flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"theme": {"light": {"font": …}}}` as Streamlit's flags have it: theme_light_font."""
+    """Yield `{"theme": {"light": {"font": …}}}` as Streamlit's flags: theme_light_font."""
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _flattened(value, f"{prefix}{name}_")

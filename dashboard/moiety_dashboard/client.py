@@ -1,9 +1,9 @@
-"""The gateway's APIs, asked over HTTP with the user's own credential.
+"""HTTP client of the gateway's APIs, with the user's own credential.
 
 ApiError
-├── GatewayAway    it does not answer
-├── KeyRefused     it does not know the key, or the key is no administrator's
-├── RoleRefused    this administrator may not do that
+├── GatewayAway    the gateway does not answer
+├── KeyRefused     the gateway does not know the key, or the key is no administrator's
+├── RoleRefused    the administrator's role does not allow the action
 └── ApiRefused     any other refusal; the message is the gateway's
 """
 
@@ -21,14 +21,14 @@ import httpx
 from moiety_dashboard.escaping import show_unseen_in
 
 CONNECT_TIMEOUT_S = 5.0
-TIMEOUT_S = 12.0  # who looks waits for a turn, longer than the gateway lets anybody wait
+TIMEOUT_S = 12.0  # exceeds the gateway's longest wait for a queue slot
 MAX_PAGES = 20
 PAGE_LIMIT = 500
 ADMIN = "/admin/v1"
 
 
 class ApiError(Exception):
-    """Root; the message is for the reader of the dashboard."""
+    """Base class; the message is for the dashboard's user."""
 
 
 class GatewayAway(ApiError):
@@ -44,7 +44,7 @@ class RoleRefused(ApiError):
 
 
 class ApiRefused(ApiError):
-    """`code` is the gateway's."""
+    """The gateway refused the request; `code` is the gateway's."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -53,8 +53,10 @@ class ApiRefused(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the admin API said, and the command that asks it the same; `etag` stands for what can be edited of it.
-    `truncated` says that there is more than was asked for."""
+    """An admin API response and the equivalent shell command; `etag` is the version of an editable object.
+
+    `truncated`: there are more rows than were requested.
+    """
 
     data: Any
     query: str
@@ -63,7 +65,7 @@ class Answer:
 
 
 class AdminClient:
-    """The admin API at a URL, under one credential; `http` is shared by all that ask."""
+    """The admin API at a URL, under one credential; all clients share `http`."""
 
     def __init__(self, url: str, credential: str, http: httpx.Client) -> None:
         self._headers = {"Authorization": f"Bearer {credential}"}
@@ -71,13 +73,13 @@ class AdminClient:
         self.url = url
 
     def get(self, path: str, **parameters: Any) -> Answer:
-        """The decoded answer of one GET; parameters that are None are left out. Raises ApiError."""
+        """Return the decoded answer of one GET; parameters that are None are omitted. Raises ApiError."""
         given = {name: value for name, value in parameters.items() if value is not None}
         response = self._send("GET", path, params=given)
         return Answer(self._decode(response, path), self._command(path, given), response.headers.get("etag"))
 
     def list(self, path: str, **parameters: Any) -> Answer:
-        """All rows of a paged list, up to MAX_PAGES pages. Raises ApiError."""
+        """Return all rows of a paged list, up to MAX_PAGES pages. Raises ApiError."""
         rows: list[dict[str, Any]] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
@@ -91,7 +93,7 @@ class AdminClient:
         return Answer(rows, query, truncated=cursor is not None)
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """The decoded answer of a POST that changes nothing. Raises ApiError."""
+        """Return the decoded answer of a POST that changes nothing. Raises ApiError."""
         url, data = shlex.quote(f"{self.url}{ADMIN}{path}"), shlex.quote(json.dumps(body))
         query = f'curl -s {url} -H "Authorization: Bearer $MOIETY_ADMIN_KEY" \\\n  --json {data}'
         return Answer(self._decode(self._send("POST", path, json=body), path), query)
@@ -99,7 +101,7 @@ class AdminClient:
     def change(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, if_match: str | None = None
     ) -> Any:
-        """The decoded answer of one change. Raises ApiError."""
+        """Send one change and return the decoded answer. Raises ApiError."""
         headers = {} if if_match is None else {"If-Match": if_match}
         return self._decode(self._send(method, path, json=body, headers=headers), path)
 
@@ -123,7 +125,7 @@ class AdminClient:
             raise ApiRefused(f"{path} did not answer with JSON; is {self.url} a gateway?") from exc
 
     def _command(self, path: str, parameters: Mapping[str, Any]) -> str:
-        """The same for a shell, with the key left to its environment."""
+        """Return the same request as a shell command that reads the key from its environment."""
         words = [f"  --data-urlencode {shlex.quote(f'{name}={value}')}" for name, value in parameters.items()]
         first = f'curl -sG {shlex.quote(f"{self.url}{ADMIN}{path}")} -H "Authorization: Bearer $MOIETY_ADMIN_KEY"'
         return " \\\n".join([first, *words])
@@ -135,12 +137,12 @@ def path_of(*segments: str) -> str:
 
 
 def read_message(response: httpx.Response) -> str:
-    """The message of an error answer in the gateway's form."""
+    """Return the message of an error answer in the gateway's form."""
     return read_error(response, "message") or f"HTTP {response.status_code}"
 
 
 def read_error(response: httpx.Response, field: str) -> str | None:
-    """A field of an error answer in the gateway's form; None of any other answer."""
+    """Return a field of an error answer in the gateway's form; None for any other answer."""
     try:
         found = response.json()["error"][field]
     except (ValueError, KeyError, TypeError):

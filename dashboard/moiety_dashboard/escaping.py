@@ -1,4 +1,4 @@
-"""Show strings that others wrote as literal text. Pure; knows no page.
+"""Escaping of strings from other people, so that they appear as literal text. Pure; knows no page.
 
 Streamlit reads labels, captions, toasts and errors as Markdown with extensions (colours, icons, shortcodes, LaTeX), so
 a name such as `![p](http://…)` would load a picture in the reader's browser. Spreadsheets read cells that begin with
@@ -14,21 +14,23 @@ from typing import Any
 
 import pandas as pd
 
-_MARKDOWN = re.compile(r"[^\w\s%',?\u2060]|_", re.ASCII)  # punctuation that Markdown or its extensions read
-# Streamlit and GFM look for these in the text once it is parsed: icons, shortcodes, links, arrows and dashes.
+_MARKDOWN = re.compile(r"[^\w\s%',?\u2060]|_", re.ASCII)  # punctuation with a meaning in Markdown or its extensions
+# Streamlit and GFM match these in the parsed text: icons, shortcodes, links, arrows and dashes.
 _READ_LATER = re.compile(r"(:(?=[\w+/-]+[:\[])|:(?=//)|@(?=[\w-]+\.)|[<-](?=-)|-(?=>))|(?<=www)(?=\.)", re.IGNORECASE)
 _JOINER = "\u2060"  # WORD JOINER, which has no width
 _SPACES = re.compile(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+")
-_UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, directions, invisible ones, halves of pairs, separators
+_UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, directions, invisible characters, surrogates, separators
 _KEPT = "\t\n\u200c\u200d"  # the last two join letters of Persian, Indic scripts and emoji
-_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters that are drawn as nothing
+_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters without a visible glyph
 _FORMULA = re.compile(r"^[\s\x00]*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # OWASP, CSV injection; full width too
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 def show_unseen(text: str) -> str:
-    """Return text in which characters that are not drawn, or that turn the direction of others, are `\\u202e` and the
-    like, so that no name looks like another or reverses what stands beside it."""
+    r"""Return text with invisible and direction-changing characters written as `\u202e` and the like.
+
+    So no name imitates another or reverses the text beside it.
+    """
     if text.isascii() and text.isprintable():
         return text
     return "".join(f"\\u{ord(one):04x}" if _is_unseen(one) else one for one in text)
@@ -52,16 +54,19 @@ def show_unseen_in(value: Any) -> Any:
 def as_text(text: object) -> str:
     """Return Markdown on one line that renders as this text, whatever it contains.
 
-    Each punctuation character becomes a numeric character reference, which the parser never takes for syntax. What is
-    looked for in parsed text (`:material/…:`, `:smile:`, `http://`, `www.`, `a@b.c`) is broken by a WORD JOINER."""
+    Each punctuation character becomes a numeric character reference, which the parser never takes for syntax. A WORD
+    JOINER breaks the patterns that are matched in parsed text (`:material/…:`, `:smile:`, `http://`, `www.`, `a@b.c`).
+    """
     line = show_unseen(_SPACES.sub(" ", str(text)))
     broken = _READ_LATER.sub(lambda match: (match.group(1) or "") + _JOINER, line)
     return _MARKDOWN.sub(lambda match: f"&#{ord(match.group())};", broken)
 
 
 def escape_formula(value: Any) -> Any:
-    """Return a cell of a CSV that no spreadsheet takes for a formula: text gets an apostrophe before what begins one.
-    Numbers stay numbers."""
+    """Return a CSV cell that no spreadsheet takes for a formula: an apostrophe precedes text that begins one.
+
+    Numbers stay numbers.
+    """
     if not isinstance(value, str) or _NUMBER.fullmatch(value) or not _FORMULA.match(value):
         return value
     return "'" + value

@@ -1,4 +1,4 @@
-"""How numbers are written for people. Pure."""
+"""Number formats for people. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NOTHING = "–"
 
 
 def short(number: float | None) -> str:
-    """12345 → 12.3 k."""
+    """Format 12345 as 12.3 k."""
     if number is None:
         return NOTHING
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -18,12 +18,15 @@ def short(number: float | None) -> str:
 
 
 def short_address(address: str, longest: int = 28) -> str:
-    """By its end, in which engines of one machine differ: ipc:///var/lib/moiety/run/engine.sock → …/run/engine.sock."""
+    """Shorten an address to its end, in which engines of one machine differ.
+
+    ipc:///var/lib/moiety/run/engine.sock → …/run/engine.sock.
+    """
     return address if len(address) <= longest else "…" + address[1 - longest :]
 
 
 def percent(share: float | None) -> str:
-    """0.98765 → 98.8 %; all but nothing is not all."""
+    """Format 0.98765 as 98.8 %; a share just below 1 is not rounded to 100 %."""
     if share is None:
         return NOTHING
     if 0.999 <= share < 1:
@@ -36,7 +39,7 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def milliseconds(ms: float | None) -> str:
-    """0.83 → 0.8 ms, 1234 → 1.23 s."""
+    """Format 0.83 as 0.8 ms, 1234 as 1.23 s."""
     if ms is None:
         return NOTHING
     if ms >= 1000:
@@ -45,7 +48,7 @@ def milliseconds(ms: float | None) -> str:
 
 
 def time_left(seconds: float | None) -> str:
-    """5400 → 1 h 30 min."""
+    """Format 5400 as 1 h 30 min."""
     if seconds is None:
         return NOTHING
     if seconds < 60:
@@ -69,6 +72,6 @@ def moment(text: str | None) -> datetime | None:
 
 
 def show_time(text: str | None, zone: tzinfo) -> str | None:
-    """To the minute, in the time zone of who looks."""
+    """Format a time to the minute, in the user's time zone."""
     at = moment(text)
     return None if at is None else f"{at.astimezone(zone):%Y-%m-%d %H:%M}"

@@ -1,5 +1,4 @@
-"""What a page has of the frame around it: a client under the user's own credential, and what is said when the gateway
-refuses or is away."""
+"""Page context: a client under the user's own credential, and the error if the gateway refuses or is absent."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ class Page:
 
     settings: DashboardSettings
     credential: str
-    others: dict[str, StreamlitPage] = field(default_factory=dict)  # those that there are for who looks, by path
+    others: dict[str, StreamlitPage] = field(default_factory=dict)  # pages visible to the user, by path
 
     @contextmanager
     def asking(self) -> Iterator[AdminClient]:
-        """A client; what it raises ends the block and is said on the page."""
+        """Yield a client; an exception of the client ends the block and is shown on the page."""
         try:
             yield client_of(self.settings, self.credential)
         except GatewayAway as exc:
@@ -44,10 +43,9 @@ class Page:
             st.error(as_text(exc), icon=":material/error:")
 
     def live(self, draw: Draw, *, slower: float = 1.0) -> None:
-        """A part that is drawn anew by itself, every few seconds, and alone. Whatever asks or edits stands outside of
-        such parts."""
+        """Draw a part that refreshes alone every few seconds. Inputs and edits must be outside such a part."""
 
-        @functools.wraps(draw)  # by its name Streamlit tells one part from another
+        @functools.wraps(draw)  # Streamlit identifies parts by this name
         def guarded() -> None:
             with self.asking() as client:
                 draw(client)

@@ -1,5 +1,4 @@
-"""What all pages are put together from: panels whose query and data are one click away, figures, and questions before
-what is dangerous."""
+"""Building blocks of all pages: panels with their query and data, figures, and confirmations of dangerous actions."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from moiety_dashboard import colours, session
 from moiety_dashboard.client import Answer, ApiError
 from moiety_dashboard.escaping import as_text, csv_of
 
-ROW_HEIGHT = 36  # pixels, of a table
+ROW_HEIGHT = 36  # pixels of a table row
 STYLE = """
 <style>
   [data-testid="stMainBlockContainer"] { max-width: 1320px; padding: 2.4rem 2rem 3rem; }
@@ -39,7 +38,7 @@ STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One figure: what, how much with its unit, and over which time or against what."""
+    """One figure: label, value with its unit, and its time range or reference."""
 
     label: str
     value: str
@@ -49,7 +48,7 @@ class Tile:
 
 
 def head(title: str, says: str) -> None:
-    """A page's title and what it is for."""
+    """Draw a page's title and purpose."""
     left, right = st.columns([5, 1], vertical_alignment="bottom")
     left.title(as_text(title), anchor=False)
     left.caption(as_text(says))
@@ -57,7 +56,7 @@ def head(title: str, says: str) -> None:
 
 
 def tiles(figures: Sequence[Tile], answers: Sequence[Answer] = (), *, key: str = "figures") -> None:
-    """A row of figures. Behind the button at its end are the queries that they come from, where they come from any."""
+    """Draw a row of figures; the button at its end shows their queries, if they have any."""
     row = st.container(horizontal=True, gap="xsmall")
     for column, tile in zip(row.columns(len(figures), gap="small"), figures, strict=True):
         with column.container(border=True, height="stretch", gap=None):
@@ -74,7 +73,7 @@ def tiles(figures: Sequence[Tile], answers: Sequence[Answer] = (), *, key: str =
 def panel(
     title: str, note: str, answers: Sequence[Answer], *, key: str, frame: pd.DataFrame | None = None
 ) -> Iterator[None]:
-    """A bordered part of a page. Behind its button are the queries that it shows, and its data as CSV."""
+    """Draw a bordered part of a page; its button shows its queries, and its data as CSV."""
     with st.container(border=True, gap="xsmall"):
         row = st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center")
         row.markdown(f"**{as_text(title)}**  :small[:gray[{as_text(note)}]]")
@@ -108,7 +107,7 @@ def _offer(frame: pd.DataFrame, key: str) -> None:
 
 
 def draw(chart: Callable[[], alt.Chart], frame: pd.DataFrame, empty: str, key: str) -> None:
-    """A chart, or what to do to get one."""
+    """Draw a chart, or instructions for how to get data for it."""
     if frame.empty:
         st.caption(empty)
     else:
@@ -125,8 +124,10 @@ def table(
     max_rows: int = 10,
     on_pick: Callable[[int], None] | None = None,
 ) -> None:
-    """Rows, of which so many are seen at once, or what to do to get some; classes in their colours, and states. Who
-    clicks on a row picks it."""
+    """Draw a table, or instructions for how to get rows; classes and states have their colours.
+
+    `max_rows` are visible at once. A click on a row selects it.
+    """
     if frame.empty:
         st.caption(empty)
         return
@@ -144,7 +145,7 @@ def table(
 
 
 def time_column(label: str, shown: str, width: int | None = None) -> Any:
-    """Of moments, in the time zone of who looks."""
+    """Return a column of times in the user's time zone."""
     return st.column_config.DatetimeColumn(label, format=shown, timezone=session.zone().key, width=width)
 
 
@@ -178,7 +179,7 @@ def _ink(colour: str | None) -> str:
 
 
 def chips(names: Mapping[str, str]) -> None:
-    """The classes and their colours."""
+    """Draw the classes and their colours."""
     dots = "".join(
         f'<span style="margin-right:1.1rem;white-space:nowrap"><span style="display:inline-block;width:.65rem;'
         f'height:.65rem;border-radius:50%;background:{html.escape(colour)};margin-right:.4rem"></span>{html.escape(name)}</span>'
@@ -188,7 +189,7 @@ def chips(names: Mapping[str, str]) -> None:
 
 
 def attempt(change: Callable[[], Any], done: str) -> Any:
-    """Do it; say that it is done on the page that is drawn anew, or here why not. None where it failed."""
+    """Run the change; show success on the redrawn page, or the error here. Return None if it failed."""
     try:
         result = change()
     except ApiError as exc:
@@ -200,7 +201,7 @@ def attempt(change: Callable[[], Any], done: str) -> Any:
 
 @st.dialog("Are you sure?")
 def ask_first(what: str, button: str, change: Callable[[], Any], done: str) -> None:
-    """A question, and the change if the answer is yes."""
+    """Ask for confirmation, and run the change if the answer is yes."""
     st.markdown(what)
     yes, no = st.columns(2)
     if yes.button(button, type="primary", width="stretch") and attempt(change, done) is not None:

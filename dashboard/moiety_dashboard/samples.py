@@ -1,5 +1,7 @@
-"""What this session has seen of the engines since it began to look, on whichever page. It is kept nowhere else: of each
-engine a gateway knows the last heartbeat alone."""
+"""Engine samples of this session, from its start, across pages.
+
+They are stored nowhere else: the gateway knows only the last heartbeat of each engine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ Samples = dict[str, deque[tuple[float, Mapping[str, Any]]]]
 
 
 def watch(engines: Sequence[Mapping[str, Any]]) -> Samples:
-    """All that was seen of each engine by its address, the latest last, with what is seen now."""
+    """Add the current samples, and return all samples of each engine by its address, the latest last."""
     samples: Samples = st.session_state.setdefault(SAMPLES, {})
     for engine in engines:
         seen = samples.setdefault(engine["address"], deque(maxlen=KEPT))
@@ -29,7 +31,7 @@ def watch(engines: Sequence[Mapping[str, Any]]) -> Samples:
 
 
 def latest_rate(samples: Samples, address: str, name: str) -> float | None:
-    """Of a counter, a second, between the last two looks; None where there were no two."""
+    """Return a counter's rate per second between the last two samples; None if there are fewer."""
     seen = samples[address]
     if len(seen) < 2:
         return None

@@ -1,5 +1,4 @@
-"""Who looks: the credential of this browser's session, and what the gateway says of it. It is kept in the session's
-memory, and nowhere else."""
+"""The user's session: the browser's credential and the gateway's answer about it, kept only in session memory."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ NOTICE = "notice"
 
 @st.cache_resource
 def connections() -> httpx.Client:
-    """Shared by all sessions: it knows no credential, and making one takes longer than asking."""
+    """Return the HTTP client shared by all sessions: it has no credential, and making one is slower than a request."""
     return httpx.Client(timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S))
 
 
@@ -30,7 +29,7 @@ def client_of(settings: DashboardSettings, credential: str) -> AdminClient:
 
 
 def credential() -> str | None:
-    """The key that was entered, or the token of who has signed in at the identity provider; None of a stranger."""
+    """Return the entered key, or the token from the identity provider; None for a signed-out user."""
     entered: str | None = st.session_state.get(CREDENTIAL)
     if entered is not None or not has_provider() or not st.user.is_logged_in:
         return entered
@@ -44,7 +43,7 @@ def has_provider() -> bool:
 
 
 def caller(client: AdminClient) -> Mapping[str, Any]:
-    """Who this is to the gateway: asked once a session. Raises ApiError."""
+    """Return the gateway's view of this user, requested once per session. Raises ApiError."""
     if CALLER not in st.session_state:
         st.session_state[CALLER] = client.get("/caller").data
     found: Mapping[str, Any] = st.session_state[CALLER]
@@ -52,7 +51,7 @@ def caller(client: AdminClient) -> Mapping[str, Any]:
 
 
 def may(action: str) -> bool:
-    """Whether the role allows it. Only for what is shown: the gateway decides again."""
+    """Return whether the role allows the action. This is only for display: the gateway checks again."""
     return action in st.session_state[CALLER]["may"]
 
 
@@ -61,7 +60,7 @@ def is_of_one_tenant() -> bool:
 
 
 def sign_out() -> None:
-    """Forget everything of this session; what it showed is gone with it."""
+    """Delete all data of this session, including what it showed."""
     with_provider = CREDENTIAL not in st.session_state
     st.session_state.clear()
     if with_provider:
@@ -69,7 +68,7 @@ def sign_out() -> None:
 
 
 def ask_to_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
-    """The page of a stranger."""
+    """Draw the sign-in page."""
     _, middle, _ = st.columns([1, 1.4, 1])
     with middle:
         st.title("Moiety", anchor=False)
@@ -101,16 +100,18 @@ def _try(settings: DashboardSettings, entered: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Say that once, after the page was drawn anew."""
+    """Show the text once, after the next redraw."""
     st.session_state[NOTICE] = text
 
 
 def zone() -> ZoneInfo:
-    """The time zone of the browser, in which its charts are drawn too; UTC where it tells none that is known here.
-    Every page says which it is."""
+    """Return the browser's time zone, in which its charts are drawn too; UTC if it sends none that is known here.
+
+    Every page shows which one it is.
+    """
     try:
         return ZoneInfo(st.context.timezone or "UTC")
-    except (OSError, ValueError, KeyError):  # what the browser says is its own
+    except (OSError, ValueError, KeyError):  # the browser may send anything
         return ZoneInfo("UTC")
 
 

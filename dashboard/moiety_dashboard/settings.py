@@ -1,4 +1,4 @@
-"""The dashboard's settings, read once by its entry points. There is no credential among them: it is the user's."""
+"""The dashboard's settings, read once by its entry points. They contain no credential: that is the user's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DEFAULT_REFRESH_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class DashboardSettings:
-    """Where the gateway is, and how often to ask again."""
+    """The gateway's address and the refresh interval."""
 
     gateway_url: str = DEFAULT_URL
     refresh_s: float = DEFAULT_REFRESH_S
 
 
 def read_settings(arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> DashboardSettings:
-    """From `--gateway URL --refresh-s N`, then the environment, then the defaults."""
+    """Read settings from `--gateway URL --refresh-s N`, then the environment, then the defaults."""
     given = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(prog="moiety dashboard", add_help=False)
     parser.add_argument("--gateway", default=given.get(URL_VARIABLE) or DEFAULT_URL)

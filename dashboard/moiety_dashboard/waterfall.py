@@ -1,5 +1,4 @@
-"""The spans of a trace as bars over time, and the steps of an engine beneath each other's clock. Pure; knows no
-page."""
+"""The spans of a trace as bars over time, and below them an engine's steps on the same clock. Pure; knows no page."""
 
 from __future__ import annotations
 
@@ -10,18 +9,18 @@ from moiety_dashboard import colours
 from moiety_dashboard.frames.traces import ENGINE, FAILED, GATEWAY, OTHER
 
 ROW_HEIGHT = 24  # pixels
-AROUND = 110  # axis and legend, which a chart's height holds too
+AROUND = 110  # pixels of axis and legend, which a chart's height includes
 STEPS_HEIGHT = 240
 LABEL_WIDTH = 190
 WHO = {GATEWAY: "#14a098", ENGINE: "#4c78a8", OTHER: colours.CALM, FAILED: colours.BAD}
 EVENTS = {"preempted": "#d64545", "resumed": "#4f9d69", "demoted": "#e0a526", "failed over": "#b279a2"}
 MORE_EVENTS = "other events"
 PARTS = {"decodes": colours.DECODE, "prompt tokens": colours.PREFILL}
-LEAST = 0.003  # of the whole width, so that what is short can be seen
+LEAST = 0.003  # of the whole width, so that short spans are visible
 
 
 def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
-    """Spans as bars with their durations beside them, and what happened in them as points."""
+    """Return spans as bars with their durations beside them, and their events as points."""
     until = max(bars["end_ms"].max(), 0.001)
     shown = bars.assign(
         line=[f"{row:04d} {label}" for row, label in zip(bars["row"], bars["label"], strict=True)],
@@ -36,7 +35,7 @@ def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
     )  # fmt: skip
     y = alt.Y("line:N", sort=lines, scale=alt.Scale(domain=lines), axis=axis)
     at = alt.Axis(title="ms since the request began", orient="top", tickCount=8, grid=True, domain=False)
-    scale = alt.Scale(domain=[0, until * 1.09], nice=False)  # room for the text of what ends last
+    scale = alt.Scale(domain=[0, until * 1.09], nice=False)  # room for the text of the last span
     inks = {who: ink for who, ink in WHO.items() if who in set(bars["who"])}
     who = alt.Color(
         "who:N", scale=alt.Scale(domain=list(inks), range=list(inks.values())),
@@ -90,7 +89,7 @@ def _points(events: pd.DataFrame, y: alt.Y) -> alt.Chart:
 
 
 def steps(frame: pd.DataFrame, until_ms: float) -> alt.Chart:
-    """What the batch was made of in each step that was looked at, over the request's time."""
+    """Return the batch composition of each sampled step, over the request's time."""
     until_ms = max(until_ms, 0.001)
     parts = [_part(frame, "decodes", 0), _part(frame, "prefill_tokens", frame["decodes"])]
     shown = pd.concat(parts).assign(drawn_ms=lambda all_: _drawn(all_, until_ms * LEAST))
@@ -121,17 +120,17 @@ def steps(frame: pd.DataFrame, until_ms: float) -> alt.Chart:
 
 
 def _part(frame: pd.DataFrame, column: str, floor: int | pd.Series[int]) -> pd.DataFrame:
-    """A part of each step's tokens, on top of so many others."""
+    """Return a part of each step's tokens, stacked on `floor` others."""
     shown = frame[["number", "start_ms", "end_ms", "took_ms", "preempted"]]
     name = {"decodes": "decodes", "prefill_tokens": "prompt tokens"}[column]
     return shown.assign(part=name, tokens=frame[column], **{"from": floor, "to": floor + frame[column]})
 
 
 def _drawn(frame: pd.DataFrame, least_ms: float) -> pd.Series[float]:
-    """Where a bar ends: not so soon that it could not be seen."""
+    """Return the end of each bar, late enough that the bar is visible."""
     return pd.concat([frame["end_ms"], frame["start_ms"] + least_ms], axis=1).max(axis=1)
 
 
 def duration(ms: float) -> str:
-    """To three figures: 0.042 ms, 3.14 ms, 1.2 s."""
+    """Format a time to three figures: 0.042 ms, 3.14 ms, 1.2 s."""
     return f"{ms / 1000:.3g} s" if ms >= 1000 else f"{ms:.3g} ms"

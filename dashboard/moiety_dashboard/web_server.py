@@ -1,7 +1,7 @@
 """The dashboard's web application: Streamlit's, with the security headers that OWASP lists and Streamlit does not send.
 
-Streamlit's page needs inline styles, `eval` for its charts and a WebSocket to its own origin; all else is refused.
-Knows no page of ours.
+Streamlit's page needs inline styles, `eval` for its charts and a WebSocket to its own origin; everything else is
+refused. The module knows none of our pages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SecurityHeaders:
 
 
 def create_web_app(script: Path) -> Any:
-    """The application, to be given to Streamlit's runner."""
+    """Return the application for Streamlit's runner."""
     from starlette.middleware import Middleware  # noqa: PLC0415  heavy, and only for those who run it
     from streamlit.starlette import App  # noqa: PLC0415
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from moiety_engine.runner.rebalancing import Rebalancing
     from moiety_engine.scheduling.scheduler import Scheduler
 
-TENANTS_TOLD = 20
+MAX_REPORTED_TENANTS = 20
 TENANTS_COUNTED_EACH_NS = 250_000_000
-TOLD_EACH_NS = 50_000_000
+REPORT_INTERVAL_NS = 50_000_000
 
 
 def load_of(
@@ -96,7 +96,7 @@ class TenantBlocks:
         if scheduler.idle:
             self._counted, self._counted_ns = {}, 0
         elif now_ns - self._counted_ns >= TENANTS_COUNTED_EACH_NS:
-            self._counted, self._counted_ns = scheduler.places.tenant_blocks(TENANTS_TOLD), now_ns
+            self._counted, self._counted_ns = scheduler.places.tenant_blocks(MAX_REPORTED_TENANTS), now_ns
         return self._counted
 
 
@@ -108,7 +108,7 @@ class LoadReporter:
     """
 
     def __init__(self) -> None:
-        self._told_ns = -TOLD_EACH_NS
+        self._reported_ns = -REPORT_INTERVAL_NS
 
     def is_due(self, now_ns: int, *, is_news: bool) -> bool:
         """Return whether the load is to be reported with this step.
@@ -116,9 +116,9 @@ class LoadReporter:
         `is_news` means that a request started or ended in this step. The check uses the wall clock, which may be set
         back.
         """
-        if not is_news and 0 <= now_ns - self._told_ns < TOLD_EACH_NS:
+        if not is_news and 0 <= now_ns - self._reported_ns < REPORT_INTERVAL_NS:
             return False
-        self._told_ns = now_ns
+        self._reported_ns = now_ns
         return True
 
 
@@ -153,7 +153,7 @@ def _load_of(
         kv_blocks_kept=sum(kv.pins.size for kv in groups),
         host_hit_blocks_total=sum(kv.host_hit_blocks_total for kv in groups),
         classes=scheduler.class_loads(),
-        overshot_tokens_total=scheduler.overshot_tokens_total,
+        tokens_past_stop_total=scheduler.tokens_past_stop_total,
         drafted_tokens_total=scheduler.drafted_tokens_total,
         accepted_tokens_total=scheduler.accepted_tokens_total,
         max_batch_tokens=scheduler.limits.max_batch_tokens,
@@ -162,7 +162,7 @@ def _load_of(
         prefill_seconds_total=scheduler.prefill_seconds_total,
         decode_seconds_total=scheduler.decode_seconds_total,
         tenant_kv_blocks=tenant_blocks,
-        handed_over_requests_total=exchange.handed_over_requests_total,
+        prefill_done_requests_total=exchange.prefill_done_requests_total,
         disaggregated_decode_requests_total=0 if arrivals is None else arrivals.disaggregated_decode_requests_total,
         lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
         speculative_tokens_total=scheduler.speculative_prefill.account.computed_total,

@@ -102,7 +102,7 @@ class EngineLoop:
         for name, folder in config.adapters.items():
             self.adapters.learn(name, Path(folder))
         self.adapters.load_all()
-        self._resident: DeviceState | None = self._allocate_device_state()
+        self._device_state: DeviceState | None = self._allocate_device_state()
         self._experts = self._watch_experts()
         self.rebalancing = rebalancing_of(model, config, self._orders, clock_ns() / 1e9)
         first, *further = [self._ledger() for _ in range(model.ranks.across.size)]
@@ -124,7 +124,7 @@ class EngineLoop:
         self._forgotten: set[str] = set()  # deleted tenants
         self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
-        self._tenant_blocks, self._telling = TenantBlocks(), LoadReporter()
+        self._tenant_blocks, self._load_reporter = TenantBlocks(), LoadReporter()
         self.first_steps: FirstSteps | None = None  # where to write the requests whose first token is being computed
         self.steps_total = 0
 
@@ -135,7 +135,7 @@ class EngineLoop:
     @property
     def replays(self) -> bool:
         """True if decode steps replay captured graphs."""
-        return self._resident is not None and self._resident.runner.graphs is not None
+        return self._device_state is not None and self._device_state.runner.graphs is not None
 
     @property
     def max_context_tokens(self) -> int:
@@ -183,7 +183,7 @@ class EngineLoop:
             self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
 
     @property
-    def follows_guides(self) -> bool:
+    def follows_grammars(self) -> bool:
         return self._compile_queue.is_open
 
     @property
@@ -203,29 +203,29 @@ class EngineLoop:
         with self._orders.explaining():
             return self._step(self._awake())
 
-    def _step(self, resident: DeviceState) -> bool:
+    def _step(self, device_state: DeviceState) -> bool:
         if self.disk is not None:
-            self.disk.turn(resident.move)
+            self.disk.turn(device_state.move)
         self._take_pending()
         plan = self.scheduler.plan(self._clock_ns(), may_prefill_ahead=self._pending_requests.is_empty)
-        resident.copy_blocks(plan)
+        device_state.copy_blocks(plan)
         if self._draft is not None:
-            plan = self._draft.fill(plan, resident.runner.sampled_L)
+            plan = self._draft.fill(plan, device_state.runner.sampled_L)
         if self.first_steps is not None and plan.chunks:
             self._note_first_steps(plan)
-        launched = resident.runner.launch(plan) if plan.chunks else None
+        launched = device_state.runner.launch(plan) if plan.chunks else None
         if launched is not None:
             self._end_mispredicted(launched)
         if self._experts is not None:
             now_s = self._clock_ns() / 1e9
-            self._experts.look(now_s, resident.runner.staging)
+            self._experts.look(now_s, device_state.runner.staging)
             if self.rebalancing is not None:
                 self.rebalancing.look(now_s, self._experts.take_picks(), worked=launched is not None)
         if not self.overlaps:
-            self._collect(resident, launched)
+            self._collect(device_state, launched)
             return launched is not None
         before, self._flight = self._flight, launched
-        self._collect(resident, before)
+        self._collect(device_state, before)
         if launched is not None:
             self.scheduler.launched(plan)
         return launched is not None or before is not None
@@ -268,7 +268,7 @@ class EngineLoop:
 
     @property
     def asleep(self) -> bool:
-        return self._resident is None
+        return self._device_state is None
 
     def sleep(self, on_progress: Callable[[], None] = lambda: None) -> int:
         """Release the device's memory: move the weights to host memory and discard the KV cache.
@@ -277,22 +277,22 @@ class EngineLoop:
         host has too little memory for the weights; the loop is then awake and has lost only time.
         """
         assert self.scheduler.idle, "a replica sleeps only when no request is open"
-        resident = self._awake()
-        self._collect(resident, self._flight)
+        device_state = self._awake()
+        self._collect(device_state, self._flight)
         self._flight = None
         if self._experts is not None:
-            self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
+            self._experts.finish(self._clock_ns() / 1e9, device_state.runner.staging)
         kv_bytes = self.sizes.num_blocks * self._weights.kv_bytes_per_block(self.block_size)
         freed = self._weights.leave_or_stay(on_progress) + kv_bytes
         if self.disk is not None:
-            self.disk.detach(resident.move)
+            self.disk.detach(device_state.move)
         self._orders.give(Release())
         self.scheduler.groups.forget()
         self.scheduler.speculative_prefill.forget()
         self.exchange.serve(None)
         self.adapters.give_up()
         self._release_device_state()
-        del resident
+        del device_state
         free_cached_memory(self.model.device)
         return freed
 
@@ -307,14 +307,14 @@ class EngineLoop:
 
         Raises OutOfMemory; the loop then stays asleep.
         """
-        assert self._resident is None, "a replica that is awake was woken"
+        assert self._device_state is None, "a replica that is awake was woken"
         problem = ""
         try:
-            self._weights.come_back(on_progress)
-            self._resident = self._allocate_device_state()
+            self._weights.reload_weights(on_progress)
+            self._device_state = self._allocate_device_state()
             self.warm_up()
             if self.disk is not None:
-                self.disk.serve(self._resident.kv)
+                self.disk.serve(self._device_state.kv)
             if self.rebalancing is not None:
                 self.rebalancing.look_again(self._clock_ns() / 1e9)
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
@@ -339,7 +339,7 @@ class EngineLoop:
     def close(self) -> None:
         """Stop the other ranks, if any, and close the links to other engines. The loop cannot be used afterwards."""
         if self.disk is not None:
-            self.disk.close(None if self._resident is None else self._resident.move)
+            self.disk.close(None if self._device_state is None else self._device_state.move)
         self.exchange.close()
         self._compile_queue.close()
         self.adapters.close()
@@ -358,7 +358,7 @@ class EngineLoop:
         for key in ended:
             self.adapters.ended(key)
         outputs = self.exchange.told(self._outputs, failures)
-        tells = self._telling.is_due(self._clock_ns(), is_news=bool(ended or admissions))
+        tells = self._load_reporter.is_due(self._clock_ns(), is_news=bool(ended or admissions))
         self._outputs, self._failures = [], []
         return CoreStep(outputs, failures, self.load() if tells else None, admissions, traced)
 
@@ -413,18 +413,18 @@ class EngineLoop:
         slots = self.adapters.slots if self.adapters.is_open else None
         parts = (self.model, self.sizes, self._orders, self._tenants)
         cutting = cutting_of(self.config)
-        resident = DeviceState(
+        device_state = DeviceState(
             *parts, num_mask_words=num_mask_words, exchange=exchange, adapters=slots, cutting=cutting
         )
-        exchange.serve(resident.kv)
+        exchange.serve(device_state.kv)
         if self._draft is not None:
-            self._draft.move_in(resident.kv)
-        return resident
+            self._draft.allocate(device_state.kv)
+        return device_state
 
     def _release_device_state(self) -> None:
-        self._resident = None
+        self._device_state = None
         if self._draft is not None:
-            self._draft.move_out()
+            self._draft.release()
 
     def _watch_experts(self) -> ExpertWatch | None:
         counter = self.model.expert_counter
@@ -433,12 +433,12 @@ class EngineLoop:
         return ExpertWatch(self.model.experts, counter, self._tenants, self._clock_ns() / 1e9)
 
     def _awake(self) -> DeviceState:
-        assert self._resident is not None, "a replica that sleeps has nothing to run"
-        return self._resident
+        assert self._device_state is not None, "a replica that sleeps has nothing to run"
+        return self._device_state
 
-    def _collect(self, resident: DeviceState, flight: InFlightStep | None) -> None:
+    def _collect(self, device_state: DeviceState, flight: InFlightStep | None) -> None:
         if flight is not None:
-            found = resident.runner.collect(flight)
+            found = device_state.runner.collect(flight)
             now_ns = self._clock_ns()
             pace = None if self._experts is None else self._experts.pace
             self._tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns, pace)

@@ -182,7 +182,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     dtype: str = ""
     device: str = ""
     embedding_width: int = 0  # 0: this core makes no embeddings
-    follows_guides: bool = False
+    follows_grammars: bool = False
     hands_over: bool = False
     kv_address: str = ""  # where it takes KV from other engines
     kv_host: str = ""

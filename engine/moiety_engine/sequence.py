@@ -158,7 +158,7 @@ class Sequence:
         self.on_time = True  # no deadline has been missed yet
         self.demoted = self.boosted = False
         self.predicted_output = 0.0  # tokens; a prediction, never the truth
-        self.reserved_tokens = 0  # blocks' worth of tokens that are protected from preemption
+        self.reserved_tokens = 0  # tokens it may hold in all without losing its protection from preemption
         self.account: Any = None  # its tenant's account, for policies that keep accounts
         self.bucket = 0  # used by the policy
         self.charged_tokens = 0.0  # tokens charged to its tenant ahead of service

@@ -69,13 +69,13 @@ class Figures(msgspec.Struct, frozen=True):
     attention_waited_seconds_total: float = 0.0  # for experts on ranks of their own
     experts_waited_seconds_total: float = 0.0  # these, on average, for attention
     classes: list[ClassLoad] = []
-    overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
+    tokens_past_stop_total: int = 0  # computed for requests that had ended by then; nobody pays for them
     drafted_tokens_total: int = 0
     accepted_tokens_total: int = 0
     max_batch_tokens: int = 0  # of a step; 0 where that is not known
     max_running: int = 0
     step_costs: StepCosts | None = None  # None until it has learned them
-    handed_over_requests_total: int = 0  # requests that other engines went on with
+    prefill_done_requests_total: int = 0  # requests that other engines went on with
     disaggregated_decode_requests_total: int = 0  # that came with their KV …
     lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
     speculative_tokens_total: int = 0  # computed before they were asked for
@@ -165,7 +165,7 @@ COUNTERS = (
     ("disk_waited_requests", "Requests that waited for blocks from the disk."),
     ("disk_passed_over_requests", "Requests that did not, because computing was predicted to take less."),
     ("disk_lost_files", "Files that were gone or were not what had been written when they were wanted."),
-    ("overshot_tokens", "Tokens computed for requests that had ended by then; nobody pays for them."),
+    ("tokens_past_stop", "Tokens computed for requests that had ended by then; nobody pays for them."),
     ("drafted_tokens", "Tokens guessed and computed, of speculative decoding; nobody pays for a guess."),
     ("accepted_tokens", "Of these, tokens that came true."),
     ("handed_over_requests", "Requests whose prompts it computed, and which other engines went on with."),

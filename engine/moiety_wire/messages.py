@@ -255,7 +255,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     protocol_version: int = PROTOCOL_VERSION
     embedding_width: int = 0  # numbers of a vector; 0 where the engine makes none
     extensible: bool = True  # False: credit cannot be raised, nor does it remember what ended requests used
-    follows_guides: bool = False
+    follows_grammars: bool = False
     role: EngineRole = EngineRole.BOTH
     hands_over: bool = False  # it takes `Submit.hand_over`
     kv_address: str = ""  # where it takes KV from other engines; "" where it takes none

@@ -1,5 +1,6 @@
-"""Runs what the chart renders, without a cluster: pods as processes of this machine, in namespaces of their own.
+"""Runs the rendered chart without a cluster: pods as processes of this machine, in their own namespaces.
 
-For Linux and its root user. It knows as much of Kubernetes as the chart uses: Jobs as hooks, Deployments, StatefulSets,
-Services, ConfigMaps, Secrets, volumes, probes, policies. It builds no image: `images` says what stands in for one.
+It needs Linux and its root user. It implements the part of Kubernetes that the chart uses: Jobs as hooks, Deployments,
+StatefulSets, Services, ConfigMaps, Secrets, volumes, probes, policies. It builds no image: `images` defines the
+replacement of each.
 """

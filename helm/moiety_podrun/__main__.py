@@ -1,4 +1,4 @@
-"""`python -m moiety_podrun --values FILE`: bring a release in, and keep it until Ctrl-C."""
+"""`python -m moiety_podrun --values FILE`: install a release, and run it until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moiety_podrun.forwarding import serve_inside, serve_outside
 from moiety_podrun.network import ROUTER
 from moiety_podrun.rendering import Release, database_of_ones_own, render
 
-INSIDE = "MOIETY_PODRUN_INSIDE"  # set for the process that has namespaces of its own
+INSIDE = "MOIETY_PODRUN_INSIDE"  # set for the process that has its own namespaces
 API_PORT = 443
 
 
@@ -45,8 +45,10 @@ def main(
     ] = None,
     folder: Annotated[Path | None, typer.Option(help="Where logs and volumes are; a new one if not given.")] = None,
 ) -> None:
-    """Run what the chart renders, pods as processes of this machine, until Ctrl-C. SIGHUP rolls all pods out anew, as
-    an upgrade does."""
+    """Run the rendered chart, with pods as processes of this machine, until Ctrl-C.
+
+    SIGHUP rolls out all pods again, as an upgrade does.
+    """
     try:
         forwards = {service: int(port) for port, _, service in (one.partition("=") for one in forward or ())}
     except ValueError as error:
@@ -75,7 +77,7 @@ async def run(
     database: str | None,
     forwarded: list[str],
 ) -> None:
-    """Until a signal. Raises PodRunError."""
+    """Run the release until a signal. Raises PodRunError."""
     release = render(values, name, namespace)
     stop, again = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -107,7 +109,7 @@ async def run(
 
 
 async def _upgrade(cluster: Cluster, release: Release, api: FakeSecretsApi) -> None:
-    """What a hook or a pod that fails leaves running goes on, as with Helm."""
+    """Upgrade the release; after a failed hook or pod the rest keeps running, as with Helm."""
     try:
         await cluster.bring_in(release, api)
     except (Failed, TimeoutError) as error:
@@ -117,7 +119,7 @@ async def _upgrade(cluster: Cluster, release: Release, api: FakeSecretsApi) -> N
 
 
 def write_secrets(api: FakeSecretsApi, folder: Path) -> None:
-    """As files of their owner's, NAME/ENTRY: what `kubectl get secret` would tell."""
+    """Write Secrets as files that only their owner can read, NAME/ENTRY, with the contents of `kubectl get secret`."""
     for name, document in api.secrets.items():
         (folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         for entry, value in document["data"].items():

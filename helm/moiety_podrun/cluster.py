@@ -1,4 +1,4 @@
-"""A release that runs: brought in, upgraded and restarted as Helm and Kubernetes' controllers would."""
+"""A running release: installed, upgraded and restarted as Helm and Kubernetes' controllers do it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from moiety_podrun.rendering import Object, Release
 from moiety_podrun.services import Services
 from moiety_podrun.sources import Sources
 
-START_S = 180.0  # for a pod to be ready
+START_S = 180.0  # time limit for a pod to become ready
 
 
 class Cluster:
-    """Owns everything that runs, and tells of it in the folder's pods.json. `namespace` is the one that the release was
-    rendered for."""
+    """Owner of all running pods; it lists them in the folder's pods.json.
+
+    `namespace` is the one that the release was rendered for.
+    """
 
     def __init__(self, folder: Path, namespace: str, policies: list[Object]) -> None:
         self._network = Network([one["spec"] for one in policies])
@@ -31,11 +33,11 @@ class Cluster:
         self.services = Services(self._network, self._names, namespace, self.pods)
 
     def pods(self) -> Iterator[Pod]:
-        """All that are meant to go on."""
+        """Return all pods that are meant to keep running."""
         return (pod for pods in self._sets.values() for pod in pods)
 
     async def bring_in(self, release: Release, api: FakeSecretsApi) -> None:
-        """As `helm install` or `helm upgrade --wait` does. Raises Failed with a pod's log."""
+        """Install or upgrade as `helm install` or `helm upgrade --wait` does. Raises Failed with a pod's log."""
         config_maps = {one["metadata"]["name"]: one for one in release.of_kind("ConfigMap")}
         self._sources = Sources(api, self._folder, config_maps)
         for hook in release.before:
@@ -50,8 +52,10 @@ class Cluster:
         self._changed()
 
     async def keep_database(self, workload: Object, api: FakeSecretsApi, secret: str) -> None:
-        """A PostgreSQL that is no part of the release, as an operator has one; its address is the entry `url` of the
-        Secret. Raises Failed."""
+        """Run a PostgreSQL outside the release, as an operator has one, with its address in the Secret's entry `url`.
+
+        Raises Failed.
+        """
         (container,) = workload["spec"]["template"]["spec"]["containers"]
         (wanted,) = (one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one)
         password = secrets.token_hex(16)
@@ -75,8 +79,10 @@ class Cluster:
                 await pod.run_to_end()
 
     async def _roll_out(self, workload: Object) -> None:
-        """Replace all pods: each of a Deployment after its successor is ready, those of a StatefulSet before, the last
-        first."""
+        """Replace all pods of a workload.
+
+        Each pod of a Deployment stops after its successor is ready; those of a StatefulSet stop before, the last first.
+        """
         name, spec = workload["metadata"]["name"], workload["spec"]
         pods = self._sets.setdefault((workload["kind"], name), [])
         if not pods:
@@ -98,7 +104,7 @@ class Cluster:
                 await asyncio.sleep(spec.get("minReadySeconds", 0))
 
     async def _roll_out_groups(self, workload: Object) -> None:
-        """Replace a LeaderWorkerSet's groups one after the other: all pods of one go, then all come."""
+        """Replace a LeaderWorkerSet's groups in sequence: all pods of one stop, then all start."""
         name, spec = workload["metadata"]["name"], workload["spec"]
         for number in range(spec["replicas"]):
             pods = self._sets.setdefault((workload["kind"], f"{name}-{number}"), [])
@@ -158,7 +164,7 @@ class Cluster:
 
 
 def values_of(overrides: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
-    """One set of values of several, the later ones going before; tables are merged, lists are not, as Helm does it."""
+    """Merge several sets of values, the later ones taking precedence; tables are merged, lists are not, as in Helm."""
     merged: dict[str, Any] = dict(overrides)
     for other in others:
         for key, value in other.items():

@@ -1,4 +1,4 @@
-"""One container: a process in its pod's namespaces, and what is asked of it."""
+"""One container: a process in its pod's namespaces, with its probes and signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULTS = {"periodSeconds": 10, "timeoutSeconds": 1, "failureThreshold": 3}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a pod's containers run: its namespace and address, its folder, the table of names, its volumes."""
+    """Environment of a pod's containers: its namespace and address, its folder, the table of names, its volumes."""
 
     pod: str
     address: str
@@ -35,11 +35,11 @@ class Place:
     volumes: Mapping[str, Path]
     user: int
     group: int
-    account: Path | None  # what tells a pod who it is, if it is told
+    account: Path | None  # service account files, if the pod gets them
 
 
 class Container:
-    """Owns a process and the log that it writes. Started anew by whoever watches it."""
+    """Owner of a process and its log. The pod that watches it restarts it."""
 
     def __init__(self, spec: Mapping[str, Any], place: Place, variables: Mapping[str, str]) -> None:
         self.name: str = spec["name"]
@@ -56,29 +56,29 @@ class Container:
         self._process = self._run([*self._entry_point(), *words], self.log)
 
     async def ended(self) -> int:
-        """Wait for the process; its exit code."""
+        """Wait for the process; return its exit code."""
         assert self._process is not None, "it has been started"
         return await _end(self._process)
 
     @property
     def process_id(self) -> int | None:
-        """None until it is started."""
+        """The process id; None before the start."""
         return None if self._process is None else self._process.pid
 
     @property
     def stop_signal(self) -> signal.Signals:
-        """What its image has told to stop it by."""
+        """The stop signal of its image."""
         return self._image.stop_signal
 
     def tell(self, number: signal.Signals) -> None:
-        """Send a signal to the process, as a runtime does; SIGKILL takes all that it has started too."""
+        """Send a signal to the process, as a runtime does; SIGKILL also ends all of its child processes."""
         if self._process is not None and self._process.poll() is None:
             send = os.killpg if number is signal.SIGKILL else os.kill
             with contextlib.suppress(ProcessLookupError):
                 send(self._process.pid, number)
 
     async def passes(self, probe: str) -> bool:
-        """Whether it answers this probe as it should; one that has none passes."""
+        """Return whether the container passes this probe; without such a probe it passes."""
         terms = self._spec.get(f"{probe}Probe")
         if terms is None:
             return True
@@ -90,12 +90,12 @@ class Container:
             return False
 
     def terms(self, probe: str, name: str) -> int:
-        """A number of a probe's, or Kubernetes' own default for it."""
+        """Return a number of a probe, or Kubernetes' default for it."""
         found: int = (self._spec.get(f"{probe}Probe") or {}).get(name, DEFAULTS[name])
         return found
 
     async def before_stop(self) -> None:
-        """What is to be done before the process is told to stop."""
+        """Run the preStop hook before the stop signal."""
         hook = self._spec.get("lifecycle", {}).get("preStop", {})
         if "sleep" in hook:
             await asyncio.sleep(hook["sleep"]["seconds"])
@@ -150,12 +150,12 @@ class Container:
 
 
 def _filled(word: str, variables: Mapping[str, str]) -> str:
-    """With $(NAME) replaced where there is such a variable, as Kubernetes does."""
+    """Return the word with each $(NAME) of a known variable replaced, as Kubernetes does."""
     return re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), word)
 
 
 async def _end(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code, once it has one. No thread waits for it: there would be one for each."""
+    """Wait for the exit code and return it, without a thread, of which each process would need one."""
     if process.poll() is None:
         ended = asyncio.Event()
         descriptor = os.pidfd_open(process.pid)

@@ -1,7 +1,7 @@
-"""What goes wrong when a chart is run.
+"""Errors of a chart's run.
 
 PodRunError        the message says what to do next
-├── NotPossible    this machine or its user cannot do it
+├── NotPossible    this machine or its user cannot run it
 └── Failed         a pod did not do what it should; its log is shown
 """
 

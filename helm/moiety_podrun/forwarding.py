@@ -1,7 +1,7 @@
-"""From this machine's ports to Services, whose addresses exist in the release's own network only.
+"""Forwarding from this machine's ports to Services, whose addresses exist only in the release's own network.
 
-Two processes do it: one outside, which takes connections, and the one with the pods, which hands them on. Sockets in
-the folder join them.
+Two processes share the work: one outside accepts connections, and the one with the pods forwards them. Sockets in the
+folder connect the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 
 async def serve_inside(services: Services, folder: Path, service: str) -> asyncio.Server:
-    """Hand on what comes by the socket of a Service, as the Service itself does."""
+    """Forward the connections on a Service's socket, as the Service itself does."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await join(reader, writer, *services.address(service))
@@ -32,8 +32,7 @@ async def serve_inside(services: Services, folder: Path, service: str) -> asynci
 async def serve_outside(
     command: Sequence[str], environment: Mapping[str, str], folder: Path, forwards: Mapping[str, int]
 ) -> int:
-    """Run the process inside, pass signals on to it, and take connections for it; returns its exit code. Raises
-    NotPossible."""
+    """Run the inner process, forward signals and connections to it, and return its exit code. Raises NotPossible."""
     try:
         servers = [await asyncio.start_server(_outer(folder, name), LOOPBACK, port) for name, port in forwards.items()]
     except OSError as error:

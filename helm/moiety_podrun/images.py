@@ -1,4 +1,4 @@
-"""What stands in for an image: the command that its entry point is, run from this checkout."""
+"""Replacements of images: the command of each entry point, run from this checkout."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OURS = ("moiety-gateway", "moiety-engine", "moiety-dashboard")
 POSTGRES = "postgres"
 
 
-PROGRAMS = {"torchrun": (sys.executable, "-m", "torch.distributed.run")}  # that an image has beside its entry point
+PROGRAMS = {"torchrun": (sys.executable, "-m", "torch.distributed.run")}  # further programs of an image
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """`needed`: folders of the machine that the command is made of."""
+    """An image's replacement. `needed`: folders of the machine that the command needs."""
 
     entry_point: Sequence[str]
     path: str
@@ -30,7 +30,7 @@ class Image:
 
 
 def image(reference: str) -> Image:
-    """By the name of a manifest's `image`. Raises NotPossible for one that nothing stands in for."""
+    """Return the replacement for a manifest's `image`. Raises NotPossible if there is none."""
     name = reference.partition("@")[0].rpartition("/")[2].partition(":")[0]
     standard = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     if name in OURS:

@@ -1,7 +1,8 @@
-"""Becomes a container: `python launch.py SPEC`, in the pod's network namespace and a mount namespace of its own.
+"""Container launcher: `python launch.py SPEC`, in the pod's network namespace and its own mount namespace.
 
-A root of its own is laid over the machine's, read-only but for the volumes; then the user is changed, and the command
-takes this process' place, so that signals reach it. Stands alone: it is run before the container's world is there.
+It overlays the machine's root with a separate one, read-only except for the volumes; then it changes the user and
+executes the command in this process, so that signals reach the command. It imports no other module of the package,
+since it runs before the container's file system exists.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 RDONLY, REMOUNT, BIND, REC, PRIVATE = 1, 32, 4096, 16384, 1 << 18
-PARENT_DEATH_SIGNAL, NO_NEW_PRIVS = 1, 38  # of prctl
+PARENT_DEATH_SIGNAL, NO_NEW_PRIVS = 1, 38  # constants of prctl
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Never returns."""
+    """Replace this process by the container's command; it never returns."""
     mount("none", "/", None, REC | PRIVATE)
     base = Path(spec["folder"])
     mount("tmpfs", str(base), "tmpfs", 0)
@@ -35,7 +36,7 @@ def main(spec: dict[str, Any]) -> None:
     for volume in spec["mounts"]:
         place(root, volume["source"], volume["path"], read_only=volume["read_only"])
     for folder in spec["needed"]:
-        if any(Path(folder).is_relative_to(volume["path"]) for volume in spec["mounts"]):  # which would hide it
+        if any(Path(folder).is_relative_to(volume["path"]) for volume in spec["mounts"]):  # the mount hides the folder
             place(root, folder, folder, read_only=True)
     place(root, spec["names"], "/run/names", read_only=True)
     (root / "etc/hosts").unlink(missing_ok=True)
@@ -49,13 +50,15 @@ def main(spec: dict[str, Any]) -> None:
     os.setresgid(*[spec["group"]] * 3)
     os.setresuid(*[spec["user"]] * 3)
     LIBC.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
-    LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # nothing outlives whoever keeps the pods
+    LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # no container outlives the process that keeps the pods
     os.execvpe(spec["command"][0], spec["command"], spec["environment"])
 
 
 def open_to_others(root: Path, folder: Path) -> None:
-    """Let the container's user pass through a folder of the machine; only this view of it is changed. What is a mount
-    of its own does not show through the root that lies below, and is put there."""
+    """Let the container's user traverse a folder of the machine; only this container's view of it changes.
+
+    A separate mount is not visible through the overlay's lower root, so it is bound there.
+    """
     inner = root / folder.relative_to("/")
     if folder != Path("/") and folder.is_mount():
         inner.mkdir(parents=True, exist_ok=True)
@@ -73,7 +76,7 @@ def place(root: Path, source: str, path: str, *, read_only: bool) -> None:
 
 
 def within(root: Path, path: str) -> Path:
-    """Where a path of the container lies on the machine, whose own links must not lead out of the container's root."""
+    """Return the machine's path of a container's path; its links must not lead out of the container's root."""
     found = root
     for part in Path(path).parts[1:]:
         found /= part

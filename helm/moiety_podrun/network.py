@@ -1,7 +1,7 @@
-"""The pods' network: a namespace each, one router between them, and only such connections as policies allow.
+"""The pods' network: one namespace per pod, one router between them, and only connections that policies allow.
 
-The router is the namespace of this process, which must be one of its own, as must its mounts: rules, addresses and
-names are changed.
+The router is the namespace of this process. It must be separate from the machine's, as must its mounts: rules,
+addresses and names are changed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from moiety_podrun.errors import NotPossible
 from moiety_podrun.policies import Peer, Policy, allows
 
-ROUTER = "10.78.0.1"  # of the node itself, from where probes come
+ROUTER = "10.78.0.1"  # address of the node itself, the source of probes
 PODS = "10.77.0.0/16"
-GATEWAY = "169.254.1.1"  # of every pod, at the router's end of its wire
-NO_PORT = 1  # of no pod: who may reach it may reach all
+GATEWAY = "169.254.1.1"  # of every pod, at the router's end of its veth pair
+NO_PORT = 1  # no pod's port: a peer that may reach it may reach all ports
 ALLOWED, REFUSED = "100", "200"  # priorities of rules
 
 
 class Network:
-    """Owns the namespaces, and who may reach whom among `peers`."""
+    """Owner of the namespaces, and of the rules for connections among `peers`."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self._policies = policies
@@ -33,14 +33,14 @@ class Network:
         Path("/run/netns").mkdir(exist_ok=True)
         _run(
             "mount", "-t", "tmpfs", "none", "/run/netns"
-        )  # seen here only, so that names are of this run and end with it
+        )  # private mount, so that names belong to this run and end with it
         _run("ip", "link", "set", "lo", "up")
         _run("ip", "address", "add", f"{ROUTER}/32", "dev", "lo")
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
         _run("ip", "rule", "add", "from", PODS, "to", PODS, "priority", REFUSED, "prohibit")
 
     def add(self, name: str, labels: Mapping[str, str], ports: Mapping[str, int]) -> Peer:
-        """Give a pod a namespace of that name and an address. Connections to it are allowed as policies say."""
+        """Give a pod a namespace of that name and an address. Policies decide which connections reach it."""
         number = next(self._numbers)
         address = f"10.77.{number // 250}.{number % 250 + 1}"
         wire = f"pod{number}"
@@ -62,19 +62,19 @@ class Network:
         return self._peers[name]
 
     def remove(self, name: str) -> None:
-        """The pod is gone, and its namespace with it."""
+        """Delete the pod's namespace."""
         del self._peers[name]
         self._apply()
         _run("ip", "netns", "delete", name)
 
     def new_service_address(self) -> str:
-        """An address of the router's own, on which a Service can be served."""
+        """Return a new address of the router, on which a Service can be served."""
         address = f"10.78.1.{next(self._services)}"
         _run("ip", "address", "add", f"{address}/32", "dev", "lo")
         return address
 
     def may_connect(self, source: str, target: Peer, port: int) -> bool:
-        """Whether whoever has the address `source` may; what is no pod is outside of all policies."""
+        """Return whether policies allow a connection from the address `source`; policies do not apply to non-pods."""
         found = next((peer for peer in self._peers.values() if peer.address == source), None)
         return found is None or allows(self._policies, found, target, port)
 

@@ -1,4 +1,4 @@
-"""One pod: its init containers in turn, then its container, probed, started again when it ends, stopped in order."""
+"""One pod: its init containers in sequence, then its container with probes, restarts and an orderly stop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moiety_podrun.policies import Peer
 from moiety_podrun.sources import Sources
 from moiety_podrun.volumes import make_volumes
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before a container that has ended is started again
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before a container that has ended is restarted
 LOG_LINES = 40
 
 
 class Pod:
-    """Owns its namespace and its processes. `on_change` is called whenever it becomes ready, or is no more."""
+    """Owner of a pod's namespace and processes. `on_change` is called when its readiness changes."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Pod:
 
     @property
     def part(self) -> str:
-        """Which part of the release it is a pod of."""
+        """The part of the release that the pod belongs to."""
         return str(self.labels["app.kubernetes.io/component"])
 
     @property
@@ -71,7 +71,7 @@ class Pod:
         return self._containers[0].process_id
 
     async def run_to_end(self) -> None:
-        """As a Job's pod. Raises Failed with the log of what failed."""
+        """Run to completion, as a Job's pod. Raises Failed with the log of the failure."""
         try:
             for container in (*self._first, *self._containers):
                 await self._run_once(container)
@@ -79,11 +79,11 @@ class Pod:
             self._network.remove(self.name)
 
     def start(self) -> None:
-        """As a pod that is to go on; it is ready some time later."""
+        """Start as a long-running pod; it becomes ready later."""
         self._task = asyncio.create_task(self._live(), name=self.name)
 
     async def until_ready(self, limit_s: float) -> None:
-        """Raises Failed, with the end of the log, if it is not ready by then."""
+        """Wait until the pod is ready. Raises Failed, with the end of the log, after `limit_s`."""
         until = time.monotonic() + limit_s
         while not self.ready:
             if self._task is not None and self._task.done():
@@ -93,7 +93,7 @@ class Pod:
             await asyncio.sleep(0.1)
 
     async def stop(self) -> None:
-        """Out of the Services at once, then its hook, then the signal, and SIGKILL when its time of grace is over."""
+        """Remove the pod from Services, run its hook, send the stop signal, and SIGKILL after its grace period."""
         self._set_ready(False)
         if self._task is not None:
             self._task.cancel()
@@ -110,7 +110,7 @@ class Pod:
         self._network.remove(self.name)
 
     def kill(self) -> None:
-        """As if the machine had taken the container's processes."""
+        """Kill the container's processes, as a failure of the machine would."""
         for container in self._containers:
             container.tell(signal.SIGKILL)
 
@@ -132,7 +132,7 @@ class Pod:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _watch(self, container: Container) -> None:
-        """The three probes, as Kubernetes asks them: nothing else until the first has passed."""
+        """Run the three probes as Kubernetes does: the others wait until the first has passed."""
         for _ in range(container.terms("startup", "failureThreshold")):
             if await container.passes("startup"):
                 break

@@ -1,7 +1,7 @@
-"""Whether one pod may open a connection to another, by all NetworkPolicies. Pure.
+"""NetworkPolicy evaluation: which pods may connect to which. Pure.
 
-A pod that no policy selects for a direction may do anything in it; one that is selected, what any of them allows
-(https://kubernetes.io/docs/concepts/services-networking/network-policies).
+A pod that no policy selects for a direction may connect freely in it; for a selected pod, any of the policies may allow
+a connection (https://kubernetes.io/docs/concepts/services-networking/network-policies).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Peer:
 
 
 def allows(policies: Sequence[Policy], source: Peer, target: Peer, port: int) -> bool:
-    """Whether `source` reaches the TCP `port` of `target`."""
+    """Return whether `source` reaches the TCP `port` of `target`."""
     return _direction(policies, "Egress", source, target, target, port) and _direction(
         policies, "Ingress", target, source, target, port
     )
@@ -58,7 +58,7 @@ def _one_fits(peer: Mapping[str, Any], other: Peer) -> bool:
     if "ipBlock" in peer:
         return ip_address(other.address) in ip_network(peer["ipBlock"]["cidr"])
     if peer.get("namespaceSelector"):
-        return False  # all pods are in one namespace, whose labels nobody has chosen
+        return False  # all pods are in one namespace without labels of the operator
     return _selects(peer.get("podSelector") or {}, other.labels)
 
 

@@ -1,4 +1,4 @@
-"""What the entry point of PostgreSQL's image does: makes a database where there is none, and becomes the server."""
+"""Replacement of the PostgreSQL image's entry point: it creates a database if there is none, and becomes the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(environment: Mapping[str, str]) -> None:
-    """Never returns."""
+    """Create the database if needed and become the server; it never returns."""
     data = Path(environment["PGDATA"])
     user, name = environment["POSTGRES_USER"], environment["POSTGRES_DB"]
     if not (data / "PG_VERSION").exists():

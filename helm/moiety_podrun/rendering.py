@@ -1,4 +1,4 @@
-"""A release's objects in the order in which Helm brings them into a cluster."""
+"""A release's objects in the order in which Helm installs them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """`before` and `after` are hooks by weight; `objects` all the rest."""
+    """Rendered objects: `before` and `after` are hooks by weight, `objects` all others."""
 
     before: Sequence[Object]
     objects: Sequence[Object]
     after: Sequence[Object]
 
     def of_kind(self, kind: str) -> list[Object]:
-        """Those among all of them."""
+        """Return all objects of that kind."""
         return [one for one in (*self.before, *self.objects, *self.after) if one["kind"] == kind]
 
 
 def render(values: Mapping[str, Any], name: str, namespace: str, *, upgrade: bool = False) -> Release:
-    """Raises HelmError with the chart's own sentence for values that cannot work, and NotPossible without Helm."""
+    """Render the chart. Raises HelmError with the chart's message for invalid values, and NotPossible without Helm."""
     try:
         import helm_python  # noqa: PLC0415  part of what tests need, and not of what serves
     except ModuleNotFoundError as exc:
@@ -49,8 +49,10 @@ def render(values: Mapping[str, Any], name: str, namespace: str, *, upgrade: boo
 
 
 def database_of_ones_own(namespace: str) -> Object:
-    """A PostgreSQL outside of any release: the one that the chart bundles, of another release of which nothing else
-    is brought in."""
+    """Return a PostgreSQL outside any release.
+
+    It is the one that the chart bundles, from another release of which nothing else is installed.
+    """
     (found,) = (one for one in render({}, "outside", namespace).of_kind("StatefulSet") if _is_database(one))
     return found
 

@@ -1,4 +1,4 @@
-"""Services: names for the addresses of ready pods, and for some an address that passes connections on to them."""
+"""Services: names for the addresses of ready pods, and for some an address that forwards connections to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Services:
-    """Owns the addresses of Services and the table of names that every pod sees, rewritten when pods come and go."""
+    """Owner of the Services' addresses and of the table of names that every pod sees.
+
+    The table is rewritten when pods start or stop.
+    """
 
     def __init__(self, network: Network, names: Path, namespace: str, pods: Callable[[], Iterable[Pod]]) -> None:
         self._network, self._names, self._namespace, self._pods = network, names, namespace, pods
@@ -30,12 +33,12 @@ class Services:
         self.tell_names()
 
     def name_pod(self, name: str, address: str) -> None:
-        """A name for one pod, whether it is ready or not, as the leader of a group has one."""
+        """Name one pod, ready or not, such as the leader of a group."""
         self._pod_names[name] = address
         self.tell_names()
 
     async def add(self, service: Mapping[str, Any]) -> None:
-        """Serve it from now on; one that is known is given its new terms."""
+        """Serve a Service from now on; a known one gets its new terms."""
         name, spec = service["metadata"]["name"], service["spec"]
         new = name not in self._known
         self._known[name] = spec
@@ -47,7 +50,7 @@ class Services:
         self.tell_names()
 
     def tell_names(self) -> None:
-        """Write the table of names anew, whole or not at all."""
+        """Rewrite the table of names atomically."""
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self._pod_names.items())]
         for name in self._known:
             own = self._addresses.get(name)
@@ -59,16 +62,16 @@ class Services:
         draft.replace(self._names / "hosts")
 
     def ready(self, name: str) -> list[Pod]:
-        """The pods behind a Service that take connections now."""
+        """Return the pods behind a Service that accept connections now."""
         wanted = self._known[name]["selector"].items()
         return [pod for pod in self._pods() if pod.ready and wanted <= pod.labels.items()]
 
     def address(self, name: str, port: int | None = None) -> tuple[str, int]:
-        """Where a Service with an address of its own takes connections."""
+        """Return where a Service with its own address accepts connections."""
         return self._addresses[name], port or self._known[name]["ports"][0]["port"]
 
     async def close(self) -> None:
-        """Take no more connections."""
+        """Stop accepting connections."""
         for server in self._servers:
             server.close()
 
@@ -78,7 +81,7 @@ class Services:
             port = next(one for one in self._known[name]["ports"] if one["name"] == port_name)["targetPort"]
             source = writer.get_extra_info("peername")[0]
             if not ready:
-                writer.transport.abort()  # as a Service without endpoints refuses
+                writer.transport.abort()  # like a Service without endpoints
                 return
             pod = ready[next(self._turn) % len(ready)]
             number = pod.peer.ports[port]
@@ -91,7 +94,7 @@ class Services:
 
 
 async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
-    """Pass on what comes, both ways, until both have ended; an end by force is passed on as one."""
+    """Forward data in both directions until both have ended; an abort is forwarded as an abort."""
     try:
         other_reader, other_writer = await asyncio.open_connection(host, port)
     except OSError:
@@ -106,7 +109,7 @@ async def pump_both(
     other_reader: asyncio.StreamReader,
     other_writer: asyncio.StreamWriter,
 ) -> None:
-    """Pass on what comes to either, until both have ended."""
+    """Forward data in both directions until both have ended."""
     try:
         await asyncio.gather(_pump(reader, other_writer), _pump(other_reader, writer))
     finally:
@@ -120,5 +123,5 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(chunk)
             await writer.drain()
         writer.write_eof()
-    except (OSError, RuntimeError):  # the other end has gone already
+    except (OSError, RuntimeError):  # the other end has closed already
         writer.transport.abort()

@@ -1,4 +1,4 @@
-"""What pods are given by name: ConfigMaps of the release, Secrets of the API, and claims as folders."""
+"""Inputs that pods refer to by name: ConfigMaps of the release, Secrets of the API, and claims as folders."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from moiety_podrun.errors import Failed
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """`config_maps` are those of the release that is being brought in."""
+    """Named inputs. `config_maps` are those of the release that is being installed."""
 
     api: FakeSecretsApi
     folder: Path
     config_maps: Mapping[str, Mapping[str, Any]]
 
     def config_map(self, name: str) -> Mapping[str, str]:
-        """Its entries. Raises Failed."""
+        """Return its entries. Raises Failed."""
         if name not in self.config_maps:
             raise Failed(f"a pod wants the ConfigMap {name}, which the release does not have")
         found: Mapping[str, str] = self.config_maps[name]["data"]
         return found
 
     def secret(self, name: str) -> Mapping[str, bytes]:
-        """Its entries. Raises Failed."""
+        """Return its entries. Raises Failed."""
         if name not in self.api.secrets:
             raise Failed(f"a pod wants the Secret {name}, which is not there: give it as --secret {name}.ENTRY=VALUE")
         return {key: base64.b64decode(value) for key, value in self.api.secrets[name]["data"].items()}
 
     def claim(self, name: str) -> Path:
-        """The folder of a PersistentVolumeClaim; made if nobody has put anything there."""
+        """Return the folder of a PersistentVolumeClaim; make it if it does not exist."""
         path = self.folder / "claims" / name
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def variables(self, container: Mapping[str, Any]) -> dict[str, str]:
-        """A container's environment. Raises Failed."""
+        """Return a container's environment. Raises Failed."""
         found = {}
         for one in container.get("env", ()):
             if "valueFrom" in one:

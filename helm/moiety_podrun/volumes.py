@@ -14,12 +14,12 @@ Object = Mapping[str, Any]
 
 
 def make_volumes(spec: Object, claims: Object, folder: Path, sources: Sources) -> dict[str, Path]:
-    """By name. `claims`: those of a StatefulSet's templates, as folders that outlive the pod."""
+    """Return the volumes by name. `claims`: those of a StatefulSet's templates, as folders that outlive the pod."""
     group = spec.get("securityContext", {}).get("fsGroup", 0)
     found = {volume["name"]: _volume(volume, folder / volume["name"], sources) for volume in spec.get("volumes", ())}
     found |= claims
     for path in found.values():
-        if path.stat().st_gid != group:  # as fsGroupChangePolicy OnRootMismatch has it
+        if path.stat().st_gid != group:  # as with fsGroupChangePolicy OnRootMismatch
             for one in (path, *path.rglob("*")):
                 os.chown(one, -1, group)
             path.chmod(0o2770)

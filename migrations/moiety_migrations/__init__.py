@@ -1,7 +1,7 @@
-"""Brings a database to the schema that this release of the gateway needs.
+"""Schema migrations: bring a database to the schema that this release of the gateway needs.
 
-Owns the Alembic environment and the versions. Importing it is cheap; Alembic is loaded only when there is something
-to do.
+The package owns the Alembic environment and the versions. Its import is cheap; Alembic is loaded only when there is a
+migration to run.
 """
 
 from moiety_migrations.errors import DatabaseAway, DatabaseTooNew, MigrationError, UnknownRevision

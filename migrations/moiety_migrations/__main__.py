@@ -1,5 +1,7 @@
-"""`python -m moiety_migrations upgrade|current|downgrade`. Reads MOIETY_DATABASE_URL, else
-MOIETY_DATA_DIR, where no --database-url is given."""
+"""Command line: `python -m moiety_migrations upgrade|current|downgrade`.
+
+Without --database-url it reads MOIETY_DATABASE_URL, else MOIETY_DATA_DIR.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ PAUSE_S = 2.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 refused, 2 wrong usage, 3 the database cannot be reached.
-    `current` returns 1 when the database is not at this release's revision."""
+    """Run one command and return the exit code: 0 done, 1 refused, 2 wrong usage, 3 database unreachable.
+
+    `current` returns 1 when the database is not at this release's revision.
+    """
     options = _parser().parse_args(arguments)
     url = options.database_url or os.environ.get("MOIETY_DATABASE_URL") or default_url(os.environ)
     try:
@@ -40,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def default_url(environment: Mapping[str, str]) -> str:
-    """The database that a gateway uses by default in the same environment."""
+    """Return the database that a gateway uses by default in the same environment."""
     return f"sqlite:///{Path(environment.get('MOIETY_DATA_DIR') or DEFAULT_DATA_DIR) / 'moiety.db'}"
 
 
@@ -59,7 +63,7 @@ def _run(options: argparse.Namespace, url: str) -> int:
 
 
 def _upgrade_within(url: str, wait_s: float) -> str:
-    """Try until the database is there, but no longer than that. Raises what `upgrade` does."""
+    """Retry the upgrade until the database is reachable, for at most `wait_s` seconds. Raises what `upgrade` raises."""
     until = time.monotonic() + wait_s
     while True:
         try:

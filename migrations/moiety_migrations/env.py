@@ -1,5 +1,8 @@
-"""Alembic's environment. The connection comes from the caller, already in a transaction; when Alembic's own command
-line is used while developing, it is made from `-x url=…`."""
+"""Alembic's environment.
+
+The caller passes a connection that is already in a transaction. Alembic's own command line, used in development, makes
+one from `-x url=…`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from moiety_platform.trace_store.models import SpanRecord
 from moiety_platform.usage.models import UsageRecord
 from moiety_platform.webhooks.models import Webhook
 
-# naming them loads every module that defines tables
+# this list loads every module that defines tables
 TABLES = (
     *(ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest, StoredResponse),
     *(RetentionJobRecord, SpanRecord, Declaration, SimulationRecord, Webhook, Adapter),

@@ -1,9 +1,9 @@
-"""What a migration raises on purpose.
+"""Errors that a migration raises on purpose.
 
 MigrationError         the migration cannot be done, and nothing was changed
-├── DatabaseAway      the database cannot be reached; it may be worth another try
-├── DatabaseTooNew    a later release has been at this database
-└── UnknownRevision   there is no such revision to go back to
+├── DatabaseAway      the database cannot be reached; a retry may succeed
+├── DatabaseTooNew    a later release has migrated this database
+└── UnknownRevision   the revision to downgrade to does not exist
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from moiety_platform.errors import PlatformError
 
 
 class MigrationError(PlatformError):
-    """Root; the message says what to do next. A PlatformError, so that a gateway that migrates at its start can tell
-    it."""
+    """Base class; the message says what to do next.
+
+    It is a PlatformError, so that a gateway that migrates at its start can report it.
+    """
 
 
 class DatabaseAway(MigrationError):

@@ -1,4 +1,4 @@
-"""Asks a database for its revision with the bare driver, so that starting up is quick when nothing is to be done."""
+"""Read of a database's revision with the bare driver, so that a start without migrations is quick."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUERY = "SELECT version_num FROM alembic_version"
 
 
 def read_revision(database_url: str) -> str | None:
-    """The revision that the database is at; None if it has none yet. Raises DatabaseAway, or BadDatabaseUrl."""
+    """Return the database's revision; None if it has none yet. Raises DatabaseAway, or BadDatabaseUrl."""
     path = sqlite_path(database_url)
     return _read_postgres(database_url) if path is None else _read_sqlite(path)
 
@@ -51,5 +51,5 @@ def _read_postgres(database_url: str) -> str | None:
 
 
 def _with_timeout(url: str) -> str:
-    """The URL with a limit to waiting for each host, unless it has one."""
+    """Return the URL with a connection timeout per host, unless it has one."""
     return url if "connect_timeout=" in url else f"{url}{'&' if '?' in url else '?'}connect_timeout={CONNECT_TIMEOUT_S}"

@@ -1,5 +1,7 @@
-"""The revisions of this release, oldest first. Written down here so that an up-to-date database is told without loading
-Alembic; a test holds the list to the files in `versions/`."""
+"""The revisions of this release, oldest first.
+
+The list allows a check for an up-to-date database without Alembic; a test compares it with the files in `versions/`.
+"""
 
 from __future__ import annotations
 

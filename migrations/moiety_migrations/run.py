@@ -1,4 +1,4 @@
-"""Upgrade, downgrade, current. Of several processes that start at once, one migrates and the others wait for it."""
+"""Upgrade, downgrade, current. If several processes start at once, one migrates and the others wait for it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ BASE = "base"
 
 
 def upgrade(database_url: str) -> str:
-    """Bring the database to this release's schema, creating it if need be; returns the revision. All or nothing, and
-    safe to call from several processes at once. Raises DatabaseTooNew, DatabaseAway, or BadDatabaseUrl."""
+    """Upgrade the database to this release's schema, creating it if needed; return the revision.
+
+    The upgrade is atomic and safe to call from several processes at once. Raises DatabaseTooNew, DatabaseAway, or
+    BadDatabaseUrl.
+    """
     if _known(read_revision(database_url)) == HEAD:
         return HEAD
     _migrate(database_url, HEAD, upwards=True)
@@ -21,8 +24,10 @@ def upgrade(database_url: str) -> str:
 
 
 def downgrade(database_url: str, revision: str) -> str:
-    """Go back to an earlier revision, or to nothing with "base"; data that the earlier schema has no place for is lost.
-    Raises UnknownRevision, DatabaseTooNew, DatabaseAway, or BadDatabaseUrl."""
+    """Downgrade to an earlier revision, or to an empty schema with "base"; data without a place there is lost.
+
+    Raises UnknownRevision, DatabaseTooNew, DatabaseAway, or BadDatabaseUrl.
+    """
     if revision != BASE and revision not in REVISIONS:
         raise UnknownRevision(f"there is no revision {revision!r}; give one of {', '.join((BASE, *REVISIONS))}")
     if _known(read_revision(database_url)) is not None:
@@ -31,7 +36,7 @@ def downgrade(database_url: str, revision: str) -> str:
 
 
 def current(database_url: str) -> str | None:
-    """The revision that the database is at, None if it has none. Raises DatabaseAway, or BadDatabaseUrl."""
+    """Return the database's revision, None if it has none. Raises DatabaseAway, or BadDatabaseUrl."""
     return read_revision(database_url)
 
 
@@ -45,7 +50,7 @@ def _migrate(database_url: str, target: str, *, upwards: bool) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     with exclusive_connection(database_url) as (connection, revision):
-        at = _known(revision)  # again, since another process may have been at it while this one waited
+        at = _known(revision)  # again, since another process may have migrated during the wait
         if upwards and at == HEAD:
             return
         config.attributes["connection"] = connection
@@ -53,7 +58,7 @@ def _migrate(database_url: str, target: str, *, upwards: bool) -> None:
 
 
 def _known(revision: str | None) -> str | None:
-    """The revision, if this release knows it."""
+    """Return the revision, if this release knows it."""
     if revision is not None and revision not in REVISIONS:
         raise DatabaseTooNew(
             f"the database is at revision {revision}, which this release (at {HEAD}) does not know: a newer release "

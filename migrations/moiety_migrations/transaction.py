@@ -1,5 +1,4 @@
-"""One connection in one transaction that no other migration shares; the lock ends with the transaction, also in a
-crash."""
+"""One connection in one transaction, exclusive among migrations; the lock ends with it, also after a crash."""
 
 from __future__ import annotations
 
@@ -20,9 +19,11 @@ _ADVISORY_LOCK = 0x6D6F_6965_7479  # "moiety"
 
 @contextmanager
 def exclusive_connection(database_url: str) -> Iterator[tuple[Connection, str | None]]:
-    """A connection and the revision that it finds, under the migration lock. Commits when the block ends well. Raises
-    DatabaseAway when the database cannot be reached or another migration holds it for too long, MigrationError when it
-    refuses a statement."""
+    """Yield a connection and the database's revision, under the migration lock.
+
+    Commits when the block ends without an exception. Raises DatabaseAway when the database cannot be reached or another
+    migration holds the lock for too long, MigrationError when the database refuses a statement.
+    """
     engine = _open(database_url)
     try:
         with engine.begin() as connection:
@@ -41,7 +42,7 @@ def exclusive_connection(database_url: str) -> Iterator[tuple[Connection, str | 
 def _open(database_url: str) -> Engine:
     path = sqlite_path(database_url)
     if path is None:
-        without_names = {"prepare_threshold": None}  # of statements, which a pooler's other clients may have used
+        without_names = {"prepare_threshold": None}  # a pooler's other clients may use the same names
         return create_engine(to_sync_url(database_url), poolclass=NullPool, connect_args=without_names)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

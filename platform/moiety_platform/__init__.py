@@ -1,4 +1,4 @@
 """The gateway: HTTP, tenants, keys, admission, routing, usage, traces, SQL, and the `moiety` command.
 
-Knows nothing of torch or of the engine's insides; it meets engines only through `moiety_wire`.
+Independent of torch and of the engine's internals; it communicates with engines only through `moiety_wire`.
 """

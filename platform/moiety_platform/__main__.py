@@ -16,7 +16,7 @@ from moiety_platform.supervisor.data_dir import PRIVATE_UMASK
 
 
 def main() -> int:
-    """Serve; returns the exit code."""
+    """Serve; return the exit code."""
     os.umask(PRIVATE_UMASK)
     try:
         run_gateway(SettingsSource.open(None, SECTION, GatewaySettings.load))

@@ -1,4 +1,7 @@
-"""What `OPTIONS` says of a path: all of its methods. The framework says those of what was registered first."""
+"""`Allow` header of `OPTIONS` responses, with all methods of a path.
+
+The framework lists only those of the first route.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from litestar.types import Message, Scope
 
 
 async def tell_allowed_methods(message: Message, scope: Scope) -> None:
-    """A `before_send` hook."""
+    """Set the `Allow` header. A `before_send` hook."""
     if message["type"] != "http.response.start" or message["status"] != 204 or scope.get("method") != "OPTIONS":
         return
     for route in scope["litestar_app"].routes:

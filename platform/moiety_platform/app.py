@@ -1,4 +1,4 @@
-"""The ASGI application: every route put together from services that exist already. Owns no state."""
+"""The ASGI application: combines all routes over existing services. Owns no state."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ OF_BATCHES = (
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the application is made of. Opened and closed by whoever makes it; `admin_routes` bring their own door."""
+    """Services of the application. Opened and closed by the caller; `admin_routes` authenticate by themselves."""
 
     authenticator: Authenticator
     usage: UsageSink
@@ -100,12 +100,12 @@ class Services:
     batches: Batches | None = None
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
-    live: LiveSettings[GatewaySettings] | None = None  # None: the settings stay as they are
+    live: LiveSettings[GatewaySettings] | None = None  # None: the settings never change
     reloader: Reloader[GatewaySettings] | None = None
 
 
 class BoundedRequest(Request[Any, Any, Any]):
-    """The framework's, whose bodies are as large as the application's state says at the time."""
+    """A framework request whose body is bounded by the application's current state."""
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         num_bytes, most = 0, self.app.state.max_body_bytes
@@ -117,7 +117,7 @@ class BoundedRequest(Request[Any, Any, Any]):
 
 
 def create_pipeline(settings: GatewaySettings, services: Services) -> Pipeline:
-    """What every request of the process goes through."""
+    """Return the pipeline of all inference requests of the process."""
     pipeline = Pipeline(
         services.replicas,
         ModelTexts(settings.inline_tokenize_bytes),
@@ -143,7 +143,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> Pipeline:
 
 
 def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline | None = None) -> Litestar:
-    """The gateway's application over running services; with a pipeline of its own if none is given."""
+    """Return the gateway's application over running services; it creates a pipeline if none is given."""
     pipeline = pipeline or create_pipeline(settings, services)
     services.metrics.registry.register(EngineCollector(services.replicas.states))
     services.metrics.registry.register(BreakerCollector(services.replicas.breakers))
@@ -188,7 +188,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
         exception_handlers=EXCEPTION_HANDLERS,
         guards=[guard_query],
         before_send=[add_request_id, tell_allowed_methods],
-        openapi_config=None,  # the documents are ours
+        openapi_config=None,  # we generate the OpenAPI documents
         request_class=BoundedRequest,
         request_max_body_size=None,
         state=State({"max_body_bytes": settings.max_body_bytes, HAS_SCHEMA: has_operations}),
@@ -207,7 +207,7 @@ def _follow(
     exchange: HandlerServices,
     models: ModelServices,
 ) -> None:
-    """Whatever bounds bodies and what is kept of them, for those that come from then on."""
+    """Apply changed bounds of bodies and of stored responses to later requests."""
 
     def bound(wanted: GatewaySettings) -> None:
         app.state.max_body_bytes = exchange.once.max_body_bytes = wanted.max_body_bytes
@@ -229,7 +229,7 @@ def _follow(
 def create_operations_app(
     services: Services, app: Litestar, settings: Callable[[], GatewaySettings], is_stopping: Callable[[], bool]
 ) -> Litestar:
-    """The application of the operations listener, beside the gateway's `app`, which its documents describe."""
+    """Return the application of the operations listener. Its OpenAPI documents describe the gateway's `app`."""
     return Litestar(
         route_handlers=[
             *probe_routes(services.replicas, services.store, with_reasons=True, is_stopping=is_stopping),

@@ -1,4 +1,4 @@
-"""Time, passed by argument: wall time for what is stored and shown, monotonic time for intervals."""
+"""Time, passed as an argument: wall time for stored and displayed values, monotonic time for intervals."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from datetime import UTC, datetime, timedelta
 from typing import Protocol, runtime_checkable
 
 
-@runtime_checkable  # the framework checks what it injects
+@runtime_checkable  # the framework checks injected values
 class Clock(Protocol):
-    """What the gateway knows of time."""
+    """Interface of clocks."""
 
     def now(self) -> datetime:
-        """Aware UTC."""
+        """Return the wall time as an aware UTC datetime."""
         ...
 
     def unix_ns(self) -> int: ...
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start; never goes back."""
+        """Return seconds from an arbitrary start; never decreases."""
         ...
 
 
 class SystemClock:
-    """The machine's clock. It is asked so often that a call of Python's own for each would show."""
+    """The machine's clock. It is read so often that the cost of Python wrapper methods would show."""
 
     unix_ns = staticmethod(time.time_ns)
     monotonic = staticmethod(time.monotonic)
@@ -33,7 +33,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to, for tests and simulations."""
+    """A clock for tests and simulations that moves only by `advance`."""
 
     def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
         self._start = start

@@ -1,4 +1,4 @@
-"""The one TOML or YAML file of a deployment: a table for each command. Knows no setting; cheap to import."""
+"""The TOML or YAML configuration file of a deployment: a table per command. Knows no setting; cheap to import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ class ConfigFileError(ValueError):
 
 
 def read_config_section(path: Path, section: str | None) -> dict[str, Any]:
-    """One top-level table, or with None all of them; empty if the file has no such table. Raises ConfigFileError."""
+    """Return one top-level table, or with None the whole document. Raises ConfigFileError.
+
+    Empty if the file has no such table.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text) if path.suffix == ".toml" else _parse_yaml(text)
@@ -33,7 +36,7 @@ def read_config_section(path: Path, section: str | None) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    import yaml  # noqa: PLC0415  only those who choose YAML pay for it
+    import yaml  # noqa: PLC0415  imported only for YAML files
 
     try:
         return yaml.safe_load(text)

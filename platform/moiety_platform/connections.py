@@ -1,7 +1,7 @@
-"""A client's connection, before there is a request: uvicorn's, with bounds on a request's head and on a client's time.
+"""Client connections: uvicorn's, with bounds on the request head and on the client's time.
 
-A client that breaks a bound, or HTTP itself, is told so in its API's form and hung up on. Nothing but the connection
-is held for it: a request is served when its head is there, and everything that costs waits for its body.
+A client that exceeds a bound, or violates HTTP, gets an error in its API's format and is disconnected. Until then only
+the connection is held: a request is served once its head is complete, and everything expensive waits for its body.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
 from moiety_platform.errors import BadRequest, HeadTooLarge, PlatformError, RequestTimeout
 from moiety_platform.http_errors import OPENAI_ERRORS
 from moiety_platform.http_head import BAD_HTTP, refusal_of
-from moiety_platform.inference.client_disconnect import DEPARTURE, DisconnectSignal
+from moiety_platform.inference.client_disconnect import DISCONNECT_SIGNAL, DisconnectSignal
 from moiety_platform.inference.response import SEND_WHOLE
 from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
 from moiety_platform.security_headers import AS_BYTES as SECURITY_LINES
@@ -29,13 +29,13 @@ from moiety_platform.security_headers import SECURITY_HEADERS
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.upgrades import framing_head
 
-MIN_BODY_BYTES_PER_S = 500  # of a body that takes longer than the timeout
-LINGER_S = 1.0  # what still comes is read for so long and dropped: a connection reset would take the answer along
+MIN_BODY_BYTES_PER_S = 500  # minimum rate of a body that takes longer than the timeout
+LINGER_S = 1.0  # further input is read and dropped for this long: a connection reset would discard the response
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What a client may send ahead of a request, and how long it may take."""
+    """Bounds of a request's head, and timeouts."""
 
     max_header_bytes: int
     max_headers: int
@@ -57,7 +57,7 @@ class ConnectionLimits:
 
 
 class ServerConfig(uvicorn.Config):
-    """uvicorn's, with our limits for its connections."""
+    """uvicorn's configuration with limits for its connections."""
 
     def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(
@@ -66,20 +66,20 @@ class ServerConfig(uvicorn.Config):
         self.limits = limits
 
     def use(self, limits: ConnectionLimits) -> None:
-        """For connections to come, and for the next request of those that are open."""
+        """Use these limits for new connections, and for the next request of open ones."""
         self.limits, self.timeout_keep_alive = limits, limits.keep_alive_s
 
 
 class _Phase(Enum):
-    """What the client is to send next."""
+    """The part of a request that the client sends next."""
 
-    NOTHING = auto()  # or another request
+    NOTHING = auto()  # nothing, or another request
     HEAD = auto()
     BODY = auto()
 
 
 class Gathering:
-    """A transport that writes what one turn of the loop has for it in one go: an answer's head with its body."""
+    """A transport that combines the writes of one event-loop iteration: a response's head with its body."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -92,7 +92,7 @@ class Gathering:
         self._held.append(data)
 
     def write_now(self, data: bytes) -> None:
-        """What nothing follows."""
+        """Write data that no more data follows."""
         if self._held:
             self.write(data)
             self.flush()
@@ -101,7 +101,7 @@ class Gathering:
 
     def flush(self) -> None:
         held, self._held = self._held, []
-        if held and not self._transport.is_closing():  # else the client has left within this turn
+        if held and not self._transport.is_closing():  # otherwise the client has disconnected within this iteration
             self._transport.writelines(held)
 
     def write_eof(self) -> None:
@@ -116,31 +116,30 @@ class Gathering:
         return self._transport.is_closing()
 
     def __getattr__(self, name: str) -> Any:
-        """What is asked for less than once a request."""
+        """Return attributes of the transport that are read less than once per request."""
         return getattr(self._transport, name)
 
 
 class ClientConnection(HttpToolsProtocol):
-    """One connection. Tells the application when its client has left, and drops one that takes nothing of its
-    answer."""
+    """One connection. It signals the client's disconnect to the application, and drops a client that reads nothing."""
 
     def __init__(self, config: ServerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
         self._server = config
         self._limits = config.limits
-        self.url = b""  # before there is a request
+        self.url = b""  # default until there is a request
         self._phase = _Phase.NOTHING
-        self._header_bytes = 0  # of whole headers
-        self._line_bytes = 0  # of a line of the head that has not come to its end
-        self._num_bytes = self._num_bytes_before = 0  # in all; when the timer was set
+        self._header_bytes = 0  # of complete headers
+        self._line_bytes = 0  # of an incomplete line of the head
+        self._num_bytes = self._num_bytes_before = 0  # in total; at the start of the timer
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
-        self._departure = DisconnectSignal(self._drop)
+        self._disconnect = DisconnectSignal(self._drop)
         self._timed: _Phase | None = None
         self._is_refused = False
-        self._head_refusal: PlatformError | None = None  # why the parser was stopped at the end of a head
+        self._head_refusal: PlatformError | None = None  # reason for which the parser was stopped at the end of a head
         self._framing_head: bytes | None = None  # of a request to upgrade, whose body the parser does not see
-        self._is_told_framing = False  # the parser reads that head, which is no request
+        self._is_told_framing = False  # the parser reads that generated head, which is no request
 
     # ── asyncio ──
 
@@ -153,16 +152,19 @@ class ClientConnection(HttpToolsProtocol):
         self._clear_timer()
         self._clear_send_timer()
         super().connection_lost(exc)
-        self._departure.note()
+        self._disconnect.note()
         self._forget_requests()
 
     def _forget_requests(self) -> None:
-        """Each of these holds the connection, which would stay with its last request until a garbage collection. What
-        still answers a request has its own references."""
+        """Drop references to requests, each of which holds the connection.
+
+        Otherwise the connection would stay with its last request until a garbage collection. Code that still answers a
+        request has its own references.
+        """
         self.cycle = self.scope = None  # type: ignore[assignment]
         self.headers = []
         self.pipeline.clear()
-        self._departure.drop = lambda: None
+        self._disconnect.drop = lambda: None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -194,7 +196,7 @@ class ClientConnection(HttpToolsProtocol):
     # ── the parser ──
 
     def _feed(self, data: bytes) -> None:
-        """Parse all of it. Raises HttpParserError."""
+        """Parse all of the data. Raises HttpParserError."""
         while True:
             try:
                 self.parser.feed_data(data)
@@ -207,9 +209,9 @@ class ClientConnection(HttpToolsProtocol):
             return
 
     def _expect_body(self, framing: bytes) -> None:
-        """Have a new parser read what follows as the body of the request whose head has come."""
+        """Let a new parser read the following data as the body of the request whose head is complete."""
         self.parser = HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn
         self._is_told_framing = True
         self.parser.feed_data(framing)
         self._is_told_framing, self._framing_head = False, None
@@ -223,7 +225,7 @@ class ClientConnection(HttpToolsProtocol):
             return
         super().on_message_begin()
         self._limits, self.timeout_keep_alive = self._server.limits, self._server.timeout_keep_alive
-        self.scope["state"] |= {DEPARTURE: self._departure, SEND_WHOLE: self._send_whole}
+        self.scope["state"] |= {DISCONNECT_SIGNAL: self._disconnect, SEND_WHOLE: self._send_whole}
         self._enter(_Phase.HEAD)
         self._header_bytes = self._line_bytes = 0
 
@@ -231,7 +233,7 @@ class ClientConnection(HttpToolsProtocol):
         if self._phase is not _Phase.BODY:  # a trailer field is dropped (RFC 9110, 6.5.1)
             super().on_header(name, value)
         self._header_bytes += len(name) + len(value) + 4
-        limits = self._limits  # looked at here, since a call for every header would show
+        limits = self._limits  # inlined, since a call for every header would show
         if self._header_bytes + len(self.url) > limits.max_header_bytes or len(self.headers) > limits.max_headers:
             raise self._head_too_large()  # stops the parser
 
@@ -245,7 +247,7 @@ class ClientConnection(HttpToolsProtocol):
         if self._head_refusal is not None:
             raise self._head_refusal
         if version == "1.0":
-            self.expect_100_continue = False  # its clients do not know the answer (RFC 9110, 10.1.1)
+            self.expect_100_continue = False  # HTTP/1.0 clients do not know the interim response (RFC 9110, 10.1.1)
         super().on_headers_complete()
         self._enter(_Phase.BODY)
         if self.parser.should_upgrade():
@@ -253,12 +255,12 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self._framing_head is not None:
-            return  # the body is still to come
+            return  # the body still follows
         super().on_message_complete()
         self._enter(_Phase.NOTHING)
 
     def _refuse_what_stopped_the_parser(self) -> None:
-        """The parser has stopped, at what is no HTTP or because a bound is broken."""
+        """Refuse the request at which the parser stopped: it is not HTTP, or exceeds a bound."""
         if self._head_refusal is not None:
             self._refuse(self._head_refusal)
         elif self._phase is not _Phase.NOTHING and self._is_too_large():
@@ -266,11 +268,13 @@ class ClientConnection(HttpToolsProtocol):
         else:
             self._refuse(BadRequest("This is not HTTP/1.1 as this server reads it; use an HTTP client", code=BAD_HTTP))
 
-    # ── an answer ──
+    # ── responses ──
 
     def _send_whole(self, scope: Scope, status: int, headers: Mapping[str, str], body: bytes) -> bool:
-        """A whole answer by one write; see `SEND_WHOLE`. What ASGI's messages are for is left to them: a client that
-        reads slowly or sends ahead, a connection that ends with its answer."""
+        """Send a complete response with one write; see `SEND_WHOLE`. Return False if ASGI messages must send it.
+
+        Those cases are a client that reads slowly or sends ahead, and a connection that ends with its response.
+        """
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cast(Scope, cycle.scope) is not scope or cycle.response_started or cycle.disconnected:
             return False
@@ -290,7 +294,7 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Nothing is being answered, and nobody else waits for the client."""
+        """True while no response is in progress and uvicorn's keep-alive timer does not run."""
         return (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None
 
     def _is_too_large(self) -> bool:
@@ -298,7 +302,7 @@ class ClientConnection(HttpToolsProtocol):
         return num_bytes > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers
 
     def _is_line_too_long(self, data: bytes) -> bool:
-        """The parser gives a header when it is whole; until then it keeps what comes."""
+        """Return whether the incomplete header exceeds the bound. The parser buffers a header until it is complete."""
         end = data.rfind(b"\n")
         self._line_bytes = self._line_bytes + len(data) if end < 0 else len(data) - end - 1
         return self._header_bytes + self._line_bytes > self._limits.max_header_bytes
@@ -312,7 +316,7 @@ class ClientConnection(HttpToolsProtocol):
     def _enter(self, phase: _Phase) -> None:
         self._phase = phase
         if phase is not _Phase.BODY:
-            self._timed = None  # a timer that runs is of what came before
+            self._timed = None  # a running timer belongs to the previous phase
 
     def _set_timer(self) -> None:
         self._clear_timer()
@@ -331,9 +335,9 @@ class ClientConnection(HttpToolsProtocol):
 
     def _send_time_is_up(self, num_waiting: int) -> None:
         if self.transport.get_write_buffer_size() < num_waiting:
-            self._watch_sending()  # slowly, but it reads
+            self._watch_sending()  # slowly, but the client reads
         else:
-            self._drop()  # closing would wait for the client to take what was sent
+            self._drop()  # closing would wait for the client to read the sent data
 
     def _clear_send_timer(self) -> None:
         if self._send_timer is not None:
@@ -348,7 +352,7 @@ class ClientConnection(HttpToolsProtocol):
             return
         is_answering = self.cycle is not None and not self.cycle.response_complete
         if self._phase is _Phase.HEAD and is_answering:
-            self._set_timer()  # a request ahead of its turn
+            self._set_timer()  # a pipelined request
         elif self._phase is _Phase.BODY and self._body_comes_on():
             self._set_timer()
         elif self._phase is _Phase.NOTHING or (self._phase is _Phase.BODY and not is_answering):
@@ -358,21 +362,21 @@ class ClientConnection(HttpToolsProtocol):
             self._refuse(RequestTimeout(f"The request's {what} did not come in time; send the request again, faster"))
 
     def _body_comes_on(self) -> bool:
-        """Fast enough, or held up by this side."""
+        """Return whether the body arrives fast enough, or is delayed by this side."""
         num_bytes = self._num_bytes - self._num_bytes_before
         return self.flow.read_paused or num_bytes >= MIN_BODY_BYTES_PER_S * self._limits.body_timeout_s
 
     def _refuse(self, error: PlatformError) -> None:
-        """Tell the client and hang up; the application sees a client that has left."""
+        """Send the error and disconnect; the application sees a client disconnect."""
         self._is_refused = True
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if cycle.response_started or self.pipeline:
-                self.transport.abort()  # in the middle of an answer, nothing more can be said
+                self.transport.abort()  # within a response, no error can be sent
                 return
             cycle.disconnected = True
             cycle.message_event.set()
-            self._departure.note()
+            self._disconnect.note()
         body = self._word(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + SECURITY_LINES + head + body)
@@ -382,7 +386,7 @@ class ClientConnection(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _word(self, error: PlatformError) -> bytes:
-        """In the form of the API that is asked, as far as that is known."""
+        """Return the error in the format of the requested API, as far as it is known."""
         if self.url.startswith(MESSAGES_PATH.encode()):
             return ANTHROPIC_ERRORS.body(error, request_id_of(cast(Scope, self.scope)))
         return OPENAI_ERRORS.body(error, "")

@@ -1,6 +1,7 @@
-"""The framework's application, past which the requests to engines go: each of their handlers is an ASGI application by
-itself, and to look for it, to make a request and a response around it would cost such a request more than its key does.
-Whatever else is asked of their paths goes the framework's way.
+"""Bypass of the framework for POST requests to engines.
+
+Each of their handlers is an ASGI application: the framework's routing, request and response objects would cost more
+than the check of the key. All other requests to their paths take the framework's route.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from moiety_platform.request_ids import add_request_id
 
-DIRECT = "direct"  # the name of such an ASGI application in the `opt` of its POST route
+DIRECT = "direct"  # key of this ASGI application in the `opt` of its POST route
 
 
 class GatewayApp(Litestar):
-    """Routes with an ASGI application of their own get POST requests at once, and the answers the request's id."""
+    """Application with direct dispatch of POST requests.
+
+    Routes with an ASGI application of their own get POST requests directly; the request id is added to their responses.
+    """
 
     __slots__ = ("_direct",)
 
@@ -36,7 +40,7 @@ class GatewayApp(Litestar):
         if direct is None:
             await super().__call__(scope, receive, send)
         else:
-            scope.setdefault("state", {})  # which not every server makes
+            scope.setdefault("state", {})  # not every server sets it
             await _answer(direct, scope, receive, send)
 
 

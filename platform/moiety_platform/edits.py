@@ -1,4 +1,4 @@
-"""Which things were edited while something was being read: what was read of those may be older than the edit."""
+"""Detection of edits during a read, whose result may then be older than the edit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ MAX_REMEMBERED = 1_000
 
 
 class Edits:
-    """Counts the edits that this process makes. Take `now` before reading; then ask whether `since` it a thing was
-    edited. Forgets the oldest, and then says yes where it does not know."""
+    """Counter of the edits that this process makes.
+
+    Take `now` before reading; then ask `since` whether a thing was edited after it. Forgets the oldest edits, and then
+    returns True where it does not know.
+    """
 
     def __init__(self) -> None:
         self.now = 0

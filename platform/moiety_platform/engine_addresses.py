@@ -1,5 +1,7 @@
-"""How engines are named in the settings: `tcp://HOST:PORT`, `ipc://PATH`, `dns+tcp://NAME:PORT` for several, or
-`openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER` for a server of others."""
+"""Engine addresses in the settings: `tcp://HOST:PORT`, `ipc://PATH`, and `dns+tcp://NAME:PORT` for several engines.
+
+An external engine is `openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from typing import Self
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 DNS_SCHEME = "dns+tcp://"
-FOREIGN_SCHEMES = ("openai+http://", "openai+https://")
+EXTERNAL_SCHEMES = ("openai+http://", "openai+https://")
 FOREIGN_FORM = "openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER"
 SWITCH = {"on": True, "off": False}
 
 
 class ExternalKind(StrEnum):
-    """The servers of others whose ways are known; `generic` is any that does what OpenAI documents."""
+    """Supported kinds of external engines; `generic` is any server that implements OpenAI's documentation."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -26,30 +28,30 @@ class ExternalKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExternalAddress:
-    """A server of others and what must be known of it beforehand."""
+    """An external engine and the facts that must be configured."""
 
     base_url: str  # up to and including /v1
     model: str
     kind: ExternalKind
-    tokenizer: Path  # the folder of a checkpoint, or its tokenizer.json
-    context_tokens: int | None = None  # None: the server says it
+    tokenizer: Path  # folder of a checkpoint, or its tokenizer.json
+    context_tokens: int | None = None  # None: the server reports it
     key_file: Path | None = None
-    priority: bool = False  # whether it was told to schedule by priority
-    shared_cache: bool = False  # whether prompts may share a cache that cannot be split by tenant
+    priority: bool = False  # the server schedules by priority
+    shared_cache: bool = False  # prompts may share a prefix cache that cannot be separated by tenant
 
     @property
     def name(self) -> str:
-        """What stands for it in logs, metrics and the choice among engines."""
+        """Name of the engine in logs, metrics and routing."""
         return f"openai+{self.base_url}?{urlencode({'model': self.model}, safe='/:')}"
 
     @property
     def root_url(self) -> str:
-        """Without /v1: where health and metrics are."""
+        """URL without /v1, for health and metrics."""
         return self.base_url.removesuffix("/v1")
 
     @classmethod
     def parse(cls, address: str) -> Self:
-        """Raises ValueError, which says what to write."""
+        """Return the parsed address. Raises ValueError, which says what to write."""
         parts = urlsplit(address.removeprefix("openai+"))
         if "@" in parts.netloc:
             raise ValueError("an engine address must hold no user or password; name the key's file by key_file=PATH")
@@ -81,17 +83,17 @@ class ExternalAddress:
 
 
 def is_name(address: str) -> bool:
-    """Whether it stands for as many engines as the name has addresses."""
+    """Return whether the address is a DNS name, which stands for one engine per resolved address."""
     return address.startswith(DNS_SCHEME)
 
 
-def is_foreign(address: str) -> bool:
-    """Whether a server of others is there."""
-    return address.startswith(FOREIGN_SCHEMES)
+def is_external(address: str) -> bool:
+    """Return whether the address is that of an external engine."""
+    return address.startswith(EXTERNAL_SCHEMES)
 
 
 def split_name(address: str) -> tuple[str, int]:
-    """(name, port) of `dns+tcp://NAME:PORT`. Raises ValueError."""
+    """Return (name, port) of `dns+tcp://NAME:PORT`. Raises ValueError."""
     name, _, port = address.removeprefix(DNS_SCHEME).rpartition(":")
     if not is_name(address) or not name or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"engine address {address!r} must be {DNS_SCHEME}NAME:PORT")
@@ -99,8 +101,8 @@ def split_name(address: str) -> tuple[str, int]:
 
 
 def identity(address: str) -> str:
-    """What two addresses of one engine have in common. Raises ValueError for what is no address."""
-    if is_foreign(address):
+    """Return the identity that all addresses of one engine share. Raises ValueError for an invalid address."""
+    if is_external(address):
         return ExternalAddress.parse(address).name
     if is_name(address):
         split_name(address)

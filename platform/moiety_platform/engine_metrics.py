@@ -1,7 +1,7 @@
-"""What engines say of themselves, for Prometheus: read from their last Load messages when they are scraped.
+"""Prometheus metrics of engines, read at each scrape from their last Load messages.
 
-Labels are bounded: engines, the deployment's classes, the wire's reason codes. An engine that is read from several
-gateways is told by each of them; `max by (engine)` tells it once.
+Labels are bounded: engines, the deployment's classes, the protocol's reason codes. Several gateways report an engine
+that they share; `max by (engine)` counts it once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CLASS = ("engine", "service_class")
 
 
 class EngineCollector(Collector):
-    """Of all engines that `states` tells of."""
+    """Collector of all engines in `states`."""
 
     def __init__(self, states: Callable[[], Sequence[EngineState]]) -> None:
         self._states = states
@@ -42,7 +42,7 @@ class EngineCollector(Collector):
         yield from self._collect_classes([(address, one) for address, load in loads for one in load.classes])
 
     def _collect_links(self, states: Sequence[EngineState]) -> Iterator[Metric]:
-        """What this gateway knows of its links to them."""
+        """Yield the state of this gateway's connections to the engines."""
         up = GaugeMetricFamily("moiety_engine_up", "1 if the engine can take requests.", labels=_ENGINE)
         inflight = GaugeMetricFamily("moiety_engine_inflight", "This gateway's open requests there.", labels=_ENGINE)
         asleep = GaugeMetricFamily("moiety_engine_asleep", "1 while the engine was put to sleep.", labels=_ENGINE)

@@ -1,27 +1,30 @@
-"""Everything the platform raises on purpose, and the one table from error to HTTP.
+"""All exceptions that the platform raises deliberately, and their HTTP statuses.
 
 PlatformError
-├── BadRequest              400  the request cannot be served as it stands
-│   └── ContextTooLong      400  prompt + max_tokens do not fit the model's context
-├── Unauthenticated         401  no key, or not one of ours
-├── Forbidden               403  a good key that may not do this
-├── NotFound                404  no such model, tenant, project or key
-├── RequestTimeout          408  the client did not send it in time
-├── Conflict                409  it exists already, or changed meanwhile
-├── Gone                    410  it was there, and is not kept
-├── PreconditionFailed      412  it is not what the request takes it for; nothing was changed
-├── TooLarge                413  the body exceeds the limit
-├── Unprocessable           422  it contradicts an earlier request
-├── RateLimited             429  try again after `retry_after_s`
-│   ├── RequestExceedsQuota 429  more than the whole cap of a limit: sending it again never helps
-│   └── Overloaded          429  the class's promise cannot be kept now, or the tenant has too much in flight
-├── HeadTooLarge            431  the request's line and headers exceed the limit
-├── EngineFailed            502  the engine broke off the request
-│   ├── EngineDied          502  the engine's process died, or cannot be reached any more
-│   └── EngineRefused       502  an external engine refuses the request: sending it again does not help
-├── NonFiniteOutput         502  the model computed NaN or infinity for the request
-└── Unavailable             503  no engine, or the store is away; try again after `retry_after_s`
-    └── EngineOverloaded    503  an external engine has no room now
+├── BadRequest                400  the request cannot be served as it is
+│   └── ContextTooLong        400  prompt + max_tokens exceed the model's context
+├── Unauthenticated           401  no key, or an unknown one
+├── Forbidden                 403  a valid key without this permission
+├── NotFound                  404  no such model, tenant, project or key
+├── RequestTimeout            408  the client did not send it in time
+├── Conflict                  409  it exists already, or changed meanwhile
+├── Gone                      410  it existed, and is not kept
+├── PreconditionFailed        412  the object is not in the expected state; nothing was changed
+├── TooLarge                  413  the body exceeds the limit
+├── ExpectationFailed         417  an unsupported Expect header
+├── Unprocessable             422  it contradicts an earlier request
+├── RateLimited               429  try again after `retry_after_s`
+│   ├── RequestExceedsQuota   429  more than the whole cap of a quota: a retry never helps
+│   └── Overloaded            429  the class's SLO cannot be met now, or the tenant has too much in flight
+├── HeadTooLarge              431  the request's line and headers exceed the limit
+├── UnsupportedTransferCoding 501  an unsupported Transfer-Encoding
+├── UnsupportedHttpVersion    505  an unsupported HTTP version
+├── EngineFailed              502  the engine aborted the request
+│   ├── EngineDied            502  the engine's process died, or cannot be reached any more
+│   └── EngineRefused         502  an external engine refuses the request: a retry does not help
+├── NonFiniteOutput           502  the model computed NaN or infinity for the request
+└── Unavailable               503  no engine, or the store is down; try again after `retry_after_s`
+    └── EngineOverloaded      503  an external engine has no capacity now
 """
 
 from __future__ import annotations
@@ -32,23 +35,26 @@ from typing import ClassVar, NamedTuple
 
 from moiety_wire.notes import Reason
 
-CRASH_SUSPECTED = "engine_crash_suspected"  # the code of a request that may have ended the engine that computed it
+CRASH_SUSPECTED = "engine_crash_suspected"  # code for a request that may have crashed the engine that computed it
 UNSUPPORTED_RESPONSE_FORMAT = (
-    "unsupported_response_format"  # the code of what an answer should be and cannot be made to be
+    "unsupported_response_format"  # code for a response format that the engine cannot guarantee
 )
 NO_FORMS = "the engine of {model!r} cannot hold an answer to a form; leave the form out, or use another model"
 
 
 class UpstreamError(NamedTuple):
-    """The status and the message of an external engine's error, for the operator's log and trace only."""
+    """Status and message of an external engine's error, only for the operator's log and trace."""
 
     status: int
     message: str  # without secrets
 
 
 class PlatformError(Exception):
-    """Root. `code` is stable and machine-readable; `param` names the offending field of the request, if one does.
-    `upstream` is the error of an external engine that this one was made from."""
+    """Base class.
+
+    `code` is stable and machine-readable; `param` names the offending field of the request, if there is one. `upstream`
+    is the external engine's error that caused this one.
+    """
 
     upstream: UpstreamError | None = None
 
@@ -131,7 +137,7 @@ class Unprocessable(PlatformError):
 
 
 class RateLimited(PlatformError):
-    """`headers` say where the limits stand, if one of them refused."""
+    """A rate limit or quota refused the request. `headers` contain the state of the quotas, if one of them refused."""
 
     headers: Mapping[str, str] = MappingProxyType({})
     status = 429
@@ -140,13 +146,13 @@ class RateLimited(PlatformError):
 
 
 class RequestExceedsQuota(RateLimited):
-    """The request needs more than the whole cap of a limit, so no wait makes room for it. It has no Retry-After."""
+    """The request needs more than the whole cap of a quota, so no wait helps. It has no Retry-After."""
 
     default_code = "request_exceeds_quota"
 
 
 class Overloaded(RateLimited):
-    """`reason` is the scheduler's, or the gate's own."""
+    """Admission control refused the request. `reason` is the scheduler's, or the admission gate's."""
 
     default_code = "overloaded"
 
@@ -186,7 +192,10 @@ class EngineFailed(PlatformError):
 
 
 class EngineDied(EngineFailed):
-    """`in_first_step`: whether the engine was computing the request's first token as it died; None: not known."""
+    """The engine died during the request.
+
+    `in_first_step` says whether the engine was computing the request's first token; None: unknown.
+    """
 
     def __init__(self, message: str, *, in_first_step: bool | None) -> None:
         super().__init__(message)
@@ -194,7 +203,10 @@ class EngineDied(EngineFailed):
 
 
 class EngineRefused(EngineFailed):
-    """`upstream_status` is the HTTP status of the refusal. It has no Retry-After, and clients are told not to retry."""
+    """An external engine refused the request.
+
+    `upstream_status` is the HTTP status of the refusal. It has no Retry-After, and clients are told not to retry.
+    """
 
     default_code = "engine_refused"
 
@@ -204,12 +216,15 @@ class EngineRefused(EngineFailed):
 
     @property
     def blames_request(self) -> bool:
-        """Whether the engine objects to what is asked, and not to who asks or to what it is set up for."""
+        """True if the refusal concerns the request itself, and not the credentials or the engine's configuration."""
         return self.upstream_status in (400, 413, 422)
 
 
 class NonFiniteOutput(PlatformError):
-    """No other engine is asked: it has the same weights. An answer of which nothing was sent is not billed."""
+    """The model computed NaN or infinity.
+
+    There is no failover: other engines have the same weights. A response of which nothing was sent is not billed.
+    """
 
     status = 502
     type = "server_error"
@@ -223,7 +238,10 @@ class Unavailable(PlatformError):
 
 
 class EngineOverloaded(Unavailable):
-    """`retry_after_s` is what the external engine said, if it `asks_to_wait`; else the least that clients are told."""
+    """An external engine is overloaded.
+
+    `retry_after_s` is the engine's own value, if it `asks_to_wait`; else the minimum for clients.
+    """
 
     default_code = "engine_overloaded"
 
@@ -233,12 +251,15 @@ class EngineOverloaded(Unavailable):
 
 
 WAIVED = (NonFiniteOutput, EngineRefused, EngineOverloaded)
-"""Errors after which nothing is billed unless a part of the answer was sent."""
+"""Errors after which nothing is billed unless a part of the response was sent."""
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error that was handled, and of those that it came from. The calls that they hold often
-    hold the error: together they would stay, with the request's text and tokens, until a garbage collection."""
+    """Drop the tracebacks of a handled error and of its causes.
+
+    Their frames often reference the error: the cycle would keep the request's text and tokens alive until a garbage
+    collection.
+    """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:

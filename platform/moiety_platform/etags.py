@@ -1,7 +1,7 @@
-"""Entity tags of what administrators edit, so that nobody overwrites what another has changed meanwhile.
+"""Entity tags of objects that administrators edit, to prevent lost updates.
 
-A tag stands for what can be edited, by value: it is the same again when the object is. What changes by itself (use,
-expiry) is not in it.
+A tag depends on the editable values: it is the same again when the object is. Fields that change by themselves (use,
+expiry) do not count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from litestar import Response
 
 from moiety_platform.errors import PreconditionFailed
 
-PRECONDITION = "precondition"  # the name of the dependency, for handlers that take one
+PRECONDITION = "precondition"  # name of the dependency, for handlers that use it
 
 _TAG = re.compile(r'(W/)?"([^"]*)"')
 
@@ -31,26 +31,28 @@ View = TypeVar("View", bound=Tagged)
 
 
 def etag_of(view: Tagged) -> str:
-    """The entity tag, in quotes."""
+    """Return the entity tag, in quotes."""
     fields = {name: value for name, value in msgspec.structs.asdict(view).items() if name not in view.transient}
     return f'"{blake2b(msgspec.json.encode(fields), digest_size=12).hexdigest()}"'
 
 
 def tagged(view: View) -> Response[View]:
-    """The answer that shows an object, with its tag."""
+    """Return the response for an object, with its tag."""
     return Response(view, headers={"ETag": etag_of(view)})
 
 
 @dataclass(frozen=True, slots=True)
 class Precondition:
-    """The `If-Match` and `If-None-Match` of a request, None where it has none; of the latter `*` alone counts."""
+    """`If-Match` and `If-None-Match` of a request, None where absent; of the latter only `*` has an effect."""
 
     if_match: str | None
     if_none_match: str | None = None
 
     def check(self, current: Tagged | None) -> None:
-        """Call it in the transaction of the change, with the object as it is there, None if there is none. Raises
-        PreconditionFailed."""
+        """Check the precondition. Raises PreconditionFailed.
+
+        Call it in the transaction of the change, with the object's current state, None if there is none.
+        """
         if current is not None and (self.if_none_match or "").strip() == "*":
             raise PreconditionFailed(
                 "There is such an object already, and it was left as it is; get it, and change it."

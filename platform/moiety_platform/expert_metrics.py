@@ -1,4 +1,4 @@
-"""How evenly engines use their experts, for Prometheus: read from what they said last when they are scraped.
+"""Prometheus metrics of the experts' load balance, read at each scrape from the engines' last reports.
 
 Labels are bounded: engines, a model's layers, four quantiles.
 """
@@ -17,7 +17,7 @@ _LAYER = ("engine", "layer")
 
 
 class ExpertCollector(Collector):
-    """Of all engines that `states` tells of; those whose model has no experts have none of these."""
+    """Collector of all engines in `states` whose model has experts."""
 
     def __init__(self, states: Callable[[], Sequence[EngineState]]) -> None:
         self._states = states

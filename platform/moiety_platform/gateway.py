@@ -1,4 +1,4 @@
-"""The gateway process: opens what it needs, serves HTTP until a signal, drains, and closes everything in order."""
+"""The gateway process: opens its resources, serves HTTP until a signal, drains, and closes everything in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.app import Services, create_app, create_operations_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.pepper import pepper_of, turn_of
+from moiety_platform.auth.pepper import pepper_of, pepper_rotation_of
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.bootstrap.administration import Administration
 from moiety_platform.bootstrap.engines import Engines, key_files
@@ -48,7 +48,7 @@ from moiety_platform.quota.store import LeaseStore
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics, watching
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
-from moiety_platform.retention.jobs import chores_of
+from moiety_platform.retention.jobs import retention_jobs_of
 from moiety_platform.retention.service import RetentionService
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
@@ -58,23 +58,26 @@ from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 
 LAST_RECORDS_S = 10.0
-OPERATIONS_DRAIN_S = 1  # how long a stop waits for a scrape
+OPERATIONS_DRAIN_S = 1  # wait of a shutdown for a running scrape
 OF_RETENTION = (
     "retention_interval_s", "keep_files_days", "keep_batches_days", "keep_requests_days", "keep_limit_windows_days",
 )  # fmt: skip
 M_ARENA_MAX, ARENAS = -8, 2  # of malloc.h
-RARELY = (20_000, 50, 100)  # a request leaves little in cycles, so looking for them at every few is time lost
+RARELY = (20_000, 50, 100)  # a request leaves few reference cycles, so frequent garbage collections waste time
 
 log = structlog.get_logger(__name__)
 
 
 def run_gateway(source: SettingsSource[GatewaySettings]) -> None:
-    """Serve until SIGINT or SIGTERM; a second one ends without draining. SIGHUP has the configuration file read again,
-    where there is one. Raises CannotListen, CannotUseEngine or CannotSendSpans."""
+    """Serve until SIGINT or SIGTERM; a second one ends without draining.
+
+    SIGHUP reloads the configuration file, if there is one. Raises AddressUnavailable, CannotUseEngine or
+    CannotSendSpans.
+    """
     settings = source.first
     configure_logging(settings.log_level, settings.log_format)
     _share_arenas()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # for texts in batches, and here they come one by one
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # for batches of texts, and here they arrive one by one
     listener, operations = bind(settings.host, settings.port), None
     if settings.operations_port is not None:
         operations = bind(settings.operations_host, settings.operations_port, "--operations-port")
@@ -83,8 +86,11 @@ def run_gateway(source: SettingsSource[GatewaySettings]) -> None:
 
 
 def _share_arenas() -> None:
-    """Let threads allocate from few arenas. By itself glibc gives each of the database's an arena of its own, and what
-    was once needed in it is never given back. Elsewhere nothing is changed."""
+    """Let threads allocate from few malloc arenas.
+
+    By default glibc gives each database thread an arena of its own, which never returns memory. No effect on other
+    systems.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(M_ARENA_MAX, ARENAS)
@@ -100,7 +106,7 @@ async def _serve(
         host, port = listener.getsockname()[:2]
         gc.collect()
         gc.set_threshold(*RARELY)
-        gc.freeze()  # what lives as long as the process need not be looked at by every collection
+        gc.freeze()  # collections need not scan objects that live as long as the process
         async with watching(services.reloader):
             engines = list(source.first.engines)
             log.info("gateway_listening", host=host, port=port, engines=engines)
@@ -111,8 +117,10 @@ async def _serve(
 
 @asynccontextmanager
 async def serving_operations(server: GatewayServer, listener: socket.socket | None) -> AsyncIterator[None]:
-    """Serve the operations pages on that listener, if there is one, until the block ends: while the gateway drains, its
-    metrics can still be read."""
+    """Serve the operations pages on that listener, if there is one, until the block ends.
+
+    Their metrics remain readable while the gateway drains.
+    """
     if listener is None:
         yield
         return
@@ -128,8 +136,10 @@ async def serving_operations(server: GatewayServer, listener: socket.socket | No
 async def assembled(
     source: SettingsSource[GatewaySettings],
 ) -> AsyncIterator[tuple[Services, GatewayServer, GatewayServer]]:
-    """All of a gateway but the addresses that it listens on: its services, its server and that of the operations
-    pages. Every setting that may change is followed by somebody."""
+    """Open a gateway except for its listeners: its services, its server and the server of the operations pages.
+
+    Asserts that every live setting has a follower.
+    """
     settings = source.first
     async with build_services(source) as services:
         pipeline = create_pipeline(settings, services)
@@ -175,7 +185,7 @@ class GatewayServer(uvicorn.Server):
         super().__init__(self._limited)
 
     def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
-        """Requests that have begun go on by what they began with."""
+        """Follow the limits of connections. Running requests keep their limits."""
         live.follow([*ConnectionLimits.__dataclass_fields__, "drain_s"], self._use)
 
     def _use(self, settings: GatewaySettings) -> None:
@@ -191,7 +201,7 @@ class GatewayServer(uvicorn.Server):
         yield
 
     def request_exit(self) -> None:
-        """Drain; asked again, stop at once."""
+        """Drain; at the second call, stop at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
         self._on_draining()
@@ -199,10 +209,10 @@ class GatewayServer(uvicorn.Server):
 
 @asynccontextmanager
 async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterator[Services]:
-    """Open everything that the application needs; close it again in reverse, so that no usage row is lost."""
+    """Open everything that the application needs; close it in reverse order, so that no usage row is lost."""
     settings = source.first
     clock, metrics, live = SystemClock(), Metrics(settings.metrics_tenants), LiveSettings(settings)
-    pepper, turn = pepper_of(settings), turn_of(settings)
+    pepper, turn = pepper_of(settings), pepper_rotation_of(settings)
     async with AsyncExitStack() as stack:
         process_id = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
         telemetry = Telemetry(settings, metrics.registry, process_id)
@@ -218,7 +228,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         quotas = QuotaKeeper(database, LeaseStore(process_id, LEASE_S), clock, ttl_s=LEASE_S)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
-        idempotency = await _keep_answers(stack, settings, database)
+        idempotency = await _start_idempotency(stack, settings, database)
         responses = ResponseKeeper(database, ConversationLimits.of(settings))
         recorder = RequestRecorder(usage, quotas, metrics, telemetry.tracing, clock)
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
@@ -240,7 +250,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
             AdapterCache(database, clock),
         )
         door = await stack.enter_async_context(OidcAuthentication(settings, database, clock))
-        retention = await _keep_up(stack, settings, process_id, database, RetentionMetrics(metrics.registry))
+        retention = await _start_retention(stack, settings, process_id, database, RetentionMetrics(metrics.registry))
         told = ReloadMetrics(metrics.registry)
         reloader = None if source.path is None else Reloader(source, live, told, beside=key_files)
         administration = Administration(
@@ -258,7 +268,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         administration.followed_by(live)
         live.follow(["metrics_tenants"], lambda wanted: metrics.tenants.use(wanted.metrics_tenants))
         live.follow(
-            OF_RETENTION, lambda wanted: retention.use(chores_of(wanted, database), wanted.retention_interval_s)
+            OF_RETENTION, lambda wanted: retention.use(retention_jobs_of(wanted, database), wanted.retention_interval_s)
         )
         yield Services(
             authenticator=authenticator,
@@ -285,8 +295,11 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
 def _open_stores(
     stack: AsyncExitStack, settings: GatewaySettings
 ) -> tuple[Database, Database, Database, Database | None]:
-    """The store for those who are served, the same for those who look and for look-ups of keys, and that of traces
-    where it is another; until the stack is closed."""
+    """Open the databases, which the stack closes.
+
+    Return the store for requests, the same store for read-only use and for look-ups of keys, and the trace store, if it
+    is another one.
+    """
     url = settings.store_url
     database, looked_at, keys = (Database.open(url, pool=pool) for pool in (SERVING, LOOKING, CHECKING))
     traces = Database.open(settings.traces_url, pool=LOOKING) if settings.traces_url != url else None
@@ -296,20 +309,20 @@ def _open_stores(
     return database, looked_at, keys, traces
 
 
-async def _keep_answers(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> IdempotencyKeys:
-    """What keeps answers under their Idempotency-Key, until the stack is closed."""
+async def _start_idempotency(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> IdempotencyKeys:
+    """Start the store of responses under their Idempotency-Key, until the stack is closed."""
     keeper = IdempotencyKeys(database, KeyStore(), KeepingLimits.of(settings))
     await keeper.start()
     stack.push_async_callback(keeper.stop)
     return keeper
 
 
-async def _keep_up(
+async def _start_retention(
     stack: AsyncExitStack, settings: GatewaySettings, process_id: str, database: Database, metrics: RetentionMetrics
 ) -> RetentionService:
-    """What deletes what is past its time, until the stack is closed."""
-    chores = chores_of(settings, database)
-    retention = RetentionService(process_id, database, chores, metrics, interval_s=settings.retention_interval_s)
+    """Start the deletion of expired rows, until the stack is closed."""
+    jobs = retention_jobs_of(settings, database)
+    retention = RetentionService(process_id, database, jobs, metrics, interval_s=settings.retention_interval_s)
     await retention.start()
     stack.push_async_callback(retention.stop)
     return retention

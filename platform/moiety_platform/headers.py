@@ -1,5 +1,7 @@
-"""Request headers, read from the raw scope. The gateway reads few; what else a client claims about itself (a tenant, a
-class, a priority, a cache salt) is read by nothing."""
+"""Request headers, read from the raw scope.
+
+The gateway reads few; it ignores other claims of a client about itself (a tenant, a class, a priority, a cache salt).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from litestar.types import Scope
 
 
 def header_of(scope: Scope, name: bytes) -> str | None:
-    """The first header of that lower-case name."""
+    """Return the first header of that lower-case name."""
     for key, value in scope["headers"]:
         if key == name:
             return value.decode("latin-1")
@@ -15,5 +17,5 @@ def header_of(scope: Scope, name: bytes) -> str | None:
 
 
 def authorization_of(scope: Scope) -> str | None:
-    """What the client says it is, in the form `Bearer KEY`."""
+    """Return the client's credentials, in the form `Bearer KEY`."""
     return header_of(scope, b"authorization")

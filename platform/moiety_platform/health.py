@@ -1,5 +1,7 @@
-"""What orchestrators and Prometheus ask: `/healthz` (the process), `/readyz` (can it serve), `/metrics`. None needs a
-key; what tells more than a stranger may know is on the operations listener."""
+"""Endpoints for orchestrators and Prometheus: `/healthz` (liveness), `/readyz` (readiness), `/metrics`.
+
+They require no key; confidential details are only on the operations listener.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ TEXT = CONTENT_TYPE.partition(";")[0]
 
 
 class Health(TypedDict):
-    """The process is there."""
+    """The process is alive."""
 
     status: Literal["ok"]
 
 
 class Readiness(TypedDict):
-    """Whether requests can be served, and why not; `reason` is `reasons` in one line."""
+    """Readiness, with the reasons why not; `reason` is `reasons` in one line."""
 
     status: Literal["ready", "not ready"]
     reason: NotRequired[str]
@@ -39,18 +41,21 @@ def probe_routes(
     with_reasons: bool,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> list[HTTPRouteHandler]:
-    """The probes. Without `store`, readiness is that of the engines alone. Reasons name engines and the store."""
+    """Return the probes. Without `store`, readiness depends on the engines alone.
+
+    Reasons name engines and the store.
+    """
 
     readiness = describes(Described(answers={200: {JSON: Readiness}, 503: {JSON: Readiness}}))
 
     @get("/healthz", name="healthz", tags=TAGS)
     async def healthz() -> Health:
-        """Whether the process is there."""
+        """Report that the process is alive."""
         return {"status": "ok"}
 
     @get("/readyz", name="readyz", tags=TAGS, opt=readiness)
     async def readyz() -> Response[Readiness]:
-        """Whether the gateway can serve requests."""
+        """Report whether the gateway can serve requests."""
         reasons = replicas.why_not_ready()
         if store is not None and (reason := await store.why_not_ready()):
             reasons = [f"store: {reason}", *reasons]
@@ -65,11 +70,11 @@ def probe_routes(
 
     @head("/healthz", name="head_healthz", tags=TAGS)
     async def head_healthz() -> None:
-        """Whether the process is there."""
+        """Report that the process is alive."""
 
     @head("/readyz", name="head_readyz", tags=TAGS, opt=describes(Described(answers={200: {}, 503: {}})))
     async def head_readyz() -> Response[None]:
-        """Whether the gateway can serve requests."""
+        """Report whether the gateway can serve requests."""
         if is_stopping() or replicas.why_not_ready():
             return Response(None, status_code=503, headers={"Retry-After": "1"})
         return Response(None)
@@ -78,13 +83,13 @@ def probe_routes(
 
 
 def metrics_route(metrics: Metrics, store: StoreReadiness | None) -> HTTPRouteHandler:
-    """The handler of `/metrics`, which tells ids of tenants."""
+    """Return the handler of `/metrics`, whose response contains ids of tenants."""
 
     @get("/metrics", name="metrics", tags=TAGS, opt=describes(Described(answers={200: {TEXT: {"type": "string"}}})))
     async def scrape() -> Response[bytes]:
-        """Metrics in Prometheus' form."""
+        """Return metrics in Prometheus' text format."""
         if store is not None:
-            await store.why_not_ready()  # so that the first scrape tells it
+            await store.why_not_ready()  # so that the first scrape includes it
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     return scrape

@@ -1,5 +1,7 @@
-"""Errors over HTTP: an API's form for them, and OpenAI's, which is that of every route without another and of what the
-framework itself refuses."""
+"""Errors over HTTP: the formats of the APIs, of which OpenAI's is the default.
+
+OpenAI's format is that of every route without another one, and of errors of the framework itself.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from litestar.exceptions import HTTPException
 from moiety_platform.errors import EngineRefused, Overloaded, PlatformError, RateLimited, RequestExceedsQuota
 
 DEFAULT_RETRY_AFTER_S = 1
-NO_RETRY_HEADER = "x-should-retry"  # OpenAI's and Anthropic's clients repeat 429 and 5xx unless it is "false"
+NO_RETRY_HEADER = "x-should-retry"  # OpenAI's and Anthropic's clients retry 429 and 5xx unless it is "false"
 REASON_HEADER = "x-moiety-reason"
-SCHEMA_PATH = "/schema"  # of the OpenAPI documents, where the application's state says that it has them
+SCHEMA_PATH = "/schema"  # path of the OpenAPI documents, where the application's state enables them
 HAS_SCHEMA = "has_schema"
 
 log = structlog.get_logger(__name__)
@@ -32,8 +34,11 @@ _CODES = {
 
 
 class ErrorFields(TypedDict):
-    """`code` is stable; `param` names the offending field of the request, if one does; `reason` says why there is no
-    room."""
+    """Fields of an error.
+
+    `code` is stable; `param` names the offending field of the request, if there is one; `reason` says why there is no
+    capacity.
+    """
 
     message: str
     type: str
@@ -43,14 +48,17 @@ class ErrorFields(TypedDict):
 
 
 class ErrorBody(TypedDict):
-    """An error, in OpenAI's form."""
+    """An error in OpenAI's format."""
 
     error: ErrorFields
 
 
 class ErrorForm(Protocol):
-    """How an API words an error. `request_id` is the one in the answer's headers; `schema` is the type of a body, and
-    `statuses` are those that only this API has."""
+    """Error format of an API.
+
+    `request_id` is the one in the response's headers; `schema` is the type of a body, and `statuses` are those that
+    only this API has.
+    """
 
     schema: ClassVar[type]
     statuses: ClassVar[tuple[int, ...]]
@@ -60,12 +68,12 @@ class ErrorForm(Protocol):
     def body(self, error: PlatformError, request_id: str) -> bytes: ...
 
     def event(self, error: PlatformError, request_id: str) -> bytes:
-        """What ends a stream that broke off; nothing follows it."""
+        """Return the last event of an aborted stream."""
         ...
 
 
 class OpenAIErrors:
-    """OpenAI's form."""
+    """OpenAI's error format."""
 
     schema: ClassVar[type] = ErrorBody
     statuses: ClassVar[tuple[int, ...]] = ()
@@ -84,7 +92,7 @@ OPENAI_ERRORS = OpenAIErrors()
 
 
 def error_fields(error: PlatformError) -> ErrorBody:
-    """The body of an error answer."""
+    """Return the body of an error response."""
     fields = _fields(error.message, error.type, error.param, error.code)
     if isinstance(error, Overloaded):
         fields["error"]["reason"] = error.reason.value
@@ -92,7 +100,7 @@ def error_fields(error: PlatformError) -> ErrorBody:
 
 
 def error_headers(error: PlatformError) -> dict[str, str]:
-    """`Retry-After` where it makes sense to try again, and why it did not work now."""
+    """Return `Retry-After` where a retry makes sense, and the reason of the refusal."""
     if isinstance(error, RequestExceedsQuota):
         return {**error.headers, NO_RETRY_HEADER: "false"}
     if isinstance(error, EngineRefused):
@@ -113,7 +121,7 @@ def answer_platform_error(_request: Request[Any, Any, Any], error: PlatformError
 
 
 def answer_framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    """What Litestar refuses: unknown routes, wrong methods, parameters of the admin API that do not validate."""
+    """Answer an error of Litestar: an unknown route, a wrong method, an invalid parameter of the admin API."""
     status = error.status_code
     if status >= 500:
         return answer_unexpected_error(request, error)
@@ -137,7 +145,7 @@ def _where_routes_are(request: Request[Any, Any, Any], purpose: str) -> str:
 
 
 def answer_unexpected_error(_request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """A defect of ours: logged whole, told without detail."""
+    """Answer a defect in the code: logged in full, reported without detail."""
     log.error("unexpected_error", exc_info=error)
     return _response(500, error_fields(internal_error()), {})
 

@@ -1,6 +1,6 @@
-"""What the parser leaves open about a request's head and two servers could read differently; RFC 9110 and 9112. Pure.
+"""Checks of a request's head that the parser leaves open and that servers could interpret differently. Pure.
 
-The parser (llhttp) refuses the rest by itself: see docs/http.md, which has every rule.
+RFC 9110 and 9112. The parser (llhttp) makes the other checks itself: docs/http.md lists every rule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moiety_platform.errors import (
 
 BAD_HTTP = "bad_http"
 SINGLE = frozenset((b"host", b"content-length", b"content-type", b"authorization", b"x-api-key"))
-"""Fields that framing, routing or authentication read once: a second one is somebody's to choose (RFC 9110, 5.3)."""
+"""Fields that may occur only once: framing, routing or authentication could read another one (RFC 9110, 5.3)."""
 
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
 _ABSOLUTE = re.compile(rb"https?://[^/?#@\s]+/[^#]*", re.IGNORECASE)
@@ -27,7 +27,7 @@ _ASTERISK = b"*"
 Fields = Sequence[tuple[bytes, bytes]]
 
 
-def refusal_of(  # noqa: PLR0911  a rule, a line
+def refusal_of(  # noqa: PLR0911  one line per rule
     method: str, target: bytes, version: str, fields: Fields
 ) -> PlatformError | None:
     """Return why a whole head is refused, or None. Names of fields are in lower case."""

@@ -1,4 +1,4 @@
-"""How deeply a JSON text is nested, found without parsing it: parsers recurse, and a request must not exhaust them."""
+"""Nesting depth of a JSON text, found without parsing: parsers recurse, and a request must not exhaust the stack."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 
 from moiety_platform.errors import BadRequest
 
-MAX_CONTAINERS = 20_000  # objects and lists of one text; what a parser makes of each costs far more than its bytes
+MAX_CONTAINERS = 20_000  # objects and lists in one text; each costs far more after parsing than its bytes
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 
 
 def check_depth(data: bytes, limit: int) -> None:
-    """Raises BadRequest if brackets outside of strings are nested deeper than `limit`, or there are too many of them.
-    Linear, and without recursion."""
+    """Check the nesting of brackets outside of strings. Raises BadRequest.
+
+    The depth is at most `limit`, and the number of brackets is bounded. Linear, and without recursion.
+    """
     if data.count(b"[") + data.count(b"{") <= limit:
         return
     depth = num_containers = 0

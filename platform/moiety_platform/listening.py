@@ -1,4 +1,4 @@
-"""The socket that a server of ours listens on."""
+"""Listening sockets of our servers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ BACKLOG = 2048
 
 
 class AddressUnavailable(Exception):
-    """The address is taken or not ours; the message says what to do."""
+    """The address is in use or does not belong to this machine; the message says what to do."""
 
 
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
-    """A listening socket. Raises AddressUnavailable, which names the option to choose another with."""
+    """Return a listening socket. Raises AddressUnavailable, which names the option to change."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)

@@ -1,7 +1,7 @@
-"""The settings that a process goes by while it runs, and who follows which of them. Knows no file and no setting.
+"""Current settings of a running process, and their followers. Knows no file and no setting.
 
-A change is taken whole or not at all: whoever must open something for it does so first, and only when all have, all go
-by it. What has begun goes on by what it began with.
+A change is applied as a whole or not at all: followers first open the resources that it needs, and only when all have
+succeeded, all switch. Running work keeps the old settings.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ log = structlog.get_logger(__name__)
 
 
 class CannotFollow(Exception):
-    """New settings that are valid cannot be gone by here; the message says why and what to do."""
+    """Valid new settings cannot be applied here; the message says why and what to do."""
 
 
 async def nothing() -> None:
-    """Nothing was opened, so nothing is given up."""
+    """Do nothing: no resources were opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A part is ready to go by new settings: `commit` has it do so, and cannot fail; else `undo` gives up what was
-    opened for them."""
+    """A follower that is ready to switch: `commit` switches and cannot fail; `undo` releases what was opened."""
 
     commit: Callable[[], None]
     undo: Callable[[], Awaitable[None]] = nothing
@@ -43,7 +42,7 @@ Prepare = Callable[[S], Awaitable[Ready]]
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Names with their values before and after: what is taken at once, and what waits for a restart."""
+    """Names with their values before and after: changes applied at once, and changes that wait for a restart."""
 
     at_once: Mapping[str, tuple[Any, Any]]
     at_restart: Mapping[str, tuple[Any, Any]]
@@ -63,7 +62,7 @@ def changes_between(now: BaseSettings, wanted: BaseSettings) -> Changes:
 
 
 class LiveSettings(Generic[S]):
-    """`now` are the settings that hold; replaced, never changed. Owned by the entry point; one event loop."""
+    """Current settings. `now` is replaced, never modified. Owned by the entry point; for one event loop."""
 
     def __init__(self, now: S) -> None:
         self.now = now
@@ -79,8 +78,11 @@ class LiveSettings(Generic[S]):
         self.follow_with(names, prepare)
 
     def follow_with(self, names: Iterable[str], prepare: Prepare[S], *, reads_files: bool = False) -> None:
-        """Have `prepare`, which may raise CannotFollow, open what the settings need when any of these changes; with
-        `reads_files`, which the settings name, whatever changes."""
+        """Call `prepare` when any of these settings changes, to open the resources that they need.
+
+        It may raise CannotFollow. With `reads_files` it is called at every change, since it reads files that the
+        settings name.
+        """
         chosen = frozenset(names)
         unknown = [name for name in chosen if not is_live(type(self.now), name)]
         assert not unknown, f"{unknown} cannot change while the process runs"
@@ -88,13 +90,13 @@ class LiveSettings(Generic[S]):
 
     @property
     def unfollowed(self) -> list[str]:
-        """Live settings that nobody follows, which would be a defect."""
+        """Live settings without a follower, which would be a defect."""
         followed = frozenset[str]().union(*(names for names, _, _ in self._parts))
         model = type(self.now)
         return sorted(name for name in model.model_fields if is_live(model, name) and name not in followed)
 
     async def change(self, wanted: S) -> Changes:
-        """Go by what may change of the wanted settings, all of it or, where this raises, nothing."""
+        """Apply the live part of the wanted settings: all of it or, where this raises, nothing."""
         async with self._changing:
             changes = changes_between(self.now, wanted)
             taken = self.now.model_copy(update={name: after for name, (_, after) in changes.at_once.items()})

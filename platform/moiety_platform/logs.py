@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, or coloured columns on a terminal. Never a prompt, never a key."""
+"""Structured logs: one JSON object per line, or coloured columns on a terminal. Never a prompt, never a key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import structlog
 
 from moiety_platform.printable import printable, printable_lines
 
-_LEVELS = {"warn": "warning", "exception": "error"}  # as structlog's own processor has it
+_LEVELS = {"warn": "warning", "exception": "error"}  # like structlog's own processor
 _encoder = msgspec.json.Encoder(enc_hook=repr)
 _SHARED: tuple[structlog.typing.Processor, ...] = (
     structlog.processors.add_log_level,
@@ -25,21 +25,24 @@ _SHARED: tuple[structlog.typing.Processor, ...] = (
 
 
 class _Logger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type: ignore[misc]  # a class made at run time
-    """What every logger is once it was used. Its methods are those of the level; see `set_log_level`."""
+    """Class of every logger after its first use. Its methods are those of the level; see `set_log_level`."""
 
 
 class Lines:
-    """Writes what is told: of one turn of an event loop in one go, since each request tells something and to write it
-    alone would cost a system call; with a warning, and what is told in threads, at once."""
+    """Writer of log lines that combines the lines of one event-loop iteration.
+
+    Each request logs something, and a write per line would cost a system call. Warnings and lines from threads are
+    written at once.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._waiting: list[str] = []
-        self._loop: asyncio.AbstractEventLoop | None = None  # in which they are to be written
+        self._loop: asyncio.AbstractEventLoop | None = None  # that will write the waiting lines
         self._lock = threading.Lock()
 
     def gather(self, line: str) -> None:
-        """Write it by the end of this turn."""
+        """Write the line by the end of this event-loop iteration."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -71,12 +74,12 @@ _METHODS = [name for name in vars(structlog.make_filtering_bound_logger(logging.
 
 
 def set_log_level(level: str) -> None:
-    """From now on, of loggers that have been used before too."""
+    """Set the level from now on, also of loggers that have been used before."""
     threshold = logging.getLevelNamesMapping()[level.upper()]
     chosen = structlog.make_filtering_bound_logger(threshold)
     for name in _METHODS:
         setattr(_Logger, name, getattr(chosen, name))
-    # what libraries say of their work has SQL parameters in it, and so prompts, and addresses of webhooks
+    # log events of libraries contain SQL parameters, and so prompts, and addresses of webhooks
     logging.getLogger().setLevel(max(threshold, logging.WARNING))
 
 
@@ -89,7 +92,7 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
         tail = [_make_printable, structlog.dev.ConsoleRenderer(exception_formatter=_show_traceback)]
     else:
         tail = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
-    lines = Lines(stream)  # of all loggers, so that what they tell stands in its order
+    lines = Lines(stream)  # shared by all loggers, so that lines keep their order
     structlog.configure(
         processors=[*_SHARED, *tail] if on_terminal else [_as_json],
         wrapper_class=_Logger,
@@ -107,7 +110,7 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
 
 
 def _as_json(logger: Any, method: str, event: structlog.typing.EventDict) -> str:
-    """What the processors for JSON make of an event, in one step, since there is one for every request."""
+    """Return the event as JSON, in one step instead of a chain of processors, since every request logs one."""
     if "exc_info" in event or "stack_info" in event:
         event = structlog.processors.StackInfoRenderer()(logger, method, event)
         event = structlog.processors.format_exc_info(logger, method, event)
@@ -117,17 +120,17 @@ def _as_json(logger: Any, method: str, event: structlog.typing.EventDict) -> str
 
 
 def _to_json(event: Any, **_: Any) -> str:
-    """The event on one line; what a terminal would not draw is escaped, as JSON may."""
+    """Return the event on one line; unprintable characters are escaped, as JSON allows."""
     return printable(_encoder.encode(event).decode())
 
 
 def _make_printable(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """The same for the columns of a terminal, which show text as it is."""
+    """Escape unprintable characters in the columns of a terminal, which shows text as it is."""
     return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
 
 
 def _show_traceback(stream: TextIO, exc_info: Any) -> None:
-    """A traceback without local variables, among which are prompts."""
+    """Write a traceback without local variables, which contain prompts."""
     told = io.StringIO()
     structlog.dev.plain_traceback(told, exc_info)
     stream.write(printable_lines(told.getvalue()))

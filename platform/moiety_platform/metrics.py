@@ -1,8 +1,7 @@
-"""What the gateway counts of its requests, for Prometheus. Labels are bounded: served models, service classes, outcomes
-and codes of ours; tenants by `tenant_metrics`. All of it stands in docs/metrics.md.
+"""Prometheus metrics of the gateway's requests, listed in docs/metrics.md.
 
-The registry is passed by argument. What engines count is the business of `engine_metrics`, what the store has of
-`store_metrics`.
+Labels are bounded: served models, service classes, outcomes and our own codes; tenants by `tenant_metrics`. The
+registry is passed as an argument. `engine_metrics` covers the engines' counters, `store_metrics` those of the store.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TPOT_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
-DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))  # theirs end at 81.92
+DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))  # the conventions' end at 81.92
 _REQUEST = ("model", "service_class")
 _GEN_AI = ("operation", *_REQUEST)
 
@@ -49,8 +48,8 @@ class _Statements(Collector):
 
 
 def new_registry() -> CollectorRegistry:
-    """With what every process tells of itself: its version, processor time, memory and open files."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # when each series began is of no use, and doubles their number
+    """Return a registry with the metrics of every process: its version, processor time, memory and open files."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # creation times are of no use, and double the number of series
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     Info("moiety_build", "What runs.", registry=registry).info({"version": version("moiety")})
@@ -58,7 +57,7 @@ def new_registry() -> CollectorRegistry:
 
 
 class RetentionMetrics:
-    """Of what is past its time and deleted, in whichever process does it."""
+    """Counts of deleted expired rows, in whichever process deletes them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         rows_help = (
@@ -76,7 +75,7 @@ class RetentionMetrics:
 
 
 class SpeculativePrefillMetrics:
-    """Of turns that were followed, to have the next one's beginning computed."""
+    """Counts of turns whose next turn was prefilled speculatively."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         text = "Answered turns whose next one was foreseen, by what came of that; engines count the tokens."
@@ -87,10 +86,10 @@ class SpeculativePrefillMetrics:
 
 
 class Metrics:
-    """The instruments of one gateway process."""
+    """Metrics of one gateway process."""
 
     def __init__(self, max_tenants: int = MAX_TENANTS) -> None:
-        """At most so many tenants have series of their own."""
+        """At most `max_tenants` tenants have series of their own."""
         self.registry = new_registry()
         self.tenants = TenantCollector(max_tenants)
         self.registry.register(self.tenants)
@@ -175,7 +174,7 @@ class Metrics:
         )
 
     def observe_admission(self, service_class: str, outcome: str, reason: str) -> None:
-        """Count one verdict: by the class that was asked for, admitted, downgraded or rejected, and why."""
+        """Count one decision: requested class, admitted, downgraded or rejected, and the reason."""
         self._admissions.add((service_class, outcome, reason))
 
     def observe_failover(self, served_model: str, cause: str) -> None:
@@ -185,11 +184,11 @@ class Metrics:
         self._refused.labels(str(status)).inc()
 
     def observe_idempotency(self, outcome: str) -> None:
-        """Count a request that an Idempotency-Key kept from being served."""
+        """Count a request that was not served because of its Idempotency-Key."""
         self._idempotency.labels(outcome).inc()
 
     def observe(self, row: UsageRow, operation: str, served_model: str, tpot_s: float | None) -> None:
-        """Count one ended request. `served_model` is a model of ours or `unknown`, whatever the client asked for."""
+        """Count one ended request. `served_model` is a served model or `unknown`, whatever the client requested."""
         of = (served_model, row.service_class)
         of_operation = (operation, *of)
         self.tenants.observe(row)
@@ -197,7 +196,7 @@ class Metrics:
         self._duration.add((*of_operation, row.outcome), row.duration_ms / 1000)
         if row.error_code is not None:
             self._errors.add((row.service_class, row.error_code))
-        if row.sla_attained is not None:  # both are there, so that a share of them always is
+        if row.sla_attained is not None:  # both series always exist, so that their ratio does, too
             self._promises.add((*of, "true"), int(row.sla_attained))
             self._promises.add((*of, "false"), int(not row.sla_attained))
             if row.sla_attained and row.output_tokens:
@@ -216,7 +215,7 @@ class Metrics:
             self._tpot.add(of_operation, tpot_s)
 
     def watch_statements(self, read: Callable[[], int]) -> None:
-        """Tell, at each scrape, how many SQL statements were sent so far."""
+        """Report, at each scrape, the number of SQL statements sent so far."""
         self.registry.register(_Statements(read))
 
     def render(self) -> bytes:

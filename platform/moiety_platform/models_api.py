@@ -1,4 +1,4 @@
-"""What a client may ask about the served models: `/v1/models`, `/tokenize`, `/detokenize`."""
+"""Client endpoints of the served models: `/v1/models`, `/tokenize`, `/detokenize`."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ _BETA = {IGNORED: SENT_BY_ANTHROPIC_CLIENTS}
 class _Body(StrictBody):
     forms: ClassVar[Mapping[str, str]] = FORMS
 
-    model: ModelName | None = None  # may be left out where one model is served
+    model: ModelName | None = None  # optional where one model is served
 
 
 class TokenizeBody(_Body):
-    """Raw text, or messages for the model's chat template. What cannot fit the model's context is refused, not counted;
-    what is longer by less is."""
+    """Raw text, or messages for the model's chat template.
+
+    A text that certainly exceeds the model's context is refused without counting; a slightly longer one is counted.
+    """
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -72,7 +74,7 @@ class TokenizeBody(_Body):
 
     prompt: Annotated[str, shows(minLength=1)] | None = None
     messages: Messages | None = None
-    tools: ChatTools | None = None  # beside messages, as the next
+    tools: ChatTools | None = None  # only with messages, like the next field
     chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
@@ -97,7 +99,7 @@ class DetokenizeBody(_Body):
 
 
 class Model(TypedDict):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     object: Literal["model"]
@@ -114,7 +116,7 @@ class ModelList(TypedDict):
 
 
 class Tokenized(TypedDict):
-    """The ids of a text's tokens, how many they are, and how many the model can take."""
+    """The token ids of a text, their number, and the model's context length."""
 
     tokens: list[int]
     count: int
@@ -129,7 +131,7 @@ class Detokenized(TypedDict):
 
 @dataclass(slots=True)
 class ModelServices:
-    """What these endpoints need. The bounds may be set to others, for the bodies that are read from then on."""
+    """Dependencies of these endpoints. The bounds can be changed, for later bodies."""
 
     authenticator: Authenticator
     replicas: Replicas
@@ -142,13 +144,13 @@ class ModelServices:
 
 
 def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
-    """The handlers of these endpoints."""
+    """Return the handlers of these endpoints."""
 
     async def caller(request: Request[Any, Any, Any]) -> Principal:
         return await authenticate(services.authenticator, request)
 
     async def visible(principal: Principal) -> dict[str, ModelCard]:
-        """The served models that the key may use, and those with adapters of its tenant."""
+        """Return the served models that the key may use, and those with adapters of its tenant."""
         cards, allowed = services.replicas.cards(), principal.allowed_models
         found = {name: card for name, card in sorted(cards.items()) if allowed is None or name in allowed}
         if services.adapters is not None:

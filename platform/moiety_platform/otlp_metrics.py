@@ -1,7 +1,7 @@
-"""Sends metrics to one place by OTLP/HTTP, from a thread of its own: the same series as at /metrics, now and then.
+"""Exporter of metrics by OTLP/HTTP, in a thread of its own: periodically sends the same series as /metrics.
 
-Names stay as they are at /metrics, without `_total`; what OpenTelemetry's conventions for generative AI name has their
-names and attributes. Fails open: nobody waits, and what is not taken is counted and told again by the next sums.
+Names are those of /metrics, without `_total`; metrics of OpenTelemetry's conventions for generative AI have their names
+and attributes there. Fails open: no request waits, and a failed export is counted and covered by the next sums.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from prometheus_client.registry import Collector
 SERVICE_NAME = "moiety-gateway"
 EXPORT_TIMEOUT_S = 10.0
 LAST_EXPORT_S = 1.0
-COLLECT_S = 5.0  # for which a loop that is busy is waited for
+COLLECT_S = 5.0  # longest wait for a busy event loop
 TAKEN, NOT_TAKEN = "taken", "not_taken"
 
 _GEN_AI = "gen_ai_server_"
@@ -58,12 +58,15 @@ log = structlog.get_logger(__name__)
 
 
 def otlp_metric_exporter(endpoint: str) -> MetricExporter:
-    """To exactly that address. Headers come from OpenTelemetry's own variables."""
+    """Return an exporter to exactly that address. Headers come from OpenTelemetry's environment variables."""
     return OTLPMetricExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S, compression=Compression.Gzip)
 
 
 class MetricSender(Collector):
-    """Owned by the entry point, in whose event loop it is made, and which closes it. Tells at /metrics how it fares."""
+    """Background exporter, created in the event loop of the entry point, which closes it.
+
+    It reports its own exports at /metrics.
+    """
 
     def __init__(
         self, registry: CollectorRegistry, exporter: MetricExporter, instance_id: str, *, interval_s: float
@@ -90,11 +93,11 @@ class MetricSender(Collector):
         yield exports
 
     def withdraw(self) -> None:
-        """Another one tells at /metrics from now on; once."""
+        """Stop reporting at /metrics, since another sender takes over; call it once."""
         self._registry.unregister(self)
 
     def close(self, timeout_s: float = LAST_EXPORT_S) -> None:
-        """Send a last time, unless it takes longer. Idempotent. Not in the loop, which is asked for the metrics."""
+        """Export a last time, within the timeout. Idempotent. Not from the event loop, which collects the metrics."""
         self._closing.set()
         self._thread.join(timeout_s)
         self._exporter.shutdown()
@@ -106,7 +109,7 @@ class MetricSender(Collector):
             try:
                 families = _in_loop(self._loop, lambda: list(self._registry.collect()))
                 result = self._exporter.export(self._data(families))
-            except Exception:  # the root of a thread that lives as long as the process
+            except Exception:  # top level of a thread that lives as long as the process
                 log.exception("metrics_not_sent")
                 result = MetricExportResult.FAILURE
             self.counts[TAKEN if result is MetricExportResult.SUCCESS else NOT_TAKEN] += 1
@@ -119,13 +122,13 @@ class MetricSender(Collector):
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], list[Family]]) -> list[Family]:
-    """What is counted belongs to the event loop, so it is read there. Raises TimeoutError."""
+    """Read the metrics in the event loop, which owns them. Raises TimeoutError."""
     found: Future[list[Family]] = Future()
 
     def run() -> None:
         try:
             found.set_result(read())
-        except Exception as error:  # raised where the result is waited for
+        except Exception as error:  # raised where the result is awaited
             found.set_exception(error)
 
     loop.call_soon_threadsafe(run)
@@ -133,7 +136,7 @@ def _in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], list[Family]]) 
 
 
 def metric_of(family: Family, start_ns: int, now_ns: int) -> Metric:
-    """A family as OpenTelemetry has it: a monotonic sum, a gauge or a histogram."""
+    """Return a family in OpenTelemetry's form: a monotonic sum, a gauge or a histogram."""
     stem, _, last = family.name.rpartition("_")
     is_gen_ai = family.name.startswith(_GEN_AI)
     name = "gen_ai.server." + stem.removeprefix(_GEN_AI) if is_gen_ai else family.name
@@ -159,7 +162,7 @@ def _gen_ai_attributes(labels: Mapping[str, str]) -> dict[str, str]:
 def _histograms(
     family: Family, attributes: Callable[[Mapping[str, str]], dict[str, str]], start_ns: int, now_ns: int
 ) -> Iterator[HistogramDataPoint]:
-    """A point of each series. Prometheus counts up to each bound; OpenTelemetry between the bounds."""
+    """Yield a point of each series. Prometheus counts up to each bound; OpenTelemetry between the bounds."""
     series: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = {}
     sums: dict[tuple[tuple[str, str], ...], float] = {}
     for sample in family.samples:

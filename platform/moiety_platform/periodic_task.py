@@ -1,4 +1,4 @@
-"""Work that a process does again and again in the background, all its life."""
+"""Periodic background tasks that live as long as the process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ log = structlog.get_logger(__name__)
 
 
 class PeriodicTask:
-    """Does `work`, logged as `name`, every `every_s`, and at once when woken.
-    Owned by whose work it is; one event loop.
+    """Runs `work`, logged as `name`, every `every_s`, and at once when woken. For one event loop.
 
-    What a round raises does not end the work: that the database is away is told once, anything else each time, and for
-    `pause_s` nobody can wake it."""
+    Owned by the owner of the work. An exception in a round does not end the task: a database that is down is logged
+    once, any other error each time, and for `pause_s` nobody can wake it.
+    """
 
     def __init__(
         self, name: str, work: Callable[[], Awaitable[object]], every_s: float, *, pause_s: float = 0.0
     ) -> None:
         self._name = name
         self._work = work
-        self.every_s = every_s  # may be set to another, for the rounds after the next
+        self.every_s = every_s  # can be changed, for the rounds after the next
         self._pause_s = pause_s
         self._woken = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -39,11 +39,11 @@ class PeriodicTask:
         self._task = asyncio.create_task(self._run(), name=self._name)
 
     def wake(self) -> None:
-        """Something is to be done: make a round at once, or another one after this."""
+        """Run a round at once, or another one after the current round."""
         self._woken.set()
 
     async def stop(self) -> bool:
-        """Return when the round that is being made has come to its end, the last one; False if nothing was running."""
+        """Wait for the current round, which is the last one; return False if nothing was running."""
         if self._task is None:
             return False
         self._stopping.set()
@@ -73,7 +73,7 @@ class PeriodicTask:
                     log.warning("store_away", what=self._name, reason=str(error))
                 is_away = True
                 await _wait(self._stopping, self._pause_s)
-            except Exception:  # the root of a task that lives as long as the process: told, and tried again
+            except Exception:  # top level of a task that lives as long as the process: logged, and retried
                 log.exception("round_failed", what=self._name)
                 await _wait(self._stopping, self._pause_s)
             else:

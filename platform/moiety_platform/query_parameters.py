@@ -1,5 +1,7 @@
-"""Query parameters that lists share, and how those that are no text are read: the framework would take `null` for none,
-and a number for a moment."""
+"""Query parameters that lists share, and strict parsing of those that are not text.
+
+The framework would accept `null` for None, and a number for a moment.
+"""
 
 from __future__ import annotations
 
@@ -27,37 +29,37 @@ Filter = Annotated[str | None, QueryParameter(schema_extra={"maxLength": MAX_FIL
 
 
 def whole(description: str, low: int, high: int) -> QueryParameter:
-    """A whole number, which `parse_whole` reads."""
+    """Return a parameter for a whole number, which `parse_whole` reads."""
     return QueryParameter(description=description, schema_extra={"type": "integer", "minimum": low, "maximum": high})
 
 
 def one_of(description: str, *choices: str) -> QueryParameter:
-    """One of these words."""
+    """Return a parameter for one of these words."""
     return QueryParameter(description=description, schema_extra={"enum": list(choices)})
 
 
 def some_of(description: str, choices: Sequence[str]) -> QueryParameter:
-    """Some of these words, each once, separated by commas."""
+    """Return a parameter for some of these words, each once, separated by commas."""
     items = {"type": "array", "items": {"enum": list(choices)}, "minItems": 1, "uniqueItems": True}
     return QueryParameter(description=description, schema_extra=items)
 
 
 def parse_whole(text: str, param: str) -> int:
-    """Raises BadRequest."""
+    """Return the whole number. Raises BadRequest."""
     if not _WHOLE.fullmatch(text):
         raise BadRequest(f"'{param}' must be a whole number, not {text[:64]!r}.", param=param)
     return int(text)
 
 
 def parse_text(text: str | None, param: str) -> str | None:
-    """What a Filter gives. Raises BadRequest."""
+    """Return the text of a Filter. Raises BadRequest."""
     if text is not None and not (text.isprintable() and len(text) <= MAX_FILTER_LENGTH):
         raise BadRequest(f"'{param}' must have at most {MAX_FILTER_LENGTH} printable characters.", param=param)
     return text
 
 
 def parse_moment(text: str | None, param: str) -> datetime | None:
-    """Raises BadRequest."""
+    """Return the moment. Raises BadRequest."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Random ids by the dozen: the system's randomness, asked for so rarely that it costs no request a system call."""
+"""Random ids from a pool of system randomness, so that few requests need a system call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ POOL_BYTES = 4096
 
 
 class _Pool:
-    """What of the last draw is not used yet. A process that forks must not go on with it, and ours do not fork."""
+    """Unused rest of the last draw. Not safe after a fork; our processes do not fork."""
 
     def __init__(self) -> None:
         self._bytes = b""
@@ -27,11 +27,13 @@ _pool = _Pool()
 
 
 def random_hex(num_bytes: int) -> str:
-    """Of so many random bytes, for ids; secrets come from `secrets`. For one thread."""
+    """Return `num_bytes` random bytes in hexadecimal, for ids; use `secrets` for secrets. For one thread."""
     return _pool.take(num_bytes).hex()
 
 
 def ordered_hex() -> str:
-    """For ids that are kept: 48 bits of the time and 80 random ones, as in a UUID of version 7. What is stored together
-    then stands together in an index, so that storing it touches few of its pages. For one thread."""
+    """Return a time-ordered id for stored rows: 48 bits of time and 80 random ones, as in a UUID of version 7.
+
+    Rows that are stored together are adjacent in an index, so that an insert touches few pages. For one thread.
+    """
     return f"{time.time_ns() // 1_000_000:012x}{_pool.take(10).hex()}"

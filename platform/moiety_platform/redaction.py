@@ -1,4 +1,4 @@
-"""Secrets taken out of text: those known by their value, and what has the shape of one."""
+"""Redaction of secrets in text: those known by value, and text in the form of a secret."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 HIDDEN = "[redacted]"
-MIN_SECRET_CHARS = 6  # of a value; shorter ones would take innocent text with them
+MIN_SECRET_CHARS = 6  # of a value; shorter ones would match innocent text
 ANY = r"[^\s\"',;&]+"
 
 _NAMES = r"secret(?:_key)?|password|passwd|pepper|api[ _-]?key(?: provided)?|(?<!num_)token"
@@ -22,7 +22,7 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def redact_text(text: str, secrets: Iterable[str]) -> str:
-    """Without the `secrets`, and without what has a secret's shape or stands after a secret's name."""
+    """Return the text without the `secrets`, text in the form of a secret, and values after a secret's name."""
     for secret in sorted({one for one in secrets if len(one) >= MIN_SECRET_CHARS}, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     for shape, shown in _SHAPES:

@@ -1,4 +1,4 @@
-"""How a setting is declared: what it means, and whether a change of the file is taken while the process runs."""
+"""Declaration of settings: description, and hot reload or restart."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-RELOAD = "reload"  # in a field's JSON schema: one of the next two
+RELOAD = "reload"  # key in a field's JSON schema, with one of the next two values
 AT_ONCE, AT_RESTART = "at once", "at a restart"
 
 
 def live(default: Any, told: str, **checks: Any) -> Any:
-    """A setting whose change is taken within seconds, by whoever follows it (see `live_settings`)."""
+    """Declare a setting with hot reload, which a follower applies within seconds (see `live_settings`)."""
     return Field(default=default, description=told, json_schema_extra={RELOAD: AT_ONCE}, **checks)
 
 
 def fixed(default: Any, told: str, **checks: Any) -> Any:
-    """A setting by which something is opened that lasts as long as the process."""
+    """Declare a setting that needs a restart, since its resource lives as long as the process."""
     return Field(default=default, description=told, json_schema_extra={RELOAD: AT_RESTART}, **checks)
 
 
 def reload_of(model: type[BaseSettings], name: str) -> str:
-    """When a change of the setting is taken."""
+    """Return when a change of the setting takes effect."""
     extra = model.model_fields[name].json_schema_extra
     assert isinstance(extra, dict), f"{name} is declared as live or fixed"
     return str(extra[RELOAD])

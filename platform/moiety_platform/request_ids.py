@@ -1,5 +1,7 @@
-"""The id of an HTTP request: the client's `X-Request-Id` if it is a reasonable one, or one of ours; on every answer.
-Under `MESSAGES_PATH` an answer has it by Anthropic's name as well."""
+"""Id of an HTTP request: the client's valid `X-Request-Id`, or a generated one; included in every response.
+
+Under `MESSAGES_PATH` a response has it under Anthropic's name, too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _REASONABLE = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 def request_id_of(scope: Scope) -> str:
-    """The same for the whole life of a request."""
+    """Return the request's id, which never changes during the request."""
     state = scope.setdefault("state", {})
     request_id = state.get(_STATE_KEY)
     if request_id is None:
@@ -35,12 +37,12 @@ def _offered(scope: Scope) -> str | None:
 
 
 def id_headers(path: str, request_id: str) -> dict[str, str]:
-    """By which an answer says it."""
+    """Return the response headers with the id."""
     return dict.fromkeys(_ON_MESSAGES if path.startswith(MESSAGES_PATH) else _ON_OTHERS, request_id)
 
 
 async def add_request_id(message: Message, scope: Scope) -> None:
-    """A `before_send` hook."""
+    """Add the id headers. A `before_send` hook."""
     if message["type"] == "http.response.start":
         more = id_headers(scope["path"], request_id_of(scope))
         message["headers"] = [*message["headers"], *((k.encode(), v.encode("latin-1")) for k, v in more.items())]

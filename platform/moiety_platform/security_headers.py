@@ -1,5 +1,7 @@
-"""Headers of every answer that keep browsers and caches from misusing it: OWASP's list for REST services. docs/http.md
-says why each is there, and which are for whoever ends TLS."""
+"""Headers of every response that protect against misuse by browsers and caches: OWASP's list for REST services.
+
+docs/http.md explains each, and which ones the TLS proxy must add.
+"""
 
 from __future__ import annotations
 
@@ -12,4 +14,4 @@ SECURITY_HEADERS: list[tuple[str, str]] = [
 ]
 
 AS_BYTES = b"".join(f"{name}: {value}\r\n".encode("ascii") for name, value in SECURITY_HEADERS)
-"""Lines of a head."""
+"""The headers as lines of a response head."""

@@ -1,5 +1,7 @@
-"""Counts and times of one event loop, by labels, for Prometheus: what every request adds to, many times a request. The
-library's own lock, look up and check at each step, for the sake of threads that there are none of here."""
+"""Counters and histograms for Prometheus of one event loop, which every request updates many times.
+
+Those of the library take locks, look up and check at each step, for threads that do not exist here.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Labels = tuple[str, ...]
 
 
 class Counts(Collector):
-    """A counter of each combination of labels that was seen."""
+    """A counter per combination of labels."""
 
     def __init__(self, name: str, documentation: str, labels: Labels, registry: CollectorRegistry) -> None:
         self._describes = name, documentation, labels
@@ -23,7 +25,7 @@ class Counts(Collector):
         registry.register(self)
 
     def add(self, labels: Labels, amount: int = 1) -> None:
-        """Nothing added makes a series all the same."""
+        """Add the amount; adding 0 creates the series, too."""
         self._values[labels] = self._values.get(labels, 0) + amount
 
     def collect(self) -> Iterator[Metric]:
@@ -35,7 +37,7 @@ class Counts(Collector):
 
 
 class Times(Collector):
-    """A histogram of each combination of labels that was seen, in seconds. `bounds` ascend, each its own bucket's."""
+    """A histogram per combination of labels, in seconds. `bounds` are the ascending upper bounds of the buckets."""
 
     def __init__(
         self, name: str, documentation: str, labels: Labels, bounds: Sequence[float], registry: CollectorRegistry

@@ -1,6 +1,6 @@
 """The gateway's settings: one frozen model, read from flags, environment (`MOIETY_…`) and one TOML or YAML file.
 
-Read and validated by the entry point, passed down by argument; nothing else reads the environment.
+Read and validated by the entry point, passed down as an argument; nothing else reads the environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moiety_platform.reloadable import fixed, live
 from moiety_wire.grammars import MAX_GUIDE_BYTES
 
 SECTION = "gateway"
-MIN_DAYS_OF_USAGE = 62  # so that what is told late, of a month that is just over, finds what it belongs to
+MIN_DAYS_OF_USAGE = 62  # so that late usage of the previous month still finds its requests
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -29,14 +29,17 @@ _SQLITE_FILE = re.compile(r"(sqlite(?:\+\w+)?:///(?:.*/)?)[^/?]+", re.DOTALL)
 
 
 def traces_beside(store_url: str) -> str:
-    """Where traces are kept unless it is said: in a file of their own beside a SQLite store, where one writes at a time
-    and spans would keep the ledger waiting; on PostgreSQL in the same database."""
+    """Return the default URL of the trace store.
+
+    Beside a SQLite store it is a file of its own, since SQLite has one writer and spans would delay the ledger; on
+    PostgreSQL it is the same database.
+    """
     found = _SQLITE_FILE.fullmatch(store_url)
     return store_url if found is None else found[1] + TRACES_FILE
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach a server that listens there."""
+    """Return whether only processes of this machine can reach a server that listens there."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -44,12 +47,12 @@ def is_loopback(host: str) -> bool:
 
 
 def _also(name: str, variable: str) -> AliasChoices:
-    """OpenTelemetry's own variable, by which our engines go as well, so that one serves both."""
+    """Return aliases with OpenTelemetry's own variable, which our engines read, too, so that one variable suffices."""
     return AliasChoices(name, f"MOIETY_{name.upper()}", variable)
 
 
 class GatewaySettings(BaseSettings):
-    """Everything that may be set for one gateway process."""
+    """All settings of one gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)
 
@@ -241,13 +244,15 @@ class GatewaySettings(BaseSettings):
 
     @property
     def has_operations_on_port(self) -> bool:
-        """Whether the port of the API also serves the operations pages: without a listener of their own, and only on
-        loopback, since they need no key."""
+        """True if the API's port also serves the operations pages.
+
+        This is without a separate listener, and only on loopback, since the pages need no key.
+        """
         return self.operations_port is None and is_loopback(self.host)
 
     @property
     def keep_files_s(self) -> int | None:
-        """How long a file is kept for which no end was asked; None: until it is deleted."""
+        """Lifetime of a file without a requested expiry, in seconds; None: until it is deleted."""
         return self.keep_files_days * 24 * 3600 or None
 
     @property
@@ -257,7 +262,7 @@ class GatewaySettings(BaseSettings):
 
     @property
     def usage_journal_dir(self) -> Path:
-        """Where usage rows lie that the database does not have."""
+        """Folder of usage rows that are not in the database yet."""
         return self.data_dir / "usage-journal"
 
     @property
@@ -267,9 +272,11 @@ class GatewaySettings(BaseSettings):
 
     @classmethod
     def load(cls, config: Path | None = None, **flags: Any) -> GatewaySettings:
-        """Settings by precedence: flags that are not None, environment, the file's `gateway` table, defaults.
-        Raises ConfigFileError or pydantic's ValidationError."""
+        """Return the settings. Raises ConfigFileError or pydantic's ValidationError.
+
+        Precedence: flags that are not None, environment, the file's `gateway` table, defaults.
+        """
         document = read_config_section(config, SECTION) if config else {}
-        environment = EnvSettingsSource(cls)()  # not yet checked, since what one says may need what another says
+        environment = EnvSettingsSource(cls)()  # not validated yet, since one value can require another
         given = {name: value for name, value in flags.items() if value is not None}
         return cls(**{**document, **environment, **given})

@@ -1,6 +1,6 @@
-"""What one gateway process has of its store, for Prometheus: the ledger's rows on their way, leases and quarantine.
+"""Prometheus metrics of one gateway's use of its store: pending rows of the ledger, leases and quarantine.
 
-Read from memory at each scrape: a store that is away or slow makes no scrape so.
+Read from memory at each scrape, so a store that is down or slow does not delay a scrape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moiety_platform.usage.recorder import UsageRecorder
 
 
 class StoreCollector(Collector):
-    """Of one gateway."""
+    """Collector of one gateway."""
 
     def __init__(
         self,

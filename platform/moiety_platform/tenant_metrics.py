@@ -1,8 +1,8 @@
-"""What each tenant asks for, for Prometheus, with as many series however many tenants there are.
+"""Prometheus metrics of tenants with a bounded number of series.
 
-The busiest tenants of late have series of their own; all others are summed as `other`. Which they are is looked at
-when metrics are read, once a minute at most. A tenant that loses its place leaves what it counted to `other`, so no
-series ever falls; one that gets a place begins at zero.
+The recently busiest tenants have series of their own; all others are summed as `other`. The ranking is updated when
+metrics are read, at most once a minute. The counts of a tenant that loses its place are added to `other`, so no series
+ever decreases; the series of a tenant that gets a place starts at zero.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from prometheus_client.registry import Collector
 from moiety_platform.usage.row import UsageRow
 
 MAX_TENANTS = 20
-OTHER = "other"  # no tenant's id, which all begin with ten_
+OTHER = "other"  # never a tenant's id, since all begin with ten_
 RANKED_EVERY_S = 60.0
-STAYING = 2  # who has a place keeps it while among the first of so many times the places
-MAX_RECENT = 10_000  # tenants after which they are ranked though nobody reads
+STAYING = 2  # a tenant keeps its place while it ranks within this multiple of the number of places
+MAX_RECENT = 10_000  # tenants after which a ranking is forced without a scrape
 
 TOO_MANY_REQUESTS = 429
 
 
 class _SeriesCounts(msgspec.Struct):
-    """Of one series."""
+    """Counts of one series."""
 
     requests: int = 0
     refused: int = 0
@@ -47,7 +47,7 @@ class _SeriesCounts(msgspec.Struct):
 
 
 class TenantCollector(Collector):
-    """Of one gateway process. Memory is bounded, too."""
+    """Collector of one gateway process, with bounded memory."""
 
     def __init__(self, max_tenants: int = MAX_TENANTS, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._max_tenants = max_tenants
@@ -58,7 +58,7 @@ class TenantCollector(Collector):
         self._ranked_s = float("-inf")
 
     def use(self, max_tenants: int) -> None:
-        """So many places from the next reading on."""
+        """Change the number of places, from the next scrape on."""
         self._max_tenants, self._ranked_s = max_tenants, float("-inf")
 
     def observe(self, row: UsageRow) -> None:
@@ -90,14 +90,16 @@ class TenantCollector(Collector):
         yield from (requests, refused, tokens)
 
     def _rank(self) -> None:
-        """Give the places to those who were busiest since the last time. Who has one keeps it while it is nearly as
-        busy as they, or nobody else wants it."""
+        """Give the places to the tenants that were busiest since the last ranking.
+
+        A tenant keeps its place while it is nearly as busy, or no other tenant needs it.
+        """
         recent, self._recent = self._recent, defaultdict(int)
         self._ranked_s = self._monotonic()
         busiest = heapq.nlargest(self._max_tenants * STAYING, recent, key=recent.__getitem__)
         wanting = [tenant_id for tenant_id in busiest[: self._max_tenants] if tenant_id not in self._shown]
         leaving = sorted(set(self._shown) - set(busiest))
-        num_beyond = len(self._shown) - self._max_tenants  # where there are fewer places than there were
+        num_beyond = len(self._shown) - self._max_tenants  # if the number of places was reduced
         for tenant_id in sorted(self._shown, key=lambda one: recent.get(one, 0))[: max(0, num_beyond)]:
             self._other.take(self._shown.pop(tenant_id))
         leaving = [tenant_id for tenant_id in leaving if tenant_id in self._shown]

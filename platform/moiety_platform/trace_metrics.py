@@ -1,4 +1,4 @@
-"""What became of traces and spans, for Prometheus: read at each scrape, so that no request counts for it."""
+"""Prometheus metrics of traces and spans, read at each scrape, so that requests have no extra cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moiety_platform.traces.tracing import Tracing
 
 
 class TraceCollector(Collector):
-    """Of one gateway."""
+    """Collector of one gateway."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing

@@ -139,7 +139,7 @@ class HostileGateway:
             ("AuditView", "before"): {"name": self.text("before")},
             ("AuditView", "after"): {"name": self.text("after")},
             ("UsageGroup", "group"): self._group,
-            ("MinuteSum", "group"): self._group,
+            ("UsageMinuteSum", "group"): self._group,
             ("SimulationView", "state"): self.simulation,
             ("SimulationView", "settings"): self._simulation_settings,
             ("TraceDetail", "spans"): self._spans,

@@ -106,10 +106,10 @@ def nap(loop: EngineLoop, lacks: str) -> str:
 @contextlib.contextmanager
 def lacking(what: str) -> Iterator[None]:
     """On another rank than the first. A device has room at every second try."""
-    whole = WeightOffload.come_back
+    whole = WeightOffload.reload_weights
     tries = itertools.count()
 
-    def come_back(self: WeightOffload, on_progress: Callable[[], None]) -> None:
+    def reload_weights(self: WeightOffload, on_progress: Callable[[], None]) -> None:
         if next(tries) % 2 == 0:
             raise OutOfMemory("there is no room")
         whole(self, on_progress)
@@ -120,7 +120,7 @@ def lacking(what: str) -> Iterator[None]:
         if what == "weights":
             stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
         if what == "device":
-            stack.enter_context(patch.object(WeightOffload, "come_back", come_back))
+            stack.enter_context(patch.object(WeightOffload, "reload_weights", reload_weights))
         yield
 
 

@@ -369,7 +369,7 @@ def test_an_engine_that_sleeps_holds_no_cache_for_what_is_still_being_written(ma
     loop.submit(make_submit(1))
     while not (loop.disk.saver.is_writing and loop.scheduler.idle):
         loop.step()
-    cache = weakref.ref(loop._resident.kv.layers[0].k_NGPd)
+    cache = weakref.ref(loop._device_state.kv.layers[0].k_NGPd)
     loop.sleep()
     gc.collect()
     assert cache() is None

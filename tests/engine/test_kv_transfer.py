@@ -161,7 +161,7 @@ def test_tokens_and_ends_are_those_of_one_engine(
         0,
         0,
     )
-    assert engines.prefill.load().handed_over_requests_total == len(KINDS)
+    assert engines.prefill.load().prefill_done_requests_total == len(KINDS)
 
 
 def test_kv_that_finds_no_room_is_computed_again_with_the_same_tokens(pair: Any, whole: dict[int, Result]) -> None:

@@ -4,7 +4,7 @@ run dry of credit, give way and come back, on the real scheduler, block pool and
 The stand-in for the model writes down, for every KV slot, the text whose KV it holds, and looks at each step whether
 the blocks that a sequence reads hold what it has computed. So a block that is lost, mixed up or overwritten is seen.
 The same holds for the stand-in of a draft model, which has slots of its own in the same blocks, and for that of a layer
-which foretells, where a slot hangs on the next token, too.
+which is_mtp_layer, where a slot hangs on the next token, too.
 """
 
 from __future__ import annotations
@@ -394,7 +394,7 @@ class Replica:
         self._commit(self._flight)
         self._flight = None
         stopped = [c for c in self.clients.values() if c.aborted or (c.tokens and c.tokens[-1] == EOS)]
-        assert self.scheduler.overshot_tokens_total <= self.overlap * len(stopped), "computed in vain"
+        assert self.scheduler.tokens_past_stop_total <= self.overlap * len(stopped), "computed in vain"
         assert self.scheduler.groups.num_used == 0
         for client in self.clients.values():
             if client.finish is not None:

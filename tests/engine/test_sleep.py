@@ -53,8 +53,8 @@ def test_what_sleeps_gives_its_memory_back_and_answers_the_same_when_woken(check
     loop.warm_up()
     submits = [make_submit(key) for key in range(5)]
     before = {key: result.token_ids for key, result in run_all(loop, submits).items()}
-    assert loop._resident is not None
-    cache = weakref.ref(loop._resident.kv.layers[0].k_NGPd)
+    assert loop._device_state is not None
+    cache = weakref.ref(loop._device_state.kv.layers[0].k_NGPd)
     assert loop.load().kv_blocks_cached > 0
     held = weights_on_device(loop)
     for _ in range(2):

@@ -20,7 +20,7 @@ from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.speculative_prefill.habits import HORIZON_S, ConversationWatch, ReturnPatterns
+from moiety_engine.scheduling.speculative_prefill.return_patterns import HORIZON_S, ConversationWatch, ReturnPatterns
 from moiety_engine.scheduling.speculative_prefill.speculative_prefill import LIKELY, MAX_WANTED, _Wanted
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD
@@ -51,7 +51,7 @@ def ask(key: int, prompt: list[int], *, tenant: str = "a", max_tokens: int = 4) 
     )
 
 
-def foresee(key: int, prompt: list[int], *, tenant: str = "a", habit: str = "h", **before: Any) -> CoreSubmit:
+def prefetch(key: int, prompt: list[int], *, tenant: str = "a", habit: str = "h", **before: Any) -> CoreSubmit:
     wanted = SpeculativePrefillRequest(habit, **before)
     return msgspec.structs.replace(ask(key, prompt, tenant=tenant, max_tokens=0), speculative_prefill=wanted)
 
@@ -105,7 +105,7 @@ def test_the_next_turn_finds_in_the_cache_what_was_foreseen() -> None:
     driver = Driver(make_scheduler())
     answered(driver, 1, list(range(10)))
     history = [*range(10), *range(50, 63)]  # without its thoughts the answer is other tokens
-    driver.add(foresee(2, history, num_shared=10, other_ids=[100, 101, 102, 103], num_asked=10))
+    driver.add(prefetch(2, history, num_shared=10, other_ids=[100, 101, 102, 103], num_asked=10))
     driver.run()
     assert (driver.ends[2].detail, driver.ends[2].num_speculative_tokens) == ("computed", 12)
     turn = answered(driver, 3, [*history, 7, 8, 9])
@@ -120,7 +120,7 @@ def test_where_answers_are_no_prefixes_of_prompts_the_answer_itself_is_foreseen(
     driver = Driver(make_scheduler(apart=True))
     answered(driver, 1, list(range(8)), max_tokens=9)
     history = [*range(8), *range(100, 108), 1]
-    driver.add(foresee(2, history, num_shared=16, num_asked=8))
+    driver.add(prefetch(2, history, num_shared=16, num_asked=8))
     driver.run()
     assert driver.ends[2].num_speculative_tokens == 8
     assert answered(driver, 3, [*history, 7, 8, 9]).num_cached_tokens == 16
@@ -129,7 +129,7 @@ def test_where_answers_are_no_prefixes_of_prompts_the_answer_itself_is_foreseen(
 def test_nothing_is_foreseen_while_a_request_is_there_and_whoever_comes_is_served_in_the_next_step() -> None:
     driver = Driver(make_scheduler(num_blocks=200))
     driver.add(ask(1, list(range(30)), max_tokens=3))
-    driver.add(foresee(2, [9] * 400))
+    driver.add(prefetch(2, [9] * 400))
     for _ in range(4):
         assert driver.step()
         assert driver.scheduler.speculative_prefill.account.computed_total == 0
@@ -148,7 +148,7 @@ def test_nothing_is_foreseen_while_a_request_is_there_and_whoever_comes_is_serve
 def test_it_waits_for_parked_requests_too_which_go_on_at_any_moment() -> None:
     driver = Driver(make_scheduler())
     driver.add(msgspec.structs.replace(ask(1, [1, 2, 3]), credit_tokens=1))
-    driver.add(foresee(2, [9] * 20))
+    driver.add(prefetch(2, [9] * 20))
     while driver.step():
         pass
     assert driver.scheduler.num_paused == 1
@@ -165,10 +165,10 @@ def test_a_full_cache_is_left_alone_but_for_what_the_conversation_cannot_use_any
     answered(driver, 2, list(range(200, 231)), max_tokens=1, tenant="b")
     assert driver.scheduler.kv.pool.num_blank == 1
     history = [*range(8), *range(60, 72)]
-    driver.add(foresee(3, history, num_shared=8, other_ids=thoughts, num_asked=8))
+    driver.add(prefetch(3, history, num_shared=8, other_ids=thoughts, num_asked=8))
     driver.run()
     assert (driver.ends[3].detail, driver.ends[3].num_speculative_tokens) == ("computed", 12)
-    driver.add(foresee(4, [9] * 8))
+    driver.add(prefetch(4, [9] * 8))
     driver.run()
     assert (driver.ends[4].detail, driver.ends[4].num_speculative_tokens) == ("no_room", 0)
     others = answered(driver, 5, list(range(200, 232)), max_tokens=1, tenant="b")
@@ -181,7 +181,7 @@ def test_what_has_gone_to_host_memory_is_not_computed_once_more() -> None:
     driver = Driver(Scheduler(ledger, limits, STRATEGIES[Batching.CONTINUOUS], "fcfs"))
     answered(driver, 1, list(range(12)), max_tokens=1)
     answered(driver, 2, list(range(200, 220)), max_tokens=1, tenant="b")
-    driver.add(foresee(3, [*range(12), *range(60, 68)], num_shared=12, num_asked=12))
+    driver.add(prefetch(3, [*range(12), *range(60, 68)], num_shared=12, num_asked=12))
     driver.run()
     assert (driver.ends[3].detail, driver.ends[3].num_speculative_tokens) == ("no_room", 0)
     assert answered(driver, 4, list(range(13)), max_tokens=1).num_cached_tokens == 12
@@ -190,11 +190,11 @@ def test_what_has_gone_to_host_memory_is_not_computed_once_more() -> None:
 def test_what_nobody_asks_for_in_time_was_wasted_and_is_not_foreseen_of_that_habit_again() -> None:
     driver = Driver(make_scheduler(num_blocks=400))
     for key in range(12):
-        driver.add(foresee(key, [key] * 8))
+        driver.add(prefetch(key, [key] * 8))
         driver.run()
         driver.now_ns += int(HORIZON_S * 1e9)
-    driver.add(foresee(99, [99] * 8))
-    driver.add(foresee(100, [100] * 8, habit="another"))
+    driver.add(prefetch(99, [99] * 8))
+    driver.add(prefetch(100, [100] * 8, habit="another"))
     driver.run()
     account = driver.scheduler.speculative_prefill.account
     assert driver.ends[0].detail == driver.ends[100].detail == "computed"
@@ -207,7 +207,7 @@ def test_what_nobody_asks_for_in_time_was_wasted_and_is_not_foreseen_of_that_hab
 def test_what_came_before_its_turn_is_not_computed_beside() -> None:
     driver = Driver(make_scheduler())
     driver.add(ask(1, list(range(10))))
-    driver.add(foresee(2, [9] * 8))
+    driver.add(prefetch(2, [9] * 8))
     driver.add(ask(3, [9] * 10))
     driver.run()
     assert (driver.ends[2].detail, driver.ends[2].num_speculative_tokens) == ("came", 0)
@@ -218,8 +218,8 @@ def test_a_tenant_that_foresees_much_crowds_out_itself() -> None:
     driver = Driver(make_scheduler(num_blocks=3000))
     driver.add(ask(0, [1, 2, 3], max_tokens=2))
     for key in range(1, MAX_WANTED + 1):
-        driver.add(foresee(key, [key] * 8, habit=str(key)))
-    driver.add(foresee(9999, [7] * 8, tenant="b", habit="b"))
+        driver.add(prefetch(key, [key] * 8, habit=str(key)))
+    driver.add(prefetch(9999, [7] * 8, tenant="b", habit="b"))
     assert [key for key, end in driver.ends.items() if end.detail == "crowded"] == [1]
     driver.run()
     order = [key for key, end in driver.ends.items() if end.detail == "computed"]
@@ -228,7 +228,7 @@ def test_a_tenant_that_foresees_much_crowds_out_itself() -> None:
 
 def test_one_that_is_given_up_ends_at_once_and_what_it_had_stays_cached() -> None:
     driver = Driver(make_scheduler(num_blocks=200))
-    driver.add(foresee(1, [9] * 400))
+    driver.add(prefetch(1, [9] * 400))
     driver.step()
     assert driver.scheduler.abort(1, FinishReason.ABORT, now_ns=driver.now_ns) is None
     assert not driver.step()
@@ -240,7 +240,7 @@ def test_one_that_is_given_up_ends_at_once_and_what_it_had_stays_cached() -> Non
 
 def test_no_tenant_can_tell_what_was_foreseen_for_another() -> None:
     driver = Driver(make_scheduler())
-    driver.add(foresee(1, [9] * 20))
+    driver.add(prefetch(1, [9] * 20))
     driver.run()
     assert answered(driver, 2, [9] * 21, tenant="b").num_cached_tokens == 0
     assert answered(driver, 3, [9] * 21).num_speculative_tokens == 20
@@ -285,7 +285,7 @@ def _served(arrivals: list[Any], foreseen: list[Any], num_blocks: int) -> tuple[
                 driver.add(ask(key, prompt, tenant=tenant, max_tokens=output))
         for key, (at, length, first) in enumerate(foreseen, 1000):
             if at == number:
-                driver.add(foresee(key, [first] * length, tenant="c", habit=str(key)))
+                driver.add(prefetch(key, [first] * length, tenant="c", habit=str(key)))
         driver.plans = []
         driver.step()
         steps.append(driver.plans[0] if driver.plans else [])
@@ -333,7 +333,7 @@ def test_an_engine_answers_the_same_after_what_was_foreseen_and_computes_less(lo
     (expected,) = _finished(plain, {1}).values()
     foreseeing.submit(ask(1, prompt, max_tokens=8))
     _finished(foreseeing, {1})
-    foreseeing.submit(foresee(2, history, num_shared=40, num_asked=40))
+    foreseeing.submit(prefetch(2, history, num_shared=40, num_asked=40))
     ahead = _finished(foreseeing, {2})[2].finish
     foreseeing.submit(ask(3, turn, max_tokens=8))
     got = _finished(foreseeing, {3})[3]
@@ -352,7 +352,7 @@ def test_of_what_is_wanted_no_more_nothing_is_kept_but_where_it_would_begin() ->
     scheduler = make_scheduler()
     speculative_prefill = scheduler.speculative_prefill
     for key in range(1, 40):
-        speculative_prefill.add(foresee(key, [1000 + key] * 200), key * 10**6)
+        speculative_prefill.add(prefetch(key, [1000 + key] * 200), key * 10**6)
         speculative_prefill.abort(key, key * 10**6)
     speculative_prefill.take_ended()
     gc.collect()
@@ -366,7 +366,7 @@ def test_nothing_is_computed_for_who_was_erased(when: str) -> None:
     erase = functools.partial(driver.scheduler.groups.forget_tenants, frozenset([tenant_mark("a")]))
     if when == "before":
         erase()
-    driver.add(foresee(2, [9] * 400))
+    driver.add(prefetch(2, [9] * 400))
     if when == "meanwhile":
         assert driver.step()
         erase()

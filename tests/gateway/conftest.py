@@ -50,13 +50,13 @@ from moiety_platform.reloading.controller import settings_routes
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.store import ResponseStore
-from moiety_platform.retention.jobs import chores_of
+from moiety_platform.retention.jobs import retention_jobs_of
 from moiety_platform.retention.service import RetentionService
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
-from moiety_platform.tenant_deletion.controller import erasure_routes
+from moiety_platform.tenant_deletion.controller import tenant_deletion_routes
 from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.sampling import SamplingTerms
 from moiety_platform.traces.tracing import Tracing
@@ -328,7 +328,7 @@ async def run_gateway(
                         *engine_routes(replicas),
                         *expert_routes(ExpertService(replicas, clock)),
                         *webhook_routes(AddressPolicy(), PEPPER),
-                        *erasure_routes(),
+                        *tenant_deletion_routes(),
                         *settings_routes(source, live, None),
                     ],
                 )
@@ -351,9 +351,9 @@ async def run_gateway(
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
         running.database, running.responses, running.replicas = database, responses, replicas
         running.store_clock, running.live, running.server = store_clock, live, server
-        chores = chores_of(chosen, database, store_clock)
+        jobs = retention_jobs_of(chosen, database, store_clock)
         running.retention = RetentionService(
-            worker_id, database, chores, RetentionMetrics(metrics.registry), interval_s=60, now=store_clock
+            worker_id, database, jobs, RetentionMetrics(metrics.registry), interval_s=60, now=store_clock
         )
         running.num_connections = lambda: len(server.server_state.connections)
         try:

@@ -290,7 +290,7 @@ async def test_a_trace_store_goes_by_its_file_as_well(tmp_path) -> None:
         assert live.unfollowed == []
         await live.change(
             TraceSettings(
-                **given | {"traces_token": "another token of them"}, traces_guest_token="of guests, such as",
+                **given | {"traces_token": "another token of them"}, traces_untrusted_token="of guests, such as",
                 traces_max_body_bytes=2048, traces_queue_spans=1000, keep_traces_days=1, retention_interval_s=5,
             )
         )  # fmt: skip

@@ -154,9 +154,9 @@ async def test_a_rate_lets_its_worth_through_and_refills(limited):
         await limit(gateway, "tenant", 30, "requests_per_minute")
         began_s = time.monotonic()
         answers = await asyncio.gather(*(ask(gateway) for _ in range(50)), return_exceptions=True)
-        come_back = (time.monotonic() - began_s) / 2
+        reload_weights = (time.monotonic() - began_s) / 2
         refused = [answer.response for answer in answers if isinstance(answer, openai.RateLimitError)]
-        assert 20 - come_back - 1 <= len(refused) <= 20
+        assert 20 - reload_weights - 1 <= len(refused) <= 20
         assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
         assert int(refused[0].headers["retry-after"]) <= 3
         assert refused[0].headers["x-ratelimit-limit-requests"] == "30"

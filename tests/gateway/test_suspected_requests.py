@@ -16,7 +16,7 @@ WHOLE = " ".join(str(1 + i) for i in range(60))
 
 
 def engines_of(new_card, number, **settings) -> list[FakeEngineClient]:
-    cards = [msgspec.structs.replace(new_card(f"engine-{i}"), follows_guides=True) for i in range(number)]
+    cards = [msgspec.structs.replace(new_card(f"engine-{i}"), follows_grammars=True) for i in range(number)]
     return [FakeEngineClient(card, **settings) for card in cards]
 
 

@@ -83,7 +83,7 @@ async def run_store(folder, *, has_tables=True, **settings):
     if has_tables:
         async with database.engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)
-    given = {"traces_database_url": url, "traces_token": TOKEN, "traces_guest_token": GUEST, **settings}
+    given = {"traces_database_url": url, "traces_token": TOKEN, "traces_untrusted_token": GUEST, **settings}
     async with build_app(TraceSettings(**given)) as app:
         listener = bind("127.0.0.1", 0)
         server = TraceServer(app)
@@ -148,8 +148,8 @@ async def test_whoever_has_no_token_is_refused(store):
 
 
 def test_a_guest_is_not_given_the_token_of_gateways():
-    with pytest.raises(ValidationError, match="set traces_guest_token to another text"):
-        TraceSettings(traces_token=TOKEN, traces_guest_token=TOKEN)
+    with pytest.raises(ValidationError, match="set traces_untrusted_token to another text"):
+        TraceSettings(traces_token=TOKEN, traces_untrusted_token=TOKEN)
 
 
 async def test_what_cannot_be_read_is_refused_in_the_protocols_words(store):

@@ -33,7 +33,7 @@ class Published:
     """A checkpoint with such a layer, written as published, and how to compute it."""
 
     folder: Path
-    oracle: Any  # whose last layer is the one that foretells
+    oracle: Any  # whose last layer is the one that is_mtp_layer
     extra: dict[str, Tensor]
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class Published:
 
 @pytest.fixture(params=FAMILIES)
 def published(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Any]) -> Published:
-    """transformers writes one layer more than the model has, which becomes the one that foretells."""
+    """transformers writes one layer more than the model has, which becomes the one that is_mtp_layer."""
     checkpoint = make_checkpoint(request.param)
     folder, width = checkpoint.folder, checkpoint.oracle.config.hidden_size
     num_layers = checkpoint.oracle.config.num_hidden_layers - 1

@@ -19,7 +19,7 @@ from sqlalchemy import delete, func, select, update
 
 from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
 from moiety_platform.adapters.contents import AdapterContents
-from moiety_platform.adapters.controller import AdapterRoom, adapter_routes
+from moiety_platform.adapters.controller import AdapterStorage, adapter_routes
 from moiety_platform.adapters.magnitudes import bound_of
 from moiety_platform.adapters.models import Adapter, AdapterChunk
 from moiety_platform.adapters.naming import allowed_of
@@ -63,7 +63,7 @@ def cache(database: Database, clock: ManualClock) -> AdapterCache:
 async def api(database: Database, clock: ManualClock, demo: Demo, cache: AdapterCache) -> AsyncIterator[Admin]:
     classes, prices = ClassCache(database, clock), PriceCache(database, clock)
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
-    routes = adapter_routes(cache, AdapterRoom(2000, 3000))
+    routes = adapter_routes(cache, AdapterStorage(2000, 3000))
     parts = (database, Authenticator(database, PEPPER, clock), classes, prices, quotas, PEPPER, clock)
     app = Litestar(
         [admin_router(*parts, more=routes)],

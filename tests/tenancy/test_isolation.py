@@ -21,7 +21,7 @@ from sqlalchemy import update
 
 from moiety_platform.access.roles import Role
 from moiety_platform.adapters.cache import AdapterCache
-from moiety_platform.adapters.controller import AdapterRoom, adapter_routes
+from moiety_platform.adapters.controller import AdapterStorage, adapter_routes
 from moiety_platform.adapters.schemas import NewAdapter
 from moiety_platform.adapters.service import create_adapter
 from moiety_platform.app import Services, create_app
@@ -56,7 +56,7 @@ from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.simulations.controller import simulation_routes
 from moiety_platform.simulations.runner import Simulations
-from moiety_platform.tenant_deletion.controller import erasure_routes
+from moiety_platform.tenant_deletion.controller import tenant_deletion_routes
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
@@ -299,8 +299,14 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing()
     replicas, settings = Replicas([]), GatewaySettings()
     experts = expert_routes(ExpertService(replicas, clock))
-    handlers = [*engine_routes(replicas), *experts, *webhook_routes(AddressPolicy(), PEPPER), *erasure_routes(), *more]
-    handlers += adapter_routes(AdapterCache(database, clock), AdapterRoom(10_000, 15_000))
+    handlers = [
+        *engine_routes(replicas),
+        *experts,
+        *webhook_routes(AddressPolicy(), PEPPER),
+        *tenant_deletion_routes(),
+        *more,
+    ]
+    handlers += adapter_routes(AdapterCache(database, clock), AdapterStorage(10_000, 15_000))
     handlers += settings_routes(SettingsSource.open(None, SECTION, lambda: settings), LiveSettings(settings), None)
     handlers += simulation_routes(Simulations(database, limit_s=60.0, niceness=0), replicas.states)
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)

@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from moiety_platform.auth.authenticator import OUTAGE_PAUSE_S, TTL_S, Authenticator
 from moiety_platform.auth.keys import generate_key, mark_of
-from moiety_platform.auth.pepper import BadPepper, PepperRotation, pepper_of, turn_of
+from moiety_platform.auth.pepper import BadPepper, PepperRotation, pepper_of, pepper_rotation_of
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.clock import ManualClock
@@ -147,18 +147,18 @@ def test_peppers_come_from_settings_or_from_files_of_the_data_directory(tmp_path
         key_pepper_next=SecretStr("c" * 32),
         key_pepper_previous=SecretStr("p" * 32),
     )
-    assert (pepper_of(given), turn_of(given)) == (b"n" * 32, PepperRotation(b"c" * 32, b"p" * 32))
+    assert (pepper_of(given), pepper_rotation_of(given)) == (b"n" * 32, PepperRotation(b"c" * 32, b"p" * 32))
     local = GatewaySettings(data_dir=tmp_path)
     old = pepper_of(local)
-    assert turn_of(local) == PepperRotation()
+    assert pepper_rotation_of(local) == PepperRotation()
     (tmp_path / "pepper").rename(tmp_path / "pepper.previous")
     assert pepper_of(local) != old
-    assert turn_of(local) == PepperRotation(previous=old)
-    assert "p" * 32 not in repr(turn_of(given))
+    assert pepper_rotation_of(local) == PepperRotation(previous=old)
+    assert "p" * 32 not in repr(pepper_rotation_of(given))
 
 
 @pytest.mark.parametrize("name", ["next", "previous"])
 def test_a_weak_pepper_is_refused_beside_the_present_one_too(name: str, tmp_path: Path) -> None:
     settings = GatewaySettings(data_dir=tmp_path, **{f"key_pepper_{name}": SecretStr("short")})  # type: ignore[arg-type]
     with pytest.raises(BadPepper, match=f"MOIETY_KEY_PEPPER_{name.upper()} has 5 bytes"):
-        turn_of(settings)
+        pepper_rotation_of(settings)

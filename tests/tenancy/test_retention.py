@@ -35,7 +35,7 @@ from moiety_platform.quota.models import (
     QuotaWindow,
 )
 from moiety_platform.responses_api.models import StoredResponse
-from moiety_platform.retention.jobs import DAY_MS, chores_of
+from moiety_platform.retention.jobs import DAY_MS, retention_jobs_of
 from moiety_platform.retention.leases import take
 from moiety_platform.retention.models import RetentionJobRecord
 from moiety_platform.retention.service import LEASE_S, RetentionJob, RetentionService
@@ -78,9 +78,9 @@ async def second(database_url: str) -> AsyncIterator[Database]:
 
 
 def upkeep_of(
-    database: Database, owner: str, now: StoreClock, chores: list[RetentionJob] | None = None
+    database: Database, owner: str, now: StoreClock, jobs: list[RetentionJob] | None = None
 ) -> RetentionService:
-    chosen = chores if chores is not None else chores_of(GatewaySettings(), database, now)
+    chosen = jobs if jobs is not None else retention_jobs_of(GatewaySettings(), database, now)
     return RetentionService(
         owner, database, chosen, RetentionMetrics(new_registry()), interval_s=INTERVAL_S, pause_s=0, now=now
     )
@@ -244,7 +244,7 @@ async def test_requests_may_go_and_what_they_came_to_stays_provable(
         for number in range(20)
     ]  # fmt: skip
     new = make_row("new", started_at=NOW)
-    chores = chores_of(GatewaySettings(keep_requests_days=62), database, store_clock)
+    jobs = retention_jobs_of(GatewaySettings(keep_requests_days=62), database, store_clock)
     since = NOW - timedelta(days=500)
     async with database.write() as session:
         await insert_rows(session, [*rows, new])
@@ -254,7 +254,7 @@ async def test_requests_may_go_and_what_they_came_to_stays_provable(
     for late, num_cut in (([], 20), ([rows[3]], 0), ([rows[5], unheard], 1), ([rows[3], new], 0)):
         async with database.write() as session:
             await insert_rows(session, late)
-        assert (await upkeep_of(database, "one", store_clock, chores).round())["usage"] == num_cut
+        assert (await upkeep_of(database, "one", store_clock, jobs).round())["usage"] == num_cut
         assert await left(database, UsageRecord.request_id) == {"new"}
         async with database.read() as session:
             found = await reconcile(session, since, NOW)
@@ -343,9 +343,9 @@ async def test_a_chore_that_fails_keeps_no_other_from_being_done_and_is_told(
 
     await fill(database)
     registry = new_registry()
-    chores = [RetentionJob("broken", fail), *chores_of(GatewaySettings(), database, store_clock)]
+    jobs = [RetentionJob("broken", fail), *retention_jobs_of(GatewaySettings(), database, store_clock)]
     retention = RetentionService(
-        "one", database, chores, RetentionMetrics(registry), interval_s=INTERVAL_S, now=store_clock
+        "one", database, jobs, RetentionMetrics(registry), interval_s=INTERVAL_S, now=store_clock
     )
     assert (await retention.round())["batches"] > 0
     assert await left(database, QuotaRate.debt) == {0}
@@ -356,12 +356,12 @@ async def test_a_chore_that_fails_keeps_no_other_from_being_done_and_is_told(
 
 async def test_a_service_that_runs_does_its_chores_by_itself_and_stops(database: Database) -> None:
     await fill(database)
-    chores = chores_of(GatewaySettings(), database)
-    retention = RetentionService("one", database, chores, RetentionMetrics(new_registry()), interval_s=0.04, pause_s=0)
+    jobs = retention_jobs_of(GatewaySettings(), database)
+    retention = RetentionService("one", database, jobs, RetentionMetrics(new_registry()), interval_s=0.04, pause_s=0)
     await retention.start()
     async with asyncio.timeout(60):
         while await left(database, QuotaRate.quota_id) != {"open"}:  # noqa: ASYNC110 - the store announces nothing
             await asyncio.sleep(0.02)
     await retention.stop()
     assert await left(database, Batch.id) == {"new", "kept", "open"}
-    assert await left(database, RetentionJobRecord.name) == {chore.name for chore in chores}
+    assert await left(database, RetentionJobRecord.name) == {chore.name for chore in jobs}

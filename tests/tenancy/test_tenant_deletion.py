@@ -35,7 +35,7 @@ from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.models import QuotaLease, QuotaWindow
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.responses_api.models import StoredResponse
-from moiety_platform.tenant_deletion.controller import erasure_routes
+from moiety_platform.tenant_deletion.controller import tenant_deletion_routes
 from moiety_platform.tenant_deletion.data import KEPT, doomed
 from moiety_platform.tenant_deletion.engine_notice import EngineNotice
 from moiety_platform.tenant_deletion.service import TenantDeleter
@@ -68,7 +68,7 @@ async def admin(
     caches = ClassCache(database, clock), PriceCache(database, clock)
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     app = Litestar(
-        [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, more=erasure_routes())],
+        [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, more=tenant_deletion_routes())],
         exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
     )
     client = Admin(app, demo.admin_key)

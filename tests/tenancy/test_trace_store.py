@@ -13,7 +13,7 @@ from moiety_platform.db.paging import PageRequest, decode_cursor
 from moiety_platform.db.session import Database
 from moiety_platform.metrics import RetentionMetrics, new_registry
 from moiety_platform.retention.service import RetentionService
-from moiety_platform.trace_receiver.process import DAY_MS, chores_of
+from moiety_platform.trace_receiver.process import DAY_MS, retention_jobs_of
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.trace_store.queries import TraceFilter, find_traces, read_trace
@@ -111,7 +111,7 @@ async def test_upkeep_deletes_what_was_stored_longer_ago_than_it_is_kept(databas
     retention = RetentionService(
         "one",
         database,
-        chores_of(settings, clock),
+        retention_jobs_of(settings, clock),
         RetentionMetrics(new_registry()),
         interval_s=60,
         pause_s=0,

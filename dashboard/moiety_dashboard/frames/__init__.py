@@ -1,1 +1,1 @@
-"""From the admin API's JSON to data frames, one a table or chart. Pure; knows no page and no network."""
+"""Data frames of the admin API's JSON, one per table or chart. Pure; knows no page and no network."""

@@ -13,7 +13,7 @@ COLUMNS = ("seq", "at", "actor", "role", "action", "kind", "change", "object")
 
 
 def audit_frame(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> pd.DataFrame:
-    """A line a change. `names` are of keys, by id."""
+    """Return one row per change. `names` maps key ids to names."""
     rows = [
         {
             "seq": entry["seq"],
@@ -31,7 +31,7 @@ def audit_frame(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str]) 
 
 
 def in_words(entry: Mapping[str, Any]) -> str:
-    """What changed, field by field; of what was made or deleted, what it is."""
+    """Return a change field by field; for a created or deleted object, its fields."""
     before, after = entry["before"], entry["after"]
     if entry["erased_at"] is not None:
         return "(erased)"

@@ -1,4 +1,4 @@
-"""Experts' load as the admin API tells it, as frames."""
+"""Expert load from the admin API as frames."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Model = Mapping[str, Any]
 
 ALL, MOST, LEAST = "all layers", "most even layer", "least even layer"
 OTHERS = "all others"
-FEW = 50  # tokens an expert, below which chance alone makes a load look uneven
+FEW = 50  # tokens per expert, below which chance alone makes a load look uneven
 
 
 def cells(model: Model) -> pd.DataFrame:
-    """A line an expert of a layer: its tokens, and how many times the mean of its layer they are."""
+    """Return one row per expert of a layer: its tokens, and their ratio to the mean of its layer."""
     picks_LE = matrix(model)
     num_layers, num_experts = picks_LE.shape
     mean_L1 = picks_LE.mean(axis=1, keepdims=True)
@@ -33,12 +33,12 @@ def cells(model: Model) -> pd.DataFrame:
 
 
 def matrix(model: Model) -> np.ndarray:
-    """Tokens by layer and expert."""
+    """Return tokens by layer and expert."""
     return np.array(model["picks"], dtype=np.int64).reshape(len(model["layers"]), model["num_experts"])
 
 
 def layers_frame(model: Model) -> pd.DataFrame:
-    """A line a layer: how even it is, its busiest expert, and those that nobody picked."""
+    """Return one row per layer: its balancedness, its busiest expert, and its unused experts."""
     picks_LE = matrix(model)
     mean_L = np.maximum(picks_LE.mean(axis=1), 1e-9)
     active = model["active_experts_by_layer"] or [None] * len(picks_LE)
@@ -55,7 +55,7 @@ def layers_frame(model: Model) -> pd.DataFrame:
 
 
 def tenants_frame(model: Model) -> pd.DataFrame:
-    """A line a tenant, the busiest first."""
+    """Return one row per tenant, the busiest first."""
     rows = [
         {
             "tenant": OTHERS if one["tenant_id"] is None else one["tenant_name"] or one["tenant_id"],
@@ -68,7 +68,7 @@ def tenants_frame(model: Model) -> pd.DataFrame:
 
 
 def evenness_frame(model: Model) -> pd.DataFrame:
-    """Balancedness minute by minute, of all layers together and of the most and the least even one."""
+    """Return the balancedness per minute, of all layers together and of the most and the least even one."""
     rows = []
     for minute in model["minutes"]:
         known = [value for value in minute["balancedness_by_layer"] if value is not None]
@@ -80,7 +80,7 @@ def evenness_frame(model: Model) -> pd.DataFrame:
 
 
 def active_frame(model: Model) -> pd.DataFrame:
-    """Experts of a layer that a step used, minute by minute."""
+    """Return the experts of a layer that a step used, per minute."""
     rows = [
         {"slot": datetime.fromisoformat(minute["at"]), "series": ALL, "active": minute["active_experts"]}
         for minute in model["minutes"]
@@ -90,7 +90,7 @@ def active_frame(model: Model) -> pd.DataFrame:
 
 
 def plan_frame(plan: Model) -> pd.DataFrame:
-    """A line a layer of a plan: how even its ranks are before and after, and which experts are in how many places."""
+    """Return one row per layer of a plan: its ranks' balancedness before and after, and its replicated experts."""
     rows = []
     for layer, before, after, replicas in zip(
         plan["layers"], plan["by_layer_before"], plan["by_layer_after"], plan["replicas"], strict=True
@@ -102,13 +102,13 @@ def plan_frame(plan: Model) -> pd.DataFrame:
 
 
 def hottest(frame: pd.DataFrame) -> Mapping[Any, Any] | None:
-    """The expert that has the most, measured by the mean of its layer."""
+    """Return the expert with the highest load relative to the mean of its layer."""
     known = frame[frame["times_mean"].notna()].sort_values("times_mean")
     return None if known.empty else known.iloc[-1].to_dict()
 
 
 def is_thin(model: Model) -> bool:
-    """Whether chance alone would make an even load look uneven."""
+    """Return whether chance alone would make an even load look uneven."""
     return bool(model["tokens"] * model["experts_per_token"] < FEW * model["num_experts"])
 
 

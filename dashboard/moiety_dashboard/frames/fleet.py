@@ -1,4 +1,4 @@
-"""Engines and classes as they are now."""
+"""Engines and service classes in their current state."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pandas as pd
 from moiety_dashboard.figures import ratio, short_address
 
 Rows = Sequence[Mapping[str, Any]]
-Seen = Mapping[str, Sequence[tuple[float, Mapping[str, Any]]]]  # by engine, when a load was seen, and the load
+Seen = Mapping[str, Sequence[tuple[float, Mapping[str, Any]]]]  # by engine: time of a load report, and the load
 
-NO_DEVICE = (None, "", "none")  # of servers of others, and of an engine that computes nothing
-OBJECTIVE = 0.99  # of the promises, against which the burn is told
+NO_DEVICE = (None, "", "none")  # external servers, and an engine without computation
+OBJECTIVE = 0.99  # target SLO attainment, the base of the burn rate
 
 
 def engine_state(engine: Mapping[str, Any]) -> str:
@@ -29,15 +29,18 @@ def engine_state(engine: Mapping[str, Any]) -> str:
 
 
 def fleet(engines: Rows) -> dict[str, float]:
-    """What all engines have together, by their last heartbeats."""
+    """Return the totals of all engines, from their last heartbeats."""
     loads = [engine["load"] for engine in engines if engine["healthy"] and engine["load"]]
     names = ("num_running", "num_waiting", "num_paused", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
     return {name: sum(load[name] for load in loads) for name in names}
 
 
 def class_loads(engines: Rows) -> dict[str, dict[str, float]]:
-    """By class, what all engines say of it: those that wait and run, when the oldest of those that wait came (0: none
-    waits), what was decided since they started, and the shortest predicted time to a first token."""
+    """Return the totals of all engines' reports by class.
+
+    They are the waiting and running requests, the arrival time of the oldest waiting one (0: none waits), the decisions
+    since the engines' start, and the shortest predicted TTFT.
+    """
     found: dict[str, dict[str, float]] = {}
     for engine in engines:
         for load in (engine["load"] or {}).get("classes", []) if engine["healthy"] else []:
@@ -57,7 +60,7 @@ _COUNTS = ("num_waiting", "num_running", "admitted", "rejected", "downgraded", "
 
 
 def promise(terms: Mapping[str, Any]) -> str:
-    """A class's promise in words."""
+    """Return a class's SLO in words."""
     parts = []
     if terms["ttft_s"] is not None:
         more = f" + {terms['ttft_per_1k_s']:g} s/1k" if terms["ttft_per_1k_s"] else ""
@@ -77,7 +80,7 @@ def _span(seconds: float) -> str:
 
 
 def classes_frame(classes: Rows, sums: Rows, engines: Rows, now: datetime) -> pd.DataFrame:
-    """A line a class: its promise, how it was kept (`sums` of one slot by class), and what waits now."""
+    """Return one row per class: its SLO, its attainment (`sums` of one slot by class), and its current queue."""
     by_class = {one["group"]["service_class"]: one["totals"] for one in sums}
     loads = class_loads(engines)
     rows = []
@@ -111,7 +114,7 @@ def classes_frame(classes: Rows, sums: Rows, engines: Rows, now: datetime) -> pd
 
 
 def engines_frame(engines: Rows) -> pd.DataFrame:
-    """A line an engine; figures are missing where it has not reported."""
+    """Return one row per engine; figures are missing if it has not reported."""
     rows = []
     for engine in engines:
         card, load = engine["card"] or {}, engine["load"] or {}
@@ -145,8 +148,10 @@ IN_STEPS = ("prefill_seconds_total", "decode_seconds_total")
 
 
 def memory_frame(engines: Rows, sums: Rows) -> pd.DataFrame:
-    """A line a tenant: its part of the KV cache of all engines now, and how much of its prompts was found there
-    (`sums` of one slot by tenant). Who has most of the memory comes first."""
+    """Return one row per tenant: its current share of all engines' KV cache, and its prefix cache hit share.
+
+    `sums` are of one slot by tenant. The tenant with the most memory comes first.
+    """
     blocks, held = 0, Counter[str]()
     for engine in engines:
         if engine["healthy"] and engine["load"]:
@@ -179,8 +184,10 @@ def memory_frame(engines: Rows, sums: Rows) -> pd.DataFrame:
 
 
 def over_time(samples: Seen, part: str, whole: str | None = None) -> list[float]:
-    """A gauge of all engines together, or its share of another, from what was seen within the same seconds; for a line
-    without axes."""
+    """Return a gauge of all engines together, or its share of another, for a line without axes.
+
+    It combines samples of the same seconds.
+    """
     slots: dict[float, dict[str, Mapping[str, Any]]] = {}
     for address, seen in samples.items():
         for at_s, load in seen:
@@ -193,8 +200,10 @@ def over_time(samples: Seen, part: str, whole: str | None = None) -> list[float]
 
 
 def time_frame(samples: Seen, since: datetime) -> pd.DataFrame:
-    """How much of the time between two looks was spent in steps with prompt tokens, and in those without: `slot`,
-    `kind`, `share`, the mean of the engines that told it within the same seconds."""
+    """Return the share of time between two samples in steps with prompt tokens, and in steps without.
+
+    Columns: `slot`, `kind`, and `share`, the mean of the engines that reported within the same seconds.
+    """
     rows = []
     for seen in samples.values():
         for (before_s, before), (now_s, now) in pairwise(seen):
@@ -207,7 +216,7 @@ def time_frame(samples: Seen, since: datetime) -> pd.DataFrame:
 
 
 def rates(before: Mapping[str, Any] | None, now: Mapping[str, Any], seconds: float) -> dict[str, float] | None:
-    """What an engine did a second between two of its heartbeats; None where it was started anew between them."""
+    """Return an engine's rates per second between two heartbeats; None if it was restarted between them."""
     if before is None or seconds <= 0 or before["engine_id"] != now["engine_id"]:
         return None
     names = ("steps_total", "prompt_tokens_total", "output_tokens_total", "requests_total", *IN_STEPS)

@@ -1,4 +1,4 @@
-"""Limits: how they stand, how long they last at the pace of now, and what another cap would mean."""
+"""Quotas and rate limits: their usage, their remaining time at the current pace, and the effect of another cap."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = ("scope", "limit", "cap", "used", "reserved", "share", "lasts", "reset
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What was used of late: amounts over so many seconds."""
+    """Recent usage: amounts over a number of seconds."""
 
     seconds: float
     requests: float = 0
@@ -48,14 +48,14 @@ class Pace:
         )
 
     def per_second(self, kind: str) -> float:
-        """In the unit of a limit of that kind."""
+        """Return the usage per second, in the unit of a limit of that kind."""
         if is_money(kind):
             return self.nanodollars / self.seconds
         return (self.requests if kind.startswith("requests") else self.tokens) / self.seconds
 
 
 def paces(groups: Rows, seconds: float) -> dict[str, Pace]:
-    """By the id of a tenant, project or key: sums by all three."""
+    """Return the pace of each tenant, project and key, by its id."""
     found: dict[str, Pace] = {}
     for one in groups:
         pace = Pace.of(one["totals"], seconds)
@@ -79,12 +79,12 @@ def is_money(kind: str) -> bool:
 
 
 def amount(kind: str, number: float | None) -> str:
-    """In the unit of the kind, for people."""
+    """Format a number in the unit of the kind, for people."""
     return dollars(number) if is_money(kind) else short(number)
 
 
 def lasts_s(quota: Mapping[str, Any], pace: Pace | None, cap: float | None = None) -> float | None:
-    """In how many seconds a stock's cap is used up at that pace; None where it does not come to that."""
+    """Return the seconds until a quota's cap is used up at that pace; None if it will not be."""
     if not is_stock(quota["kind"]) or pace is None:
         return None
     speed = pace.per_second(quota["kind"])
@@ -95,7 +95,7 @@ def lasts_s(quota: Mapping[str, Any], pace: Pace | None, cap: float | None = Non
 
 
 def quotas_frame(quotas: Rows, names: Mapping[str, str], by_scope: Mapping[str, Pace], now: datetime) -> pd.DataFrame:
-    """A line a limit, those that are nearest to their end first. `names` are of tenants, projects and keys, by id."""
+    """Return one row per limit, the nearest to its end first. `names` maps ids of tenants, projects and keys."""
     rows = []
     for quota in quotas:
         kind = quota["kind"]
@@ -132,7 +132,7 @@ def _lasts(kind: str, seconds: float | None, resets: datetime | None, now: datet
 
 
 def preview(kind: str, cap: int, current: Mapping[str, Any] | None, pace: Pace | None, now: datetime) -> list[str]:
-    """What a cap would mean, sentence by sentence. `current` is the limit that it would replace."""
+    """Return the effects of a cap, sentence by sentence. `current` is the limit that it would replace."""
     told = [_change(kind, cap, current)]
     if cap == 0:
         return [*told, "**Nothing gets through**: every request is answered 429."]
@@ -183,7 +183,7 @@ def _preview_stock(
 
 
 def leases_frame(leases: Rows, names: Mapping[str, str]) -> pd.DataFrame:
-    """A line a gateway's part of a limit."""
+    """Return one row per gateway's lease of a limit."""
     rows = [
         {
             "state": lease["state"],

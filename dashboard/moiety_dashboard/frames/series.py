@@ -1,4 +1,4 @@
-"""Sums over time, by the minute and by the hour."""
+"""Usage sums over time, by minute and by hour."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = (
 
 
 def minutes_frame(sums: Rows, step: timedelta, now: datetime) -> pd.DataFrame:
-    """A line a slot and group, of GET /usage/minutes. What the slot of now has so far is told by the time so far."""
+    """Return one row per slot and group of GET /usage/minutes; the current slot's rates use its elapsed time."""
     rows = []
     for one in sums:
         totals = one["totals"]
@@ -39,7 +39,7 @@ def minutes_frame(sums: Rows, step: timedelta, now: datetime) -> pd.DataFrame:
 
 
 def hours_frame(groups: Rows, now: datetime) -> pd.DataFrame:
-    """A line an hour and group, of GET /usage by the hour; goodput and queue time are not summed by the hour."""
+    """Return one row per hour and group of GET /usage by hour; goodput and queue time have no hourly sums."""
     rows = []
     for one in groups:
         group, totals = one["group"], one["totals"]
@@ -50,7 +50,7 @@ def hours_frame(groups: Rows, now: datetime) -> pd.DataFrame:
 
 
 def seconds_of(slot: datetime, step: timedelta, now: datetime) -> float:
-    """How much of a slot has passed; of one that has just begun, a quarter of a minute at the least."""
+    """Return the elapsed seconds of a slot; for one that has just begun, at least a quarter of a minute."""
     return max(15.0, min(step, now - slot).total_seconds())
 
 
@@ -70,7 +70,7 @@ def _row(slot: datetime, group: Mapping[str, Any], totals: Mapping[str, Any], se
 
 
 def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
-    """Requests a minute by how they ended: columns `slot`, `outcome`, `per_minute`."""
+    """Return requests per minute by outcome: columns `slot`, `outcome`, `per_minute`."""
     sums = frame.groupby(["slot", "seconds"], as_index=False)[list(OUTCOMES)].sum()
     long = sums.melt(["slot", "seconds"], list(OUTCOMES), var_name="outcome", value_name="requests")
     long["per_minute"] = long["requests"] / (long["seconds"] / 60)
@@ -78,18 +78,18 @@ def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def history(frame: pd.DataFrame, column: str) -> list[float]:
-    """Sums of a column over all groups, slot by slot, for a line without axes."""
+    """Return sums of a column over all groups, slot by slot, for a line without axes."""
     return [float(value) for value in frame.groupby("slot")[column].sum()]
 
 
 def shares(sums: Rows, parts: Sequence[str], whole: str) -> list[float]:
-    """Of each slot that has any: the parts of the whole, for a line without axes."""
+    """Return the parts' share of the whole for each slot that has any, for a line without axes."""
     totals = [one["totals"] for one in sums if one["totals"][whole]]
     return [sum(one[part] for part in parts) / one[whole] for one in totals]
 
 
 def totals_of(sums: Rows) -> dict[str, float]:
-    """The counts of a report of minutes, added up."""
+    """Return the sums of a minute report's counts."""
     names = ("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens")
     more = ("good_tokens", "preemptions", "num_kept", "num_promised")
     return {name: sum(one["totals"][name] for one in sums) for name in (*names, *more)}

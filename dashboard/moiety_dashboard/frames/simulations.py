@@ -1,4 +1,4 @@
-"""What is asked of a simulation, and what came of it. Pure."""
+"""Input and results of a simulation. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PERCENTS = {
 
 
 def terms_frame(classes: Rows) -> pd.DataFrame:
-    """A line a class, to be edited."""
+    """Return one editable row per class."""
     rows = [{"class": terms["name"], **{name: terms[name] for name in TERMS}} for terms in classes]
     frame = pd.DataFrame(rows, columns=["class", *TERMS])
     numbers = [name for name in TERMS if name.endswith("_s")] + ["weight"]
@@ -41,7 +41,7 @@ def terms_frame(classes: Rows) -> pd.DataFrame:
 
 
 def changes(before: Rows, edited: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """By class, the terms that are not what they were; an emptied one is None where that may be, else as it was."""
+    """Return the changed terms by class; an emptied term is None where that is allowed, else unchanged."""
     found: dict[str, dict[str, Any]] = {}
     by_name = {terms["name"]: terms for terms in before}
     for row in edited.to_dict("records"):
@@ -55,7 +55,7 @@ def changes(before: Rows, edited: pd.DataFrame) -> dict[str, dict[str, Any]]:
 
 
 def sides_frame(result: Mapping[str, Any]) -> pd.DataFrame:
-    """A line a class and side."""
+    """Return one row per class and side."""
     rows = [
         {
             "class": name,
@@ -72,7 +72,7 @@ def sides_frame(result: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def totals_frame(result: Mapping[str, Any]) -> pd.DataFrame:
-    """A line a figure of all requests, as people read it."""
+    """Return one row per figure of all requests, formatted for people."""
     now, then = (result[side] for side in SIDES)
     shown = [(label, percent(now[name]), percent(then[name])) for name, label in _PERCENTS.items()]
     shown += [
@@ -90,14 +90,14 @@ def num_rejected(side: Mapping[str, Any]) -> float:
 
 
 def seconds(value: float | None) -> str:
-    """0.0123 → 12 ms, 75 → 75.0 s."""
+    """Format 0.0123 as 12 ms, 75 as 75.0 s."""
     if value is None:
         return NOTHING
     return f"{value * 1000:,.0f} ms" if value < 1 else f"{value:,.1f} s"
 
 
 def learned(engines: Rows) -> dict[str, str]:
-    """Engines that have learned what their steps take, by id, in words."""
+    """Return the engines with a learned step-time model, by id, in words."""
     found = {}
     for engine in engines:
         load, card = engine["load"] or {}, engine["card"] or {}
@@ -108,7 +108,7 @@ def learned(engines: Rows) -> dict[str, str]:
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """What was asked for, besides its classes."""
+    """Return the settings of a simulation besides its classes."""
     source = settings["generate"] or f"last {settings['minutes']} min"
     replicas = f"{settings['replicas_now']} → {settings['replicas']} replicas"
     changed = [

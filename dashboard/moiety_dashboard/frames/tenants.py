@@ -1,4 +1,4 @@
-"""Tenants, what they used, and their keys."""
+"""Tenants, their usage and their keys."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ COLUMNS = (
 
 
 def tenants_frame(tenants: Rows, usage: Rows) -> pd.DataFrame:
-    """A line a tenant with what it used, the busiest first; `usage` are sums by tenant. `share` is of all tokens, and
-    `entitled` what a tenant's weight is of the weights of those that used any."""
+    """Return one row per tenant with its usage, the busiest first; `usage` are sums by tenant.
+
+    `share` is of all tokens. `entitled` is the tenant's weight over the weights of all tenants with usage.
+    """
     used = {group["group"]["tenant_id"]: group["totals"] for group in usage}
     tokens = {name: totals["prompt_tokens"] + totals["output_tokens"] for name, totals in used.items()}
     all_tokens = sum(tokens.values())
@@ -49,7 +51,7 @@ def tenants_frame(tenants: Rows, usage: Rows) -> pd.DataFrame:
 
 
 def attainment_of(totals: Mapping[str, Any]) -> float | None:
-    """Of sums by the minute or by the hour."""
+    """Return the SLO attainment of minute or hour sums."""
     if "num_promised" in totals:
         return ratio(totals["num_kept"], totals["num_promised"])
     found: float | None = totals.get("attainment")
@@ -57,7 +59,7 @@ def attainment_of(totals: Mapping[str, Any]) -> float | None:
 
 
 def keys_frame(keys: Rows, projects: Rows, zone: tzinfo) -> pd.DataFrame:
-    """A line a key, by its last four characters, with times in that zone; what works comes first."""
+    """Return one row per key, by its last four characters, with times in that zone; working keys come first."""
     names = {project["id"]: project["name"] for project in projects}
     rows = [
         {

@@ -1,5 +1,4 @@
-"""Traces as frames: requests that were found, and of one of them its spans, what happened in them, and the steps of the
-engine that it ran in."""
+"""Traces as frames: found requests, and for one request its spans, their events and the steps of its engine."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ Spans = Sequence[Mapping[str, Any]]
 
 GATEWAY, ENGINE, FAILED, OTHER = "gateway", "engine", "with an error", "others"
 SHARED = ("moiety.tenant_id", "moiety.service_class", "moiety.request_id")  # on every span of a request
-INDENT = "\N{MIDDLE DOT} "  # spaces alone would not be drawn
+INDENT = "\N{MIDDLE DOT} "  # Markdown would drop plain spaces
 
 FOUND = ("at", "tenant", "class", "operation", "model", "outcome", "duration_ms", "reason", "kept_for", "request_id")
 BARS = ("row", "label", "who", "start_ms", "end_ms", "duration_ms", "told", "service", "span_id")
@@ -26,7 +25,7 @@ STEPS = (
 
 
 def found_frame(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> pd.DataFrame:
-    """A line a request whose trace was kept. `names` are of tenants, by id."""
+    """Return one row per request with a kept trace. `names` maps tenant ids."""
     lines = [
         {
             "at": moment(row["started_at"]),
@@ -42,12 +41,12 @@ def found_frame(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> 
 
 
 def requests_of(spans: Spans) -> list[Mapping[str, Any]]:
-    """The spans of requests; a trace that a client has begun may have several."""
+    """Return the spans of requests; a trace that a client has begun may have several."""
     return [span for span in spans if "moiety.outcome" in span["attributes"]]
 
 
 def bars_frame(spans: Spans) -> pd.DataFrame:
-    """A line a span, each under the one that it is part of, in the order of time."""
+    """Return one row per span, each below its parent, in the order of time."""
     ordered = list(_in_order(spans))
     begin_ns = origin_ns(spans)
     lines = [
@@ -68,7 +67,7 @@ def bars_frame(spans: Spans) -> pd.DataFrame:
 
 
 def events_frame(spans: Spans) -> pd.DataFrame:
-    """A line an event of a span, on the line of its span, in the order of time."""
+    """Return one row per event, on the row of its span, in the order of time."""
     begin_ns = origin_ns(spans)
     lines = [
         {
@@ -87,19 +86,19 @@ def events_frame(spans: Spans) -> pd.DataFrame:
 
 
 def steps_frame(linked: Spans, begin_ns: int) -> pd.DataFrame:
-    """A line an engine's step, in the order of time; ms count from `begin_ns`."""
+    """Return one row per engine step, in the order of time; ms count from `begin_ns`."""
     spans = [one["span"] for one in linked if one["span"]["name"] == "engine.step"]
     lines = [_step(span, begin_ns) for span in spans]
     return pd.DataFrame(lines, columns=list(STEPS)).sort_values("start_ms", kind="stable")
 
 
 def origin_ns(spans: Spans) -> int:
-    """When a trace began."""
+    """Return the start time of a trace."""
     return min(int(span["start_ns"]) for span in spans)
 
 
 def told(attributes: Mapping[str, Any]) -> str:
-    """What a span or an event says, but for what every span says."""
+    """Return the attributes of a span or an event without those that every span has."""
     return "\n".join(f"{name}: {_show(value)}" for name, value in attributes.items() if name not in SHARED)
 
 
@@ -127,7 +126,7 @@ def _step(span: Mapping[str, Any], begin_ns: int) -> dict[str, Any]:
 
 
 def _in_order(spans: Spans) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Each with how deep it is. Who is part of a span that is not there, as a client's, stands on its own."""
+    """Yield each span with its depth; a span whose parent is missing, such as a client's, is a root."""
     known = {span["span_id"] for span in spans}
     under: dict[str | None, list[Mapping[str, Any]]] = {}
     for span in sorted(spans, key=lambda span: (span["start_ns"], -span["end_ns"])):
@@ -141,7 +140,7 @@ def _in_order(spans: Spans) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _label(span: Mapping[str, Any]) -> str:
-    """Its name, and of several sequences which one."""
+    """Return the span's name, and for one of several sequences its number."""
     sequence = span["attributes"].get("moiety.sequence")
     return f"{span['name']} #{sequence + 1}" if sequence else str(span["name"])
 

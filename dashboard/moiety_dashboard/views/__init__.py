@@ -1,4 +1,4 @@
-"""The pages, in the order of the navigation; each draws what `frames` and `charts` made of the API's answers."""
+"""The pages, in the order of the navigation; each draws the frames and charts of the API's answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moiety_dashboard.views.traces import page as traces
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One page. `needs` is the action without which there is nothing to see on it."""
+    """One page. `needs` is the action without which it has nothing to show."""
 
     title: str
     icon: str

@@ -1,4 +1,4 @@
-"""The audit log: who changed what, and whether the chain of entries holds."""
+"""The audit log: each change with its author, and the check of the hash chain."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def columns() -> dict[str, Any]:
 
 
 def turn(answer: Answer, before: int) -> None:
-    """To older entries and back."""
+    """Draw the buttons to older entries and back."""
     left, right, _ = st.columns([1, 1, 3])
     older = answer.data["next_before"]
     if left.button("Older", icon=":material/chevron_left:", disabled=older is None, width="stretch"):

@@ -1,4 +1,4 @@
-"""Service classes: how their promises are kept, and their terms, to be edited."""
+"""Service classes: SLO attainment and editable terms."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def columns() -> dict[str, Any]:
         "downgraded": column.NumberColumn("Downgraded", format="localized", help=since_start),
     }
     shown = class_columns() | more
-    del shown["promise"], shown["requests"]  # the one stands below to be edited, the other on the overview
+    del shown["promise"], shown["requests"]  # the one is editable below, the other is on the overview
     return shown
 
 
 def edit(client: AdminClient, name: str, names: list[str]) -> None:
-    """The terms of one class, as they are, to be changed; refused where somebody else has changed them meanwhile."""
+    """Edit the terms of one class; the change is refused if another user has changed them meanwhile."""
     answer = client.get(path_of("classes", name))
     seen = st.session_state.setdefault(SEEN, {})
     seen.setdefault(name, answer.etag)
@@ -123,7 +123,7 @@ def change(client: AdminClient, name: str, terms: Mapping[str, Any], seen: dict[
 
 
 def ask_terms(terms: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """All of a class's terms but its name, from the fields of a form."""
+    """Return all of a class's terms but its name, from the fields of a form."""
     asked: dict[str, Any] = {}
     first, second, third = st.columns(3)
     for name, (label, says) in TIMES.items():

@@ -1,4 +1,4 @@
-"""Columns of tables that several pages show."""
+"""Table columns that several pages show."""
 
 from __future__ import annotations
 

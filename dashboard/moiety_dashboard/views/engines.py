@@ -1,4 +1,4 @@
-"""Engines: what each is at, and a way to take it out of service."""
+"""Engines: the current state of each, and a way to take it out of service."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def draw_live(client: AdminClient) -> None:
     draw_memory(client, answer)
     draw_classes(client, answer)
     if st.session_state.get(DRAWN, states_of(engines)) != states_of(engines):
-        st.rerun()  # the buttons below stand outside of this part
+        st.rerun()  # the buttons below are outside this part
 
 
 def states_of(engines: list[dict[str, Any]]) -> dict[str, str]:
@@ -103,7 +103,7 @@ def columns() -> dict[str, Any]:
 
 
 def draw_watched(seen: samples.Samples, answer: Answer) -> None:
-    """Memory and batch since this session began to look; the engines keep no history of them."""
+    """Draw memory and batch size since the start of this session; the engines keep no history of them."""
     engines, now = answer.data["data"], datetime.now(UTC)
     since = now - WATCHED
     rows = [
@@ -139,7 +139,7 @@ def draw_watched(seen: samples.Samples, answer: Answer) -> None:
 
 
 def draw_memory(client: AdminClient, engines: Answer) -> None:
-    """Who has how much of the KV cache, and for whom it saves how much."""
+    """Draw each tenant's share of the KV cache and its prefix cache hits."""
     sums = client.get("/usage/minutes", group_by="tenant", step=60, since=(datetime.now(UTC) - HOUR).isoformat())
     frame = fleet.memory_frame(engines.data["data"], sums.data["data"])
     column = st.column_config
@@ -160,7 +160,7 @@ def draw_memory(client: AdminClient, engines: Answer) -> None:
 
 
 def draw_classes(client: AdminClient, answer: Answer) -> None:
-    """By engine and class, what was decided since the engine started."""
+    """Draw the decisions since the engine's start, by engine and class."""
     classes = client.get("/classes")
     inks = colours.of_classes(terms["name"] for terms in classes.data["data"])
     rows = [

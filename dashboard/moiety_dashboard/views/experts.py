@@ -1,4 +1,4 @@
-"""Experts: where tokens go, how evenly, and whose they are."""
+"""Experts: their load, its balance, and the tenants that cause it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def draw_live(client: AdminClient) -> None:
 
 
 def choose_tenant(client: AdminClient, row: Any) -> str | None:
-    """One tenant's id, or None for all; who belongs to one has no choice."""
+    """Return one tenant's id, or None for all; a user of one tenant has no choice."""
     if session.is_of_one_tenant():
         return None
     tenants = {one["name"]: one["id"] for one in client.list("/tenants").data}
@@ -62,7 +62,7 @@ def choose_tenant(client: AdminClient, row: Any) -> str | None:
 
 
 def choose_model(models: list[dict[str, Any]], row: Any) -> Mapping[str, Any] | None:
-    """The model to look at; says what to do where there is none with experts."""
+    """Return the selected model; if none has experts, show what to do."""
     mixtures = {one["model"]: one for one in frames.models_with_experts(models)}
     if mixtures:
         if len(mixtures) == 1:
@@ -100,8 +100,10 @@ def draw_model(model: Mapping[str, Any], answer: Answer, window: str) -> None:
 
 
 def draw_plan(client: AdminClient) -> None:
-    """What replicas over ranks would make of the load of the last hour. It stands outside of what is drawn anew by
-    itself, since one plans with numbers of one's own."""
+    """Draw the effect of replicas over ranks on the last hour's load.
+
+    It is outside the refreshing parts, since the user enters the numbers.
+    """
     loaded = [one["model"] for one in client.get("/experts").data["data"] if one["tokens"]]
     if not loaded:
         return
@@ -173,7 +175,7 @@ def draw_over_time(model: Mapping[str, Any], answer: Answer) -> None:
 
 
 def span_of(frame: pd.DataFrame) -> charts.Span:
-    """From the first minute to now, a quarter of an hour at least."""
+    """Return the span from the first minute to now, at least a quarter of an hour."""
     now = datetime.now(UTC)
     first = min(frame["slot"].min().to_pydatetime(), now - timedelta(minutes=15))
     return charts.Span(first, now, timedelta(minutes=1))

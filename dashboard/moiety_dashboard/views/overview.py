@@ -1,4 +1,4 @@
-"""The overview: is it well, now and over time."""
+"""The overview: the system's health, now and over time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def draw_state(engines: Answer | None) -> None:
 
 
 def draw_now(client: AdminClient, engines: Answer | None) -> None:
-    """The last minutes in numbers, beside the last hour."""
+    """Draw the last minutes in numbers, beside the last hour."""
     now = datetime.now(UTC)
     recent = client.get("/usage/minutes", step=60, since=(now - NOW).isoformat())
     hour = client.get("/usage/minutes", since=(now - HOUR).isoformat())
@@ -105,7 +105,7 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
 
 
 def fleet_tiles(engines: Answer | None) -> list[Tile]:
-    """The queue and the memory, as the engines' last heartbeats have them."""
+    """Return tiles of the queue and the memory, from the engines' last heartbeats."""
     if engines is None:
         return []
     now = fleet.fleet(engines.data["data"])
@@ -165,7 +165,7 @@ def draw_classes(client: AdminClient, classes: Answer, engines: Answer | None, i
 
 
 def classes_of_hour(classes: Answer, sums: Answer, engines: Answer | None) -> pd.DataFrame:
-    """Of sums by class that may lie in two slots of an hour."""
+    """Return the class frame from sums by class that may lie in two slots of an hour."""
     merged: dict[str, dict[str, Any]] = {}
     for one in sums.data["data"]:
         known = merged.setdefault(one["group"]["service_class"], {"group": one["group"], "totals": {}})
@@ -175,7 +175,7 @@ def classes_of_hour(classes: Answer, sums: Answer, engines: Answer | None) -> pd
 
 
 def add_totals(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Sums added, means by their requests."""
+    """Return the added sums, with means weighted by their requests."""
     if not before:
         return dict(more)
     weights = before["requests"], more["requests"]

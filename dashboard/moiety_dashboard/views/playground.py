@@ -24,17 +24,17 @@ from moiety_dashboard.views.traces.kept import KEPT, TRACE
 TIERS = {"auto": "the tenant's own", "priority": "priority", "default": "standard", "flex": "flex"}
 TIMEOUT_S = 120.0
 LIMIT_HEADERS = ("x-ratelimit-", "ratelimit")
-TRACES = "traces"  # the path of their page, which not everybody may have
-STORED_WITHIN_S = 6.0  # a trace that is kept is there by then
+TRACES = "traces"  # path of the traces page, which not every user may see
+STORED_WITHIN_S = 6.0  # time until a kept trace is stored
 
 
 class Refused(Exception):
-    """The gateway did not answer the request; the message says why."""
+    """The gateway did not answer the request; the message gives the reason."""
 
 
 @dataclass
 class Run:
-    """One request as it goes. Owned by the page that sends it."""
+    """One request in progress. Owned by the page that sends it."""
 
     started_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None
@@ -81,7 +81,7 @@ def send(url: str, key: str, body: Mapping[str, Any], run: Run) -> None:
             place, text = st.empty(), ""
             for piece in arriving(url, key, body, run):
                 text += piece
-                place.text(show_unseen(text))  # a model's answer is not read as Markdown
+                place.text(show_unseen(text))  # a model's answer is not rendered as Markdown
     except Refused as exc:
         st.error(as_text(exc), icon=":material/block:")
         return
@@ -92,8 +92,8 @@ def send(url: str, key: str, body: Mapping[str, Any], run: Run) -> None:
 
 
 def arriving(url: str, key: str, body: Mapping[str, Any], run: Run) -> Iterator[str]:
-    """Pieces of text as they come. Raises Refused, or httpx.HTTPError."""
-    traceparent = f"00-{run.trace_id}-{secrets.token_hex(8)}-01"  # so that its trace can be found, however it ends
+    """Yield pieces of text as they arrive. Raises Refused, or httpx.HTTPError."""
+    traceparent = f"00-{run.trace_id}-{secrets.token_hex(8)}-01"  # makes its trace easy to find, whatever its outcome
     headers = {"Authorization": f"Bearer {key}", "traceparent": traceparent}
     with (
         httpx.Client(timeout=TIMEOUT_S) as http,
@@ -113,7 +113,7 @@ def arriving(url: str, key: str, body: Mapping[str, Any], run: Run) -> Iterator[
 
 
 def take(event: Mapping[str, Any], run: Run) -> Iterator[str]:
-    """What one event adds. Raises Refused for an answer that failed on its way."""
+    """Yield the text of one event. Raises Refused for an answer that failed midway."""
     if "error" in event:
         raise Refused(f"The answer broke off: {event['error']['message']}")
     run.tier = event.get("service_tier") or run.tier
@@ -126,14 +126,14 @@ def take(event: Mapping[str, Any], run: Run) -> Iterator[str]:
 
 
 def refusal(response: httpx.Response) -> str:
-    """Status, code, message, and when to come back."""
+    """Return status, code, message, and the time to retry."""
     code = read_error(response, "code") or "error"
     after = response.headers.get("retry-after")
     return f"{response.status_code} {code}: {read_message(response)}" + (f" Retry after {after} s." if after else "")
 
 
 def tell(run: Run) -> None:
-    """What it took, as this client saw it."""
+    """Show the request's usage and latency, as this client measured them."""
     ended_s = run.ended_s or time.monotonic()
     output = run.usage.get("completion_tokens")
     decode_s = ended_s - run.first_s if run.first_s is not None else 0.0
@@ -155,7 +155,7 @@ def tell(run: Run) -> None:
 
 
 def draw_trace(client: AdminClient, page: Page, run: Run, waited_s: float) -> None:
-    """A way to the request's trace once it is there, or why it is not."""
+    """Draw a link to the request's trace once it is stored, or the reason why it is missing."""
     try:
         client.get(path_of("traces", run.trace_id))
     except ApiRefused as exc:

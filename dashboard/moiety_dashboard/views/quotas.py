@@ -1,4 +1,4 @@
-"""Limits of all tenants: which are near their end, who holds what of them, and whether the books agree."""
+"""Quotas of all tenants: those near their end, their leases, and the consistency of the books."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def lease_columns() -> dict[str, Any]:
 
 
 def draw_drift(client: AdminClient) -> None:
-    """Whether requests, ledger, hours and limits say the same; asked for, since it adds everything up."""
+    """Check on request that requests, ledger, hours and limits agree; it adds up everything, so it is slow."""
     st.subheader("Drift", anchor=False)
     left, right = st.columns([4, 1], vertical_alignment="center")
     left.caption("Compares requests, ledger, sums of hours and limits of the last 24 hours, to the token.")
@@ -104,7 +104,7 @@ def draw_drift(client: AdminClient) -> None:
 
 
 def rows_set_aside(found: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Usage that is not billed: all rows that are set aside, and all lines that cannot be read."""
+    """Return unbilled usage: all quarantined rows, and all unreadable lines."""
     aside = found.get("set_aside") or {}
     counts = {"usage rows set aside": aside.get("rows", 0), "unreadable usage lines": aside.get("unreadable_lines", 0)}
     return [{"what": what, "says": str(count), "instead of": "0"} for what, count in counts.items() if count]

@@ -1,4 +1,4 @@
-"""The simulator: the last hour's own traffic again, under other settings."""
+"""The simulator: the last hour's traffic replayed under other settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moiety_dashboard.views.windows import HOUR
 CLASSES = "classes"  # the page where settings are applied
 MINUTES = {60: "last 1 h", 30: "last 30 min", 15: "last 15 min", 5: "last 5 min"}
 LENGTHS = "input=100..1000,output=50..400"
-DRAWN = {  # the classes are those that there always are
+DRAWN = {  # its classes are the built-in ones
     "steady": (
         f"poisson:rate=0.6,tenants=2,{LENGTHS},class=priority;poisson:rate=1.5,tenants=4,{LENGTHS},class=standard;"
         f"poisson:rate=0.4,tenants=2,{LENGTHS},class=flex"
@@ -72,7 +72,7 @@ def draw_progress(client: AdminClient, simulation_id: str) -> None:
 
 
 def ask(client: AdminClient, known: Mapping[str, Any]) -> None:
-    """What is to be simulated."""
+    """Draw the form of a simulation."""
     classes = client.get("/classes").data["data"]
     engines = client.get("/engines").data["data"]
     with st.form("simulation", border=True):
@@ -94,7 +94,7 @@ def ask(client: AdminClient, known: Mapping[str, Any]) -> None:
 
 
 def ask_traffic(client: AdminClient, first: Any, second: Any) -> dict[str, Any]:
-    """What arrives: the gateway's own requests, or some that are drawn where there are none."""
+    """Return the arrivals: the gateway's own requests, or generated ones if there are none."""
     hour = client.get("/usage/minutes", step=60, since=(datetime.now(UTC) - HOUR).isoformat())
     totals = series.totals_of(hour.data["data"])
     served = totals["requests"] - totals["rejected"]
@@ -113,7 +113,7 @@ def ask_traffic(client: AdminClient, first: Any, second: Any) -> dict[str, Any]:
 
 
 def ask_device(engines: list[dict[str, Any]], known: Mapping[str, Any], place: Any) -> dict[str, Any]:
-    """How long steps take."""
+    """Return the step-time model."""
     devices = {("engine_id", one): label for one, label in simulations.learned(engines).items()}
     devices |= {("device", name): name for name in known["devices"]}
     says = "As an engine has learned while it served, or as a known model on a known device would take."
@@ -122,7 +122,7 @@ def ask_device(engines: list[dict[str, Any]], known: Mapping[str, Any], place: A
 
 
 def ask_replicas(engines: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
-    """What serves it. One of them is simulated, with its share of the requests."""
+    """Return the replicas. One of them is simulated, with its share of the requests."""
     ready = max(1, sum(fleet.engine_state(engine) == "ready" for engine in engines))
     first, second, last = st.columns(3)
     now = first.number_input("Replicas now", 1, 1000, ready)
@@ -155,7 +155,7 @@ def term_columns(classes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw_ended(page: Page, client: AdminClient, ended: list[dict[str, Any]], known: Answer) -> None:
-    """The one that is chosen of the last ones."""
+    """Draw the selected one of the last simulations."""
     labels = {one["id"]: label_of(one) for one in ended}
     left, right = st.columns([3, 1], vertical_alignment="bottom")
     chosen = left.selectbox("Result", list(labels), format_func=lambda one: labels[one], key=f"result {ended[0]['id']}")
@@ -198,7 +198,7 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
             columns = st.columns(2)
         measured = frame[frame[figure.column].notna()]
         if not measured[figure.column].any():
-            measured = measured.head(0)  # says more than bars without height
+            measured = measured.head(0)  # says more than bars of zero height
         with (
             columns[number % 2],
             panels.panel(title, note, [known], key=f"simulated {figure.column}", frame=measured),
@@ -216,7 +216,7 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
 
 
 def tiles(result: Mapping[str, Any]) -> list[Tile]:
-    """What matters most, as it would be beside how it is."""
+    """Return the most important figures, simulated beside current."""
     now, then = result["now"], result["then"]
 
     def tile(label: str, shown: Any, name: str, says: str) -> Tile:

@@ -1,4 +1,4 @@
-"""The times that pages look back over, and what is asked for each."""
+"""Time windows of the pages, and the query for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Up to now. What is longer than the minutes that are kept comes by the hour."""
+    """A window up to now. A window longer than the stored minutes uses hourly data."""
 
     label: str
     length: timedelta
@@ -32,7 +32,7 @@ class Window:
         return "1 h" if self.by_hour else f"{round(self.step / MINUTE)} min"
 
     def span(self, now: datetime | None = None) -> Span:
-        """In whole steps, the one of now included; so that no single requests have to be added up."""
+        """Return whole steps, including the current one, so that no single requests have to be added up."""
         now = now or datetime.now(UTC)
         size = self.step.total_seconds()
         until = datetime.fromtimestamp((now.timestamp() // size + 1) * size, UTC)
@@ -56,7 +56,7 @@ LONG = (
 def series(
     client: AdminClient, window: Window, span: Span, group: Sequence[str], **only: str
 ) -> tuple[Answer, pd.DataFrame]:
-    """Sums over time by group (`service_class`, `tenant`)."""
+    """Return sums over time by group (`service_class`, `tenant`)."""
     since = span.since.isoformat()
     if window.by_hour:
         until = span.until.isoformat()

@@ -1,1 +1,1 @@
-"""LoRA adapters of one replica: read beside the steps, put into slots between them, given up when others need room."""
+"""LoRA adapters of one replica: read during steps, loaded into slots between steps, evicted when others need memory."""

@@ -1,4 +1,4 @@
-"""Adapters drawn at random, in PEFT's format: for measurements and tests."""
+"""Random adapters in PEFT's format, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def write_adapter(
     strength: float = 0.3,
     **config: Any,
 ) -> Path:
-    """An adapter of all the checkpoint's modules whose last name is one of these. `config`: what else its
-    configuration says."""
+    """Write a random adapter for all modules of the checkpoint whose last name is in `modules`, and return `folder`.
+
+    `config`: further entries of the adapter's configuration.
+    """
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, Tensor] = {}
     for name, path in sorted(tensor_files(checkpoint).items()):

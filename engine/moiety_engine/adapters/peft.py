@@ -1,4 +1,4 @@
-"""Reading an adapter's folder, as PEFT writes it, and seeing that it fits the model. Complaints say what to do.
+"""Reader of adapter folders in PEFT's format that checks that an adapter fits the model.
 
 E experts, P parts of a fused product, r rank, D input and N output width.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_NAMES_SHOWN = 4
-MAX_GAIN = 1e12  # of factors and scale; what training leaves is below 1e4
+MAX_GAIN = 1e12  # of factors and scale together; trained adapters are below 1e4
 
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)\.lora_([AB])\.weight")
 _MODULE = re.compile(r"(?:self_attn\.([qkvo])_proj|mlp\.(?:experts\.(\d{1,6})\.)?(gate|up|down)_proj)")
@@ -50,7 +50,7 @@ _HARMLESS_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # others also
 
 
 class _Config(msgspec.Struct):
-    """What matters of adapter_config.json."""
+    """Relevant entries of adapter_config.json."""
 
     r: int
     lora_alpha: float
@@ -72,14 +72,14 @@ class _Config(msgspec.Struct):
 
 
 def read_adapter(folder: Path, spec: ModelSpec, *, max_rank: int, dtype: torch.dtype = torch.float32) -> AdapterWeights:
-    """The adapter in `folder`, whose factors are served in `dtype`. Raises AdapterError."""
+    """Read the adapter in `folder`, whose factors are served in `dtype`. Raises AdapterError."""
     config = _read_config(folder, max_rank)
     try:
         with safe_open(folder / TENSORS, framework="pt") as file:
             found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a mapping
     except FileNotFoundError as exc:
         raise AdapterError(f"the adapter lacks {TENSORS}: save it with safe_serialization=True") from exc
-    except (SafetensorError, OSError, RuntimeError) as exc:  # the last is torch's, of types that it cannot widen
+    except (SafetensorError, OSError, RuntimeError) as exc:  # torch raises RuntimeError for types it cannot convert
         raise AdapterError(f"{TENSORS} cannot be read: {exc}") from exc
     halves = _halves(found, spec)
     downs = {module: halves[module, "A"] for module, half in halves if half == "A"}
@@ -124,11 +124,11 @@ def _read_config(folder: Path, max_rank: int) -> _Config:
     return config
 
 
-_Module = tuple[int, str]  # layer, name within it as this engine has it
+_Module = tuple[int, str]  # layer, name within the layer in this engine's form
 
 
 def _halves(found: dict[str, Tensor], spec: ModelSpec) -> dict[tuple[_Module, str], Tensor]:
-    """The tensors by module and half. Raises AdapterError for what belongs to no product."""
+    """Return the tensors by module and half ("A" or "B"). Raises AdapterError for tensors of no served module."""
     halves, unknown, odd = {}, [], []
     for name, tensor in found.items():
         match = _NAME.fullmatch(name)
@@ -168,7 +168,7 @@ def _check_rank(downs: dict[_Module, Tensor], ups: dict[_Module, Tensor], rank: 
 
 
 def _check_size(module: _Module, down: Tensor, up: Tensor, scale: float, dtype: torch.dtype) -> None:
-    """Raises AdapterError where the factors, or what they make of inputs of magnitude 1, overflow in the model."""
+    """Raise AdapterError if the factors, or their outputs for inputs of magnitude 1, overflow in the model."""
     if not (down.to(dtype).isfinite().all() and (up * scale).to(dtype).isfinite().all()):
         raise AdapterError(
             f"{_told(module)} has weights that are not finite in {dtype}, the scale lora_alpha / r included"
@@ -184,13 +184,16 @@ def _check_size(module: _Module, down: Tensor, up: Tensor, scale: float, dtype: 
 def _fused(
     spec: ModelSpec, downs: dict[_Module, Tensor], ups: dict[_Module, Tensor], config: _Config
 ) -> dict[Key, tuple[Tensor, Tensor]]:
-    """Factors of the products as this engine fuses them. Where output rows stand follows from where a checkpoint's
-    do: a matrix of the outputs by the rank takes the place of the weight."""
+    """Return the factors of the products as this engine fuses them.
+
+    The position of output rows follows from the checkpoint's tensor mapping: an [outputs, rank] matrix is placed like
+    the weight.
+    """
     rank = config.r
     outputs = allocate(
         spec, device=torch.device("cpu"), dtype=torch.float32, product_dtype=torch.float32, groups=lambda _: rank
     )
-    parts = {f"model.layers.{index}.mlp.": None for index in range(len(spec.layers))}  # how names are written here
+    parts = {f"model.layers.{index}.mlp.": None for index in range(len(spec.layers))}  # the engine's name prefixes
     places = placements(spec, outputs, set(parts))
     of_key: dict[Key, list[_Module]] = defaultdict(list)
     for of_layer, name in downs:
@@ -228,7 +231,7 @@ def _check_shapes(
 
 
 def _place_of(module: str) -> tuple[Product, int, int]:
-    """The product, which part of it, and of which expert."""
+    """Return the product, the part of it, and the expert of a module."""
     match = _MODULE.fullmatch(module)
     assert match is not None, "unknown modules were refused before"
     product, part = _PLACES[match[1] or match[3]]

@@ -1,7 +1,7 @@
-"""Adapters of one replica: where each is, who uses it, and the requests that wait for theirs.
+"""Adapter registry of one replica: the slot and the users of each adapter, and the requests that wait for adapters.
 
-An adapter is known by its id and its folder. It is read by a thread when a request first wants it, put into a slot
-between two steps, and stays there until another needs the room and no request that is open uses it.
+An adapter is identified by its id and its folder. A thread reads it when a request first needs it; it is loaded into a
+slot between two steps, and stays there until another adapter needs the memory and no open request uses it.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-PATIENCE_S = 1.0  # for which a request waits for room while later ones find their adapters in theirs
+PATIENCE_S = 1.0  # how long later requests with loaded adapters may overtake a request that waits for a slot
 
 
 @dataclass(slots=True)
 class _Adapter:
     folder: Path
-    slot: int = -1  # -1: in none
-    num_users: int = 0  # requests that are open and may run
-    need: SlotRequirement | None = None  # of what is in the slot
+    slot: int = -1  # -1: in no slot
+    num_users: int = 0  # open requests that may run
+    need: SlotRequirement | None = None  # of the loaded adapter
     reading: Future[AdapterWeights] | None = None
     problem: str = ""  # why it cannot be served
 
 
 class AdapterRegistry:
-    """Owns the slots. Used by the step loop's thread only, but for reading."""
+    """Owner of the adapter slots. Used by the step loop's thread only, except for reading adapters."""
 
     def __init__(self, model: Transformer, *, max_bytes: int, max_slots: int, max_rank: int) -> None:
-        """`max_bytes` 0: no adapter is served."""
+        """Create the registry. `max_bytes` 0: no adapter is served."""
         self._model, self._stacks = model, model.adapters
         self._max_bytes, self._max_slots, self._max_rank = max_bytes, max_slots, max_rank
-        self._known: OrderedDict[str, _Adapter] = OrderedDict()  # the least recently used first
+        self._known: OrderedDict[str, _Adapter] = OrderedDict()  # least recently used first
         self._slot_of: dict[str, int] = {}
-        self._pending: dict[int, tuple[CoreSubmit, float]] = {}  # who, and since when; in the order in which they came
+        self._pending: dict[int, tuple[CoreSubmit, float]] = {}  # request and its arrival time, in arrival order
         self._users: dict[int, str] = {}  # request's key → adapter
         self._refused: deque[CoreFailure] = deque()
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="adapters") if max_bytes else None
@@ -59,7 +59,7 @@ class AdapterRegistry:
 
     @property
     def slots(self) -> dict[str, int]:
-        """Adapter → slot, of those that are in one."""
+        """Slot of each loaded adapter, by adapter id."""
         return self._slot_of
 
     @property
@@ -67,12 +67,12 @@ class AdapterRegistry:
         return self._readers is not None
 
     def learn(self, adapter_id: str, folder: Path) -> None:
-        """From now on it is known, or known to lie elsewhere."""
+        """Register an adapter, or change the folder of a registered one."""
         known = self._known.setdefault(adapter_id, _Adapter(folder))
         known.folder, known.problem, known.reading = folder, "", None
 
     def enter(self, submit: CoreSubmit) -> None:
-        """A request waits until its adapter is in a slot."""
+        """Queue a request until its adapter is in a slot; refuse it if its adapter cannot be served."""
         known = self._known.get(submit.adapter)
         if self._readers is None:
             self._refuse(submit.key, FailureCode.ADAPTER_REFUSED, "this engine serves no adapters")
@@ -82,20 +82,23 @@ class AdapterRegistry:
             self._pending[submit.key] = submit, time.monotonic()
 
     def leave(self, key: int) -> CoreSubmit | None:
-        """A pending goes; None if there is no such pending."""
+        """Remove and return a pending request; return None if it is not pending."""
         submit, _ = self._pending.pop(key, (None, 0.0))
         if submit is None:
             return None
         known = self._known[submit.adapter]
         if known.reading is not None and all(other.adapter != submit.adapter for other, _ in self._pending.values()):
             known.reading.cancel()
-            known.reading = None  # nobody waits: neither its weights nor its failure are kept
+            known.reading = None  # no request waits for it: discard its weights or its failure
         return submit
 
     def take_ready(self) -> Iterator[CoreSubmit]:
-        """Who need not wait any more. Where the slots are full, who has waited for one for long holds up all that came
-        later, so that some become free."""
-        is_full = False  # who comes later does not take the room that somebody waits for
+        """Yield the requests whose adapters are in slots.
+
+        If the slots are full, a request that has waited longer than PATIENCE_S blocks all later requests, so that slots
+        become free.
+        """
+        is_full = False  # a later request does not take the slot that an earlier one waits for
         for key, (submit, since_s) in list(self._pending.items()):
             name = submit.adapter
             known = self._known[name]
@@ -119,14 +122,16 @@ class AdapterRegistry:
         return refused
 
     def ended(self, key: int) -> None:
-        """A request has ended; it need not have had an adapter."""
+        """Release the adapter of a request that has ended; does nothing if it had none."""
         name = self._users.pop(key, None)
         if name is not None:
             self._known[name].num_users -= 1
 
     def load_all(self) -> None:
-        """Read what is known and put it into slots as far as there is room. Raises AdapterError for what cannot be
-        served. Only before the first request."""
+        """Read the registered adapters and load them into slots, as far as memory allows.
+
+        Raises AdapterError for an adapter that cannot be served. Call it only before the first request.
+        """
         for name, known in self._known.items():
             try:
                 weights = self._read(known.folder)
@@ -136,7 +141,10 @@ class AdapterRegistry:
                 raise AdapterError(f"adapter {name!r} in {known.folder}: {known.problem}")
 
     def give_up(self) -> None:
-        """Give the device's memory back. Only while no request is open; what is wanted again is read again."""
+        """Release the device memory of all adapters; adapters needed later are read again.
+
+        Call it only while no request is open.
+        """
         assert not self._users, "adapters are given up while requests use them"
         for name in list(self._slot_of):
             self._empty(name)
@@ -147,7 +155,10 @@ class AdapterRegistry:
             self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, folder: Path) -> AdapterWeights:
-        """Also in the reader's thread. Raises AdapterError, whatever is wrong: a tenant's bytes end nobody's engine."""
+        """Read an adapter; also runs in the reader's thread.
+
+        Raises AdapterError for every problem, so that a tenant's files cannot stop the engine.
+        """
         try:
             return read_adapter(folder, self._model.spec, max_rank=self._max_rank, dtype=self._stacks.dtype)
         except AdapterError:
@@ -157,7 +168,7 @@ class AdapterRegistry:
             raise AdapterError("it cannot be read; the engine's log says why") from exc
 
     def _try_to_place(self, name: str, known: _Adapter) -> bool:
-        """Go on with bringing it into a slot. Whether it was read and there is no room for it yet."""
+        """Continue to read and place an adapter. Return whether it has been read but has no room yet."""
         if known.reading is None:
             assert self._readers is not None, "where none are served nobody waits"
             known.reading = self._readers.submit(self._read, known.folder)
@@ -174,15 +185,18 @@ class AdapterRegistry:
         return False
 
     def _place(self, name: str, known: _Adapter, weights: AdapterWeights) -> bool:
-        """Whether it is in a slot now; if not, its problem says why it never will be, or it must wait."""
+        """Load an adapter into a slot; return whether it is in one now.
+
+        If not, `known.problem` says why it never can be; if that is empty, the adapter must wait.
+        """
         need = SlotRequirement(frozenset(weights.factors), weights.rank)
         least = self._stacks.num_bytes(need.keys, 1, padded_rank(need.rank))
         if least > self._max_bytes:
             known.problem = f"it takes {least} bytes, and this engine's --adapter-memory-bytes is {self._max_bytes}"
             return False
-        resident = [(other, self._known[other]) for other in self._known if other in self._slot_of]
-        in_use = [one.need for _, one in resident if one.num_users and one.need]
-        idle = [(other, one.need) for other, one in resident if not one.num_users and one.need]
+        device_state = [(other, self._known[other]) for other in self._known if other in self._slot_of]
+        in_use = [one.need for _, one in device_state if one.num_users and one.need]
+        idle = [(other, one.need) for other, one in device_state if not one.num_users and one.need]
         room = find_room(
             need, in_use, idle,
             num_bytes=self._stacks.num_bytes, max_bytes=self._max_bytes, max_slots=self._max_slots,
@@ -201,7 +215,7 @@ class AdapterRegistry:
         return True
 
     def _lay_out(self, keys: frozenset, num_slots: int, rank: int) -> None:  # type: ignore[type-arg]
-        """See that the slots have at least this form; they are made anew only where they lack something."""
+        """Make the slots large enough for this layout; they are reallocated only if they are too small."""
         stacks = self._stacks
         if keys <= stacks.keys and num_slots <= stacks.num_slots and rank <= stacks.rank:
             return

@@ -1,4 +1,4 @@
-"""Which adapters give way to a new one, and how large the slots must be then. Pure."""
+"""Layout of adapter slots: the adapters to evict for a new one, and the resulting slot size. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SlotRequirement:
-    """What an adapter wants of every slot."""
+    """Products and rank that an adapter requires of every slot."""
 
     keys: frozenset[Key]
     rank: int
@@ -20,7 +20,7 @@ class SlotRequirement:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """A layout that holds who stays and the new one. `evicted` are those of the idle ones that do not stay."""
+    """Layout that holds the remaining adapters and the new one. `evicted`: idle adapters to evict."""
 
     keys: frozenset[Key]
     rank: int
@@ -28,7 +28,7 @@ class SlotLayout:
     evicted: tuple[str, ...]
 
 
-Bytes = Callable[[Iterable["Key"], int, int], int]  # of products, slots and a rank
+Bytes = Callable[[Iterable["Key"], int, int], int]  # (products, slots, rank) → bytes
 
 
 def find_room(
@@ -40,8 +40,10 @@ def find_room(
     max_bytes: int,
     max_slots: int,
 ) -> SlotLayout | None:
-    """The room with the fewest evictions, of `idle` ones from the first on; None while there is none. A layout is
-    larger than it must be where memory allows, so that it seldom changes."""
+    """Return the layout with the fewest evictions, taken from the front of `idle`; None if no layout fits.
+
+    If memory allows, the layout is larger than necessary, so that it seldom changes.
+    """
     for num_evicted in range(len(idle) + 1):
         stay = [*in_use, *(need for _, need in idle[num_evicted:]), new]
         keys: frozenset[Key] = frozenset().union(*(need.keys for need in stay))
@@ -55,5 +57,5 @@ def find_room(
 
 
 def padded_rank(rank: int) -> int:
-    """As slots have it: a power of two, at least 4, which kernels like."""
+    """Return the rank of slots for an adapter of this rank: a power of two, at least 4, which suits the kernels."""
     return max(4, 1 << (rank - 1).bit_length())

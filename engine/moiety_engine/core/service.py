@@ -94,7 +94,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         dtype=str(loop.model.dtype).removeprefix("torch."),
         device=str(loop.model.device),
         embedding_width=loop.model.spec.hidden_size,
-        follows_guides=loop.follows_guides,
+        follows_grammars=loop.follows_grammars,
         hands_over=loop.exchange.kv_sender is not None,
         kv_address=loop.exchange.address,
         kv_host=loop.exchange.host,

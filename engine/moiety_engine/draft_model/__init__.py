@@ -1,1 +1,1 @@
-"""A second, small model that drafts what the first one verifies, or a layer of that one which foretells."""
+"""Speculative decoding with a draft model: a second, small model, or the served model's MTP layer."""

@@ -1,13 +1,12 @@
-"""A draft model beside the one that is served, or a layer of that one which foretells: its weights, its cache, and its
-part of a step.
+"""Draft model, or MTP layer of the served model: its weights, its KV cache, and its part of a step.
 
-It says what the model is likely to say next, one token a pass, for all sequences that are to get a draft at once, each
-from what it said in the pass before, without the host in between. Tokens are drawn as the model's will be, with the
-same random number for the same place: two models that think alike then say the same, at any temperature. Penalties
-count what was said before the draft, and it knows no adapters; neither changes what is accepted.
+It proposes one token per pass for all sequences that get a draft at once, each from the token of the pass before,
+without the host in between. Tokens are drawn like those of the served model, with the same random number for the same
+position, so that two models with similar distributions draw the same token at any temperature. Penalties count the
+tokens before the draft only, and adapters are ignored; neither changes which tokens are output.
 
-A layer that foretells reads each token beside what the model made of the one before it, which the model's cache keeps;
-in the passes after the first, beside what it made of that itself.
+An MTP layer reads each token together with the served model's hidden state of the token before it, which the KV cache
+keeps; in the passes after the first it reads its own hidden state instead.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from moiety_engine.runner.inputs import BatchBuilder, HostBatch
 from moiety_engine.runner.runner import one_torch_thread
 from moiety_engine.runner.sizes import Sizes
 from moiety_engine.sampling import Sampler
-from moiety_engine.sampling.rows import Foreseen
+from moiety_engine.sampling.rows import DraftedRow
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.speculative_decoding.costs import SIZES
 from moiety_engine.scheduling.speculative_decoding.draft_model_proposer import DraftModelProposer
@@ -39,13 +38,15 @@ from moiety_engine.staging import Staging
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
-_TIMED = 5  # passes of a size, of which the first make what replays the others
+_TIMED = 5  # passes per size; the first ones record the graph or program that the others replay
 _TIMING_S = 1.0
 
 
 class DraftModel:
-    """Used by the step loop's thread only. What it has in its cache is known by `held`, which is the scheduler's to
-    read."""
+    """Draft model with its KV cache. Used by the step loop's thread only.
+
+    `held` tracks the contents of the cache; the scheduler reads it.
+    """
 
     def __init__(self, model: Transformer, sizes: Sizes, clock_ns: Callable[[], int]) -> None:
         self.model = model
@@ -58,29 +59,31 @@ class DraftModel:
         self._sampler = Sampler(model.spec.vocab_size, model.device, self._staging)
         self._tables = BlockTables()
         self._kv: KvCache | None = None
-        self._made_NPD: Tensor | None = None  # of each token, by the model that it drafts for
+        self._made_NPD: Tensor | None = None  # the served model's hidden states
 
-    def move_in(self, kv: KvCache) -> None:
-        """Make the cache: a block for each of `kv`, the model's. Raises OutOfMemory."""
+    def allocate(self, kv: KvCache) -> None:
+        """Allocate the cache: one block for each block of `kv`, the served model's cache. Raises OutOfMemory."""
         sizes = self._sizes
         self.held.forget()
         self._made_NPD = None if kv.hidden is None else kv.hidden.rows_NPL
         try:
             self._kv = self.model.allocate_kv(sizes.num_blocks, sizes.block_size)
-        except RuntimeError as exc:  # which is what torch raises on a CPU
+        except RuntimeError as exc:  # torch raises this on a CPU
             gib = sizes.num_blocks * self.model.kv_bytes_per_block(sizes.block_size) / 2**30
             raise OutOfMemory(
                 f"the draft model's KV cache of {gib:.2f} GiB does not fit on {self.model.device}: lower "
                 "--kv-memory-bytes, which is for both models"
             ) from exc
 
-    def move_out(self) -> None:
-        """Give the cache up."""
+    def release(self) -> None:
+        """Release the cache."""
         self._kv = self._made_NPD = None
 
     def fill(self, plan: Plan, sampled_L: Tensor | None) -> Plan:
-        """The plan with the drafts that it leaves to a model, which has taken in what the plan says. `sampled_L`: what
-        the running step samples. Waits for the tokens; only then the step begins."""
+        """Prefill the draft model as the plan says, and return the plan with its pending draft tokens filled in.
+
+        `sampled_L`: tokens that the running step samples. Waits for the draft tokens; the step begins only then.
+        """
         if not plan.wants_drafts:
             return plan
         begin_ns = self._clock_ns()
@@ -104,8 +107,11 @@ class DraftModel:
         return replace(plan, chunks=chunks + plan.chunks[plan.num_decode :], planned_ns=end_ns)
 
     def warm_up(self) -> None:
-        """Measure passes of as many of the sizes of steps with drafts as time allows. What replays them is made on the
-        way. Leaves nothing behind; only before the first request."""
+        """Measure the duration of passes, for as many batch sizes as time allows.
+
+        Also records the graphs or programs that replay these passes. Leaves no state behind; call it only before the
+        first request.
+        """
         clock_ns = self._clock_ns
         blank = CoreSubmit(0, "", STANDARD, [0] * (SIZES[-1] + self._lag), Sampling(), 1, 0, [], 1, b"", 0)
         sequence, sizes, found = Sequence(blank, order=0, seed=0), self._sizes, []
@@ -115,7 +121,7 @@ class DraftModel:
                 break
             sequence.blocks = list(range(-(-size // sizes.block_size)))
             if self._made_NPD is not None:
-                self._made_NPD[sequence.blocks] = 0  # nothing was made of any token yet
+                self._made_NPD[sequence.blocks] = 0  # no token has a hidden state yet
             times_s = []
             for _ in range(_TIMED):
                 one_by_one = [DraftChunk(sequence, place, place + 1, drafts=1) for place in range(size)]
@@ -133,9 +139,9 @@ class DraftModel:
 
     @torch.inference_mode()
     def _run(self, rows: DraftRows, sampled_L: Tensor | None) -> list[list[int]]:
-        """All passes; of each that gets a draft its tokens."""
+        """Run all passes; return the draft tokens of each sequence in `rows.drafting`."""
         self._staging.turn()
-        foreseen = [Foreseen(piece.sequence) for piece in rows.drafting]
+        foreseen = [DraftedRow(piece.sequence) for piece in rows.drafting]
         said: list[Tensor] = []
         host: HostBatch | None = rows.first_pass()
         hidden_LD: Tensor | None = None
@@ -155,7 +161,7 @@ class DraftModel:
         return [[tokens[row] for tokens in by_pass[: piece.drafts]] for row, piece in enumerate(rows.drafting)]
 
     def _pass(self, batch: Batch, said_LD: Tensor | None) -> Tensor:
-        """hidden_LD of the rows that are wanted. `said_LD`: those of the pass before; None in the first."""
+        """Return hidden_LD of the wanted rows. `said_LD`: that of the pass before; None in the first pass."""
         assert self._kv is not None, "a draft is wanted of a model that has left"
         if not self._lag:
             return self.model.hidden(batch, self._kv)

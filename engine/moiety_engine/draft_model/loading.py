@@ -1,4 +1,4 @@
-"""Loads what drafts, and sees that a second model speaks the language of the model that it drafts for."""
+"""Loading of the draft model or MTP layer, with a check that a draft model has the served model's vocabulary."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ log = structlog.get_logger()
 def load_drafter(
     config: EngineConfig, model: Transformer, progress: Callable[[int, int], None] | None = None
 ) -> Transformer | None:
-    """What the configuration has draft for the model, in the same form: a second model, a layer of the checkpoint that
-    foretells, or neither. Raises InvalidConfig where their tokens differ, and what `load_model` raises."""
+    """Load the drafter that the configuration names, with the model's device, dtype and quantization.
+
+    Returns a draft model, the checkpoint's MTP layer, or None. Raises InvalidConfig if the vocabularies differ, and the
+    errors of `load_model`.
+    """
     how: LoadOptions = {
         "device": str(model.device),
         "dtype": config.dtype,
@@ -55,7 +58,7 @@ def load_drafter(
 
 
 def _check_tokens(folder: Path, draft_folder: Path) -> None:
-    """As far as tokenizers tell: a checkpoint without one is taken at its word."""
+    """Raise InvalidConfig if the tokenizers differ; a checkpoint without a tokenizer passes with a warning."""
     found = []
     for one in (folder, draft_folder):
         try:

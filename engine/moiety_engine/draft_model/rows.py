@@ -1,5 +1,6 @@
-"""What a draft model's passes read, as the arrays that a batch is made of. What foretells from what the model made of
-each token reads in its place the token after it, `lag` places on.
+"""Inputs of a draft model's passes, as the arrays of a batch.
+
+An MTP layer reads the served model's hidden state of each position together with the token `lag` positions later.
 
 T tokens of the pass, S sequences of it, B blocks a row, D sequences that get a draft.
 """
@@ -16,11 +17,11 @@ from moiety_engine.runner.block_tables import BlockTables
 from moiety_engine.runner.inputs import HostBatch
 from moiety_engine.sequence import PENDING, Sequence
 
-_APART = 4  # tokens of a sequence that attend one by one, as decodes do: so most passes are of one kind
+_APART = 4  # chunks of up to so many tokens are split into decodes, so that most passes contain only decodes
 
 
 class DraftChunk(NamedTuple):
-    """Places `first` to `end` - 1 of a sequence, to be taken in; `drafts` so many tokens after them."""
+    """Positions `first` to `end` - 1 of a sequence to prefill; `drafts`: number of tokens to propose after them."""
 
     sequence: Sequence
     first: int
@@ -29,7 +30,7 @@ class DraftChunk(NamedTuple):
 
 
 class _DraftPart(NamedTuple):
-    """What the model takes for a sequence of the pass."""
+    """Part of a chunk that the model reads as one sequence of the pass."""
 
     piece: DraftChunk
     first: int
@@ -37,8 +38,11 @@ class _DraftPart(NamedTuple):
 
 
 class DraftRows:
-    """The passes of one step's drafts. The longest draft is first, so that each pass has the first so many rows of the
-    one before."""
+    """Passes of one step's drafts.
+
+    Sequences are sorted by draft length in descending order, so that each pass uses a prefix of the rows of the pass
+    before.
+    """
 
     def __init__(self, pieces: Iterable[DraftChunk], block_size: int, tables: BlockTables, lag: int = 0) -> None:
         self.pieces = sorted(pieces, key=lambda piece: -piece.drafts)
@@ -53,7 +57,10 @@ class DraftRows:
         self._drafts_D = np.array([piece.drafts for piece in self.drafting], dtype=np.int64)
 
     def first_pass(self) -> HostBatch:
-        """Takes in what the model is behind; the rows that are wanted are the last ones of those that get a draft."""
+        """Return the inputs of pass 0, which prefills the tokens that the model lacks.
+
+        The wanted rows are the last ones of the sequences that get a draft.
+        """
         parts = sorted(self._parts(), key=lambda part: part.num_tokens > 1)
         counts = np.array([part.num_tokens for part in parts], dtype=np.int32)
         firsts = np.array([part.first for part in parts], dtype=np.int64)
@@ -84,8 +91,10 @@ class DraftRows:
         )
 
     def next_pass(self, number: int) -> HostBatch | None:
-        """Pass 1 and later: each takes in what the one before said, row by row, of those drafts that go on. None where
-        none does."""
+        """Return the inputs of pass `number`, 1 or later, which reads the token of the pass before in each row.
+
+        Contains the rows whose drafts continue; None if none does.
+        """
         count = int((self._drafts_D > number).sum())
         if not count:
             return None

@@ -36,7 +36,7 @@ class KvConnector:
     ) -> None:
         self.kv_sender, self.arrivals = kv_sender, arrivals
         self._zone, self._receiver = zone, receiver
-        self.handed_over_requests_total = 0
+        self.prefill_done_requests_total = 0
 
     @property
     def address(self) -> str:
@@ -93,7 +93,7 @@ class KvConnector:
     def _end(self, output: CoreOutput, finish: CoreFinish) -> CoreOutput:
         arrival = None if self.arrivals is None else self.arrivals.arrival_of(output.key)
         prefill_done = finish.reason is FinishReason.PREFILL_DONE
-        self.handed_over_requests_total += prefill_done
+        self.prefill_done_requests_total += prefill_done
         problem = self._ended(output.key, prefill_done=prefill_done)
         if arrival is None and not problem:
             return output

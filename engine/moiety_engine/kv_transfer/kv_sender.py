@@ -37,7 +37,7 @@ class _OutgoingPrompt:
 class _Stretch:
     """Tokens of one prompt that leave with this step."""
 
-    departure: _OutgoingPrompt
+    transfer: _OutgoingPrompt
     first: int
     end: int
     blocks_n: Tensor
@@ -65,16 +65,16 @@ class KvSender:
         stretches = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            departure = self._open.get(sequence.key)
+            transfer = self._open.get(sequence.key)
             end = sequence.num_computed + chunk.num_tokens
-            if departure is None or end <= departure.num_left or not self._has_begun(sequence.key, departure, kv):
+            if transfer is None or end <= transfer.num_left or not self._has_begun(sequence.key, transfer, kv):
                 continue
-            first, size = departure.num_left, kv.block_size  # what a cache had of the prompt goes with the first step
+            first, size = transfer.num_left, kv.block_size  # what a cache had of the prompt goes with the first step
             blocks = sequence.blocks[first // size : -(-end // size)]
             device = kv.layers[0].parts[0].device
             blocks_n = torch.tensor(blocks, device=device)
-            stretches.append(_Stretch(departure, first, end, blocks_n, first % size))
-            departure.num_left = end
+            stretches.append(_Stretch(transfer, first, end, blocks_n, first % size))
+            transfer.num_left = end
         if not stretches:
             return None
         device = kv.layers[0].parts[0].device
@@ -85,11 +85,11 @@ class KvSender:
     def ended(self, key: int, *, prefill_done: bool) -> str:
         """A request has ended. Why its KV does not go along with it, if it was to."""
         problem = self._problems.pop(key, "")
-        departure = self._open.pop(key, None)
-        if departure is None:
+        transfer = self._open.pop(key, None)
+        if transfer is None:
             return problem
-        transfer_id = departure.hand_over.transfer_id
-        if prefill_done and departure.num_left == len(departure.tokens):
+        transfer_id = transfer.hand_over.transfer_id
+        if prefill_done and transfer.num_left == len(transfer.tokens):
             return self._sender.end(transfer_id)
         self._sender.cancel(transfer_id)
         return "not all of it was computed" if prefill_done else ""
@@ -97,27 +97,27 @@ class KvSender:
     def close(self) -> None:
         self._sender.close()
 
-    def _has_begun(self, key: int, departure: _OutgoingPrompt, kv: KvCache) -> bool:
+    def _has_begun(self, key: int, transfer: _OutgoingPrompt, kv: KvCache) -> bool:
         """Announce what has not been announced: not before its prompt is computed, since room is kept for it there."""
-        if departure.has_begun:
+        if transfer.has_begun:
             return True
-        form, tokens = form_of(kv), departure.tokens
+        form, tokens = form_of(kv), transfer.tokens
         num_bytes = len(tokens) * token_bytes(form)
         begin = Begin(
-            departure.hand_over.transfer_id,
+            transfer.hand_over.transfer_id,
             len(tokens),
             num_bytes,
             prompt_hash(tokens),
             form,
             rotation=kv.rotation,
-            token=departure.hand_over.token,
+            token=transfer.hand_over.token,
         )
-        problem = self._sender.begin(departure.hand_over, begin)
+        problem = self._sender.begin(transfer.hand_over, begin)
         if problem:
             self._problems[key] = problem
             del self._open[key]
-        departure.has_begun = not problem
-        return departure.has_begun
+        transfer.has_begun = not problem
+        return transfer.has_begun
 
 
 class StepSends:
@@ -129,10 +129,10 @@ class StepSends:
 
     def __call__(self, layer: int) -> None:
         for stretch in self._stretches:
-            departure, num_tokens = stretch.departure, stretch.end - stretch.first
+            transfer, num_tokens = stretch.transfer, stretch.end - stretch.first
             rows = read(self._kv.everything[layer], stretch.blocks_n, stretch.in_block, num_tokens)
-            piece = KvChunk(departure.hand_over.transfer_id, layer, stretch.first, stretch.end, departure.offset)
-            departure.offset += sum(row.nbytes for row in rows)
+            piece = KvChunk(transfer.hand_over.transfer_id, layer, stretch.first, stretch.end, transfer.offset)
+            transfer.offset += sum(row.nbytes for row in rows)
             self._sender.put(piece, *self._on_host(rows))
 
     def _on_host(self, rows: list[Tensor]) -> tuple[list[Tensor], DeviceMark]:

@@ -74,33 +74,33 @@ class SenderThread:
             except OSError as exc:
                 return f"there is no memory to share ({exc}); --kv-transport tcp does without"
             begin = msgspec.structs.replace(begin, segment=way.segment, way=way.name.value)
-            departure = _OutgoingTransfer(begin, hand_over.address, way, time.monotonic())
-            self._kv_sender[begin.transfer_id] = departure
+            transfer = _OutgoingTransfer(begin, hand_over.address, way, time.monotonic())
+            self._kv_sender[begin.transfer_id] = transfer
             self._held_bytes += begin.num_bytes
-        self._jobs.put(lambda: self._tell(departure, begin))
+        self._jobs.put(lambda: self._tell(transfer, begin))
         return ""
 
     def put(self, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
         """Send what one layer has, in host memory once the mark has been passed."""
-        departure = self._kv_sender.get(piece.transfer_id)
-        if departure is not None and not departure.problem:
-            self._jobs.put(lambda: self._send(departure, piece, parts, mark))
+        transfer = self._kv_sender.get(piece.transfer_id)
+        if transfer is not None and not transfer.problem:
+            self._jobs.put(lambda: self._send(transfer, piece, parts, mark))
 
     def end(self, transfer_id: str) -> str:
         """All pieces were put; why the other engine will not have them, if that is known by now."""
-        departure = self._kv_sender.get(transfer_id)
-        if departure is None:
+        transfer = self._kv_sender.get(transfer_id)
+        if transfer is None:
             return ""  # it has come already
-        if not departure.problem:
-            self._jobs.put(lambda: self._tell(departure, End(transfer_id)))
+        if not transfer.problem:
+            self._jobs.put(lambda: self._tell(transfer, End(transfer_id)))
             return ""
         self.cancel(transfer_id)
-        return departure.problem
+        return transfer.problem
 
     def cancel(self, transfer_id: str) -> None:
-        departure = self._kv_sender.get(transfer_id)
-        if departure is not None:
-            self._jobs.put(lambda: self._cancel(departure))
+        transfer = self._kv_sender.get(transfer_id)
+        if transfer is not None:
+            self._jobs.put(lambda: self._cancel(transfer))
 
     def close(self) -> None:
         """What was put still goes out, if it is taken soon."""
@@ -133,26 +133,26 @@ class SenderThread:
             socket.close(linger=LINGER_MS)
         self._context.term()
 
-    def _tell(self, departure: _OutgoingTransfer, message: ToReceiver) -> None:
-        self._post(departure, message, [])
+    def _tell(self, transfer: _OutgoingTransfer, message: ToReceiver) -> None:
+        self._post(transfer, message, [])
 
-    def _send(self, departure: _OutgoingTransfer, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
-        if not departure.problem:
+    def _send(self, transfer: _OutgoingTransfer, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
+        if not transfer.problem:
             mark.wait()
-            self._post(departure, piece, departure.way.put(piece.offset, parts))
+            self._post(transfer, piece, transfer.way.put(piece.offset, parts))
 
-    def _post(self, departure: _OutgoingTransfer, message: ToReceiver, data: list[memoryview]) -> None:
-        departure.heard_s = time.monotonic()
-        link = self._link_to(departure.address)
+    def _post(self, transfer: _OutgoingTransfer, message: ToReceiver, data: list[memoryview]) -> None:
+        transfer.heard_s = time.monotonic()
+        link = self._link_to(transfer.address)
         if link is None:
-            departure.problem = f"{departure.address!r} is no address"
+            transfer.problem = f"{transfer.address!r} is no address"
             return
         frames: list[bytes | memoryview] = [self._encoder.encode(message), *data]
         link.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
-    def _cancel(self, departure: _OutgoingTransfer) -> None:
-        self._tell(departure, Cancel(departure.begin.transfer_id))
-        self._forget(departure.begin.transfer_id)
+    def _cancel(self, transfer: _OutgoingTransfer) -> None:
+        self._tell(transfer, Cancel(transfer.begin.transfer_id))
+        self._forget(transfer.begin.transfer_id)
 
     def _hear(self) -> None:
         """Answers that have come."""
@@ -172,29 +172,29 @@ class SenderThread:
             case Received():
                 self._forget(answer.transfer_id)
             case Refused():
-                departure = self._kv_sender.get(answer.transfer_id)
-                if departure is not None:
-                    departure.problem = answer.reason
-                    log.warning("kv_was_refused", address=departure.address, reason=answer.reason)
+                transfer = self._kv_sender.get(answer.transfer_id)
+                if transfer is not None:
+                    transfer.problem = answer.reason
+                    log.warning("kv_was_refused", address=transfer.address, reason=answer.reason)
 
     def _give_up(self) -> None:
         """What no engine answers to, is lost; and the link to it with all that waits there."""
         now_s = time.monotonic()
-        for departure in list(self._kv_sender.values()):
-            if now_s - departure.heard_s > ANSWER_S:
-                log.warning("kv_not_answered", address=departure.address, num_bytes=departure.begin.num_bytes)
-                self._forget(departure.begin.transfer_id)
-                link = self._links.pop(departure.address, None)
+        for transfer in list(self._kv_sender.values()):
+            if now_s - transfer.heard_s > ANSWER_S:
+                log.warning("kv_not_answered", address=transfer.address, num_bytes=transfer.begin.num_bytes)
+                self._forget(transfer.begin.transfer_id)
+                link = self._links.pop(transfer.address, None)
                 if link is not None:
                     link.close(linger=0)
 
     def _forget(self, transfer_id: str) -> None:
         with self._lock:
-            departure = self._kv_sender.pop(transfer_id, None)
-            if departure is not None:
-                self._held_bytes -= departure.begin.num_bytes
-        if departure is not None:
-            departure.way.close()
+            transfer = self._kv_sender.pop(transfer_id, None)
+            if transfer is not None:
+                self._held_bytes -= transfer.begin.num_bytes
+        if transfer is not None:
+            transfer.way.close()
 
     def _link_to(self, address: str) -> zmq.Socket[bytes] | None:
         link = self._links.get(address)

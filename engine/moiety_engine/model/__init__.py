@@ -1,1 +1,1 @@
-"""The decoder: what a checkpoint says it is (spec), its tensors (weights), and the forward pass. Knows no request."""
+"""Decoder models: the spec of a checkpoint, its weights, and the forward pass. Independent of requests."""

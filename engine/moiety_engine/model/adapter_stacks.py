@@ -1,4 +1,4 @@
-"""What adapters add to a model's products: the factors of all that are loaded, layer by layer, a slot each.
+"""LoRA factors of all loaded adapters, by layer and product, with one slot per adapter.
 
 S slots, E experts, P parts of a fused product, r rank, D input and N output width.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Product(StrEnum):
-    """A product that an adapter may add to."""
+    """Matrix product of a layer that an adapter may modify."""
 
     QKV = "qkv"
     OUTPUT = "output"
@@ -31,25 +31,25 @@ class Product(StrEnum):
     DOWN = "down"
 
 
-Key = tuple[int, Product]  # which layer's
+Key = tuple[int, Product]  # layer, product
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """`width` of what a product takes, `widths` of what its parts give."""
+    """Dimensions of a product: input `width`, and output `widths` of its parts."""
 
     width: int
     widths: tuple[int, ...]
     num_experts: int = 1
 
     def values(self, rank: int) -> int:
-        """Numbers in an adapter's factors of this rank."""
+        """Return the number of values in an adapter's factors of this rank."""
         return self.num_experts * rank * (len(self.widths) * self.width + sum(self.widths))
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """One adapter in host memory, float32: of each product down_EPrD and up_ErN, the scale in the second."""
+    """One adapter in host memory, float32: down_EPrD and up_ErN of each product; up_ErN includes the scale."""
 
     rank: int
     factors: Mapping[Key, tuple[Tensor, Tensor]]
@@ -57,19 +57,19 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """Whose each token of a step is: a slot, or -1. int64."""
+    """Adapter slot of each token of a step, int64; -1 for no adapter."""
 
     slot_T: Tensor
 
 
 class LayerFactors:
-    """One layer's. None where no adapter that is loaded adds anything."""
+    """LoRA factors of one layer; a product that no loaded adapter modifies has none."""
 
     def __init__(self) -> None:
         self.of: dict[Product, Factors] = {}
 
     def add(self, product: Product, out_TN: Tensor, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
-        """out, with what the rows' adapters make of x added in place."""
+        """Add the low-rank products of x with the rows' adapters to out in place, and return out."""
         factors = None if rows is None else self.of.get(product)
         if factors is not None and rows is not None:
             add_low_rank(out_TN, x_TD, factors, rows.slot_T)
@@ -83,7 +83,7 @@ class LayerFactors:
 
 
 def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None:
-    """None where the layer has no such product, or one that takes no adapters."""
+    """Return the dimensions of a layer's product; None if the product does not exist or takes no adapters."""
     attention, ffn = layer.attention, layer.ffn
     if product in (Product.QKV, Product.OUTPUT):
         if not isinstance(attention, AttentionSpec):
@@ -97,8 +97,10 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
 
 
 class AdapterStacks:
-    """Owns the device's memory of adapters: all slots have the same products and the same rank, those that an adapter
-    lacks are zeros. Used between steps only."""
+    """Owner of the device memory of adapters. Used between steps only.
+
+    All slots have the same products and the same rank; those that an adapter lacks are zero.
+    """
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
         self.layers = [LayerFactors() for _ in spec.layers]
@@ -108,13 +110,15 @@ class AdapterStacks:
         self._spec, self._device = spec, device
 
     def num_bytes(self, keys: Iterable[Key], num_slots: int, rank: int) -> int:
-        """Memory of so many slots."""
+        """Return the memory of `num_slots` slots, in bytes."""
         return sum(self._form(key).values(rank) for key in keys) * num_slots * self.dtype.itemsize
 
     @torch.inference_mode()
     def lay_out(self, keys: frozenset[Key], num_slots: int, rank: int, moves: Mapping[int, int]) -> None:
-        """Make room for so much; slots go where `moves` says, others are forgotten. A slot that nothing moved to holds
-        zeros."""
+        """Reallocate the slots with this layout, and move old slots to new ones as `moves` says.
+
+        Other old slots are discarded. A new slot that nothing moves to holds zeros.
+        """
         for index, layer in enumerate(self.layers):
             for product in Product:
                 if (index, product) in keys:
@@ -127,7 +131,7 @@ class AdapterStacks:
 
     @torch.inference_mode()
     def fill(self, slot: int, weights: AdapterWeights) -> None:
-        """Put an adapter, for which there is room, into a slot."""
+        """Write an adapter into a slot; the layout must be large enough."""
         for index, product in self.keys:
             factors = self.layers[index].of[product]
             down_EPRD, up_ERN = _slot_of(factors, slot)
@@ -153,13 +157,13 @@ class AdapterStacks:
         for source, target in moves.items() if before is not None else ():
             assert before is not None
             for old, new in zip(_slot_of(before, source), _slot_of(after, target), strict=True):
-                kept = min(old.shape[-2], new.shape[-2])  # of ranks; what is beyond is zeros
+                kept = min(old.shape[-2], new.shape[-2])  # ranks to copy; the others stay zero
                 new[..., :kept, :].copy_(old[..., :kept, :])
         return after
 
 
 def _slot_of(factors: Factors, slot: int) -> tuple[Tensor, Tensor]:
-    """down_EPrD and up_ErN of one slot, as views."""
+    """Return views of down_EPrD and up_ErN of one slot."""
     experts, parts = factors.num_experts, len(factors.widths)
     some = slice(slot * experts, (slot + 1) * experts)
     down = factors.down_SRD[some].view(experts, parts, factors.rank, -1)

@@ -1,4 +1,4 @@
-"""How a model's products are computed: by whom, and whether a request's bits may depend on who else is in the step."""
+"""Choice of kernels for a model's products, and batch invariance: equal bits regardless of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import AttentionSpec, LayerSpec, ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
-_LANES = 16  # of the kernels on a CPU: they take rows of whole ones
+_LANES = 16  # SIMD lanes of the CPU kernels, which require row widths that are multiples of this
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """`moe_kernel` computes experts. `invariant`: a request gets the same bits alone and in any batch."""
+    """Settings of a model's computation.
+
+    `moe_kernel`: kernel that computes experts. `invariant`: a request gets the same bits alone and in any batch.
+    """
 
     moe_kernel: str = "auto"
     invariant: bool = False
@@ -30,7 +33,7 @@ class Arithmetic:
 def cannot_be_invariant(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, form: WeightFormat | None, moe_kernel: str
 ) -> str | None:
-    """Why such a model's bits would depend on who else is in the step, and what to do; None if they need not."""
+    """Return why the model's bits would depend on the rest of the batch, and what to do; None if they do not."""
     if spec.moe_layers and moe_kernel not in ("auto", "triton" if device.type == "cuda" else "auto"):
         return f"experts computed by {moe_kernel} depend on the others in the step: leave --moe-kernel out"
     if device.type == "cpu":
@@ -47,7 +50,7 @@ def cannot_be_invariant(
 
 
 def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
-    """Of the rows that a layer multiplies, and of heads."""
+    """Yield the widths of the rows that a layer multiplies, and of its heads."""
     attention, ffn = layer.attention, layer.ffn
     yield from (spec.hidden_size, ffn.width)
     if isinstance(attention, LatentAttentionSpec):
@@ -60,7 +63,10 @@ def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
 
 
 def _not_taken(spec: ModelSpec) -> str | None:
-    """What of the model is too wide, or too many, for the kernels for a GPU, so that torch would compute it."""
+    """Return which dimension of the model exceeds the limits of the GPU kernels, so that torch would compute it.
+
+    Returns None if none does.
+    """
     from moiety_kernels.attention_input.kernel import MOST_VALUES  # noqa: PLC0415 - Triton, as all of these
     from moiety_kernels.rms_norm.kernel import MAX_WIDTH  # noqa: PLC0415
     from moiety_kernels.route.kernels.grouping import MAX_EXPERTS  # noqa: PLC0415

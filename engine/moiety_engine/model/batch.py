@@ -1,7 +1,7 @@
-"""What the runner hands to the model each step, and the paged cache that the model reads and writes.
+"""Input batch of a step, and the paged KV cache that the model reads and writes.
 
-T tokens of the step (all sequences' chunks concatenated), S sequences, B blocks a row, L rows whose results are wanted,
-N blocks, G key-value heads, P places a block, d head width, L width of a latent row.
+T tokens of the step (all sequences' chunks concatenated), S sequences, B blocks per row, L rows whose results are
+wanted, N blocks, G key-value heads, P positions per block, d head width, L width of a latent row.
 """
 
 from __future__ import annotations
@@ -17,37 +17,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a step's tokens are spread over groups of ranks, each of which has a batch of its own."""
+    """Distribution of a step's tokens over groups of ranks (data-parallel attention), each with its own batch."""
 
     num_tokens: tuple[int, ...]  # of each group
     num_wanted: tuple[int, ...]
-    order_L: Tensor  # int64, where each wanted row of the step is among the groups' one after the other
+    order_L: Tensor  # int64, index of each wanted row of the step in the groups' concatenated rows
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's tokens, those of one group of ranks. Decodes, sequences with exactly one query token, come first."""
+    """Tokens of one step for one group of ranks. Decodes (sequences with exactly one query token) come first."""
 
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64
-    slots_T: Tensor  # int64, where token t's K and V go: block_id · block_size + offset
-    query_start_S1: Tensor  # int32; sequence s owns the tokens query_start[s] … query_start[s + 1]
+    slots_T: Tensor  # int64, cache slot of token t's K and V: block_id · block_size + offset
+    query_start_S1: Tensor  # int32; sequence s owns the tokens query_start[s] … query_start[s + 1] - 1
     context_len_S: Tensor  # int32, tokens of sequence s in the cache, this chunk included
     block_table_SB: Tensor  # int32, padded with 0
-    wanted_rows_L: Tensor  # int64, rows of T, of which logits or hidden states are wanted
+    wanted_rows_L: Tensor  # int64, rows of T whose logits or hidden states are wanted
     num_decode: int  # sequences 0 … num_decode - 1 have exactly one query token
-    max_context: int  # Python ints, so that nothing waits for the device
+    max_context: int  # Python ints, to avoid device synchronization
     max_query: int
-    owner_T: Tensor | None = None  # int64, whose token it is: a slot of moe.tenants. None: nobody counts experts
-    spread: Spread | None = None  # None: there is one group. Else `owner_T` is of all groups' tokens
+    owner_T: Tensor | None = None  # int64, tenant slot of each token (moe.tenants). None: experts are not counted
+    spread: Spread | None = None  # None: there is one group. Else `owner_T` covers the tokens of all groups
     adapted: AdaptedRows | None = None  # None: no token has an adapter
-    micro_batches: tuple[Batch, ...] = ()  # its tokens one after the other, if they are taken through in turns
+    micro_batches: tuple[Batch, ...] = ()  # the same tokens in consecutive parts, if they run as micro-batches
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's share of the cache, as views. A slot that no token was stored to may hold anything, NaN included. A
-    cache of int8 has a scale for each key and each value, float32."""
+    """Views of one layer's part of the KV cache.
+
+    A slot that no token was stored to may hold any value, including NaN. An int8 cache has a float32 scale for each key
+    and each value.
+    """
 
     k_NGPd: Tensor
     v_NGPd: Tensor
@@ -63,8 +66,11 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class LatentCache:
-    """The share of a layer of latent attention: one row a position, `latent_width` numbers of its latent part first.
-    A cache of int8 has a scale for either part. Otherwise as LayerCache."""
+    """Views of a latent attention layer's part of the KV cache: one row per position.
+
+    The latent part, `latent_width` values, comes first in a row. An int8 cache has a scale for each of the two parts.
+    Otherwise like LayerCache.
+    """
 
     rows_NPL: Tensor
     latent_width: int
@@ -80,15 +86,15 @@ class LatentCache:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """The paged cache of all layers; block b of every layer belongs together."""
+    """Paged KV cache of all layers; the blocks with the same index in all layers belong together."""
 
     layers: tuple[LayerCache | LatentCache, ...]
     num_blocks: int
     block_size: int
-    rotation: str = ""  # a digest of how keys are turned, the same where other engines' keys fit
-    hidden: LatentCache | None = None  # what the model made of each token, after the final norm; None: it is not kept
+    rotation: str = ""  # digest of the rotary embedding; equal for engines with compatible keys
+    hidden: LatentCache | None = None  # hidden state of each token after the final norm; None: not kept
 
     @property
     def everything(self) -> tuple[LayerCache | LatentCache, ...]:
-        """All that goes along with a block, wherever it goes."""
+        """All caches to copy when a block is moved or transferred."""
         return self.layers if self.hidden is None else (*self.layers, self.hidden)

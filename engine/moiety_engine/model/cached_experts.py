@@ -1,4 +1,4 @@
-"""How a mixture layer computes with experts of which the device has some.
+"""Computation of an MoE layer with offloaded experts, some of which are cached on the device.
 
 T tokens, K experts a token, D model width.
 """
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class CachedExperts:
-    """One layer's. Which experts are where is decided on the host, so every pass waits for the router's choices."""
+    """Cached experts of one layer.
+
+    The host decides which experts are in which slots, so every pass waits for the router's choices.
+    """
 
     def __init__(self, layer: LayerExperts) -> None:
         self._layer = layer
@@ -34,8 +37,11 @@ class CachedExperts:
         options: dict[str, Any],
         expect: Callable[[Tensor], None],
     ) -> Tensor:
-        """What the chosen experts give. `products`: the slots. `expect` is called with x once what is missing is on its
-        way, to say what may be wanted next."""
+        """Return the output of the chosen experts.
+
+        `products`: weights of the slots. `expect` is called with x once loads of the missing experts have started, to
+        prefetch experts for the next layer.
+        """
         layer = self._layer
         layer.begin(expert_TK.cpu().numpy())
         expect(x_TD)
@@ -49,5 +55,5 @@ class CachedExperts:
         return out_TD
 
     def expect(self, expert_TK: Tensor) -> None:
-        """The next pass may choose these."""
+        """Prefetch experts that the next pass may choose."""
         self._layer.expect(expert_TK.cpu().numpy())

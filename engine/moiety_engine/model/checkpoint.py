@@ -1,6 +1,6 @@
-"""Filling a decoder's weights from a checkpoint's safetensors files; complaints name the tensors.
+"""Loading of a decoder's weights from a checkpoint's safetensors files; errors name the tensors.
 
-`names` says which tensor on disk goes to which part of which weight, `narrow` how one that is kept in few bits is read.
+`names` maps tensors on disk to parts of weights; `quantized_checkpoints` defines how quantized tensors are read.
 """
 
 from __future__ import annotations
@@ -58,19 +58,20 @@ def load(
     offloading: Offloading | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
-    """Read the checkpoint's safetensors into freshly allocated weights, those of products in few bits if a `form` says
-    so; memory-mapped, but for what host memory gets as it is. Of a model over several ranks, what the rank in this
-    `seat` has of it, and nothing else. With `offloading` the products of experts are in its store; if all are there
-    already, they are not read.
+    """Read the checkpoint's safetensors files into newly allocated weights.
 
-    `progress` is called with (bytes read, bytes in all). Raises WeightsError, naming the tensors, when one is missing,
+    `form`: quantization format of the products, if any. Files are memory-mapped, except tensors that go to host memory
+    unchanged. Of a model over several ranks, only the part of the rank in this `seat` is read. With `offloading` the
+    products of experts go to its store; if the store is complete already, they are not read.
+
+    `progress` is called with (bytes read, bytes in all). Raises WeightsError, naming the tensors, if one is missing,
     unexpected or of another shape.
     """
     shards = shard_paths(folder)
     total = sum(path.stat().st_size for path in shards)
     filled_on = device if form is None else torch.device("cpu")
     as_stored = form is not None and form.is_stored_as(spec.weight_format)
-    # bfloat16 holds what mxfp4 does, and other numbers that are kept are not filled in here
+    # bfloat16 represents mxfp4 exactly, and other formats that are kept as stored are not filled in here
     exactly = dtype if form is None or as_stored else torch.float32
     own = own_spec(spec, seat)
     filling = offloading if offloading is not None and not offloading.is_whole else None
@@ -121,7 +122,7 @@ def load(
 
 
 def _note_kv_scales(folder: Path, names: Iterable[str]) -> None:
-    """Log that scales of a KV cache are left on disk, where the checkpoint has any or asks for such a cache."""
+    """Log that KV cache scales are ignored, if the checkpoint has any or configures a quantized KV cache."""
     scales, scheme = sorted(name for name in names if name.endswith(KV_SCALES)), kv_cache_scheme(folder)
     if scales or scheme:
         advice = "--kv-dtype says how keys and values are kept; in 8 bits each gets a scale of its own"
@@ -129,9 +130,9 @@ def _note_kv_scales(folder: Path, names: Iterable[str]) -> None:
 
 
 def product_names(folder: Path, spec: ModelSpec) -> set[str]:
-    """The tensors on disk that the large products are made of. Raises WeightsError."""
+    """Return the names of the tensors on disk that belong to the large products. Raises WeightsError."""
     names = set(tensor_files(folder))
-    weights = allocate(spec, device=torch.device("cpu"), dtype=torch.bfloat16)  # untouched, so it takes no memory
+    weights = allocate(spec, device=torch.device("cpu"), dtype=torch.bfloat16)  # never written, so it uses no memory
     return products_among(weights, placements(spec, weights, names)) & names
 
 
@@ -143,13 +144,16 @@ def _fewer_bits(
     device: torch.device,
     offloading: Offloading | None,
 ) -> WeightQuantizer:
-    """What puts products in few bits: all, or, where they are so on disk, those that are wholly so there. `model`: the
-    whole one, what the rank has of it, which rank, and how it keeps that."""
+    """Return the quantizer of the products.
+
+    It quantizes all products, or, if the format is the stored one, those that are entirely quantized on disk.
+    `model`: spec of the whole model, spec of the rank's part, seat of the rank, and format of its weights.
+    """
     spec, own, seat, form = model
     if not form.is_stored_as(spec.weight_format):
         return WeightQuantizer(weights, wanted, form, device, set(), offloading=offloading)
     wide = {name for name in wanted if not found[name].is_narrow}
-    if form.of_experts_only:  # rounding keeps mxfp4 exactly
+    if form.of_experts_only:  # rounding reproduces mxfp4 exactly
         return WeightQuantizer(weights, wanted, form, device, wide, offloading=offloading)
     kept = StoredPrecision(spec, own, seat, weights, form, set(found))
     others = {name for name in wanted if found[name].is_narrow and not kept.takes(name)}
@@ -190,7 +194,7 @@ def _made(make: Callable[..., Any], parts: list[Tensor], what: str) -> Any:
 
 
 def _chosen(chosen: Chosen, stack: Tensor, what: str) -> Tensor:
-    """Those experts of the stack, before anything is made of it."""
+    """Return the chosen experts of a stack of stored tensors."""
     if stack.shape[:1] != (chosen.among,):
         raise WeightsError(
             f"{what} has shape {tuple(stack.shape)}, but config.json asks for {chosen.among} experts; the weights and "
@@ -215,7 +219,7 @@ def _tensor(path: Path, name: str) -> Tensor:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The safetensors files. Raises WeightsError."""
+    """Return the safetensors files of the checkpoint. Raises WeightsError."""
     index = _index(folder)
     if index:
         paths = sorted(set(index.values()))
@@ -228,7 +232,10 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor; of several the one that the index names, or else the first. Raises WeightsError."""
+    """Return the file of each tensor: of several the one that the index names, or else the first.
+
+    Raises WeightsError.
+    """
     index = _index(folder)
     found: dict[str, Path] = {}
     for path in shard_paths(folder):
@@ -237,7 +244,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _index(folder: Path) -> dict[str, Path]:
-    """Where each tensor is; empty if there is no index."""
+    """Return the file of each tensor in the index; empty if there is no index."""
     path = folder / "model.safetensors.index.json"
     if not path.is_file():
         return {}

@@ -1,15 +1,15 @@
-"""Replaying decode steps on a CPU without Python between the operations.
+"""Recording and replay of decode steps on a CPU, without Python between the operations.
 
-At a handful of rows the interpreter would take a good part of a step, and at some dozens a few hundredths. So the jobs
-that the layers run for a number of sequences are recorded once, on buffers that stay, and then replayed in one call,
-like a GPU's graph: at once for a handful, for more once a number of sequences has come back often enough to pay for it.
-A pass that does anything beside our kernels cannot be recorded and runs as before.
+For a few rows the interpreter would take a large part of a step, for some dozens a few percent. The jobs that the
+layers run for a number of sequences are therefore recorded once, on persistent buffers, and then replayed in one call,
+like a CUDA graph: immediately for a few sequences, for more once that number has occurred often enough to pay for it.
+A pass that computes anything outside our kernels cannot be recorded and runs without replay.
 
-Of a handful, where the tokens' rows of the embedding and the logits are our kernels' too, they are recorded with the
-layers: then a step is a few arrays copied, and one call. With 32 sequences that was a tenth slower than torch around
-the layers' program.
+For a few sequences the embedding lookup and the logits are recorded with the layers if our kernels compute them: a step
+is then a few array copies and one call. With 32 sequences this was a tenth slower than running those two with torch
+around the layers' program.
 
-S sequences, T tokens of the step (as many), D model width, V vocabulary, B blocks a row.
+S sequences, T tokens of the step (as many), D model width, V vocabulary, B blocks per row.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from moiety_kernels.cpu.team import Job
 
 MAX_SEQUENCES = 64
-FEW_SEQUENCES = 8  # up to which a step is recorded when it is first seen
-STEPS_TO_PAY = 4  # that come before, where there are more: each recording keeps its own buffers
-MIN_TABLE_WIDTH = 64  # blocks; a wider table is recorded anew, at twice the width
+FEW_SEQUENCES = 8  # up to this number a step is recorded when it first occurs
+STEPS_TO_PAY = 4  # occurrences before a larger step is recorded, since each recording keeps its own buffers
+MIN_TABLE_WIDTH = 64  # blocks; a wider table needs a new recording, at twice the width
 
 _Kind = tuple[int, bool]  # sequences, and whether any has an adapter
 
@@ -47,7 +47,7 @@ _VIEWS = {"as_strided", "unsqueeze", "view"}
 
 
 class _Watch(TorchFunctionMode):
-    """Keeps what is allocated, and notes whether torch itself computed anything."""
+    """Function mode that keeps allocated tensors and detects whether torch itself computed anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Watch(TorchFunctionMode):
 
 
 class Decodes(Protocol):
-    """As much of a step in host memory as its decodes depend on: see runner.inputs.HostBatch."""
+    """Arrays of a step in host memory that its decodes depend on; see runner.inputs.HostBatch."""
 
     @property
     def token_ids_T(self) -> np.ndarray: ...  # noqa: N802
@@ -83,21 +83,21 @@ class Decodes(Protocol):
 
 
 class Pass(Protocol):
-    """The model, in the parts that are recorded."""
+    """Parts of the model that are recorded."""
 
     def begin(self, token_ids_T: Tensor) -> Tensor:
-        """x_TD, of tokens alone."""
+        """Return x_TD, the embedding of the tokens."""
         ...
 
     def layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        """What the layers make of x, which may be overwritten."""
+        """Return the output of the layers for x, which may be overwritten."""
         ...
 
     def logits(self, hidden_SD: Tensor) -> Tensor: ...
 
 
 class _Inputs:
-    """The memory that a program reads a step's decodes from, as arrays."""
+    """Arrays over the memory that a program reads a step's decodes from."""
 
     __slots__ = ("adapter_T", "context_len_S", "owner_T", "positions_T", "slots_T", "table_SB", "token_ids_T", "width")
 
@@ -110,7 +110,7 @@ class _Inputs:
         self.width = self.table_SB.shape[1]
 
     def take(self, step: Decodes) -> bool:
-        """False, and nothing has changed, where they have no room for it."""
+        """Copy a step into the arrays; return False, without a change, if it does not fit."""
         table_SB, owner_T = step.block_table_SB, self.owner_T
         width = table_SB.shape[1]
         if width > self.width or (owner_T is None and step.owner_T.any()):
@@ -129,7 +129,7 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a step was made into: valid until the next. Of logits that are not recorded both are None."""
+    """Results of a replayed step, valid until the next one. Both logits are None if they are not recorded."""
 
     hidden_TD: Tensor
     logits_SV: Tensor | None
@@ -138,10 +138,10 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """Programs, the inputs that they read, and all memory that they write."""
+    """Recorded programs, the inputs that they read, and all memory that they write."""
 
     layers: Program
-    whole: Program | None  # of a handful: from the tokens to all that was made
+    whole: Program | None  # for a few sequences: embedding, layers and logits
     x_TD: Tensor
     batch: Batch
     inputs: _Inputs
@@ -150,17 +150,17 @@ class _Recorded:
 
 
 class DecodePrograms:
-    """Owns the recorded programs, by kind of step, for one cache."""
+    """Owner of the recorded programs for one KV cache, by kind of step."""
 
     def __init__(self, parts: Pass) -> None:
         self._parts = parts
         self._cache: KvCache | None = None
         self._recorded: dict[_Kind, _Recorded] = {}
-        self._times_seen: Counter[_Kind] = Counter()  # of those that are not recorded yet
+        self._times_seen: Counter[_Kind] = Counter()  # of kinds that are not recorded yet
         self._recordable = True
 
     def takes(self, batch: Batch) -> bool:
-        """Whether this is a step of few sequences with one token each, and recorded or worth it."""
+        """Return whether `run` should process this step: decodes only, few enough, and recorded or worth recording."""
         sequences = batch.num_decode
         if not self._recordable or sequences != batch.token_ids_T.shape[0] or sequences > MAX_SEQUENCES:
             return False
@@ -172,16 +172,18 @@ class DecodePrograms:
 
     @property
     def only_kernels(self) -> bool:
-        """Whether a recording has shown that the layers compute without torch."""
+        """Return whether a recording has shown that the layers run without torch operations."""
         return self._recordable and bool(self._recorded)
 
     def forget(self) -> None:
-        """Weights or cache are about to move: what was recorded would read them where they were."""
+        """Discard all recordings before weights or cache move, since they hold the old addresses."""
         self._cache, self._recorded = None, {}
 
     def decode(self, step: Decodes, kv: KvCache, *, with_logits: bool) -> Replayed | None:
-        """A step of decodes alone, from their tokens on, and if `with_logits` not without these. None where no such
-        step is recorded: `run` records it. Calls nothing of torch's."""
+        """Replay a step that contains only decodes, embedding included; `with_logits` requires its logits.
+
+        Returns None if no matching step is recorded; `run` records it. Calls no torch function.
+        """
         known = self._recorded.get((len(step.token_ids_T), step.adapter_T is not None))
         if known is None or known.whole is None or kv is not self._cache:
             return None
@@ -191,7 +193,7 @@ class DecodePrograms:
         return known.made
 
     def run(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        """What the layers make of x; valid until the next run."""
+        """Return the output of the layers for x, valid until the next run."""
         if kv is not self._cache:
             self._cache, self._recorded = kv, {}
         known = self._recorded.get(_kind_of(batch))
@@ -207,7 +209,7 @@ class DecodePrograms:
         _refill(own, batch)
         begin_jobs, begun_TD, begun = _watched(lambda: self._parts.begin(own.token_ids_T))
         own_x_TD = begun_TD if begun.only_kernels and begun_TD.shape == x_TD.shape else torch.empty_like(x_TD)
-        for _ in range(2):  # the first time there may be tables to compute once, and code to compile
+        for _ in range(2):  # the first run may compute tables and compile code
             own_x_TD.copy_(x_TD)
             jobs, output_TD, watch = _watched(lambda: self._parts.layers(own_x_TD, own, kv))
             if watch.only_kernels:
@@ -221,12 +223,12 @@ class DecodePrograms:
                 self._recorded[_kind_of(batch)] = _Recorded(Program(jobs), whole, *kept)
                 return output_TD
             if own.owner_T is not None:
-                own.owner_T.zero_()  # its experts are counted: the second time they are nobody's
+                own.owner_T.zero_()  # its experts are counted now: the second run counts for NOBODY
         self._recordable = False
         return output_TD
 
     def _logits(self, output_TD: Tensor, tensors: list[Tensor]) -> tuple[list[Job], Tensor | None]:
-        """What makes them, if our kernels do; `tensors` has then what they are made in."""
+        """Record the jobs that compute the logits, if our kernels do; adds their buffers to `tensors`."""
         jobs, logits_SV, watch = _watched(lambda: self._parts.logits(output_TD))
         if not watch.only_kernels:
             return [], None
@@ -241,7 +243,7 @@ def _watched(compute: Callable[[], Tensor]) -> tuple[list[Job], Tensor, _Watch]:
 
 
 def _own(batch: Batch, kv: KvCache) -> Batch:
-    """One of the same kind, in memory that stays, with room for longer contexts."""
+    """Return a batch of the same kind in persistent memory, with room for longer contexts."""
     sequences, width = batch.block_table_SB.shape
     wide = max(MIN_TABLE_WIDTH, 1 << (width - 1).bit_length())
     return replace(
@@ -263,7 +265,7 @@ def _kind_of(batch: Batch) -> _Kind:
 
 
 def _has_room(own: Batch, batch: Batch) -> bool:
-    """Whether what was recorded on the one reads all of the other."""
+    """Return whether a recording made with `own` can read all of `batch`."""
     if batch.owner_T is not None and own.owner_T is None:
         return False
     return batch.block_table_SB.shape[1] <= own.block_table_SB.shape[1]
@@ -274,7 +276,7 @@ def _refill(own: Batch, batch: Batch) -> None:
     own.positions_T.copy_(batch.positions_T)
     own.slots_T.copy_(batch.slots_T)
     if own.owner_T is not None:
-        own.owner_T.copy_(batch.owner_T) if batch.owner_T is not None else own.owner_T.zero_()  # nobody's
+        own.owner_T.copy_(batch.owner_T) if batch.owner_T is not None else own.owner_T.zero_()  # NOBODY
     if own.adapted is not None and batch.adapted is not None:
         own.adapted.slot_T.copy_(batch.adapted.slot_T)
     own.query_start_S1.copy_(batch.query_start_S1)

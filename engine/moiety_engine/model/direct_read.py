@@ -1,6 +1,8 @@
-"""Tensors that are wanted just as a safetensors file holds them: read by several threads, straight to where they
-belong. Through a memory map torch's threads would copy the same bytes, page after page of which the system first has to
-find; and wait for each other after each tensor."""
+"""Direct read of tensors whose stored form is the wanted one: several threads read them into their final memory.
+
+With a memory map, torch's threads would copy the same bytes after a page fault for each page, and synchronize after
+each tensor.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.names.tensor_mapping import Shares
 
-MOST_AT_ONCE = 16 << 20  # bytes that a thread reads before it takes the next part
+MOST_AT_ONCE = 16 << 20  # bytes per part; a thread reads one part at a time
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -36,7 +38,7 @@ class _ReadPart(NamedTuple):
 
 
 class DirectRead:
-    """Collects what can be read so, and then reads it."""
+    """Collection of tensors that can be read directly."""
 
     def __init__(self, most_at_once: int = MOST_AT_ONCE) -> None:
         self._most_at_once = most_at_once
@@ -45,7 +47,10 @@ class DirectRead:
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def take(self, path: Path, name: str, place: TensorMapping | Shares) -> bool:
-        """Whether the tensor of that name in the file is wanted as it is, in host memory: then `read` reads it."""
+        """Add the tensor `name` in the file if it is wanted unchanged and in host memory; return whether it was added.
+
+        `read` reads the added tensors.
+        """
         if not isinstance(place, TensorMapping) or place.arrange is not None or place.chosen is not None:
             return False
         view = place.view
@@ -64,7 +69,7 @@ class DirectRead:
         return True
 
     def read(self, num_threads: int) -> Iterator[int]:
-        """Read all that was taken; yields the bytes of each part. Raises WeightsError where a file ends too soon."""
+        """Read all added tensors; yield the bytes of each part. Raises WeightsError if a file is truncated."""
         pages.prefer(self._views)
         with ExitStack() as stack:
             files = {}
@@ -75,7 +80,7 @@ class DirectRead:
                 yield from threads.map(lambda part: _read(part, files[part.path]), self._parts)
 
     def _header(self, path: Path) -> tuple[int, dict[str, Any]]:
-        """Where a file's tensors begin, and what it says of each."""
+        """Return the offset of a file's tensor data, and the header's entry of each tensor."""
         if path not in self._headers:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
@@ -84,7 +89,7 @@ class DirectRead:
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
-    """Its bytes, for as long as it is there. As an array of numpy's its storage could not be given up any more."""
+    """Return the tensor's bytes, valid while it exists; a numpy view would prevent the release of its storage."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

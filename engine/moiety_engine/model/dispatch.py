@@ -1,12 +1,11 @@
-"""Taking tokens to the ranks that have their experts, and what those make of them back, where ranks have different
-tokens.
+"""Dispatch and combine of expert parallelism with data-parallel attention: all-to-all of tokens to experts' ranks.
 
-Every rank of a group has all of the group's tokens, so each takes care of a share of them. A token goes once to each
-rank that has any of its experts' slots, or a piece of one, with its whole routing, which names slots; what comes back
-is the sum over that rank's slots.
+Every rank of a group has all of the group's tokens, so each rank dispatches a share of them. A token is sent once to
+each rank that has any of its experts' slots, or a shard of one, with its whole routing in terms of slots; the result is
+the sum over that rank's slots.
 
-T tokens of the group, S this rank's share of them, D model width, K experts a token, P parts of the experts, R ranks of
-the stage, N rows that go out, M rows that come in, B bytes a row.
+T tokens of the group, S this rank's share of them, D model width, K experts per token, P parts of the experts, R ranks
+of the stage, N rows sent, M rows received, B bytes per row.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Dispatch:
-    """One mixture layer's. All ranks of the stage call it in the same order, also those that have no token."""
+    """Dispatch of one MoE layer. All ranks of the stage call it in the same order, including ranks without tokens."""
 
     def __init__(self, seat: Seat, exchange: RowExchange, slots: ExpertSlots) -> None:
         self._seat, self._exchange, self._slots = seat, exchange, slots
@@ -39,8 +38,10 @@ class Dispatch:
         experts: Callable[[Tensor, Tensor, Tensor], Tensor],
         beside: Callable[[], Tensor],
     ) -> Tensor:
-        """What the chosen experts give this rank's share of the tokens, added to what `beside` gives all of them, which
-        is computed while rows are on their way. `experts` computes the slots that are here."""
+        """Return the output of `beside` for all tokens, plus the chosen experts' output for this rank's share.
+
+        `beside` is computed while rows are in flight. `experts` computes the slots of this rank.
+        """
         share = share_of(self._seat, len(x_TD))
         x_SD, weight_SK, slot_SK = x_TD[share], weight_TK[share], self._slots.of(expert_TK[share], self._exchange)
         goes_RS = destinations(self._seat, self._slots.num_held, slot_SK)
@@ -57,33 +58,33 @@ class Dispatch:
 
 
 def share_of(seat: Seat, num_tokens: int) -> slice:
-    """The tokens of its group that the rank takes care of."""
+    """Return the tokens of the group that the rank dispatches."""
     tp, rank = seat.layout.tp, seat.tp_rank
     return slice(num_tokens * rank // tp, num_tokens * (rank + 1) // tp)
 
 
 def destinations(seat: Seat, num_held: int, slot_SK: Tensor) -> Tensor:
-    """Whether a token goes to a rank that has slots, `num_held` of them, [R, S]."""
+    """Return whether each token goes to each rank, bool [R, S]; a rank has `num_held` slots."""
     goes_SP = torch.zeros(len(slot_SK), seat.layout.ep, dtype=torch.bool, device=slot_SK.device)
     goes_SP.scatter_(1, (slot_SK // num_held).long(), value=True)
     return goes_SP.t().repeat_interleave(seat.expert_cuts, dim=0)
 
 
 def add_given(out_SD: Tensor, row_N: Tensor, given_ND: Tensor, num_sent: list[int]) -> None:
-    """To each token in place what the ranks gave for it, that of so many rows each."""
+    """Add the results of the ranks to their tokens in place; rank r returned `num_sent[r]` rows."""
     sum_SD = torch.zeros(out_SD.shape, dtype=torch.float32, device=out_SD.device)
     for row_n, given_nD in zip(torch.split(row_N, num_sent), torch.split(given_ND, num_sent), strict=True):
-        sum_SD.index_add_(0, row_n, given_nD.float())  # a token once at a time, so in the same order always
+        sum_SD.index_add_(0, row_n, given_nD.float())  # each token at most once per call, so the order is fixed
     out_SD += sum_SD.to(out_SD.dtype)
 
 
 def pack(x_ND: Tensor, weight_NK: Tensor, slot_NK: Tensor) -> Tensor:
-    """As bytes, so that all goes at once."""
+    """Concatenate the rows as bytes, to send them in one message."""
     return torch.cat([one.view(torch.uint8) for one in (x_ND, weight_NK, slot_NK)], dim=1)
 
 
 def unpack(packed_MB: Tensor, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight and slot of what came, as wide and of the type of these; slots are int32."""
+    """Return x, weight and slot of the received rows, with the widths and dtypes of the arguments; slots are int32."""
     types = ((x_TD.shape[1], x_TD.dtype), (weight_TK.shape[1], weight_TK.dtype), (weight_TK.shape[1], torch.int32))
     widths = [width * dtype.itemsize for width, dtype in types]
     parts = torch.split(packed_MB, widths, dim=1)

@@ -1,4 +1,4 @@
-"""Weights drawn at random: a model's shape without its files, for measurements."""
+"""Random weights with a model's shapes, without its files, for benchmarks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ SEED = 0
 def draw_weights(
     spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, form: WeightFormat | None = None
 ) -> ModelWeights:
-    """The same numbers at every call on one kind of device, those of products in few bits if a `form` says so: norms
-    are 1, biases 0, matrices such that a product keeps the size of what it multiplies, so that activations neither
-    vanish nor grow. Nothing is held in full beside what is kept but one matrix, or that of one expert."""
+    """Return random weights, the same at every call on one kind of device; products are quantized if `form` is given.
+
+    Norms are 1 and biases 0; matrices are scaled so that products preserve magnitude, and activations neither vanish
+    nor grow. Beside the result, at most one matrix (of one expert) is held in full precision.
+    """
     generator = torch.Generator(device).manual_seed(SEED)
     if form is None:
         weights = allocate(spec, device=device, dtype=dtype)
@@ -34,7 +36,7 @@ def draw_weights(
         return weights
     shapes = allocate(spec, device=torch.device("meta"), dtype=dtype)
     products = set(map(id, products_of(shapes, experts_only=form.of_experts_only)))
-    made: dict[int, Tensor | QuantizedWeight] = {}  # by the identity of its shape, since one may be there twice
+    made: dict[int, Tensor | QuantizedWeight] = {}  # by id of the meta tensor, since a tensor may occur twice
     for name, shape in named_tensors(shapes):
         if id(shape) in products:
             made[id(shape)] = _narrow(name, shape, form, device, generator)
@@ -52,7 +54,7 @@ def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.zero_()
     else:
         deviation = 0.02 if name == "embedding_VD" else tensor.shape[-1] ** -0.5
-        for part in tensor if tensor.dim() > 2 else [tensor]:  # one expert at a time: drawing takes memory beside
+        for part in tensor if tensor.dim() > 2 else [tensor]:  # one expert at a time: drawing needs temporary memory
             part.normal_(0, deviation, generator=generator)
 
 
@@ -71,7 +73,7 @@ def _narrow(
 
 
 def _replaced(part: Any, made: dict[int, Tensor | QuantizedWeight]) -> Any:
-    """A part of a model with what was made for each of its shapes."""
+    """Return a part of a model with its meta tensors replaced by those in `made`."""
     if isinstance(part, tuple):
         return tuple(_replaced(one, made) for one in part)
     if isinstance(part, Tensor):

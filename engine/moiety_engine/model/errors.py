@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, under the engine's CheckpointError.
+"""Errors of a checkpoint, under the engine's CheckpointError.
 
 ModelError
 ├── UnsupportedModelError   a family or feature that this engine does not run

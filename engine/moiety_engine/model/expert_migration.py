@@ -1,5 +1,4 @@
-"""Experts' weights from rank to rank while the model serves: a slot is given what another slot holds, whatever the
-weights are kept in.
+"""Migration of experts' weights between ranks while the model serves: copies of slots, in any weight format.
 
 B bytes of a slot over all of a layer's tensors.
 """
@@ -24,17 +23,19 @@ if TYPE_CHECKING:
 
 
 class SlotWeights:
-    """All that a layer's slots hold on this rank. Used between steps only."""
+    """Weights of a layer's slots on this rank. Used between steps only."""
 
     def __init__(self, weights: MoeWeights, num_held: int) -> None:
         held = weights.gate_up_E2FD, weights.down_EDF, weights.gate_up_bias_E2F, weights.down_bias_ED
         tensors = (tensor for _, tensor in named_tensors(tuple(one for one in held if one is not None)))
-        self._tensors = sorted(tensors, key=lambda one: -one.itemsize)  # so that each begins where it may in a row
+        self._tensors = sorted(tensors, key=lambda one: -one.itemsize)  # so that each part of a row is aligned
         self._num_held = num_held
 
     def write(self, writes: Sequence[Write], seat: Seat) -> int:
-        """Read all sources, on whichever ranks they are, and write the slots that are here. All ranks of the stage call
-        it together. Returns the bytes that this one has sent and received."""
+        """Copy all source slots, on any rank, to the target slots on this rank.
+
+        All ranks of the stage call it together. Returns the bytes that this rank has sent and received.
+        """
         own = seat.ep_rank
         sends, receives, rows_B = [], [], {}
         for write in writes:

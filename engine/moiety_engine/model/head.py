@@ -1,5 +1,7 @@
-"""The product with the vocabulary in eight bits, beside products of layers in 8 or 4: each token reads all of it, and
-as wide as it was it would be a good part of what is read. Embeddings stay wide: of those a token reads one row.
+"""Output head quantized to 8 bits, for models whose layers' products are in 8 or 4 bits.
+
+Each token reads the whole head, which unquantized would be a large part of the memory traffic. Embeddings stay
+unquantized, since a token reads one row only.
 
 V vocabulary, D model width.
 """
@@ -18,19 +20,21 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.weights import ModelWeights
 
-_ROWS_AT_ONCE = 256  # that are rounded, which takes several times their memory
+_ROWS_AT_ONCE = 256  # rows quantized per call, which needs several times their memory
 
 
 def narrow_head_bytes(spec: ModelSpec) -> int:
-    """Memory that it takes."""
+    """Return the memory of the quantized head, in bytes."""
     rows, width = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16).head_VD.shape
     return rows * (width * INT8.bits // 8 + 4)
 
 
 def with_narrow_head(weights: ModelWeights) -> ModelWeights:
-    """The same with the head in eight bits, if this machine's processor multiplies those as they lie. Where they are
-    widened for each product that would take longer, not shorter, and the head stays as it is."""
-    from moiety_kernels.cpu.gemm import is_unpacked  # noqa: PLC0415 - numba, which the start loads beside the weights
+    """Return the weights with the head in 8 bits, if this machine's CPU multiplies 8-bit weights directly.
+
+    Otherwise they would be widened for each product, which takes longer, and the weights are returned unchanged.
+    """
+    from moiety_kernels.cpu.gemm import is_unpacked  # noqa: PLC0415 - numba, imported while weights load
 
     wide_VD = weights.head_VD
     assert isinstance(wide_VD, torch.Tensor)

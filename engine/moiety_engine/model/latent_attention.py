@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, 2405.04434) in its absorbed form, for prompts and decoding alike.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form, for prefill and decode.
 
-A query's unrotated part is taken into the latent space, where one cached row a position is the key of all heads and
-its latent part the value; what attention gives is taken out of there again.
+A query's unrotated part is projected into the latent space, where one cached row per position is the key of all heads
+and its latent part the value; the attention output is projected back.
 
-T tokens, D model width, C width of the first projections, Q what of it is for queries, H query heads, d width of a
-query head, L width of a cache row.
+T tokens, D model width, C width of the first projections, Q the queries' part of C, H query heads, d width of a query
+head, L width of a cache row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class LatentAttention:
-    """Causal attention with a paged cache of latent rows."""
+    """Causal latent attention with a paged cache of latent rows."""
 
     def __init__(
         self, spec: LatentAttentionSpec, weights: LatentAttentionWeights, rotary: RotaryTable, arithmetic: Arithmetic

@@ -1,6 +1,6 @@
-"""The parts of a decoder layer: attention and feed-forward, each made of kernels and its weights.
+"""Parts of a decoder layer: attention and feed-forward, each built from kernels and its weights.
 
-T tokens, D model width, H query heads, G key-value heads, d head width, E experts, K experts a token.
+T tokens, D model width, H query heads, G key-value heads, d head width, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 class Attention(Protocol):
-    """What comes first in a layer."""
+    """Attention, the first half of a layer."""
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor: ...
 
 
 class FeedForward(Protocol):
-    """What follows attention in a layer."""
+    """Feed-forward, the second half of a layer."""
 
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor: ...
 
@@ -64,7 +64,7 @@ class GroupedQueryAttention:
         *,
         rounds: bool,
     ) -> None:
-        """`rounds`: what attention multiplies may be rounded to bfloat16, as the model's weights are."""
+        """Create the layer. `rounds`: attention may round its inputs to bfloat16, the type of the model's weights."""
         self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._rounds = rounds
@@ -111,7 +111,7 @@ class GroupedQueryAttention:
 
 
 class DenseFeedForward:
-    """A gated feed-forward for every token."""
+    """Dense gated feed-forward."""
 
     def __init__(self, spec: DenseSpec, weights: DenseWeights, arithmetic: Arithmetic, adapters: LayerFactors) -> None:
         self._activation, self._weights, self._adapters = spec.activation, weights, adapters
@@ -132,7 +132,10 @@ class DenseFeedForward:
 
 
 class SharedExperts:
-    """Experts that serve every token. Where they have a gate, its sigmoid is the score of a router for them alone."""
+    """Shared experts, which process every token.
+
+    If they have a gate, its sigmoid is computed as the score of a router with one expert.
+    """
 
     _ROUTING = RoutingSpec(num_experts=1, top_k=1, renormalize=False, scoring="sigmoid")
 
@@ -141,7 +144,7 @@ class SharedExperts:
         self._invariant = arithmetic.invariant
 
     def added_to(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
-        """What the routed experts gave, which may be overwritten, plus what these make of x."""
+        """Return the routed experts' output, which may be overwritten, plus the shared experts' output for x."""
         w, gate_1D = self._weights.dense, self._weights.gate_1D
         return dense_glu(
             x_TD,
@@ -160,7 +163,7 @@ class SharedExperts:
 
 
 class MixtureOfExperts:
-    """Router, then the chosen experts of each token, weighted and summed; then the shared ones, if there are any."""
+    """MoE layer: router, weighted sum of each token's chosen experts, and shared experts, if there are any."""
 
     def __init__(
         self,
@@ -173,9 +176,12 @@ class MixtureOfExperts:
         dispatch: Dispatch | None = None,
         cached: LayerExperts | None = None,
     ) -> None:
-        """`chosen` is handed the experts of each token, expert_TK, pass by pass. `slots`: where experts are, if some
-        are on other ranks. `dispatch`: to ranks that have other tokens; all of them call this together, also with no
-        token at all. `cached`: which experts the weights are."""
+        """Create the layer.
+
+        `chosen`: list to which each pass appends the experts of each token, expert_TK. `slots`: the experts' slots, if
+        some experts are on other ranks. `dispatch`: all-to-all with ranks that have other tokens; all ranks call the
+        layer together, even without tokens. `cached`: the experts that the weights hold, if experts are offloaded.
+        """
         self._spec, self._weights, self._chosen, self._adapters = spec, weights, chosen, adapters
         self._arithmetic, self._slots, self._dispatch = arithmetic, slots, dispatch
         self._cached = None if cached is None else CachedExperts(cached)
@@ -184,9 +190,11 @@ class MixtureOfExperts:
             SharedExperts(spec.shared, weights.shared, arithmetic) if spec.shared and weights.shared else None
         )
 
-    def foresee(self, following: MixtureOfExperts) -> None:
-        """From now on, fetch experts that the layer which follows would choose for what comes here: the stream of
-        residuals changes little from one layer to the next (Eliseev and Mazur 2023, arXiv 2312.17238)."""
+    def prefetch(self, following: MixtureOfExperts) -> None:
+        """Prefetch in every pass the experts that the `following` layer would choose for this layer's input.
+
+        The residual stream changes little from one layer to the next (Eliseev and Mazur 2023, arXiv 2312.17238).
+        """
         self._following = following
 
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
@@ -199,7 +207,7 @@ class MixtureOfExperts:
         return self._add_shared(self.routed(x_TD, weight_TK, slot_TK, rows), x_TD)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight and the number of each token's experts."""
+        """Return the weight and the index of each token's experts, both [T, K]."""
         spec, weights = self._spec, self._weights
         if not len(x_TD):
             none_TK = x_TD.new_empty(0, spec.routing.top_k, dtype=torch.float32)
@@ -210,7 +218,7 @@ class MixtureOfExperts:
         return route(logits_TE, spec.routing, weights.selection_bias_E)
 
     def routed(self, x_TD: Tensor, weight_TK: Tensor, slot_TK: Tensor, rows: AdaptedRows | None = None) -> Tensor:
-        """What the experts give whose slots are here. Over several ranks no row is adapted."""
+        """Return the output of the experts with slots on this rank. With several ranks no row has an adapter."""
         weights, options = self._weights, self._options()
         products = weights.gate_up_E2FD, weights.down_EDF
         if self._cached is not None:
@@ -220,7 +228,7 @@ class MixtureOfExperts:
         return experts(x_TD, weight_TK, here_TK, *products, adapters=adapters, **options)
 
     def _options(self) -> dict[str, Any]:
-        """How experts are computed."""
+        """Return the keyword arguments of the expert kernels."""
         weights = self._weights
         return {
             "activation": self._spec.activation,
@@ -231,7 +239,7 @@ class MixtureOfExperts:
         }
 
     def _expect(self, x_TD: Tensor) -> None:
-        """Have what the following layer may choose fetched ahead."""
+        """Prefetch the experts that the following layer may choose."""
         following = self._following
         if following is not None and following._cached is not None:
             following._cached.expect(following._route(x_TD)[1])
@@ -250,7 +258,7 @@ def attention(
     *,
     rounds: bool,
 ) -> Attention:
-    """The attention that the spec describes. `rounds`: see GroupedQueryAttention."""
+    """Return the attention that the spec describes. `rounds`: see GroupedQueryAttention."""
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         return LatentAttention(spec, weights, rotary, arithmetic)
@@ -268,8 +276,10 @@ def feed_forward(
     dispatch: Dispatch | None = None,
     cached: Iterator[LayerExperts] | None = None,
 ) -> FeedForward:
-    """The feed-forward that the spec describes; one with experts appends its choices to `chosen`. `slots`, `dispatch`:
-    see MixtureOfExperts. `cached`: of the mixtures that are left, which experts their weights are."""
+    """Return the feed-forward that the spec describes; an MoE layer appends its choices to `chosen`.
+
+    `slots`, `dispatch`: see MixtureOfExperts. `cached`: iterator over the cached experts of the remaining MoE layers.
+    """
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
         own = next(cached) if cached else None

@@ -1,4 +1,4 @@
-"""From a checkpoint's folder to a Transformer that can run."""
+"""Loading of a checkpoint folder into a Transformer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _WHOLE_NUMBERS = {INT8.name, INT4.name}
 
 
 class LoadOptions(TypedDict, total=False):
-    """What `load_share` takes beside the folder, by name."""
+    """Keyword arguments of `load_share`."""
 
     device: Required[str]
     dtype: Required[str]
@@ -71,9 +71,11 @@ class LoadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """What a rank has of a model, read; of a model on one rank all of it. `expert_bytes`: of one expert of a layer,
-    where only other ranks may have any. `expert_cache`: whose slots are the weights' experts. `keeps_hidden`: see
-    Transformer."""
+    """Loaded part of a model on one rank; with a single rank, the whole model.
+
+    `expert_bytes`: bytes of one expert of a layer, given if this rank may have no experts. `expert_cache`: cache whose
+    slots are the weights' experts. `keeps_hidden`: see Transformer.
+    """
 
     spec: ModelSpec
     weights: ModelWeights
@@ -85,7 +87,7 @@ class WeightShard:
     keeps_hidden: bool = False
 
     def transformer(self, vocabulary: Vocabulary | None = None) -> Transformer:
-        """Of a rank with layers. `vocabulary`: another model's, where it has none."""
+        """Return the Transformer of a rank with layers. `vocabulary`: another model's, for a model without one."""
         return Transformer(
             self.spec,
             self.weights,
@@ -99,17 +101,17 @@ class WeightShard:
         )
 
     def experts(self) -> ExpertServer:
-        """Of a rank with experts alone."""
+        """Return the server of a rank with experts only."""
         return ExpertServer(self.spec, self.weights, arithmetic=self.arithmetic, ranks=self.ranks)
 
 
 def load_model(folder: Path, **how: Unpack[LoadOptions]) -> Transformer:
-    """The model on a rank with layers, as `load_share` reads it."""
+    """Load the model on a rank with layers; see `load_share`."""
     return load_share(folder, **how).transformer()
 
 
 def load_mtp(folder: Path, model: Transformer, **how: Unpack[LoadOptions]) -> Transformer:
-    """The layer of the same checkpoint that foretells what the model will say, as `load_share` reads it."""
+    """Load the multi-token prediction (MTP) layer of the model's checkpoint; see `load_share`."""
     return load_share(folder, mtp=True, **how).transformer(model.vocabulary)
 
 
@@ -131,20 +133,25 @@ def load_share(
     mtp: bool = False,
     max_context_tokens: int | None = None,
 ) -> WeightShard:
-    """Read the checkpoint in `folder` for `device` ("cpu", "cuda", "cuda:1"). With dummy weights only its config.json
-    is read.
+    """Load the checkpoint in `folder` for `device` ("cpu", "cuda", "cuda:1").
 
-    `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
-    means that the weights are kept so; activations are float32. `quantization`: how the weights of products are kept,
-    "none" or one of FORMATS; "auto": as the checkpoint has them; whole numbers that are asked for by name may take the
-    head with them (see `head`). `kv_dtype`, of the cache, is "auto", the activations', or "bf16" beside weights in
-    that, or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
-    `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
-    process. Of several `ranks` this one reads its share only. `offload`: which experts need not be on the device.
-    `progress` is called with (bytes read, bytes in all). `keeps_hidden`: there is to be a layer that foretells from
-    what the model makes of tokens; `mtp`: it is what is read, and nothing else. `max_context_tokens`: the
-    longest context that is served, on which LongRoPE depends; None: the longest that the model takes. Raises
-    ModelError, InvalidConfig, and OutOfMemory with the figures.
+    With dummy weights only its config.json is read. Of several `ranks` each reads its own part only.
+
+    `dtype`: "float32", "bfloat16", or "auto": float32 for a float32 checkpoint, else bfloat16. On a CPU bfloat16
+    applies to the weights only; activations are float32.
+    `quantization`: format of the products' weights, "none" or one of FORMATS; "auto": that of the checkpoint. An
+    integer format that is named explicitly may include the head (see `head`).
+    `kv_dtype`: type of the KV cache: "auto" is that of the activations; "bf16" requires bfloat16 weights; "fp8" and
+    "int8" require a GPU.
+    `moe_kernel`: kernel that computes the experts; "auto" takes the fastest.
+    `batch_invariant`: a request's bits do not depend on the rest of the batch.
+    `num_threads`: number of threads of the process.
+    `offload`: which experts need not be on the device.
+    `progress` is called with (bytes read, bytes in all).
+    `keeps_hidden`: the KV cache keeps hidden states for an MTP layer. `mtp`: load only the MTP layer.
+    `max_context_tokens`: longest context that is served, on which LongRoPE depends; None: the model's longest.
+
+    Raises ModelError, InvalidConfig, and OutOfMemory with the figures.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -173,7 +180,7 @@ def load_share(
     with ExitStack() as undo:
         offloading = open_store(offload, folder, spec, where, f"{dtype} {form}", load_format)
         if offloading is not None:
-            undo.callback(offloading.store.close)  # unless all goes well: the cache has it then
+            undo.callback(offloading.store.close)  # on failure only: afterwards the cache owns the store
         memory, expert_budget_bytes = device_memory(where), 0
         if offloading is not None:
             expert_budget_bytes, in_store_bytes = budget(offload, spec, DTYPES[dtype], form, num_bytes, memory)
@@ -198,7 +205,7 @@ def load_share(
 
 
 def _spec(folder: Path, load_format: LoadFormat, max_context_tokens: int | None, *, keeps_hidden: bool) -> ModelSpec:
-    """Of the model; a layer that is to foretell is missed before anything is read."""
+    """Return the model's spec; raises before any weights are read if a required MTP layer is missing."""
     spec = read_spec(folder).within(max_context_tokens)
     if keeps_hidden:
         require_mtp(folder, spec, load_format)
@@ -206,7 +213,7 @@ def _spec(folder: Path, load_format: LoadFormat, max_context_tokens: int | None,
 
 
 def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Of one layer."""
+    """Return the bytes of one expert of one layer."""
     layer = spec.layers[spec.moe_layers[0]]
     assert isinstance(layer.ffn, MoeSpec)
     one = replace(layer, ffn=replace(layer.ffn, held=(0,)), only_experts=True)
@@ -215,7 +222,10 @@ def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.d
 
 
 def _weight_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.dtype, *, head_too: bool = False) -> int:
-    """Memory for the weights, products in `form`; a narrow head is there beside the wide one that it is made of."""
+    """Return the memory for the weights, products in `form`, in bytes.
+
+    A quantized head counts in addition to the unquantized one that it is made from.
+    """
     num_bytes = weight_bytes(spec, dtype) if form is None else bytes_in(form, spec, dtype)
     return num_bytes + (narrow_head_bytes(spec) if head_too else 0)
 
@@ -223,7 +233,7 @@ def _weight_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.dtype
 def _check_moe_kernel(
     asked: str, spec: ModelSpec, where: torch.device, dtype: torch.dtype, form: WeightFormat | None
 ) -> None:
-    """Raise if experts are to be computed by what cannot; warn if the best for a GPU cannot be taken."""
+    """Raise if the requested MoE kernel is unavailable; log a warning if the best one for a GPU is."""
     activations = torch.float32 if where.type == "cpu" else dtype
     if asked not in MOE_KERNELS:
         raise UnsupportedModelError(f"moe_kernel {asked!r} is not known; choose one of {', '.join(MOE_KERNELS)}")
@@ -241,8 +251,10 @@ def _check_moe_kernel(
 
 
 def _form(quantization: str, stored: WeightFormat | None, *, exact: bool) -> WeightFormat | None:
-    """Return the format that products are to be kept in. `exact`: float32 was asked for, in which whole numbers that a
-    checkpoint has packed are widened, unless they are asked for, too."""
+    """Return the format of the products' weights.
+
+    `exact`: float32 was requested, which widens a checkpoint's packed integers unless their format is requested too.
+    """
     if quantization == "none":
         return None
     if quantization == "auto":
@@ -259,8 +271,11 @@ def _form(quantization: str, stored: WeightFormat | None, *, exact: bool) -> Wei
 def _on_device(
     form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, moe_kernel: str, *, asked: bool
 ) -> WeightFormat | None:
-    """`form` as the device's kernels read it. What a checkpoint has and none of them reads is widened, and said to be;
-    raises UnsupportedModelError where it was asked for."""
+    """Return `form` in the layout that the device's kernels read.
+
+    A checkpoint's format that no kernel reads is widened, with a log entry. Raises UnsupportedModelError if that format
+    was requested explicitly.
+    """
     if form is None:
         return None
     packed = (
@@ -280,7 +295,10 @@ def _on_device(
 def _unreadable(
     form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, moe_kernel: str
 ) -> str | None:
-    """Why the device's kernels do not read `form`, which is None for what cannot be packed as they want it."""
+    """Return why the device's kernels cannot read `form`; None if they can.
+
+    `form` is None for weights that cannot be packed in the kernels' layout.
+    """
     if form is None:
         return f"some rows have no multiple of {GPU_PACK} inputs"
     if not form.is_kept:
@@ -295,7 +313,7 @@ def _unreadable(
 
 
 def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The type of a cache of keys and values that has one of its own. Raises UnsupportedModelError where it cannot."""
+    """Return the type of a KV cache whose type is configured. Raises UnsupportedModelError if it is not supported."""
     if kv_dtype not in KV_DTYPES:
         raise UnsupportedModelError(f"kv_dtype {kv_dtype!r} is not known; choose one of auto, {', '.join(KV_DTYPES)}")
     if kv_dtype == "bf16":

@@ -1,5 +1,7 @@
-"""The layer after a model's last one, which says what follows a token from what the model made of the one before it:
-multi-token prediction, as DeepSeek-V3 publishes it. It is loaded as a model of one layer, with the model's vocabulary.
+"""Multi-token prediction (MTP) layer, as published with DeepSeek-V3.
+
+It follows a model's last layer, and predicts the token after the next one from the next token and the model's hidden
+state. It is loaded as a model of one layer that uses the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _INSTEAD = "take --speculate ngram, or --speculate draft with a --draft-model"
 
 
 def mtp_spec(spec: ModelSpec) -> ModelSpec:
-    """Of the layer by itself. Raises UnsupportedModelError where the model has none."""
+    """Return the spec of the MTP layer alone. Raises UnsupportedModelError if the model has none."""
     if spec.mtp is None:
         raise UnsupportedModelError(
             f"--speculate mtp needs a layer that predicts further tokens, and this {spec.family} checkpoint has its "
@@ -36,14 +38,14 @@ def mtp_spec(spec: ModelSpec) -> ModelSpec:
     return replace(
         spec,
         layers=(spec.mtp,),
-        ignored_prefixes=("",),  # all else is the model's
+        ignored_prefixes=("",),  # all other tensors belong to the model
         mtp=None,
         mtp_after=len(spec.layers),
     )
 
 
 def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
-    """See that the checkpoint has the layer, before any is read. Raises ModelError."""
+    """Check that the checkpoint has a usable MTP layer, before weights are read. Raises ModelError."""
     mtp_spec(spec)
     if load_format is LoadFormat.DUMMY:
         return
@@ -65,7 +67,7 @@ def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
 
 
 def _alike(files: dict[str, Path], name: str, of_model: str) -> bool:
-    """By some rows: a copy is as long as a vocabulary."""
+    """Return whether two vocabulary-sized tensors agree in some sampled rows."""
     if of_model not in files:
         return True
     one, other = (_some_rows(files[each], each) for each in (name, of_model))

@@ -1,4 +1,4 @@
-"""What a layer that foretells reads: a token, and what the model made of the one before it (DeepSeek-V3, section 2.2).
+"""Input of an MTP layer: a token, and the model's hidden state of the token before it (DeepSeek-V3, section 2.2).
 
 T tokens, D model width.
 """
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class MtpInput:
-    """Both are normalised and projected together; the token comes first, as checkpoints have it, not the report."""
+    """Normalization of both inputs and their joint projection.
+
+    The token's half comes first, as in checkpoints; the report has the opposite order.
+    """
 
     def __init__(self, norm: NormSpec, weights: MtpInputWeights, arithmetic: Arithmetic) -> None:
         self._token_norm = make_norm(norm, weights.token_norm)

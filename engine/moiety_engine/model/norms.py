@@ -1,4 +1,4 @@
-"""How the residual stream is normalised before each half of a layer. T tokens, D model width."""
+"""Normalization of the residual stream before each half of a layer. T tokens, D model width."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 class Norm(Protocol):
-    """Normalises rows, alone or after the addition that comes before it."""
+    """Normalization of rows, alone or fused with a preceding addition."""
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """The normalised rows."""
+        """Return the normalized rows."""
         ...
 
     def after_adding(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + delta, its normalised rows). Both inputs may be overwritten."""
+        """Return (x + delta, its normalized rows). Both inputs may be overwritten."""
         ...
 
 
 class RmsNorm:
-    """By the root mean square."""
+    """Normalization by the root mean square."""
 
     def __init__(self, weight_D: Tensor, eps: float) -> None:
         self._weight_D, self._eps = weight_D, eps
@@ -40,7 +40,7 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """By mean and variance, with a bias."""
+    """Normalization by mean and variance, with a bias."""
 
     def __init__(self, weight_D: Tensor, bias_D: Tensor, eps: float) -> None:
         self._weight_D, self._bias_D, self._eps = weight_D, bias_D, eps
@@ -53,7 +53,7 @@ class LayerNorm:
 
 
 def make_norm(spec: NormSpec, weights: NormWeights) -> Norm:
-    """The normalisation that the spec describes."""
+    """Return the normalization that the spec describes."""
     if weights.bias_D is None:
         return RmsNorm(weights.weight_D, spec.eps)
     return LayerNorm(weights.weight_D, weights.bias_D, spec.eps)

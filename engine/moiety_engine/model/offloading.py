@@ -1,5 +1,4 @@
-"""A model whose experts are in a store, of which a cache on the device has some: which of its weights those are, where
-they are kept, and how much memory of the device they get."""
+"""Expert offloading of a model: the weights to store, the kind of store, and the memory budget of the expert cache."""
 
 from __future__ import annotations
 
@@ -34,22 +33,22 @@ if TYPE_CHECKING:
     from moiety_engine.offload.cache import Store
     from moiety_kernels.quantization import Weight, WeightFormat
 
-_SCALES = "_scales"  # after the name of a weight in few bits
+_SCALES = "_scales"  # suffix to the name of a quantized weight
 
 
 class Offloading:
-    """Owns the store of a model's experts while its checkpoint is read. `keep` puts what is ready there."""
+    """Owner of the store of a model's experts while its checkpoint is read. `keep` moves finished weights there."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
     @property
     def is_whole(self) -> bool:
-        """Whether an earlier start has left all experts, so that none need be read."""
+        """Return whether the store already holds all experts from an earlier start."""
         return self.store.is_whole
 
     def keep(self, weight: Weight) -> Weight:
-        """The same in the store; the memory that it had is given up."""
+        """Move a weight to the store, release its old memory, and return the stored weight."""
         if isinstance(weight, QuantizedWeight):
             return QuantizedWeight(self._keep(weight.values_NK), self._keep(weight.scales_NG), weight.format)
         return self._keep(weight)
@@ -65,8 +64,10 @@ class Offloading:
     def cache(
         self, weights: ModelWeights, form: WeightFormat | None, budget_bytes: int, top_k: int, config: OffloadConfig
     ) -> tuple[ModelWeights, ExpertCache]:
-        """The weights with slots in place of experts, of which there are as many as the budget allows, and what
-        brings experts there. `form`: of experts in few bits. Raises InvalidConfig."""
+        """Finish the store; return the weights with cache slots in place of experts, and the cache.
+
+        The budget determines the number of slots. `form`: format of quantized experts. Raises InvalidConfig.
+        """
         mixtures = [layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights)]
         if not self.is_whole:
             self.store.finish([{name: self._keep(part) for name, part in _parts(one)} for one in mixtures])
@@ -84,8 +85,10 @@ def open_store(
     made_of: str,
     load_format: LoadFormat,
 ) -> Offloading | None:
-    """Where the experts of the checkpoint in `folder` are to be kept; None where they are not offloaded. `made_of`:
-    type and format of the weights. Raises InvalidConfig."""
+    """Open the store for the experts of the checkpoint in `folder`; return None if experts are not offloaded.
+
+    `made_of`: type and format of the weights. Raises InvalidConfig.
+    """
     if settings.what is Offload.NONE:
         return None
     if not spec.moe_layers:
@@ -107,8 +110,10 @@ def open_store(
 
 
 def _key(folder: Path, made_of: str) -> str:
-    """Of what experts are made of: the checkpoint, where its files are, and when they were written, since little of
-    them is looked at."""
+    """Return the key of an expert file: a digest of the checkpoint's fingerprint, weight format, path and file times.
+
+    The times are included because the fingerprint covers little of the files' contents.
+    """
     digest = hashlib.sha256(f"{fingerprint(folder)} {made_of} {folder.resolve()}".encode())
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_mtime_ns}".encode())
@@ -123,8 +128,10 @@ def budget(
     all_bytes: int,
     memory: Memory,
 ) -> tuple[int, int]:
-    """Bytes of the device for experts, and those that all experts have, of `all_bytes` that the model takes. Raises
-    InvalidConfig where a token's experts would not fit."""
+    """Return (bytes of device memory for expert slots, bytes of all experts).
+
+    `all_bytes`: memory of the whole model. Raises InvalidConfig if the experts of one token would not fit.
+    """
     one_each = _expert_bytes(spec, dtype, form)
     experts_bytes = sum(one_each) * _mixture(spec).num_held
     given = settings.memory_bytes
@@ -135,19 +142,19 @@ def budget(
 
 
 def most_chosen(spec: ModelSpec) -> int:
-    """Experts of a token."""
+    """Return the number of experts per token."""
     return _mixture(spec).routing.top_k
 
 
 def _mixture(spec: ModelSpec) -> MoeSpec:
-    """That of the first layer with one; those that have some have the same."""
+    """Return the spec of the first MoE layer; all MoE layers have the same."""
     ffn = spec.layers[spec.moe_layers[0]].ffn
     assert isinstance(ffn, MoeSpec)
     return ffn
 
 
 def _expert_bytes(spec: ModelSpec, dtype: torch.dtype, form: WeightFormat | None) -> list[int]:
-    """Of one expert of each mixture layer, biases included."""
+    """Return the bytes of one expert of each MoE layer, biases included."""
     weights = allocate(spec, device=torch.device("meta"), dtype=dtype)
     mixtures = [layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights)]
     return [
@@ -157,14 +164,14 @@ def _expert_bytes(spec: ModelSpec, dtype: torch.dtype, form: WeightFormat | None
 
 
 def expert_names(weights: ModelWeights, places: Mapping[str, TensorMapping | Shares]) -> set[str]:
-    """The tensors on disk that experts are made of, biases included."""
+    """Return the names of the tensors on disk that belong to experts, biases included."""
     mixtures = (layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights))
     own = {part.untyped_storage().data_ptr() for one in mixtures for _, part in _parts(one)}
     return {name for name, place in places.items() if addresses(place) & own}
 
 
 def _parts(weights: MoeWeights) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a layer's experts are made of, each with an expert in a row."""
+    """Yield the names and tensors of a layer's experts; each tensor has one expert per row."""
     for name, weight in (("gate_up", weights.gate_up_E2FD), ("down", weights.down_EDF)):
         if isinstance(weight, QuantizedWeight):
             yield name, weight.values_NK

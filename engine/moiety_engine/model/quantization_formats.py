@@ -1,5 +1,7 @@
-"""Which quantization format a checkpoint is in, by its configuration and the names of its tensors, for refusals that
-name it. Knows no tensor; what can be read is read by `narrow`."""
+"""Detection of a checkpoint's quantization format from its configuration and tensor names, for error messages.
+
+Handles no tensors; `quantized_checkpoints` reads the supported formats.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SUPPORTED = (
     "that are pack-quantized (symmetric, 4 or 8 bits, by channel or group) or float-quantized; take one of those, or "
     "the unquantized checkpoint, which --quantization puts into fewer bits"
 )
-MODELOPT_FILE = "hf_quant_config.json"  # beside config.json, in which older versions of modelopt say nothing
+MODELOPT_FILE = "hf_quant_config.json"  # next to config.json, which older versions of modelopt do not extend
 _METHODS = {
     "aqlm": "AQLM",
     "auto-round": "AutoRound",
@@ -41,7 +43,7 @@ _METHODS = {
     "torchao": "torchao",
     "vptq": "VPTQ",
 }
-# Ends of tensors' names that only one format has, the first that is there decides; all of `ends` must be there.
+# Suffixes of tensor names that identify a format: the first entry whose suffixes all occur decides.
 _BY_TENSORS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((".weight_g_idx",), "compressed-tensors with activation ordering (actorder 'group': weight_g_idx)"),
     ((".qweight", ".g_idx"), "GPTQ (qweight, qzeros, g_idx)"),
@@ -54,7 +56,7 @@ _BY_TENSORS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((".weight_global_scale",), "compressed-tensors NVFP4 (weight_global_scale)"),
     ((".weight_zero_point",), "asymmetric whole numbers (weight_zero_point)"),
 )
-# Scales of keys and values, and of queries and of what attention's softmax gives, in a cache and attention of fp8.
+# Suffixes of scales for an fp8 KV cache and fp8 attention: of keys, values, queries and softmax outputs.
 KV_SCALES = tuple(
     f".{name}" for name in (
         "k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "k_zero_point", "v_zero_point",
@@ -64,12 +66,12 @@ KV_SCALES = tuple(
 
 
 def refused(what: str) -> UnsupportedModelError:
-    """Return the error for a checkpoint in that format."""
+    """Return the error for a checkpoint in an unsupported format."""
     return UnsupportedModelError(f"the checkpoint is quantized as {what}, which is not supported; {SUPPORTED}")
 
 
 def method_name(settings: Mapping[str, Any]) -> str:
-    """Return what a quantization_config calls its format, in words."""
+    """Return a readable name for the format of a quantization_config."""
     method = settings.get("quant_method")
     if method is None and ("quant_algo" in settings or "producer" in settings):
         method = "modelopt"
@@ -87,15 +89,14 @@ def method_name(settings: Mapping[str, Any]) -> str:
 
 
 def refuse_by_tensors(names: Collection[str]) -> None:
-    """Raises UnsupportedModelError where tensors are of a format that is not read, whatever config.json says."""
+    """Raise UnsupportedModelError if tensors are in an unsupported format, regardless of config.json."""
     for ends, what in _BY_TENSORS:
         if all(any(name.endswith(end) for name in names) for end in ends):
             raise refused(what)
 
 
 def refuse_scales_without_settings(folder: Path, names: Collection[str]) -> None:
-    """Raises UnsupportedModelError or ConfigError where weights have scales and config.json has no
-    quantization_config."""
+    """Raise UnsupportedModelError or ConfigError if weights have scales but config.json has no quantization_config."""
     scale = next((name for name in sorted(names) if name.endswith((".weight_scale", ".weight_scale_inv"))), None)
     if scale is None:
         return

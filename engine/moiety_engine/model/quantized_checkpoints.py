@@ -1,10 +1,9 @@
-"""Checkpoints whose matrices are kept in few bits beside their scales, read as they are or back as plain numbers. Knows
-no family.
+"""Readers of quantized checkpoints: quantized matrices with their scales, as stored or dequantized.
 
-Known are float8 with a scale for each block of rows and columns (DeepSeek's `…_scale_inv`), each row or a whole matrix
-(`float-quantized` of compressed-tensors, and others' `fp8`), mxfp4 (OCP's microscaling: four bits, and an exponent for
-every 32 of a row), as gpt-oss keeps its experts, and whole numbers of four or eight bits packed into int32, the lowest
-bits first (`pack-quantized` of compressed-tensors).
+Independent of model families. Supported formats: float8 with a scale per block of rows and columns (DeepSeek's
+`…_scale_inv`), per row or per matrix (`float-quantized` of compressed-tensors, and others' `fp8`); mxfp4 (OCP
+microscaling: 4 bits, and an exponent for every 32 values of a row), used by the experts of gpt-oss; and integers of 4
+or 8 bits packed into int32, lowest bits first (`pack-quantized` of compressed-tensors).
 """
 
 from __future__ import annotations
@@ -25,20 +24,23 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-INVERSE = "_scale_inv"  # after the name of the weight, as are the others
+INVERSE = "_scale_inv"  # suffix to the weight's name, like the following ones
 BLOCKS, EXPONENTS = "_blocks", "_scales"
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three bits below the sign
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # indexed by the three bits below the sign bit
 EXPONENT_BIAS = 127
 COMPRESSED, PACKED_FORMAT, FLOAT_FORMAT = "compressed-tensors", "pack-quantized", "float-quantized"
 PACKED, SCALES, SHAPE = "_packed", "_scale", "_shape"
-_IN_ORDER = (None, False, "weight", "static")  # groups are of neighbours; else `_g_idx` says which inputs each has
-INPUT_SCALE = ".input_scale"  # for rounding rows by; here each row is rounded by scales of its own
+_IN_ORDER = (None, False, "weight", "static")  # groups of adjacent inputs; otherwise `_g_idx` assigns inputs to groups
+INPUT_SCALE = ".input_scale"  # static scale of activations; not used, since each row is quantized with its own scales
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """The tensors on disk that one tensor is made of, and how. `keep`: how it is kept in few bits, (bytes of its shape,
-    scales of its rows and groups); None where it can only be widened."""
+    """Tensors on disk that form one tensor, and the functions that combine them.
+
+    `make` returns the dequantized tensor. `keep` returns it quantized, as (bytes of its shape, scales of its rows and
+    groups); None if it can only be dequantized.
+    """
 
     names: tuple[str, ...]
     make: Callable[..., Tensor]
@@ -46,13 +48,15 @@ class TensorSource:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it stands in few bits on disk."""
+        """Return whether the tensor is quantized on disk."""
         return len(self.names) > 1
 
 
 def stored_format(settings: Mapping[str, Any]) -> WeightFormat | None:
-    """How weights are kept on disk by a config.json's quantization_config, or MXFP4 if experts are that. Raises
-    UnsupportedModelError for what cannot be read."""
+    """Return the weight format of a config.json's quantization_config; MXFP4 if experts are mxfp4; None if it is empty.
+
+    Raises UnsupportedModelError for unsupported formats.
+    """
     method = settings.get("quant_method")
     if not settings:
         return None
@@ -87,7 +91,7 @@ def _compressed(settings: Mapping[str, Any]) -> WeightFormat:
 
 
 def _told(settings: Mapping[str, Any], groups: list[Any]) -> str:
-    """Return what a compressed-tensors configuration says of its weights, in words."""
+    """Return a readable description of the weights in a compressed-tensors configuration."""
     if len(groups) != 1:
         return f"{settings.get('format')!r} with {len(groups)} groups of layers of their own"
     weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
@@ -100,8 +104,10 @@ def _told(settings: Mapping[str, Any], groups: list[Any]) -> str:
 
 
 def sources(present: set[str], form: WeightFormat | None = None) -> dict[str, TensorSource]:
-    """What stands on disk, by the name that each tensor would have in an unquantized checkpoint. `form`: how weights
-    are kept there, if they are in few bits."""
+    """Return the sources of all tensors, by the names that they would have in an unquantized checkpoint.
+
+    `form`: format of the weights on disk, if they are quantized.
+    """
     found: dict[str, TensorSource] = {}
     for name in present:
         scale = next((name + end for end in (INVERSE, SCALES) if name + end in present), None)
@@ -131,15 +137,17 @@ def _is_scale(name: str, present: set[str], form: WeightFormat | None) -> bool:
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """Raises ValueError for what would need a scale."""
+    """Return the tensor unchanged. Raises ValueError for float8, which would need a scale."""
     if tensor.is_floating_point() and tensor.itemsize == 1:
         raise ValueError("it is float8 and has no scale")
     return tensor
 
 
 def kept_float8(matrix: Tensor, scale: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """(bytes [..., N, K], float32 [..., N, G]) of float8_e4m3fn and the scales of a matrix, its rows or its blocks; of
-    blocks those at the ends may be smaller. Raises ValueError."""
+    """Return (bytes [..., N, K], scales float32 [..., N, G]) of a float8_e4m3fn matrix.
+
+    `scale` is that of the matrix, or those of its rows or blocks; the last blocks may be smaller. Raises ValueError.
+    """
     if matrix.dtype is not torch.float8_e4m3fn:
         raise ValueError(f"the numbers are {matrix.dtype}, not float8_e4m3fn")
     *stacked, rows, width = matrix.shape
@@ -156,14 +164,16 @@ def kept_float8(matrix: Tensor, scale: Tensor, form: WeightFormat) -> tuple[Tens
 
 
 def from_float8(matrix: Tensor, scale: Tensor, form: WeightFormat) -> Tensor:
-    """Each value times its scale, float32."""
+    """Return each value times its scale, float32."""
     values, scales = kept_float8(matrix, scale, form)
     return dequantize(QuantizedWeight(values.view(torch.float8_e4m3fn), scales, form))
 
 
 def kept_packed(packed: Tensor, scale: Tensor, shape: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """(bytes [N, K], numbers plus half their range; float32 [N, G]) from int32 [N, ⌈K · bits / 32⌉] and scales [N, G].
-    Raises ValueError."""
+    """Return (bytes [N, K], scales float32 [N, G]) from int32 [N, ⌈K · bits / 32⌉] and scales [N, G].
+
+    The bytes are the numbers plus half their range. Raises ValueError.
+    """
     if packed.dtype is not torch.int32:
         raise ValueError(f"the numbers are packed into {packed.dtype}, not int32")
     rows, width = shape.tolist()
@@ -176,14 +186,14 @@ def kept_packed(packed: Tensor, scale: Tensor, shape: Tensor, form: WeightFormat
 
 
 def from_packed(packed: Tensor, scale: Tensor, shape: Tensor, form: WeightFormat) -> Tensor:
-    """Each number times its scale, float32 [N, K]."""
+    """Return each number times its scale, float32 [N, K]."""
     numbers, scales = kept_packed(packed, scale, shape, form)
     groups = (numbers.float() - form.half).reshape(*scales.shape, -1)
     return (groups * scales.unsqueeze(-1)).flatten(-2)
 
 
 def to_packed(q_NK: Tensor, scales_NG: Tensor, bits: int) -> dict[str, Tensor]:
-    """What `from_packed` reads, by the ends of the names."""
+    """Return the packed tensors that `from_packed` reads, by name suffix."""
     rows, width = q_NK.shape
     a_word = 32 // bits
     shifts = torch.arange(0, 32, bits, dtype=torch.int64)
@@ -194,8 +204,10 @@ def to_packed(q_NK: Tensor, scales_NG: Tensor, bits: int) -> dict[str, Tensor]:
 
 
 def from_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
-    """bfloat16, exact, [E, columns, rows] from bytes [E, rows, columns / 32, 16], the lower half of a byte first, and
-    exponents [E, rows, columns / 32]."""
+    """Return the exact values of mxfp4 experts, bfloat16 [E, columns, rows].
+
+    `blocks`: bytes [E, rows, columns / 32, 16], the lower half of a byte first. `exponents`: [E, rows, columns / 32].
+    """
     values = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)], dtype=torch.bfloat16)
     made = []
     for bytes_of_one, exponents_of_one in zip(blocks, exponents, strict=True):  # one expert's indices at a time

@@ -1,12 +1,11 @@
-"""Experts on ranks of their own: the ranks with attention send a layer's rows there and go on with others meanwhile
-(MegaScale-Infer, 2504.02263).
+"""Attention–FFN disaggregation: experts on dedicated ranks (MegaScale-Infer, arXiv 2504.02263).
 
-What they compute for every token anyhow stays with them, shared experts as well: nothing of it would have to be sent,
-and it fills the time that rows are away. A token goes once to each rank that has any of its experts, or a piece of one,
-with its routing; what comes back is the sum over that rank's experts.
+Attention ranks send a layer's rows to the expert ranks, and process other micro-batches in the meantime. They compute
+shared experts themselves: this needs no communication and overlaps with the exchange. A token is sent once to each rank
+that has any of its experts, or a shard of one, with its routing; the result is the sum over that rank's experts.
 
-T tokens of a group, S one rank's share of them, D model width, K experts a token, R ranks with experts, N rows that go
-to them, B bytes a row.
+T tokens of a group, S one rank's share of them, D model width, K experts per token, R ranks with experts, N rows sent
+to them, B bytes per row.
 """
 
 from __future__ import annotations
@@ -42,8 +41,11 @@ Result = TypeVar("Result")
 
 
 class RemoteExperts(MixtureOfExperts):
-    """A layer of experts on a rank with attention, which has none of the routed ones. All ranks of the stage begin and
-    end what they have of each micro-batch in the same order, also of one that has no token of theirs."""
+    """MoE layer on an attention rank, which has no routed experts.
+
+    All ranks of the stage begin and end their parts of each micro-batch in the same order, including parts without
+    tokens.
+    """
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class RemoteExperts(MixtureOfExperts):
         ranks: Ranks,
         slots: ExpertSlots | None,
     ) -> None:
-        """`slots`: None where each of those ranks has a piece of every expert."""
+        """Create the layer. `slots`: None if each expert rank has a shard of every expert."""
         super().__init__(spec, weights, chosen, arithmetic, LayerFactors(), slots)
         (self._crossing,) = ranks.crossings
         self._waited = ranks.waited
@@ -62,8 +64,10 @@ class RemoteExperts(MixtureOfExperts):
         self._num_held = spec.routing.num_experts if slots is None else slots.num_held
 
     def begin(self, x_TD: Tensor) -> Callable[[], Tensor]:
-        """Rows go, and what every token needs is computed here; returns at once. What it returns waits for what the
-        experts give this rank's share of the tokens, and adds it."""
+        """Send the rows of this rank's share to the experts, compute the shared experts, and return without waiting.
+
+        The returned function waits for the experts' results of this rank's share, adds them, and returns the sum.
+        """
         weight_TK, expert_TK = self._route(x_TD)
         self._chosen.append(expert_TK)
         share, crossing = share_of(self._seat, len(x_TD)), self._crossing
@@ -89,11 +93,13 @@ class RemoteExperts(MixtureOfExperts):
 
 
 class ExpertServer:
-    """What a rank with experts alone has of a model. It answers the ranks with attention, layer by layer, and knows no
-    request, position or cache."""
+    """Part of a model on a rank with experts only.
+
+    It serves the attention ranks, layer by layer, and knows no request, position or KV cache.
+    """
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, *, arithmetic: Arithmetic, ranks: Ranks) -> None:
-        """`weights`: what the rank has of those of the spec."""
+        """Create the server. `weights`: the rank's part of the model's weights."""
         own, self._ranks = own_spec(spec, ranks.seat), ranks
         self.device, dtype = weights.embedding_VD.device, weights.embedding_VD.dtype
         activation_dtype = torch.float32 if self.device.type == "cpu" else dtype
@@ -119,44 +125,44 @@ class ExpertServer:
 
     @torch.inference_mode()
     def answer(self, num_micro_batches: int) -> None:
-        """A step that is cut into so many: of each layer the one's rows after the other's."""
+        """Process a step of `num_micro_batches` micro-batches: layer by layer, one micro-batch after another."""
         visits = [layer for layer in self._layers for _ in range(num_micro_batches)]
         given: deque[PendingRows] = deque()
         announced = visits[0].listen()
         for layer, following in zip(visits, [*visits[1:], None], strict=True):
             coming = layer.receive(announced)
             if following is not None:
-                announced = following.listen()  # before these are computed: it may come meanwhile
+                announced = following.listen()  # before these are computed, so that it can arrive meanwhile
             given.append(layer.give(coming))
             if len(given) > num_micro_batches:
-                given.popleft().wait()  # has arrived: of the same tokens the next layer's rows have come
+                given.popleft().wait()  # already received: the same tokens' rows of the next layer have arrived
         for one in given:
             one.wait()
 
     @torch.inference_mode()
     def move_experts(self, layer: int, writes: Sequence[Write]) -> None:
-        """Some slots of a layer are given other experts, on all ranks together, between the same two steps."""
+        """Write other experts into some slots of a layer; all ranks call this between the same two steps."""
         weights, slots = self._movable[layer]
         SlotWeights(weights, slots.num_held).write(writes, self._ranks.seat)
         slots.write(writes)
 
     @property
     def away(self) -> bool:
-        """Whether the weights are in host memory, where they went with `leave`."""
+        """Return whether `leave` has moved the weights to host memory."""
         return self._residence.away
 
     def leave(self, on_progress: Callable[[], None]) -> int:
-        """The weights go to host memory; returns the bytes that are free thereby. Raises OutOfMemory."""
+        """Move the weights to host memory and return the bytes released on the device. Raises OutOfMemory."""
         return self._residence.leave(on_progress)
 
-    def come_back(self, on_progress: Callable[[], None]) -> None:
-        """The weights are on the device again. Raises OutOfMemory."""
-        self._residence.come_back(on_progress)
+    def reload_weights(self, on_progress: Callable[[], None]) -> None:
+        """Move the weights back to the device. Raises OutOfMemory."""
+        self._residence.reload_weights(on_progress)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
-    """One layer of an expert rank. `like_…`: no rows, as wide and of the type of those that come."""
+    """One layer of an expert rank. `_like_…`: empty tensors with the width and dtype of received rows."""
 
     _routed: Callable[[Tensor, Tensor, Tensor], Tensor]
     _crossing: ExpertExchange
@@ -168,7 +174,7 @@ class _Answering:
         return self._crossing.there.announce(self._none)
 
     def receive(self, announced: PendingRowCounts) -> tuple[Tensor, list[int]]:
-        """Rows, packed, and how many come from each rank."""
+        """Return the received rows, packed, and the number of rows from each rank."""
         num_received = self._waited.on(announced)
         nothing_NB = pack(self._like_TD, self._like_TK, self._like_TK.int())
         return self._crossing.there.hand_out(nothing_NB, self._none, num_received).wait(), num_received
@@ -185,7 +191,7 @@ class _Answering:
 
 
 def take_turns(ways: Sequence[Generator[None, None, Result]]) -> list[Result]:
-    """Each goes on until it yields, then the next one, again and again; all yield as often. What they return."""
+    """Advance the generators round-robin until they end, and return their results; all yield equally often."""
     while True:
         ended = []
         for way in ways:

@@ -1,4 +1,4 @@
-"""Tables of the rotary embedding's cosines and sines, grown as longer contexts come. P positions, R rotated pairs."""
+"""Tables of the rotary embedding's cosines and sines, extended for longer contexts. P positions, R rotated pairs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RotaryTable:
-    """Owns one RopeSpec's tables on one device, float32."""
+    """Cosine and sine tables of one RopeSpec on one device, float32."""
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self._frequencies_R, self._magnitude = inverse_frequencies(spec)
@@ -27,7 +27,7 @@ class RotaryTable:
         self._kept: list[Tensor] = []  # recorded programs read the tables by address
 
     def upto(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """(cos_PR, sin_PR) with P ≥ num_positions."""
+        """Return (cos_PR, sin_PR) with P ≥ num_positions."""
         if num_positions > self._cos_PR.shape[0]:
             size = max(2048, 1 << (num_positions - 1).bit_length())
             angles_PR = torch.arange(size, dtype=torch.float32)[:, None] * self._frequencies_R
@@ -38,7 +38,7 @@ class RotaryTable:
 
 
 def rotation_of(spec: ModelSpec) -> str:
-    """Return a digest of the frequencies by which all layers turn keys."""
+    """Return a digest of the rotary frequencies of all layers."""
     digest = hashlib.blake2b(digest_size=16)
     for rope in dict.fromkeys(layer.attention.rope for layer in spec.layers):
         frequencies_R, magnitude = inverse_frequencies(rope)
@@ -47,9 +47,10 @@ def rotation_of(spec: ModelSpec) -> str:
 
 
 def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
-    """(radians a position for each rotated pair, what cosines and sines are multiplied by).
+    """Return (radians per position for each rotated pair, factor of cosines and sines).
 
-    In the order of operations of transformers: at 100,000 positions a last bit of a frequency shows in the third digit.
+    The order of operations is that of transformers: at 100,000 positions the last bit of a frequency changes the third
+    digit.
     """
     exponent_R = torch.arange(0, spec.rotary_width, 2, dtype=torch.float32) / spec.rotary_width
     plain_R = 1.0 / (spec.theta**exponent_R)
@@ -67,7 +68,7 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
 
 
 def _llama3(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Blend from 1/factor at long wavelengths to 1 at short ones; linear in the number of turns in the old context."""
+    """Blend from 1/factor at long wavelengths to 1 at short ones, linearly in the turns within the old context."""
     turns_R = scaling.original_max_positions / (2 * math.pi / plain_R)
     kept_R = (turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept_R = kept_R.clamp(0, 1)
@@ -75,7 +76,7 @@ def _llama3(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(plain_R: Tensor, exponent_R: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
-    """Pairs that turn often in the old context keep their frequency, those that turn rarely are slowed down."""
+    """Keep the frequency of pairs that turn often in the old context, and lower that of pairs that turn rarely."""
 
     def pair_that_turns(turns: float) -> float:
         span = scaling.original_max_positions / (turns * 2 * math.pi)

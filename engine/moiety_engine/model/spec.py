@@ -1,7 +1,7 @@
-"""What a decoder is, as data: a list of layers, each an attention and a feed-forward description.
+"""Specification of a decoder as data: a list of layers, each with an attention and a feed-forward spec.
 
-Knows no tensor and no family: `families` reads a checkpoint's config.json into this. A family that attends or routes in
-another way adds a description here and its layer in `layers`, not a branch in the forward pass.
+Independent of tensors and model families: `families` reads a checkpoint's config.json into a ModelSpec. A family with a
+new kind of attention or routing adds a spec here and its layer in `layers`, not a branch in the forward pass.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from moiety_kernels.moe.activation import SILU, Activation
 from moiety_kernels.quantization.weight import WeightFormat
 from moiety_kernels.route.spec import RoutingSpec
 
-KV_SCALE_BYTES = 4  # of each of `cached_rows`
+KV_SCALE_BYTES = 4  # per scale; `cached_rows` counts the scales of a position
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions divided by a factor."""
+    """Linear scaling: positions are divided by a factor."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Low frequencies divided by a factor, high ones kept, a smooth passage between (Llama 3.1)."""
+    """Llama 3.1 scaling: low frequencies are divided by a factor, high ones kept, with a smooth transition."""
 
     factor: float
     low_freq_factor: float
@@ -47,7 +47,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeFactors:
-    """A factor for each rotated pair; `attention_factor` multiplies cosines and sines."""
+    """LongRoPE factors: one for each rotated pair; `attention_factor` multiplies cosines and sines."""
 
     of_pairs: tuple[float, ...]
     attention_factor: float
@@ -55,9 +55,11 @@ class LongRopeFactors:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024): each rotated pair's frequency divided by a factor of its own. Contexts beyond
-    `original_max_positions` have other factors than those within; `longest_context` decides for a model, since its keys
-    stay in the cache and are shared."""
+    """LongRoPE (Ding et al. 2024): the frequency of each rotated pair is divided by its own factor.
+
+    Contexts longer than `original_max_positions` have different factors from shorter ones. `longest_context` decides
+    for the whole model, since keys stay in the KV cache and are shared.
+    """
 
     short: LongRopeFactors
     long: LongRopeFactors
@@ -66,7 +68,7 @@ class LongRopeScaling:
 
     @property
     def factors(self) -> LongRopeFactors:
-        """Those of the model's longest context."""
+        """Factors for the model's longest context."""
         return self.long if self.longest_context > self.original_max_positions else self.short
 
 
@@ -75,9 +77,11 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of the first `rotary_width` entries of each head. The pairs that turn together are the entries i
-    and i + rotary_width / 2; if `interleaved`, the checkpoint has them side by side, and its rows are put in order when
-    they are loaded."""
+    """Rotary embedding of the first `rotary_width` entries of each head.
+
+    Entries i and i + rotary_width / 2 form a rotated pair. If `interleaved`, the checkpoint has the entries of a pair
+    next to each other, and its rows are reordered at loading.
+    """
 
     theta: float
     rotary_width: int
@@ -87,9 +91,11 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention. `scale`: what scores are multiplied by before the softmax. `qk_norm`: RMS normalisation
-    of each head, or of all heads' width at once. `sinks`: each head has a score that takes its share of the softmax and
-    adds nothing."""
+    """Grouped-query attention.
+
+    `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each head, or of the whole width of
+    all heads. `sinks`: attention sinks: each head has an extra score in the softmax without a value.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -120,25 +126,28 @@ class AttentionSpec:
 
     @property
     def cached_rows(self) -> int:
-        """What of a position has a scale of its own in a cache of whole numbers: each key and each value."""
+        """Scales per position in an int8 cache: one for each key and each value."""
         return 2 * self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads come from one latent row a position,
-    beside which one rotated key part is shared by all heads. `query_rank`: queries, too, come from a latent row."""
+    """Multi-head latent attention (DeepSeek-V2).
+
+    Keys and values of all heads come from one latent row per position; all heads share one rotated key part.
+    `query_rank`: width of the latent row of queries, if they have one.
+    """
 
     num_heads: int
     query_rank: int | None
     latent_width: int
-    nope_width: int  # of the part of a head's key that is not rotated
+    nope_width: int  # unrotated part of a head's key
     value_width: int
     rope: RopeSpec
     scale: float
-    input_bias: bool = False  # of the projections into latent rows
+    input_bias: bool = False  # bias of the projections into latent rows
     output_bias: bool = False
-    norm_eps: float = 1e-6  # whatever the other norms' is
+    norm_eps: float = 1e-6  # independent of the other norms
 
     @property
     def head_dim(self) -> int:
@@ -147,7 +156,7 @@ class LatentAttentionSpec:
 
     @property
     def query_input_width(self) -> int:
-        """What the first projection gives of the queries: their latent row, or all heads."""
+        """Width of the queries' first projection: that of their latent row, or of all heads."""
         return self.num_heads * self.head_dim if self.query_rank is None else self.query_rank
 
     @property
@@ -157,14 +166,13 @@ class LatentAttentionSpec:
 
     @property
     def cached_rows(self) -> int:
-        """What of a position has a scale of its own in a cache of whole numbers: its latent part, and what is
-        rotated."""
+        """Scales per position in an int8 cache: one for the latent part and one for the rotated part."""
         return 2
 
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """One gated feed-forward for every token."""
+    """Dense gated feed-forward."""
 
     width: int
     bias: bool = False
@@ -173,8 +181,10 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True)
 class SharedSpec:
-    """Experts that serve every token beside the routed ones, as one dense feed-forward of their whole width. `gated`:
-    what they give is multiplied by a sigmoid of a projection of the token."""
+    """Shared experts, which process every token, as one dense feed-forward of their total width.
+
+    `gated`: their output is multiplied by the sigmoid of a projection of the token.
+    """
 
     dense: DenseSpec
     gated: bool = False
@@ -182,9 +192,12 @@ class SharedSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """Routed gated experts. `bias`: of the experts' products; `router_bias`: added to the logits; `selection_bias`:
-    added only for choosing; `exact_router`: the router's weights and the logits are float32. `held`: the experts whose
-    weights are read to here, slot by slot, if the others are on other ranks."""
+    """Routed gated experts.
+
+    `bias`: the experts' products have biases. `router_bias`: bias of the router's logits. `selection_bias`: bias that
+    applies to the selection of experts only. `exact_router`: the router's weights and logits are float32. `held`: the
+    expert of each slot on this rank, if the other experts are on other ranks.
+    """
 
     width: int
     routing: RoutingSpec
@@ -198,14 +211,16 @@ class MoeSpec:
 
     @property
     def num_held(self) -> int:
-        """Experts whose weights are here."""
+        """Number of experts with weights on this rank."""
         return self.routing.num_experts if self.held is None else len(self.held)
 
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """How a residual stream of some width is normalised: by its root mean square, or by mean and variance with a bias
-    beside the weight ("layer", Ba et al. 2016). `weight_offset` is what the weights lack on disk."""
+    """Normalization of the residual stream: RMS norm, or layer norm with a bias ("layer", Ba et al. 2016).
+
+    `weight_offset`: value to add to the weights on disk.
+    """
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
@@ -214,9 +229,11 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer: norm → attention → add → norm → feed-forward → add. `post_norms`: what attention and the
-    feed-forward give is normalised, too, before it is added. `only_experts`: all but the routed ones that are held is
-    on other ranks."""
+    """One decoder layer: norm → attention → add → norm → feed-forward → add.
+
+    `post_norms`: the outputs of attention and feed-forward are normalized too before the addition. `only_experts`: this
+    rank has only the held routed experts; the rest of the layer is on other ranks.
+    """
 
     attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec
@@ -226,12 +243,16 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A whole decoder. The multipliers are of the embeddings, of what a layer's halves add to the residual stream, and
-    of the logits. `logit_softcap`: logits are bent to stay within it. `weight_format`: of a checkpoint whose weights,
-    or of mxfp4 its experts, are in few bits. `ignored_prefixes`: of tensors in the checkpoint that are for something
-    else than decoding. `mtp`: the layer after the last, if it has one, which says from what the model made of a
-    token, and from the next one, what follows that (multi-token prediction). `mtp_after`: it is itself such a
-    layer, of a model with so many others, whose vocabulary serves it."""
+    """A whole decoder.
+
+    `embedding_multiplier`, `residual_multiplier`, `logits_multiplier`: factors of the embeddings, of the layers' two
+    contributions to the residual stream, and of the logits. `logit_softcap`: bound of the logits, applied with tanh.
+    `weight_format`: format of a checkpoint whose weights (for mxfp4: experts) are quantized. `ignored_prefixes`:
+    prefixes of tensors in the checkpoint that decoding does not use. `mtp`: the multi-token prediction layer after the
+    last layer, if there is one; it predicts a token from the token before it and the hidden state before that.
+    `mtp_after`: set if this spec is itself that of an MTP layer: the number of layers of its model, whose vocabulary it
+    uses.
+    """
 
     family: str
     vocab_size: int
@@ -252,8 +273,10 @@ class ModelSpec:
     mtp_after: int | None = None
 
     def within(self, max_context_tokens: int | None) -> ModelSpec:
-        """Return the spec of the model as it computes contexts of at most so many tokens; None: of all that it takes.
-        Only LongRoPE depends on that."""
+        """Return the spec for contexts of at most `max_context_tokens`; None: the model's maximum.
+
+        Only LongRoPE depends on this.
+        """
         if max_context_tokens is None or max_context_tokens >= self.max_context_tokens:
             return self
         layers = tuple(_layer_within(layer, max_context_tokens) for layer in self.layers)

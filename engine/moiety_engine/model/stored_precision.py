@@ -1,5 +1,7 @@
-"""Products that keep the very numbers and scales that a checkpoint has: each beside the wide weight that it stands for,
-filled through the same places."""
+"""Products that keep a checkpoint's quantized values and scales unchanged.
+
+They are filled through the same tensor mappings as the unquantized weights that they replace.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ _STACKED = 3  # dimensions of a tensor that holds all experts
 
 
 class StoredPrecision:
-    """Owns the numbers and scales of `weights`' products until each is handed out whole. Memory is taken only by what
-    is filled. `weights` are those of the rank's `own` spec, of the whole `spec`."""
+    """Owner of the quantized values and scales of `weights`' products until each is handed out.
+
+    Only filled tensors use memory. `weights` belong to the rank's `own` spec, a part of the whole `spec`.
+    """
 
     def __init__(
         self,
@@ -49,8 +53,11 @@ class StoredPrecision:
         self._of_product = {id(wide): parts for wide, *parts in three}
 
     def takes(self, name: str) -> bool:
-        """Whether the scales of that tensor go where its rows go, and of gate and up, where it stacks them, each begins
-        with a block of its own."""
+        """Return whether a tensor can be kept as stored.
+
+        Its scales must be arranged like its rows, and in stacked gate and up matrices each half must start with a new
+        block.
+        """
         values, scales = self._values[name], self._scales[name]
         rows_alike = scales.shape == (*values.shape[:-1], self._form.num_groups(values.shape[-1]))
         stacked = len(values.shape) == _STACKED
@@ -61,20 +68,20 @@ class StoredPrecision:
         )
 
     def places(self, name: str) -> tuple[TensorMapping | Shares, TensorMapping | Shares]:
-        """Where a tensor's bytes go, and the scales of its rows."""
+        """Return the mappings of a tensor's bytes and of its rows' scales."""
         return self._values[name], self._scales[name]
 
     def hand_out(self, wide: Tensor, device: torch.device) -> QuantizedWeight:
-        """The product that stands for `wide`, on the device."""
+        """Return the quantized product that replaces `wide`, on the device; it can be taken once."""
         values, scales = self._of_product.pop(id(wide))
         kept = QuantizedWeight(self._numbers(values).to(device), scales.to(device), self._form)
         for part, moved in ((values, kept.values_NK), (scales, kept.scales_NG)):
             if moved.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
-                part.untyped_storage().resize_(0)  # gives the memory back, though places still have views of it
+                part.untyped_storage().resize_(0)  # releases the memory although mappings still have views
         return kept
 
     def _numbers(self, values: Tensor) -> Tensor:
-        """In the kernels' order; whole numbers are on disk plus half their range."""
+        """Return the values in the kernels' layout; integers are stored on disk plus half their range."""
         if self._form.is_float8:
             return values.view(torch.float8_e4m3fn)
         if self._form.bits == 8:

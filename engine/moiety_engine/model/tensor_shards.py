@@ -1,9 +1,8 @@
-"""What one rank of several has of a model: its own spec, narrower than the whole one, and the parts of a checkpoint's
-tensors that fill its own weights.
+"""Sharding of a model over ranks: the spec of one rank's part, and the shards of a checkpoint's tensors that fill it.
 
-A rank has some heads of attention, some columns of each feed-forward and of the vocabulary, and some experts, or pieces
-of them. Its weights are those of its own spec, so nothing that computes with them knows of other ranks. Where to cut a
-tensor follows from its whole shape and the shape of the rank's own part of it.
+A rank has some attention heads, some columns of each feed-forward and of the vocabulary, and some experts or shards of
+experts. Its weights match its own spec, so the code that computes with them is independent of other ranks. The cut of a
+tensor follows from its whole shape and the shape of the rank's part.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ if TYPE_CHECKING:
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _LAYER = re.compile(r"\blayers\.(-?\d+)\.")
 _OF_EXPERTS = re.compile(r"\bexperts\.|\b(?:input|output)_linear\.")
-_HALVES = re.compile(r"\b(?:experts\.gate_up_proj|input_linear\.weight)$")  # rows of gates, then as many of ups
-_MOST_PIECES = 64  # that are advised
-_ADDED_ONCE = ("o_proj.bias", "down_proj.bias", "down_proj_bias")  # to what all ranks' parts sum up to
+_HALVES = re.compile(r"\b(?:experts\.gate_up_proj|input_linear\.weight)$")  # rows of gate, then as many rows of up
+_MOST_PIECES = 64  # largest number of pieces that an error message suggests
+_ADDED_ONCE = ("o_proj.bias", "down_proj.bias", "down_proj_bias")  # biases of sums over ranks: only one rank adds them
 
 
 def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
-    """What of the model the rank has. Raises InvalidConfig where it cannot be divided so."""
+    """Return the spec of the rank's part of the model. Raises InvalidConfig if the model cannot be divided that way."""
     if seat.layout.num_ranks == 1:
         return spec
     tp = seat.layout.tp
@@ -59,8 +58,10 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
 def own_places(
     own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int, wholes: Mapping[str, TensorMapping | Shares]
 ) -> dict[str, TensorMapping | Shares]:
-    """Name on disk → where the rank's part of the tensor goes; of what has no place all is on other ranks. `weights`
-    are those of the `own` spec, whose layers begin at `first_layer` of all; `wholes` are the places of whole tensors.
+    """Return the mapping of the rank's part of each tensor, by name on disk; tensors without a part here are absent.
+
+    `weights` belong to the `own` spec, whose layers start at index `first_layer` of the model; `wholes` are the
+    mappings of whole tensors.
     """
     cut: dict[str, TensorMapping | Shares] = {}
     present = {_of_layer(name, -first_layer) for name in wholes}
@@ -81,7 +82,10 @@ def places_on_rank(
     present: set[str],
     groups: Callable[[int], int] | None = None,
 ) -> dict[str, TensorMapping | Shares]:
-    """As `own_places`, of one rank too; `weights` may have `groups` in place of inputs."""
+    """Return the mappings like `own_places`, also for a single rank.
+
+    `weights` may have `groups` (of inputs) in place of inputs.
+    """
     if own is spec:
         return placements(spec, weights, present)
     first_layer = seat.layers_of(len(spec.layers)).start
@@ -91,15 +95,19 @@ def places_on_rank(
 def whole_places(
     spec: ModelSpec, present: set[str], groups: Callable[[int], int] | None = None
 ) -> dict[str, TensorMapping | Shares]:
-    """All names that a checkpoint of the model has, with the shapes of the whole tensors; nothing can be filled. With
-    `groups` products have so many of them in place of their inputs."""
+    """Return mappings for all names of the model's checkpoint, with whole shapes; they cannot be filled.
+
+    With `groups`, products have that many groups in place of their inputs.
+    """
     nowhere = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16, groups=groups)
     return placements(spec, nowhere, present)
 
 
 def check_cuts(form: WeightFormat, spec: ModelSpec, layout: Layout) -> None:
-    """Raise InvalidConfig where products in that form would be cut between numbers that are kept together: those that
-    share a scale, or lie in one pack. The layout must divide the model, as `own_spec` has it."""
+    """Raise InvalidConfig if products in `form` would be cut inside a group with a common scale or inside a pack.
+
+    The layout must divide the model; see `own_spec`.
+    """
     for cut in _cuts(spec, layout):
         if (form.of_experts_only and not cut.of_experts) or cut.keeps_whole(form, cut.num_pieces):
             continue
@@ -117,7 +125,7 @@ def check_cuts(form: WeightFormat, spec: ModelSpec, layout: Layout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Inputs of products, and of experts the outputs of gate and up too, that some option cuts into pieces."""
+    """Cut of products' inputs into pieces by an option; for experts also of the outputs of gate and up."""
 
     what: str
     width: int
@@ -126,7 +134,7 @@ class _Cut:
     of_experts: bool = False
 
     def keeps_whole(self, form: WeightFormat, num_pieces: int) -> bool:
-        """Whether of so many pieces none begins inside of what is kept together, unless all of it lies there."""
+        """Return whether no piece boundary lies inside a pack or block; float8 blocks may span several whole pieces."""
         piece = self.width // num_pieces
         blocks = [form.group or 1, form.rows if self.of_experts else 1]
         whole = all(piece % block == 0 or (form.is_float8 and block % piece == 0) for block in blocks)
@@ -147,7 +155,7 @@ def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
 
 
 def _cut_experts(mixture: MoeSpec, seat: Seat) -> tuple[str, int, str, int]:
-    """What of them is cut, how many there are, by which option, and among how many ranks."""
+    """Return the cut of experts: the dimension's name, its width, the option, and the number of pieces."""
     option = "ffn-ranks ÷ ep =" if seat.layout.ffn_ranks else "dp-attention × tp ÷ ep ="
     return "columns of an expert", mixture.width, option, seat.expert_cuts
 
@@ -195,12 +203,12 @@ def _own_mixture(mixture: MoeSpec, seat: Seat) -> MoeSpec:
 
 
 def _of_layer(name: str, further: int) -> str:
-    """The name of the same thing so many layers further."""
+    """Return the tensor name with its layer index increased by `further`."""
     return _LAYER.sub(lambda found: f"layers.{int(found[1]) + further}.", name)
 
 
 def _of_expert(own: ModelSpec, name: str) -> str:
-    """What is called so on this rank, on disk: there each expert has a number among all."""
+    """Return the name on disk of a tensor of this rank, with the expert's index among all experts."""
     expert, layer = _EXPERT.search(name), _LAYER.search(name)
     if expert is None or layer is None:
         return name
@@ -213,7 +221,7 @@ def _of_expert(own: ModelSpec, name: str) -> str:
 
 
 def _cut(name: str, place: TensorMapping | Shares, whole: tuple[int, ...], seat: Seat) -> TensorMapping | Shares:
-    """The place takes the rank's part of a tensor that has the shape `whole`."""
+    """Return the mapping of the rank's part of a tensor with the shape `whole`."""
     of_experts = _OF_EXPERTS.search(name) is not None
     index = seat.cut_rank if of_experts else seat.tp_rank
     if name.endswith(_ADDED_ONCE) and index:
@@ -235,8 +243,10 @@ def _cut(name: str, place: TensorMapping | Shares, whole: tuple[int, ...], seat:
 
 
 def _range(full: int, own: int, index: int, parts: int) -> slice:
-    """The rank's part of a dimension. Parts are of one size, and where there are more ranks than parts some have the
-    same."""
+    """Return the rank's range of a dimension.
+
+    All parts have the same size; if there are more ranks than distinct parts, some ranks have the same part.
+    """
     start = index * own if own * (parts - 1) < full else index * full // parts // own * own
     return slice(start, start + own) if own != full else slice(0, full)
 
@@ -244,7 +254,7 @@ def _range(full: int, own: int, index: int, parts: int) -> slice:
 def _of_stack(
     name: str, place: TensorMapping, whole: tuple[int, ...], ranges: list[slice], seat: Seat
 ) -> TensorMapping:
-    """The rank's part of all experts' tensors in one: of those that its slots hold."""
+    """Return the mapping of the rank's part of a tensor that stacks all experts: those that its slots hold."""
     held = seat.slots_of(whole[0])
     in_order = held == tuple(range(held[0], held[0] + len(held)))
     chosen = Chosen(slice(held[0], held[0] + len(held)) if in_order else list(held), whole[0])
@@ -266,7 +276,7 @@ def _of_stack(
 def _taking(
     place: TensorMapping | Shares, whole: tuple[int, ...], part: Callable[[Tensor], Tensor]
 ) -> TensorMapping | Shares:
-    """The place, of a tensor of which it wants a part."""
+    """Return `place` changed to take a part of a tensor with the shape `whole`."""
     if isinstance(place, TensorMapping):
         return _part(place, whole, part)
     share = place.divide

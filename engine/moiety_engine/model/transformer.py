@@ -1,4 +1,4 @@
-"""The decoder's forward pass over a paged cache, for inference only. Knows tensors; knows no request or text.
+"""Forward pass of the decoder over a paged KV cache, for inference only. Independent of requests and text.
 
 T tokens of the step, D model width, L rows whose results are wanted, V vocabulary.
 """
@@ -50,8 +50,10 @@ _PLAIN = Arithmetic()
 
 
 class Transformer:
-    """One decoder with its weights. `expert_counter` counts the experts of tokens whose batch says whose they are; None
-    where there are no experts."""
+    """Decoder with its weights.
+
+    `expert_counter` counts the experts of tokens in batches with `owner_T`; None if the model has no experts.
+    """
 
     def __init__(
         self,
@@ -66,10 +68,13 @@ class Transformer:
         keeps_hidden: bool = False,
         vocabulary: Vocabulary | None = None,
     ) -> None:
-        """`kv_dtype`: of the cache; None for the activations' own. `weights`: those of the spec, or what a rank of
-        several has of them. `expert_bytes`: of one expert of a layer, where other ranks may have them all.
-        `expert_cache`: whose slots are the weights' experts. `keeps_hidden`: its cache holds what it made of each
-        token, too, for what foretells from that. `vocabulary`: another model's, where it has none."""
+        """Create the model.
+
+        `weights`: weights of the spec, or a rank's part of them. `kv_dtype`: type of the KV cache; None: that of the
+        activations. `expert_bytes`: bytes of one expert of a layer, given if this rank may have no experts.
+        `expert_cache`: cache whose slots are the weights' experts. `keeps_hidden`: the KV cache also keeps the hidden
+        state of each token, for an MTP layer. `vocabulary`: another model's, for a model without one.
+        """
         self.spec = spec
         self.ranks = ranks
         self.arithmetic = arithmetic
@@ -87,7 +92,7 @@ class Transformer:
         self._weights = weights
         self.keeps_hidden = keeps_hidden
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
-        self._joining = None if weights.joining is None else MtpInput(spec.norm, weights.joining, arithmetic)
+        self._mtp_input = None if weights.mtp_input is None else MtpInput(spec.norm, weights.mtp_input, arithmetic)
         self._residence = WeightOffload(weights)
         kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
         on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
@@ -120,15 +125,15 @@ class Transformer:
         self._mixtures = [feed for feed in feeds if isinstance(feed, MixtureOfExperts)]
         if expert_cache is not None and expert_cache.prefetches:
             for mixture, following in pairwise(self._mixtures):
-                mixture.foresee(following)
+                mixture.prefetch(following)
         self._far = [feed if isinstance(feed, RemoteExperts) else None for feed in feeds]
-        self._ffns = [  # of a far one, how what it has begun ends
+        self._ffns = [  # for remote experts: the function that ends a begun exchange
             self._whole(_end if isinstance(feed, RemoteExperts) else feed, ranks.tensor, w.ffn_post_norm)
             for feed, w in zip(feeds, weights.layers, strict=True)
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Bytes that one block of `block_size` tokens takes over all layers, on each rank."""
+        """Return the bytes of one block of `block_size` tokens over all layers, on each rank."""
         layers = [layer.attention for layer in self._own.layers]
         num_bytes = sum(one.cached_values for one in layers) * self.kv_dtype.itemsize
         if self.kv_dtype is torch.int8:
@@ -138,7 +143,7 @@ class Transformer:
         return num_bytes * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
-        """A cache for the model, in its `kv_dtype`. Its content is undefined."""
+        """Return a new KV cache for the model, in its `kv_dtype`, with undefined content."""
 
         def layer(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
             if isinstance(one, LatentAttentionSpec):
@@ -163,68 +168,72 @@ class Transformer:
 
     @property
     def only_kernels(self) -> bool:
-        """Whether the layers are known to compute without torch, on threads of our own."""
+        """Return whether the layers are known to run without torch operations, on the kernels' own threads."""
         return self._programs is not None and self._programs.only_kernels
 
     @property
     def offloads(self) -> bool:
-        """Whether experts are kept elsewhere, and some of them cached on the device."""
+        """Return whether experts are offloaded, with some cached on the device."""
         return self.expert_cache is not None
 
     @property
     def away(self) -> bool:
-        """Whether the weights are in host memory, where they went with `leave`."""
+        """Return whether `leave` has moved the weights to host memory."""
         return self._residence.away
 
     def leave(self, on_progress: Callable[[], None]) -> int:
-        """The weights go to host memory; returns the bytes that are free thereby. Raises OutOfMemory."""
+        """Move the weights to host memory and return the bytes released on the device. Raises OutOfMemory."""
         if self._programs is not None:
             self._programs.forget()
         if self.expert_cache is not None:
             self.expert_cache.settle()
         return self._residence.leave(on_progress)
 
-    def come_back(self, on_progress: Callable[[], None]) -> None:
-        """The weights are on the device again. Raises OutOfMemory."""
-        self._residence.come_back(on_progress)
+    def reload_weights(self, on_progress: Callable[[], None]) -> None:
+        """Move the weights back to the device. Raises OutOfMemory."""
+        self._residence.reload_weights(on_progress)
 
     def close(self) -> None:
-        """Give up what is open beside memory. Nothing is computed afterwards."""
+        """Close files and threads of the expert cache; nothing may be computed afterwards."""
         if self.expert_cache is not None:
             self.expert_cache.close()
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until the weights lie as they are read fastest, or as long as that."""
+        """Wait until the weights are in large pages, for at most `timeout_s`."""
         self._residence.settle(timeout_s)
 
     def lay_out_adapters(self, keys: frozenset[Key], num_slots: int, rank: int, moves: Mapping[int, int]) -> None:
-        """`AdapterStacks.lay_out`; what was recorded with the factors where they were is forgotten."""
+        """Call `AdapterStacks.lay_out`, and discard recorded programs, which hold the factors' old addresses."""
         if self._programs is not None:
             self._programs.forget()
         self.adapters.lay_out(keys, num_slots, rank, moves)
 
     def slots_of(self, layer: int) -> ExpertSlots | None:
-        """Where the experts of a layer, counted among those of all stages, are; None of another stage's, of one whose
-        experts are all here, and of one that has none."""
+        """Return the expert slots of a layer, an index over all pipeline stages.
+
+        Returns None for layers of other stages, layers with all experts on this rank, and layers without experts.
+        """
         place = layer - self._first_layer
         return self._slots[place] if 0 <= place < len(self._slots) else None
 
     @torch.inference_mode()
     def move_experts(self, layer: int, writes: Sequence[Write]) -> int:
-        """Some slots of a layer are given other experts; all ranks that use them do that together, between the same
-        two steps. Returns the bytes that this rank has sent and received."""
+        """Write other experts into some slots of a layer; return the bytes that this rank has sent and received.
+
+        All ranks that use the slots call this together, between the same two steps.
+        """
         slots = self.slots_of(layer)
         if slots is None:
             return 0
         weights, num_bytes = self._weights.layers[layer - self._first_layer].ffn, 0
         assert isinstance(weights, MoeWeights)
-        if not self.ranks.crossings:  # or else other ranks have them
+        if not self.ranks.crossings:  # otherwise other ranks have the weights
             num_bytes = SlotWeights(weights, slots.num_held).write(writes, self.ranks.seat)
         slots.write(writes)
         return num_bytes
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
-        """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
+        """Store the batch's tokens in the cache and return logits_LV, float32, of the wanted rows."""
         return self.logits(self.hidden(batch, kv))
 
     @torch.inference_mode()
@@ -236,17 +245,19 @@ class Transformer:
         *,
         before_TD: Tensor | None = None,
     ) -> Tensor:
-        """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
-        wanted, on the first group of ranks of all groups' rows; in another stage than the first and the last something
-        else. `on_stored` is called with each layer that has stored them. `before_TD`: what another model made of the
-        tokens before these, of a layer that foretells."""
+        """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the wanted rows.
+
+        The first group of ranks gets the rows of all groups. The result has no meaning on pipeline stages other than
+        the first and the last. `on_stored` is called with the index of each layer that has stored the tokens.
+        `before_TD`: for an MTP layer, the served model's hidden states of the tokens before these.
+        """
         pipeline, spread = self.ranks.pipeline, batch.spread
         if pipeline.is_first:
             x_TD = self.vocabulary.embed(batch.token_ids_T, self.activation_dtype)
             x_TD = _times(self.spec.embedding_multiplier, x_TD)
-            if self._joining is not None:
-                assert before_TD is not None, "it foretells from what a model made of tokens"
-                x_TD = self._joining(x_TD, before_TD)
+            if self._mtp_input is not None:
+                assert before_TD is not None, "it is_mtp_layer from what a model made of tokens"
+                x_TD = self._mtp_input(x_TD, before_TD)
         else:
             rows = len(batch.token_ids_T), self.spec.hidden_size
             x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
@@ -269,16 +280,21 @@ class Transformer:
         return hidden_LD if self.ranks.across.rank else hidden_LD.index_select(0, spread.order_L)
 
     def decode(self, step: Decodes, kv: KvCache, *, with_logits: bool) -> Replayed | None:
-        """`hidden`, and perhaps `logits`, if `with_logits` surely, of a step in which every sequence has one token,
-        which is wanted, if it can be replayed whole. Else None, and nothing was computed."""
+        """Replay a whole step in which every sequence has one wanted token; return its hidden states and logits.
+
+        The logits may be missing unless `with_logits`. Returns None, without computing anything, if no recorded program
+        matches the step.
+        """
         if self._programs is None or kv.hidden is not None:
             return None
         return self._programs.decode(step, kv, with_logits=with_logits)
 
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
-        """logits_LV, float32, of hidden states after the final norm; on another rank than the first some of them,
-        or none."""
+        """Return logits_LV, float32, of hidden states after the final norm.
+
+        Only the first rank gets all of them; other ranks get a part or none.
+        """
         if not self.ranks.pipeline.is_first or self.ranks.across.rank:
             return hidden_LD[:, :0].float()
         logits_LV = self.vocabulary.logits(hidden_LD)
@@ -288,7 +304,7 @@ class Transformer:
     def _whole(
         self, half: Callable[..., Tensor], group: RankCollectives, weights: NormWeights | None
     ) -> Callable[..., Tensor]:
-        """Half a layer, summed over the ranks that compute it, with the norm that may follow it."""
+        """Return half a layer with the sum over its ranks and the optional post-norm."""
 
         def summed(*args: Any) -> Tensor:
             return group.sum(half(*args))
@@ -301,8 +317,10 @@ class Transformer:
     def _layers(
         self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What all layers, of this rank's stage, make of x, and its final norm. The experts that they chose are
-        counted, if there is no other stage."""
+        """Return the output of all layers of this rank's stage, and its final norm.
+
+        Counts the chosen experts if there is only one pipeline stage.
+        """
         self._chosen.clear()
         if batch.micro_batches:
             ended = self._in_turns(x_TD, batch.micro_batches, kv)
@@ -313,7 +331,7 @@ class Transformer:
         return ended
 
     def _in_turns(self, x_TD: Tensor, parts: tuple[Batch, ...], kv: KvCache) -> tuple[Tensor, Tensor]:
-        """The same of micro-batches, one at attention while the others are at the experts."""
+        """Run the layers on micro-batches: one computes attention while the others are at the experts."""
         of_parts = torch.split(x_TD, [len(part.token_ids_T) for part in parts])
         ended = take_turns([self._way(part_TD, part, kv) for part_TD, part in zip(of_parts, parts, strict=True)])
         by_layer = (self._chosen[i : i + len(parts)] for i in range(0, len(self._chosen), len(parts)))
@@ -323,9 +341,8 @@ class Transformer:
     def _way(
         self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """A batch's, or a micro-batch's, through all layers. Yields while its rows are with ranks that have the
-        experts."""
-        if not len(x_TD):  # of this group: others' tokens may have experts here
+        """Run a batch or a micro-batch through all layers; yields while its rows are on the expert ranks."""
+        if not len(x_TD):  # no tokens of this group, but other groups' tokens may use experts on this rank
             for mixture in self._mixtures:
                 if isinstance(mixture, RemoteExperts):
                     end = mixture.begin(x_TD)
@@ -354,7 +371,7 @@ class Transformer:
         return x_TD, normed_TD
 
     def _count_experts(self, batch: Batch) -> None:
-        """Those that all groups' tokens chose, in all stages. Where ranks have different ones, the first counts."""
+        """Count the experts that all groups' tokens chose, in all stages; the first rank counts for all ranks."""
         if self.experts is None or self.expert_counter is None:
             return
         chosen, ranks = self._chosen, self.ranks
@@ -369,7 +386,7 @@ class Transformer:
             self.expert_counter.count(chosen, batch.owner_T)
 
     def _bring_choices(self, batch: Batch) -> Tensor:
-        """The experts that all tokens chose, layer by layer, [T, L · K], on the first rank."""
+        """Gather the experts that all tokens chose, layer by layer, [T, L · K], on the first rank."""
         ranks, experts = self.ranks, self.experts
         assert experts is not None
         none_TC = torch.empty(len(batch.token_ids_T), 0, dtype=torch.int32, device=self.device)
@@ -384,7 +401,7 @@ class Transformer:
 
 
 class _Pass:
-    """A model's, in the parts that are recorded."""
+    """Parts of a model that decode programs record."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
@@ -413,7 +430,7 @@ def _slots(spec: DenseSpec | MoeSpec, ranks: Ranks, device: torch.device) -> Exp
     if not isinstance(spec, MoeSpec) or (layout.ep == 1 and ranks.experts is None):
         return None
     num_experts = spec.routing.num_experts
-    slots, counts = layout.slots(num_experts), False if ranks.crossings else None  # these wait for nobody
+    slots, counts = layout.slots(num_experts), False if ranks.crossings else None  # remote: no device sync
     own = {"num_parts": layout.ep, "own_part": ranks.seat.ep_rank}
     return ExpertSlots(slots, num_experts, **own, device=device, counts=counts)
 
@@ -423,8 +440,11 @@ def _dispatch(slots: ExpertSlots | None, ranks: Ranks) -> Dispatch | None:
 
 
 def _expert_shape(spec: ModelSpec, weights: ModelWeights, seat: Seat, expert_bytes: int | None) -> ExpertShape | None:
-    """What is counted: of all layers all choices, whichever ranks have the experts. None where no layer has any; those
-    that have some have the same. `expert_bytes`: where the rank may have none."""
+    """Return the dimensions of the model's experts for load counting; None if no layer has experts.
+
+    Covers all layers on all ranks; all MoE layers have the same dimensions. `expert_bytes`: given if the rank may have
+    no experts.
+    """
     if not spec.moe_layers:
         return None
     index = spec.moe_layers[0]
@@ -434,7 +454,7 @@ def _expert_shape(spec: ModelSpec, weights: ModelWeights, seat: Seat, expert_byt
     if expert_bytes is None:
         tensors = weights.layers[index].ffn
         assert isinstance(tensors, MoeWeights)
-        num_held = tensors.down_EDF.shape[0]  # of offloaded ones those that have a slot
+        num_held = tensors.down_EDF.shape[0]  # for offloaded experts: the slots
         held_bytes = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
         expert_bytes = held_bytes // num_held * seat.expert_cuts
     return ExpertShape(

@@ -1,7 +1,6 @@
-"""From tokens to the residual stream, and from hidden states to logits: the two products with the vocabulary, which
-may be divided among ranks.
+"""Token embedding and output head, which may be sharded over ranks (vocabulary parallel).
 
-T tokens, D model width, L rows whose logits are wanted, V vocabulary, C of it on each rank.
+T tokens, D model width, L rows whose logits are wanted, V vocabulary, C vocabulary rows on each rank.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Vocabulary:
-    """Each rank has as many rows; where they do not come out even the last ones stand for no token."""
+    """Embedding and output head of a model. All ranks have the same number of rows; the last rows may be padding."""
 
     def __init__(self, size: int, weights: ModelWeights, group: RankCollectives, arithmetic: Arithmetic) -> None:
         self._size, self._weights, self._group = size, weights, group
         self._invariant = arithmetic.invariant
 
     def embed(self, token_ids_T: Tensor, dtype: torch.dtype) -> Tensor:
-        """Each token's row, [T, D]."""
+        """Return the embedding of each token, [T, D]."""
         rows_CD = self._weights.embedding_VD
         if self._group.size == 1:
             return functional.embedding(token_ids_T, rows_CD).to(dtype)
@@ -40,11 +39,11 @@ class Vocabulary:
         return self._group.sum(torch.where(here_T.unsqueeze(1), x_TD, 0))
 
     def look_up(self, token_ids_T: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-        """The same, times `factor`, on the only rank; of ids that are known to be tokens'."""
+        """Return the embeddings times `factor`, for a single rank; ids must be valid."""
         return embedding(token_ids_T, self._weights.embedding_VD, dtype, factor)
 
     def logits(self, hidden_LD: Tensor) -> Tensor:
-        """[L, V], float32, on the first rank; on the others what they have of it."""
+        """Return the logits, [L, V], float32, on the first rank; on other ranks their own columns."""
         own_LC = linear(hidden_LD, self._weights.head_VD, self._weights.head_bias_V, invariant=self._invariant)
         if own_LC.dtype is not torch.float32:
             own_LC = own_LC.float()

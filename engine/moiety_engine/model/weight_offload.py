@@ -1,7 +1,7 @@
-"""Where a model's weights are: how much memory they take, in what pages, and how they leave a device and come back.
+"""Memory of a model's weights: their size, their pages, and their offload to host memory and back (sleep mode).
 
-What leaves keeps its tensors, only their memory goes: whoever holds one, or a view of one, has it again afterwards. But
-it may come back to another address.
+Offloaded weights keep their tensor objects and lose only the memory: tensors and views of them are valid again after
+the return, possibly at another address.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from moiety_kernels.cpu import pages
 
 
 def named_tensors(weights: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a dataclass of weights, by the names of the fields that lead to it; one that is there twice comes
-    twice."""
+    """Yield each tensor of a dataclass of weights with its dotted field path; tensors that occur twice come twice."""
     if isinstance(weights, Tensor):
         yield name, weights
     elif isinstance(weights, tuple):
@@ -34,14 +33,14 @@ def named_tensors(weights: object, name: str = "") -> Iterator[tuple[str, Tensor
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Memory that the model's weights take."""
+    """Return the memory of the model's weights, in bytes."""
     weights = allocate(spec, device=torch.device("meta"), dtype=dtype)
     distinct = {id(tensor): tensor for _, tensor in named_tensors(weights)}
     return sum(tensor.nbytes for tensor in distinct.values())
 
 
 def require_fit(num_bytes: int, memory: Memory, device: torch.device) -> None:
-    """Raises OutOfMemory where weights of so many bytes leave nothing of what is free."""
+    """Raise OutOfMemory unless weights of `num_bytes` leave some of the free memory."""
     if num_bytes < memory.free_bytes:
         return
     wanted, free, total = (f"{one / 2**30:.2f} GiB" for one in (num_bytes, memory.free_bytes, memory.total_bytes))
@@ -55,7 +54,7 @@ def require_fit(num_bytes: int, memory: Memory, device: torch.device) -> None:
 
 
 class WeightOffload:
-    """Moves one model's weights between its device and host memory. Used between steps only."""
+    """Mover of one model's weights between its device and host memory. Used between steps only."""
 
     def __init__(self, weights: ModelWeights) -> None:
         storages = (tensor.untyped_storage() for _, tensor in named_tensors(weights))
@@ -64,7 +63,7 @@ class WeightOffload:
         self._gathering = pages.enlarge(map(_bytes_of, self._storages))
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until the weights lie as they are read fastest, or as long as that."""
+        """Wait until the weights are in large pages, for at most `timeout_s`."""
         if self._gathering is not None:
             self._gathering.join(timeout_s)
 
@@ -74,8 +73,11 @@ class WeightOffload:
 
     @torch.inference_mode()
     def leave(self, on_progress: Callable[[], None]) -> int:
-        """To host memory; `on_progress` is called after each tensor. Returns how many bytes are free on the device
-        thereby. Raises OutOfMemory where the host has no room for them; then nothing has moved."""
+        """Move the weights to host memory and return the bytes released on the device.
+
+        `on_progress` is called after each tensor. Raises OutOfMemory, without moving anything, if the host has too
+        little memory.
+        """
         assert self._away is None, "the weights have left already"
         num_bytes = sum(storage.nbytes() for storage in self._storages)
         if num_bytes >= available_bytes():
@@ -89,8 +91,11 @@ class WeightOffload:
         return num_bytes
 
     @torch.inference_mode()
-    def come_back(self, on_progress: Callable[[], None]) -> None:
-        """To the device. Raises OutOfMemory where it has no room any more; then they are still away."""
+    def reload_weights(self, on_progress: Callable[[], None]) -> None:
+        """Move the weights back to the device.
+
+        Raises OutOfMemory, and leaves the weights in host memory, if the device has too little memory.
+        """
         assert self._away is not None, "the weights are there"
         try:
             for storage, copy in zip(self._storages, self._away, strict=True):

@@ -1,5 +1,7 @@
-"""Putting a decoder's products into few bits while they are read: each as soon as all of it has been filled, so that no
-more than a few are ever held in full."""
+"""Quantization of a decoder's products during loading.
+
+Each product is quantized as soon as it is completely filled, so that only a few are held in full precision at a time.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
 
 
 class WeightQuantizer:
-    """Owns, while a checkpoint is read, which weights wait for which tensors. `weights` are those that are filled, on a
-    CPU; those of products are emptied once they are in few bits, on `device`. What is made of a tensor whose name is
-    among `wide` stays wide. With `as_stored` products are not rounded but taken from there. With `offloading` those of
-    experts go to its store instead of the device; if they are there, they are left as they are.
+    """Tracker of the weights that wait for tensors while a checkpoint is read; quantizes products that are complete.
+
+    `weights` are filled on a CPU; the memory of products is released once they are quantized on `device`. Weights
+    filled from a tensor named in `wide` stay unquantized. With `as_stored`, products are taken from there instead of
+    being rounded. With `offloading`, experts' products go to its store instead of the device; if the store holds them
+    already, they are left unchanged.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class WeightQuantizer:
         self._weights, self._form, self._device, self._as_stored = weights, form, device, as_stored
         self._offloading = offloading
         self._offloaded = set() if offloading is None else set(map(id, products_of(weights, experts_only=True)))
-        self._done: dict[int, QuantizedWeight] = {}  # by the product's identity, as is what follows
+        self._done: dict[int, QuantizedWeight] = {}  # by id of the product, like the following ones
         self._moved: dict[int, Tensor] = {}
         products = {product.untyped_storage().data_ptr(): product for product in _products(weights, form)}
         for name in wide:
@@ -68,16 +72,16 @@ class WeightQuantizer:
     def places(
         self, name: str, place: TensorMapping | Shares
     ) -> tuple[TensorMapping | Shares, TensorMapping | Shares] | None:
-        """Where the numbers and the scales of a tensor go whose place that is; None if it is to be filled, wide."""
+        """Return the mappings of the values and scales of the tensor at `place`; None if it is filled unquantized."""
         return self._as_stored.places(name) if self._as_stored is not None and self._of_place[id(place)] else None
 
     def filled(self, place: TensorMapping | Shares) -> None:
-        """That place has been filled, or what stands for it."""
+        """Record that a place, or its quantized substitute, is filled; quantize the products that are now complete."""
         for product in self._of_place[id(place)]:
             self._missing[id(product)] -= 1
             if not self._missing[id(product)]:
                 self._done[id(product)] = self._narrow(product)
-                product.untyped_storage().resize_(0)  # gives the memory back, though places still have views of it
+                product.untyped_storage().resize_(0)  # releases the memory although mappings still have views
 
     def _narrow(self, product: Tensor) -> QuantizedWeight:
         if self._offloading is not None and id(product) in self._offloaded:
@@ -92,7 +96,7 @@ class WeightQuantizer:
         return QuantizedWeight(narrow.values_NK.to(self._device), narrow.scales_NG.to(self._device), self._form)
 
     def finish(self, dtype: torch.dtype) -> ModelWeights:
-        """All weights, on the device; products that are not in few bits have `dtype`."""
+        """Return all weights on the device; products that are not quantized have `dtype`."""
         for product in products_of(self._weights):
             if id(product) in self._done:
                 continue
@@ -118,7 +122,7 @@ class WeightQuantizer:
 
 
 def bytes_in(form: WeightFormat, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Memory that the model's weights take with those of products in few bits."""
+    """Return the memory of the model's weights with products in `form`, in bytes."""
     weights = allocate(spec, device=torch.device("meta"), dtype=dtype)
     products = list(_products(weights, form))
     plain = {id(tensor): tensor.nbytes for _, tensor in named_tensors(weights)}
@@ -128,24 +132,23 @@ def bytes_in(form: WeightFormat, spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def products_among(weights: ModelWeights, places: Mapping[str, TensorMapping | Shares]) -> set[str]:
-    """The names of the tensors that products are made of."""
+    """Return the names of the tensors that belong to products."""
     own = {product.untyped_storage().data_ptr() for product in products_of(weights)}
     return {name for name, place in places.items() if addresses(place) & own}
 
 
 def takes_products(form: WeightFormat, spec: ModelSpec) -> bool:
-    """Whether the model's products are of widths that can be kept so."""
+    """Return whether the format supports the widths of all the model's products."""
     weights = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16)
     return all(form.takes(product.shape[-1]) for product in _products(weights, form))
 
 
 def as_packed_for_a_gpu(form: WeightFormat, spec: ModelSpec) -> WeightFormat | None:
-    """The format whose four bits lie as a GPU's kernels read them, or None if some of the model's products are not as
-    wide as that asks for."""
+    """Return the 4-bit format in the layout of the GPU kernels, or None if it does not support all product widths."""
     packed = replace(form, pack=GPU_PACK)
     return packed if takes_products(packed, spec) else None
 
 
 def _products(weights: ModelWeights, form: WeightFormat) -> Iterator[Tensor]:
-    """Those that are kept in `form`; of mxfp4 only the experts'."""
+    """Return the products that are kept in `form`; for mxfp4 only those of experts."""
     return products_of(weights, experts_only=form.of_experts_only)

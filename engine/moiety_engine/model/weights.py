@@ -1,6 +1,6 @@
-"""The tensors of a decoder, allocated from its spec. Knows neither their names on disk nor how they are computed with.
+"""Weights of a decoder, allocated from its spec. Independent of names on disk and of the computation.
 
-Related matrices are kept as one (query, key and value; gate and up; all experts of a layer), so that one product serves
+Related matrices are fused (query, key and value; gate and up; all experts of a layer), so that one product computes
 them.
 
 V vocabulary, D model width, J twice the model width, C fused query-key-value width, E experts, F feed-forward width.
@@ -44,7 +44,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionWeights:
-    input_CD: Tensor  # to the queries or their latent row, then the latent row, then the rotated part of keys
+    input_CD: Tensor  # rows: queries or their latent row, then the latent row, then the rotated part of keys
     input_bias_C: Tensor | None
     query_norm: Tensor | None  # float32
     query_up: Weight | None  # from the queries' latent row to all heads
@@ -99,21 +99,21 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class MtpInputWeights:
-    """Of a token's row of the embedding with what the model made of the token before it."""
+    """Weights that combine a token's embedding with the model's hidden state of the token before it."""
 
     token_norm: NormWeights
     before_norm: NormWeights
-    projection_DJ: Tensor  # from the token's half and the other's
+    projection_DJ: Tensor  # input: the token's half, then the hidden state's half
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding_VD: Tensor  # it and the head have no rows where another model's serve
+    embedding_VD: Tensor  # embedding and head have no rows if another model's are used
     layers: tuple[LayerWeights, ...]
     final_norm: NormWeights
-    head_VD: Weight  # the embedding itself where they are tied and it is as wide
+    head_VD: Weight  # the embedding itself if tied, unless the head is quantized
     head_bias_V: Tensor | None
-    joining: MtpInputWeights | None = None
+    mtp_input: MtpInputWeights | None = None
 
 
 def allocate(
@@ -125,13 +125,16 @@ def allocate(
     groups: Callable[[int], int] | None = None,
     experts_in: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
 ) -> ModelWeights:
-    """Uninitialised tensors for every weight of the spec; those of the large products may have a type of their own, and
-    instead of their inputs so many `groups` of them. `experts_in` makes those of experts, elsewhere."""
+    """Return uninitialized tensors for every weight of the spec.
+
+    `product_dtype`: type of the large products, if different. `groups`: number of groups that products have in place of
+    their inputs. `experts_in`: allocator of the experts' products.
+    """
     new = _Allocator(spec, device, dtype, product_dtype or dtype, groups, experts_in)
     if any(one.only_experts for one in spec.layers):
         new = replace(new, rows=0)
-    foretells = spec.mtp_after is not None
-    rows = 0 if foretells else spec.vocab_size
+    is_mtp_layer = spec.mtp_after is not None
+    rows = 0 if is_mtp_layer else spec.vocab_size
     embedding = new.matrix(rows, spec.hidden_size)
     return ModelWeights(
         embedding_VD=embedding,
@@ -139,11 +142,11 @@ def allocate(
         final_norm=new.norm(),
         head_VD=embedding if spec.tie_word_embeddings else new.matrix(rows, spec.hidden_size),
         head_bias_V=new.vector(rows) if spec.head_bias else None,
-        joining=new.joining() if foretells else None,
+        mtp_input=new.mtp_input() if is_mtp_layer else None,
     )
 
 
-_PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights that take most of the memory and of the time
+_PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights with most of the memory and compute time
     AttentionWeights: ("qkv_CD", "output_DC"),
     LatentAttentionWeights: ("input_CD", "query_up", "output_DC"),
     DenseWeights: ("gate_up_2FD", "down_DF"),
@@ -152,7 +155,7 @@ _PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights that take most of the 
 
 
 def products_of(part: Any, *, experts_only: bool = False) -> Iterator[Tensor]:
-    """The weights of large products in a part of a model, always in the same order."""
+    """Yield the weights of large products in a part of a model, always in the same order."""
     if isinstance(part, tuple):
         for one in part:
             yield from products_of(one, experts_only=experts_only)
@@ -174,7 +177,7 @@ class _Allocator:
     product_dtype: torch.dtype
     groups: Callable[[int], int] | None
     experts_in: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None
-    rows: int | None = None  # of every tensor, whatever it should have; None: as many as that
+    rows: int | None = None  # overrides the number of rows of every tensor; None: no override
 
     def expert_product(self, *shape: int) -> Tensor:
         return self.product(*shape) if self.experts_in is None else self.experts_in(shape, self.product_dtype)
@@ -198,7 +201,7 @@ class _Allocator:
         size = self.spec.hidden_size
         return NormWeights(self.vector(size), self.vector(size) if self.spec.norm.kind == "layer" else None)
 
-    def joining(self) -> MtpInputWeights:
+    def mtp_input(self) -> MtpInputWeights:
         size = self.spec.hidden_size
         return MtpInputWeights(self.norm(), self.norm(), self.matrix(size, 2 * size))
 

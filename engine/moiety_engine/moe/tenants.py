@@ -59,9 +59,9 @@ class TenantSlots:
         busiest = sorted(weights, key=lambda one: (-weights[one], one))[: self._num_slots - 2]
         staying = {one: self._slot_of[one] for one in busiest if self._slot_of.get(one, OTHERS) > OTHERS}
         free = sorted(set(range(OTHERS + 1, self._num_slots)) - set(staying.values()), reverse=True)
-        joining = {one: free.pop() for one in busiest if one not in staying}
+        mtp_input = {one: free.pop() for one in busiest if one not in staying}
         self._weight_of = weights
-        self._slot_of = {"": NOBODY, OTHER_TENANTS: OTHERS} | staying | joining
+        self._slot_of = {"": NOBODY, OTHER_TENANTS: OTHERS} | staying | mtp_input
 
     def _take(self, tenant_id: str) -> int:
         """Return a free slot for a new tenant and assign it, or OTHERS if none is free."""

@@ -1,4 +1,4 @@
-"""Expert loaders: read experts from a file by threads, or copy them from page-locked host memory on separate streams."""
+"""Expert loaders: reads from a file by threads, or copies from page-locked host memory on separate CUDA streams."""
 
 from __future__ import annotations
 

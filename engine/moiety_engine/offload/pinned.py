@@ -20,7 +20,7 @@ class PinnedExperts:
     `tensors`: the expert tensors of each MoE layer by name; empty until the store is finished.
     """
 
-    is_whole = False  # memory is filled anew at each start
+    is_whole = False  # memory is filled again at each start
 
     def __init__(self) -> None:
         self.tensors: list[dict[str, Tensor]] = []

@@ -1,1 +1,1 @@
-"""Writing a checkpoint anew in few bits, and what that costs in quality."""
+"""Checkpoint quantization, and measurement of its effect on quality."""

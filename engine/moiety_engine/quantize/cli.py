@@ -1,4 +1,4 @@
-"""The command `moiety quantize`."""
+"""Command `moiety quantize`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moiety_engine.errors import EngineError
 from moiety_engine.logs import configure_logs
 
 WRONG_USE = 2
-_CONTEXT = 1024  # tokens of a text that are read at once
+_CONTEXT = 1024  # tokens of a text per forward pass
 
 
 def quantize_command(

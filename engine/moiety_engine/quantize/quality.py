@@ -1,4 +1,4 @@
-"""How good a model is: its perplexity on a text, and for the demo model how many held-out tasks it answers exactly.
+"""Quality of a model: its perplexity on a text, and for the demo model its accuracy on held-out tasks.
 
 T tokens.
 """
@@ -34,8 +34,11 @@ _SEED = 1234
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """What a model is asked: texts whose tokens from a place on (at least 1) are to be foretold, and prompts with their
-    exact answers."""
+    """Evaluation data of a model.
+
+    `texts`: token ids, and the position (at least 1) of the first token to predict. `questions`: prompts with their
+    exact answers.
+    """
 
     texts: Sequence[tuple[list[int], int]]
     questions: Sequence[tuple[list[int], list[int]]]
@@ -44,14 +47,14 @@ class Exam:
 
 @dataclass(frozen=True, slots=True)
 class Grades:
-    """`accuracy` is None where there was nothing to answer."""
+    """Evaluation results. `accuracy` is None if there were no questions."""
 
     perplexity: float
     accuracy: float | None
 
 
 def demo_exam(folder: Path, per_domain: int) -> Exam:
-    """Held-out tasks of all domains, as questions, and with their answers as texts."""
+    """Return the held-out tasks of all domains as questions, and with their answers as texts."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     stops = [token_id(tokenizer, name) for name in (TURN_END, END_OF_TEXT)]
     tasks = [task for domain in DOMAINS for task in sample_tasks(domain, Split.HELD_OUT, per_domain, _SEED)]
@@ -64,13 +67,13 @@ def demo_exam(folder: Path, per_domain: int) -> Exam:
 
 
 def text_exam(folder: Path, text: str, context: int) -> Exam:
-    """A text in pieces of so many tokens."""
+    """Return a text as pieces of `context` tokens."""
     ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     return Exam([(ids[start : start + context], 1) for start in range(0, len(ids) - 1, context)], [], [])
 
 
 def examine(loop: EngineLoop, exam: Exam, progress: Callable[[int, int], None]) -> Grades:
-    """Ask it all. `progress` gets what is done and how much there is."""
+    """Evaluate the loop's model on `exam`. `progress` is called with (texts and questions done, in all)."""
     total = len(exam.texts) + len(exam.questions)
     surprise = num_tokens = 0.0
     for number, (ids, first) in enumerate(exam.texts):
@@ -94,7 +97,7 @@ def examine(loop: EngineLoop, exam: Exam, progress: Callable[[int, int], None]) 
 
 @torch.inference_mode()
 def _surprise(model: Transformer, ids: list[int], first: int) -> float:
-    """Σ -log p of each token from `first` on, given those before it."""
+    """Return Σ -log p of each token from `first` on, given the tokens before it."""
     count = len(ids)
     if count < 2:
         return 0.0

@@ -1,4 +1,4 @@
-"""A checkpoint written in few bits and examined beside the one that it came from."""
+"""Quantization of a checkpoint, with an evaluation of the original and of the quantized one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Note = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """Grades are None where there was nothing to examine the models by."""
+    """Result of a quantization. `before` and `after` are None if no evaluation data exists for the model."""
 
     source: str
     target: str
@@ -38,8 +38,10 @@ class QuantizationReport:
 def quantize_and_measure(
     config: EngineConfig, target: Path, to: str, text: str | None, per_domain: int, context: int, note: Note
 ) -> QuantizationReport:
-    """Write the checkpoint of `config` to `target`. `note` gets the stage, what is done and how much there is. Raises
-    EngineError."""
+    """Write the quantized checkpoint of `config` to `target`, and evaluate both.
+
+    `note` is called with (stage, amount done, amount in all). Raises EngineError.
+    """
     if to not in FORMATS:
         raise InvalidConfig(f"there is no format {to!r}; choose one of {', '.join(FORMATS)}")
     source = Path(config.model)
@@ -48,7 +50,7 @@ def quantize_and_measure(
     grades: list[Grades | None] = [None, None]
     if exam is not None:
         plain = msgspec.structs.replace(config, quantization="none")
-        whole_numbers = not FORMATS[to].floating  # asked for by name they take the head with them, which counts too
+        whole_numbers = not FORMATS[to].floating  # named explicitly they include the head, which counts too
         narrow = msgspec.structs.replace(config, model=str(target), quantization=to if whole_numbers else "auto")
         grades = [
             examine(load_loop(one), exam, partial(note, stage)) for one, stage in ((plain, "before"), (narrow, "after"))

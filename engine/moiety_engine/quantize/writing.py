@@ -1,5 +1,7 @@
-"""From a checkpoint to one whose large products are packed whole numbers or float8, in the forms of compressed-tensors'
-`pack-quantized` and `float-quantized`, which other engines read too."""
+"""Writer of checkpoints whose large products are packed integers or float8.
+
+The formats are `pack-quantized` and `float-quantized` of compressed-tensors, which other engines read too.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,11 @@ log = structlog.get_logger()
 def write_quantized(
     source: Path, target: Path, form: WeightFormat, progress: Callable[[int, int], None]
 ) -> tuple[int, int]:
-    """Write `source` in few bits to the new folder `target`; (bytes of tensors before, after). `progress` gets bytes
-    done and bytes in all. Raises CheckpointError, or ModelError for what cannot be read; then there is no `target`."""
+    """Write `source`, quantized, to the new folder `target`; return the bytes of tensors (before, after).
+
+    `progress` is called with (bytes done, bytes in all). Raises CheckpointError, or ModelError if `source` cannot be
+    read; `target` does not exist then.
+    """
     spec = read_spec(source)
     if json.loads((source / "config.json").read_text(encoding="utf-8")).get("quantization_config"):
         raise CheckpointError(f"{source} is quantized already; give the unquantized checkpoint")
@@ -71,8 +76,10 @@ def write_quantized(
 
 @contextmanager
 def _begun(draft: Path) -> Iterator[None]:
-    """A folder that is empty but for a file that says what it is, locked as long as this process is at it; what a run
-    that was killed has left there goes first. Raises CheckpointError or OSError."""
+    """Hold the draft folder, empty except for a marker file that stays locked for the duration.
+
+    Deletes the files that a killed run left there. Raises CheckpointError or OSError.
+    """
     if draft.exists() and not (draft / _UNFINISHED).is_file():
         raise CheckpointError(f"{draft} is in the way, and not what an earlier run has left; move it away")
     draft.mkdir(parents=True, exist_ok=True)
@@ -152,7 +159,7 @@ def _describe(path: Path, form: WeightFormat, kept: set[str]) -> None:
             "group_0": {
                 "targets": ["Linear"],
                 "weights": weights,
-                "input_activations": rows if form.floating else None,  # as engines multiply float8 on a GPU
+                "input_activations": rows if form.floating else None,  # as GPU engines expect for float8
                 "output_activations": None,
             }
         },

@@ -38,14 +38,14 @@ class Weights:
             return self.leave(on_progress)
         except OutOfMemory:
             try:
-                self.come_back(on_progress)
+                self.reload_weights(on_progress)
             except OutOfMemory as exc:
                 raise RanksError(f"some ranks have put their weights away, and cannot take them back: {exc}") from exc
             raise
 
-    def come_back(self, on_progress: Progress) -> None:
+    def reload_weights(self, on_progress: Progress) -> None:
         """Those that are away. Raises OutOfMemory."""
         with self._orders.together(ReloadWeights()):
             for model in self._models:
                 if model.away:
-                    model.come_back(on_progress)
+                    model.reload_weights(on_progress)

@@ -102,7 +102,7 @@ class WorkerBase:
 
     def _come_back(self) -> None:
         if self._share.away:
-            self._share.come_back(lambda: None)
+            self._share.reload_weights(lambda: None)
 
     def _hear_tokens(self, step: RunStep) -> Tensor | None:
         """Return the tokens that the step samples, received from rank 0; None if rank 0 does not send them."""

@@ -48,9 +48,11 @@ class Drafted:
         return [*self._sequence.known_output, *self._draft]
 
 
-class Foreseen:
-    """Sequence some unknown tokens ahead: its next token is drawn for that position, with penalties for the tokens known
-    before them."""
+class DraftedRow:
+    """Sequence advanced by some tokens that are not known here.
+
+    Its next token is drawn for that position, with penalties for the tokens known before them.
+    """
 
     __slots__ = ("_sequence", "guide", "num_output", "pending", "pending_row", "seed", "submit")
 
@@ -64,7 +66,7 @@ class Foreseen:
         self.num_output = sequence.num_output
         self.pending, self.pending_row = sequence.pending, sequence.pending_row
 
-    def after(self, count: int) -> Foreseen:
+    def after(self, count: int) -> DraftedRow:
         """Move this row to `count` tokens ahead of the sequence, and return it."""
         self.num_output = self._sequence.num_output + count
         return self

@@ -339,7 +339,10 @@ class KvLedger:
         return self.num_blocks_to_start(hits, max(num_tokens, len(hits) * self.block_size))
 
     def drop_swapped(self, sequence: Sequence) -> None:
-        """Release the host blocks of a swapped-out sequence, which is recomputed from the start or from a prefix hit."""
+        """Release the host blocks of a swapped-out sequence.
+
+        It is recomputed from the start or from a prefix hit.
+        """
         assert not sequence.blocks, "a sequence holds blocks on the device and on the host"
         self.release(sequence)
 
@@ -407,9 +410,7 @@ class KvLedger:
         return known if known.count(None) <= host.num_free - num_revived else None
 
     def _swapped(self, sequence: Sequence) -> list[Hit]:
-        """Return the source of each block of a swapped-out sequence: the device if it still has the contents, else the
-        host.
-        """
+        """Return the source of each block of a swapped-out sequence: the device if possible, else the host."""
         hits = []
         for index, host_block in enumerate(sequence.host_blocks):
             block_hash = self._sealed_hash(sequence, index)

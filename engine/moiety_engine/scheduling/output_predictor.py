@@ -92,8 +92,9 @@ class OutputPredictor:
         return at_most
 
     def _sources(self, tenant: str) -> tuple[tuple[_Histogram, float], tuple[_Histogram, float]]:
-        """Return the histograms of the tenant and of all tenants, each with its factor from weights to numbers of
-        outputs.
+        """Return the histograms of the tenant and of all tenants.
+
+        Each comes with the factor that scales it to numbers of outputs.
         """
         everyone = self._all
         own = self._by_tenant.get(tenant)

@@ -20,16 +20,16 @@ class PaddedPrefillPlanner:
         self._kv = kv
         self._policy = policy
         self._room = room
-        self._filling = filling
+        self._prefill_planner = filling
 
     def fill(self, planner: StepPlanner, joinable: int, now_ns: int) -> None:
         now_s = now_ns / 1e9
         batch: list[Sequence] = []
         unfinished: list[Sequence] = []
-        self._filling.go_on(planner, now_s)
+        self._prefill_planner.go_on(planner, now_s)
         while (sequence := self._policy.pop(now_s)) is not None:
             if len(batch) < joinable and self._fits([*batch, sequence]) and self._start(sequence):
-                self._filling.mark_started(sequence, now_ns)  # now: reclaim spares running ones
+                self._prefill_planner.mark_started(sequence, now_ns)  # now: reclaim spares running ones
                 batch.append(sequence)
             else:
                 unfinished.append(sequence)
@@ -41,13 +41,13 @@ class PaddedPrefillPlanner:
             reserved = self._kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
         unfinished += [s for s in batch if not planner.add_prefill(s, planner.prefill_room(s))]
-        self._filling.put_back(unfinished, now_s)
+        self._prefill_planner.put_back(unfinished, now_s)
 
     def _start(self, sequence: Sequence) -> bool:
         num_tokens = len(sequence.tokens)
-        return self._filling.take_blocks(sequence, num_tokens, None) or (
+        return self._prefill_planner.take_blocks(sequence, num_tokens, None) or (
             self._room.reclaim(self._kv.blocks_for(num_tokens), self._kv)
-            and self._filling.take_blocks(sequence, num_tokens, None)
+            and self._prefill_planner.take_blocks(sequence, num_tokens, None)
         )
 
     def _fits(self, batch: list[Sequence]) -> bool:

@@ -42,7 +42,7 @@ class StepBudget:
     of_worse_ranks: StepBudget | None = None  # for prompts of ranks worse than `best_rank`; None: the same budget
 
     def for_rank(self, rank: int) -> StepBudget:
-        """Return the budget for prompts of that rank."""
+        """Return the budget for prompts of this rank."""
         return self if self.of_worse_ranks is None or rank <= self.best_rank else self.of_worse_ranks
 
 

@@ -169,7 +169,7 @@ class PrefillPlanner:
                 self._policy.push(sequence, now_s)
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
-        """Give a joining sequence its KV: kept blocks, swapped-out blocks, or prefix hits (searched if None).
+        """Give a mtp_input sequence its KV: kept blocks, swapped-out blocks, or prefix hits (searched if None).
 
         Return False, with nothing taken, if too few blocks are free.
         """

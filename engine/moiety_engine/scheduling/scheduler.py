@@ -93,11 +93,13 @@ class Scheduler:
         )
         self._room = Preemptor(groups, self.places, self.policy, self.step_time, self.tally, swap or SwapCost())
         self.speculative_prefill = SpeculativePrefill(groups, self.step_time, is_possible=not strategy.padded)
-        self._filling = PrefillPlanner(
+        self._prefill_planner = PrefillPlanner(
             groups, self.places, self.policy, self._room, self.tally, self.speculative_prefill
         )
-        self._padded = PaddedPrefillPlanner(kv, self.policy, self._room, self._filling)
-        self._entrance = AdmissionQueue(groups, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
+        self._padded = PaddedPrefillPlanner(kv, self.policy, self._room, self._prefill_planner)
+        self._admission_queue = AdmissionQueue(
+            groups, self.places, self.policy, self.tally, limits.max_waiting, self._drop
+        )
         self._running: Plan | None = None  # launched, not committed
         self._watch = StepTiming(self.step_time)
         proposer = proposer or NgramProposer()
@@ -106,7 +108,7 @@ class Scheduler:
         self.prefill_seconds_total = self.decode_seconds_total = 0.0  # of steps with and without prompt tokens
         self.drafted_tokens_total = self.accepted_tokens_total = 0
         self._non_finite: list[int] = []  # keys of sequences to end because their newest row is not finite
-        self.overshot_tokens_total = 0  # sampled for sequences that had already ended
+        self.tokens_past_stop_total = 0  # sampled for sequences that had already ended
 
     # ── requests ──
 
@@ -121,7 +123,7 @@ class Scheduler:
         if submit.speculative_prefill is not None:
             self.speculative_prefill.add(submit, now_ns)
             return
-        self._entrance.add(submit, seed=seed, now_ns=now_ns, guide=guide, num_landing=num_landing)
+        self._admission_queue.add(submit, seed=seed, now_ns=now_ns, guide=guide, num_landing=num_landing)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; end the request if the credit is final and used up."""
@@ -160,7 +162,7 @@ class Scheduler:
 
     def take_verdicts(self) -> tuple[list[CoreAdmission], list[CoreFailure]]:
         """Return the admissions and rejections since the last call."""
-        return self._entrance.take_verdicts()
+        return self._admission_queue.take_verdicts()
 
     # ── a step ──
 
@@ -277,7 +279,7 @@ class Scheduler:
                 drafted = list(islice(sampled, len(chunk.draft))) if chunk.draft else []
                 first, row = row, row + 1 + len(chunk.draft)
                 if sequence.pending_row < 0:
-                    self.overshot_tokens_total += 1
+                    self.tokens_past_stop_total += 1
                     continue
                 output = self._take_samples(chunk, [token, *drafted], now_ns, first, non_finite)
                 if output is None:
@@ -325,11 +327,11 @@ class Scheduler:
 
     @property
     def cached_tokens_total(self) -> int:
-        return self._filling.cached_tokens_total
+        return self._prefill_planner.cached_tokens_total
 
     @property
     def prompt_tokens_total(self) -> int:
-        return self._filling.prompt_tokens_total
+        return self._prefill_planner.prompt_tokens_total
 
     def class_loads(self) -> list[ClassLoad]:
         """Return the state and counters of every class."""
@@ -370,7 +372,7 @@ class Scheduler:
             self._padded.fill(planner, joinable, now_ns)
         else:
             planner.limit_time(self.policy.step_budget(view, now_ns / 1e9))
-            self._filling.fill(planner, view, joinable, now_ns)
+            self._prefill_planner.fill(planner, view, joinable, now_ns)
 
     def _take_samples(
         self, chunk: Chunk, sampled: list[_Sampled], now_ns: int, first: int, non_finite: frozenset[int]

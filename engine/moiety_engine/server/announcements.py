@@ -57,7 +57,7 @@ def make_card(
         dtype=hello.dtype,
         device=hello.device,
         embedding_width=hello.embedding_width,
-        follows_guides=hello.follows_guides,
+        follows_grammars=hello.follows_grammars,
         role=role,
         hands_over=hello.hands_over,
         kv_address=hello.kv_address,

@@ -29,7 +29,7 @@ class ModelLimits:
     max_num_logprobs: int
     eos_token_ids: tuple[int, ...]
     makes_embeddings: bool
-    follows_guides: bool = False
+    follows_grammars: bool = False
     hands_over: bool = False
     takes_over: bool = False
     speculative_prefill: bool = False
@@ -43,7 +43,7 @@ class ModelLimits:
             max_num_logprobs=card.max_num_logprobs,
             eos_token_ids=card.eos_token_ids,
             makes_embeddings=card.embedding_width > 0,
-            follows_guides=card.follows_guides,
+            follows_grammars=card.follows_grammars,
             hands_over=card.hands_over,
             takes_over=bool(card.kv_address),
             speculative_prefill=card.speculative_prefill,
@@ -226,7 +226,7 @@ def _speculative_prefill_error(submit: Submit, seen: SpeculativePrefillRequest, 
 def _guide_complaint(submit: Submit, limits: ModelLimits) -> str:
     if submit.guide is None:
         return ""
-    if not limits.follows_guides:
+    if not limits.follows_grammars:
         return "this engine cannot hold an answer to a form; send the request to one that does, or leave the form out"
     if submit.embed:
         return "an embedding generates no tokens: it cannot have a form"

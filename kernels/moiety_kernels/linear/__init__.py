@@ -1,4 +1,4 @@
-"""A linear map whose weight may be narrower than its input: bfloat16 weights under float32 activations on a CPU."""
+"""Linear map whose weight may be narrower than its input, as with bfloat16 weights and float32 rows on a CPU."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def mla_attention(
 
 
 def compile_cases() -> list[CompileCase]:
-    """DeepSeek's rows of 512 + 64, with as many heads as a small model has and as a large one has; of 8 bits, too."""
+    """Return the cases of DeepSeek's rows of 512 + 64, with few heads and with many, in 16 and 8 bits."""
     few, many = (Shape(1, heads, 576, 512, 2, 2, False, True) for heads in (16, 128))
     narrow = Shape(1, 128, 576, 512, 2, 1, False, True)
     found = [variant(merge, "128 heads", many)]

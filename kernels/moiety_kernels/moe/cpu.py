@@ -59,7 +59,7 @@ ADDED, ADDED_ROWS, SLOT = (
     38,
     39,
     40,
-)  # adapters' additions to gates and ups: one row per pair, those in order, and their slots
+)  # adapters' additions to gates and ups: a row per pair, in order, slots
 
 
 def fits(

@@ -3,7 +3,7 @@
 Each stage computes the pairs whose experts are present. All stages' rows are then weighted and summed exactly as in
 `experts`, so that the result has the same bits.
 
-T tokens, K experts per token, R = T · K pairs, N pairs of a stage, S resident experts, D model width.
+T tokens, K experts per token, R = T · K pairs, N pairs of a stage, S device_state experts, D model width.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Causal attention over a paged key-value cache: chunks of prompts and single decode tokens in one call."""
+"""Causal attention over a paged key-value cache: prefill chunks and single decode tokens in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moiety_kernels.paged_attention import batched, reference
 if TYPE_CHECKING:
     from torch import Tensor
 
-EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # what a cache may be kept in, whatever the queries are
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # types that a cache may have whatever the queries' type
 
 
 _cpu = when_asked(__name__, "cpu")
@@ -38,15 +38,15 @@ def paged_attention(
     max_context: int,
     rounds: bool = False,
 ) -> Tensor:
-    """Attention of each sequence's queries, its last tokens in the cache, to what is at or before them.
+    """Return attention of each sequence's queries, its last tokens in the cache, to positions up to their own.
 
-    query_start_S1, context_len_S and block_table_SB are int32. Of the sequences the first `num_decode` have one query
-    each; `max_query` and `max_context` bound the queries and the context of any sequence, so nothing has to ask the
-    device. `window`: a query sees so many positions, itself included. `sinks_H`, float32: a score for each query head
-    that takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. A cache of 8
-    bits (float8_e4m3fn, int8) is to be multiplied by `k_scale` and `v_scale`, float32, both or none; one of bfloat16
-    goes with float32 queries on a CPU. `rounds`: there queries, keys, values and weights may be rounded to bfloat16, as
-    they are on a GPU.
+    query_start_S1, context_len_S and block_table_SB are int32. The first `num_decode` sequences have one query each;
+    `max_query` and `max_context` bound the queries and the context of any sequence, so the host does not read device
+    memory. `window`: number of positions that a query sees, its own included. `sinks_H`, float32: a score per query
+    head that takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. An
+    8-bit cache (float8_e4m3fn, int8) is multiplied by `k_scale` and `v_scale`, float32, both or none; a bfloat16 cache
+    goes with float32 queries on a CPU. `rounds`: on a CPU, queries, keys, values and weights may be rounded to
+    bfloat16, as on a GPU.
     """
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
     require(scale > 0, "scale must be positive")

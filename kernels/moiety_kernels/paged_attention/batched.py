@@ -1,7 +1,7 @@
-"""Paged attention through torch's own attention, for GPUs: gathers the cache, never waits for the device.
+"""Paged attention through torch's own attention, for GPUs: gathers the cache, without a host synchronisation.
 
-T tokens, S sequences, Q padded queries, B blocks a row, C padded context, H query heads, G key-value heads, d head
-width, N blocks, P places a block.
+T tokens, S sequences, Q padded queries, B blocks per row, C padded context, H query heads, G key-value heads, d head
+width, N blocks, P slots per block.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from torch import Tensor
 
-WORKSPACE_BYTES = 1 << 30  # for gathered keys and values; the engine leaves room for it beside the cache
-COPIES = 2  # gathering and masking
-SINK_WIDTH = 8  # entries that a sink adds to a head: one would leave the rows of heads unaligned
+WORKSPACE_BYTES = 1 << 30  # for gathered keys and values; the engine reserves it beside the cache
+COPIES = 2  # for gather and mask
+SINK_WIDTH = 8  # entries that a sink adds to a head: a single one would leave the heads' rows unaligned
 
 
 def paged_attention(
@@ -37,8 +37,11 @@ def paged_attention(
     max_context: int,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> Tensor:
-    """out_THd. The sequences with one query are not padded to the length of the others' chunks, and a group of
-    sequences at a time is gathered, so that `workspace_bytes` bounds the copies however long the longest context is."""
+    """Return out_THd.
+
+    Sequences with one query are not padded to the length of the others' chunks. One group of sequences at a time is
+    gathered, so that `workspace_bytes` bounds the copies however long the longest context is.
+    """
     num_sequences, num_places = context_len_S.shape[0], k_cache_NGPd.shape[2]
     width = -(-max_context // num_places)
     copies = COPIES if sinks_H is None else COPIES + 1
@@ -121,8 +124,11 @@ def _attend(
 
 
 def _with_sinks(q_SHQd: Tensor, k_SGCd: Tensor, v_SGCd: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with one more key, whose product with a query of head h is sinks_H[h] and whose value is
-    nothing: a query carries its sink in an entry that is 1 in that key and 0 in all others."""
+    """Return queries, keys and values with one more key per sink.
+
+    The product of that key with a query of head h is sinks_H[h], and its value is zero: a query carries its sink in an
+    entry that is 1 in that key and 0 in all others.
+    """
     width = q_SHQd.shape[3]
     q_SHQd = functional.pad(q_SHQd, (0, SINK_WIDTH))
     q_SHQd[..., width] = sinks_H[:, None]

@@ -1,4 +1,4 @@
-"""The attention kernels as they are compiled where there is no GPU: for a layer, with the tiles of a target."""
+"""The attention kernels' compile cases for GPUs that are not present: for a layer, with the tiles of a target."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from moiety_kernels.paged_attention.tiles import (
 
 _PLACES = 16
 _CACHES = {1: "*fp8e4nv", 2: "*bf16"}
-_WHOLE = "int8"  # in the name of a layer whose cache is that, with scales
+_WHOLE = "int8"  # part of a layer's name if its cache is int8 with scales
 _UNALIGNED = frozenset(
     ("p_start", "p_context", "p_table", "num_sequences", "num_splits", "num_heads", "window", "table_row")
 )
 
 
 def variant(kernel: Any, name: str, shape: Shape, target: Target | None = None) -> CompileCase:
-    """`kernel` for `shape` on `target`, or on every one."""
+    """Return `kernel` for `shape` on `target`, or on every target."""
     of = target or SM_90
     device = Device(1, of.max_shared_bytes, of.backend == "cuda" and int(of.arch) >= 90)
     tiles = decode_tiles(shape, device) if kernel in (decode, merge) else prefill_tiles(shape, device)

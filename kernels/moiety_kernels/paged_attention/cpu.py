@@ -1,12 +1,13 @@
-"""Attention over the paged cache on a CPU, reading keys and values where they lie, in the manner of FlashAttention.
-They are float32, or bfloat16 and widened in registers; or they, queries and weights may be rounded to bfloat16, and are
-where the processor multiplies that in pairs (`cpu_pairs.py`).
+"""Attention over the paged cache on a CPU, in the manner of FlashAttention; keys and values are read in place.
+
+They are float32, or bfloat16 and widened in registers. With `rounds`, keys, values, queries and weights are rounded to
+bfloat16 where the CPU multiplies that in pairs (`cpu_pairs.py`).
 
 A task is one sequence, one key-value head and up to ROWS_AT_ONCE query rows (tokens × the heads that share that head).
-It goes through the keys in chunks at fixed positions and keeps a running softmax for each row, so that a row's result
-does not depend on how the prompt was cut or what else is in the batch.
+It processes the keys in chunks at fixed positions and keeps a running softmax for each row, so that a row's result does
+not depend on how the prompt is chunked or on the rest of the batch.
 
-T tokens, S sequences, B blocks a row, H query heads, G key-value heads, d head width, N blocks, P places a block.
+T tokens, S sequences, B blocks per row, H query heads, G key-value heads, d head width, N blocks, P slots per block.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 48
 _LAYOUT = struct.Struct("22qd")
 _AXPY_VECTORS = 4
-_FETCH_AHEAD = 2  # blocks: each lies by itself, so the processor does not foresee the next
-_MAX_SHARING = 256  # query heads a key-value head
+_FETCH_AHEAD = 2  # blocks; they are scattered, so the hardware prefetcher does not predict the next
+_MAX_SHARING = 256  # query heads per key-value head
 
-# some rows or one, several vectors or one, of float32 values or of bfloat16 ones
+# several rows or one, several vectors or one, of float32 or bfloat16 values
 _some_several_f32, _some_one_f32 = (axpy_tile(AXPY_ROWS, vectors, widen=False) for vectors in (_AXPY_VECTORS, 1))
 _one_several_f32, _one_one_f32 = (axpy_tile(1, vectors, widen=False) for vectors in (_AXPY_VECTORS, 1))
 _some_several_bf16, _some_one_bf16 = (axpy_tile(AXPY_ROWS, vectors, widen=True) for vectors in (_AXPY_VECTORS, 1))
@@ -68,7 +69,7 @@ _one_several_bf16, _one_one_bf16 = (axpy_tile(1, vectors, widen=True) for vector
 
 
 def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, block_table_SB: Tensor) -> bool:
-    """Whether `paged_attention` takes these tensors."""
+    """Return whether `paged_attention` supports these tensors."""
     tokens, heads, width = q_THd.shape
     sharing = heads // k_cache_NGPd.shape[1]
     rows = max(ROWS_AT_ONCE, sharing)
@@ -90,8 +91,7 @@ def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, block_table_
 
 
 def _is_packed(cache_NGPd: Tensor) -> bool:
-    """Whether places, heads and blocks follow each other at even distances; places may lie further apart than they are
-    wide."""
+    """Return whether slots, heads and blocks are evenly spaced; the spacing of slots may exceed their width."""
     _, heads, places, _ = cache_NGPd.shape
     row = cache_NGPd.stride(2)
     return cache_NGPd.stride() == (heads * places * row, places * row, row, 1)
@@ -110,7 +110,7 @@ def paged_attention(
     *,
     rounds: bool = False,
 ) -> Tensor:
-    """out_THd, contiguous, as wide as a value."""
+    """Return out_THd, contiguous, as wide as a value."""
     tokens, heads, width = q_THd.shape
     _, kv_heads, places, _ = k_cache_NGPd.shape
     sequences = context_len_S.shape[0]
@@ -170,7 +170,7 @@ def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -
 
 @jit
 def _scores(args: int, table: int, head: int, start: int, count: int, num_rows: int, rows: int, scores: int) -> None:
-    """scores[row, j] = q_row · k[start + j] for j < count. Their values, wanted next, are asked for meanwhile."""
+    """Compute scores[row, j] = q_row · k[start + j] for j < count, and prefetch the values, which are needed next."""
     places, width, kv_heads = load_i64(args, PLACES), load_i64(args, WIDTH), load_i64(args, KV_HEADS)
     cache, values = load_i64(args, K_CACHE), load_i64(args, V_CACHE)
     size, value_stride = load_i64(args, SIZE), load_i64(args, VALUE_STRIDE)
@@ -222,7 +222,7 @@ def _add(
 def _accumulate(
     args: int, table: int, head: int, start: int, count: int, num_rows: int, scores: int, sums: int
 ) -> None:
-    """sums[row] += Σ_j weight[row, j] · v[start + j] for j < count."""
+    """Add sums[row] += Σ_j weight[row, j] · v[start + j] for j < count."""
     places, width, kv_heads = load_i64(args, PLACES), load_i64(args, VALUE_WIDTH), load_i64(args, KV_HEADS)
     cache, stride, size, row_bytes = (
         load_i64(args, V_CACHE),
@@ -251,7 +251,7 @@ def _accumulate(
 
 @jit
 def _mask(args: int, position: int, start: int, count: int, padded: int, row: int) -> None:
-    """Scale a row of scores and hide the positions that the query at `position` does not see."""
+    """Scale a row of scores and mask the positions that the query at `position` does not see."""
     scale_row(row, padded, load_f64(args, SCALE))
     window = load_i64(args, WINDOW)
     if window:
@@ -277,7 +277,7 @@ def _task(args: int, task: int, scratch: int) -> None:
     for i in range(num_rows):
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
         store_i64(rows, i, load_i64(args, Q) + token * token_bytes + 4 * shared * width)
-        store_f32(states, 2 * i, load_f32(sinks, shared) if sinks else -math.inf)  # as if it had been seen already
+        store_f32(states, 2 * i, load_f32(sinks, shared) if sinks else -math.inf)  # as if it were already included
         store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
     for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)

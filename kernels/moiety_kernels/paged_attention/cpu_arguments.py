@@ -1,8 +1,8 @@
-"""Where the arguments of attention on a CPU stand, which its tasks share."""
+"""Argument offsets of attention on a CPU, shared by its tasks."""
 
 from __future__ import annotations
 
-CHUNK = 128  # positions of keys that a task takes at once, at fixed places
+CHUNK = 128  # key positions that a task processes at once, at fixed boundaries
 
 Q, K_CACHE, V_CACHE, OUT, QUERY_START, CONTEXT_LEN, TABLE = 0, 1, 2, 3, 4, 5, 6
 SEQUENCES, TABLE_WIDTH, HEADS, KV_HEADS, WIDTH, PLACES, Q_STRIDE, WINDOW = 7, 8, 9, 10, 11, 12, 13, 14

@@ -1,8 +1,8 @@
-"""Attention's task where queries, keys, weights and values may be rounded to bfloat16 and the processor multiplies
-those in pairs (`cpu/panels.py`). Scores, sums and the softmax are float32.
+"""Attention task with bfloat16 queries, keys, weights and values, for CPUs that multiply pairs (`cpu/panels.py`).
 
-A chunk's keys and values are packed once for all rows of the task, up to ROWS_AT_ONCE. What is packed of positions
-that no row sees is zeros, or a key whose scores are masked, so that memory beyond a context is never read.
+Scores, sums and the softmax are float32. A chunk's keys and values are packed once for all rows of the task, up to
+ROWS_AT_ONCE. Positions that no row sees are packed as zeros, or as a key with masked scores, so that memory beyond a
+context is never read.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ from moiety_kernels.paged_attention.cpu_arguments import (
 )
 
 ROWS_AT_ONCE = 128
-LEAST_ROWS_AT_ONCE = 32  # where there would be too few tasks
+LEAST_ROWS_AT_ONCE = 32  # used where there would be too few tasks
 LOG2_E = 1 / math.log(2)
 
-_GROUP = TOGETHER * PANEL  # keys that are packed and scored together
-_FETCH_AHEAD = 2 * PANEL  # positions: blocks lie by themselves, so the processor does not foresee the next
+_GROUP = TOGETHER * PANEL  # keys packed and scored together
+_FETCH_AHEAD = 2 * PANEL  # positions; blocks are scattered, so the hardware prefetcher does not predict the next
 
-# a thread's scratch
-_POINTERS_AT = WIDE_AT  # of a panel's keys
-_STATES_AT = _POINTERS_AT + 8 * PANEL  # two floats a row
+# layout of a thread's scratch memory
+_POINTERS_AT = WIDE_AT  # addresses of a panel's keys
+_STATES_AT = _POINTERS_AT + 8 * PANEL  # two floats per row
 
 
 def usable() -> bool:
-    """Whether the processor multiplies pairs, and has no matrix tiles, beside which this was never measured."""
+    """Return whether the CPU multiplies pairs and has no matrix tiles, with which this path was never measured."""
     return dots.usable(16) and not tiles.usable()
 
 
 def rows_at_once(tokens: int, heads: int) -> int:
-    """How many rows a task takes of so many tokens: a power of two less where tasks would be too few."""
+    """Return how many rows a task takes: ROWS_AT_ONCE, halved while there would be too few tasks."""
     rows = ROWS_AT_ONCE
     while rows // 2 >= LEAST_ROWS_AT_ONCE and tokens * heads < rows * TASKS_PER_THREAD * team().num_threads:
         rows //= 2
@@ -80,7 +80,7 @@ def rows_at_once(tokens: int, heads: int) -> int:
 
 
 def takes(width: int, value_width: int, sharing: int) -> bool:
-    """Whether the task takes heads as wide as that, so many of which share a key-value head."""
+    """Return whether the task supports heads of these widths, `sharing` of which share a key-value head."""
     rows = max(ROWS_AT_ONCE, sharing)
     row_bytes = 16 + 2 * width + 4 * value_width + 6 * CHUNK
     fits = _STATES_AT + rows * row_bytes + (CHUNK + 4) * 2 * (width + value_width) <= UNPACKED_AT
@@ -89,7 +89,7 @@ def takes(width: int, value_width: int, sharing: int) -> bool:
 
 @jit
 def _slot(args: int, table: int, head: int, position: int) -> int:
-    """Which of the cache's rows the position of a sequence has."""
+    """Return the cache's row of a position of the sequence."""
     places = load_i64(args, PLACES)
     block = load_i32(table, position // places)
     return int((block * load_i64(args, KV_HEADS) + head) * places + position % places)
@@ -97,7 +97,7 @@ def _slot(args: int, table: int, head: int, position: int) -> int:
 
 @jit
 def _ask(args: int, table: int, head: int, first: int, end: int) -> None:
-    """For keys and values of the positions from `first` to `end`."""
+    """Prefetch keys and values of the positions from `first` to `end`."""
     places, key_bytes = load_i64(args, PLACES), load_i64(args, SIZE) * load_i64(args, WIDTH)
     value_bytes = load_i64(args, VALUE_STRIDE)
     while first < end:
@@ -112,12 +112,11 @@ def _pack_chunk(
     args: int, table: int, head: int, start: int, count: int, end: int, pointers: int, keys: int, values: int,
     zeros: int,
 ) -> None:  # fmt: skip
-    """Keys and values of the positions from `start` on, `count` of them and padding; those before `end` that follow are
-    asked for."""
+    """Pack keys and values of `count` positions from `start` on, with padding, and prefetch the next before `end`."""
     places, size, width = load_i64(args, PLACES), load_i64(args, SIZE), load_i64(args, WIDTH)
     k_cache, v_cache, key_bytes = load_i64(args, K_CACHE), load_i64(args, V_CACHE), size * width
     value_width, value_bytes = load_i64(args, VALUE_WIDTH), load_i64(args, VALUE_STRIDE)
-    left, slot, before = 0, 0, zeros  # `left`: places of the block
+    left, slot, before = 0, 0, zeros  # `left`: slots left in the block
     for first in range(0, (count + _GROUP - 1) // _GROUP * _GROUP, PANEL):
         ahead = start + first + _FETCH_AHEAD
         _ask(args, table, head, ahead, min(ahead + PANEL, end))
@@ -145,7 +144,7 @@ def _pack_chunk(
 @jit
 def _weigh(args: int, position: int, sharing: int, start: int, count: int, padded: int, num_rows: int, scores: int,
            weights: int, states: int, factors: int) -> None:  # fmt: skip
-    """Make weights of the scores of a chunk, masked; `position`: of the first query."""
+    """Compute masked softmax weights of a chunk's scores; `position` is the first query's."""
     factor, window = load_f64(args, SCALE) * LOG2_E, load_i64(args, WINDOW)
     for i in range(num_rows):
         seen = position + i // sharing + 1 - start
@@ -161,13 +160,13 @@ def _weigh(args: int, position: int, sharing: int, start: int, count: int, padde
 
 @jit
 def _next_rows(left: int) -> int:
-    """How many of the rows that are left the next tile takes, so that all tiles are of about one size."""
+    """Return how many of the remaining rows the next tile takes, so that all tiles have about the same size."""
     parts = (left + MOST_ROWS - 1) // MOST_ROWS
     return (left + parts - 1) // parts
 
 
 def task(args: int, number: int, scratch: int) -> None:
-    """What `cpu.py`'s does: a sequence, a key-value head and some rows of queries."""
+    """Run the task of `cpu.py` in pairs: one sequence, one key-value head and some rows of queries."""
     kv_heads, width, heads = load_i64(args, KV_HEADS), load_i64(args, WIDTH), load_i64(args, HEADS)
     sharing, head, value_width = heads // kv_heads, number % kv_heads, load_i64(args, VALUE_WIDTH)
     item = load_i64(args, ITEMS) + 24 * (number // kv_heads)
@@ -191,7 +190,7 @@ def task(args: int, number: int, scratch: int) -> None:
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
         row = load_i64(args, Q) + token * load_i64(args, Q_STRIDE) + 4 * shared * width
         pack_pairs_row(row, width, packed + 2 * width * i)
-        store_f32(states, 2 * i, load_f32(sinks, shared) * LOG2_E if sinks else -math.inf)  # as if seen already
+        store_f32(states, 2 * i, load_f32(sinks, shared) * LOG2_E if sinks else -math.inf)  # as if included
         store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
     for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)

@@ -1,7 +1,7 @@
-"""Attention over a paged cache in Triton, in the manner of FlashAttention. The README beside this has the design.
+"""Attention over a paged cache in Triton, in the manner of FlashAttention. The README beside this describes the design.
 
-T tokens, S sequences, B blocks a row, I splits, H query heads, G key-value heads, d width of a key, v of a value,
-N blocks, P places a block.
+T tokens, S sequences, B blocks per row, I splits, H query heads, G key-value heads, d width of a key, v of a value, N
+blocks, P slots per block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moiety_kernels.paged_attention.tiles import (
 
 
 def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPv: Tensor) -> bool:
-    """Whether the kernels take these."""
+    """Return whether the kernels support these tensors."""
     key_width, value_width = k_cache_NGPd.shape[3], v_cache_NGPv.shape[3]
     return (
         q_THd.dtype in (torch.float16, torch.bfloat16)
@@ -63,8 +63,10 @@ def paged_attention(
     max_context: int,
     shared: bool = False,
 ) -> Tensor:
-    """out_THv, contiguous. `shared`: a value is the first of its key's `parts`. Launches depend on nothing but shapes,
-    `num_decode` and `max_context`."""
+    """Return out_THv, contiguous.
+
+    `shared`: a value is the first of its key's `parts`. Launches depend only on shapes, `num_decode` and `max_context`.
+    """
     num_kv_heads, places, key_width = k_cache_NGPd.shape[1:]
     num_tokens, num_heads = q_THd.shape[:2]
     value_width, windowed = v_cache_NGPv.shape[3], window is not None
@@ -91,7 +93,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What prefill and decode are launched with alike, in the order of their arguments."""
+    """Launch arguments that prefill and decode share, in argument order."""
 
     shape: Shape
     device: Device
@@ -102,7 +104,7 @@ class _Layer:
 
 
 def _prefill(layer: _Layer, chunks: tuple[Tensor, Tensor, Tensor], num_tokens: int) -> None:
-    """Write the rows of all sequences of `chunks`, which have at most `num_tokens` together."""
+    """Write the rows of all sequences of `chunks`, which have at most `num_tokens` tokens together."""
     shape, num_chunks = layer.shape, chunks[1].shape[0]
     tiles = prefill_tiles(shape, layer.device)
     num_tiles = num_tokens * shape.group // tiles.rows + num_chunks
@@ -164,7 +166,7 @@ def _decode(layer: _Layer, sequences: tuple[Tensor, Tensor, Tensor], num_decode:
 
 
 def converts(cache: Tensor) -> bool:
-    """Whether the GPU knows the type."""
+    """Return whether the GPU supports the cache's type."""
     return (
         cache.dtype is torch.int8
         or torch.version.hip is not None
@@ -174,7 +176,7 @@ def converts(cache: Tensor) -> bool:
 
 @functools.cache
 def _device(device: torch.device) -> Device:
-    if device.type == "cpu":  # interpreted: one at a time, so that it takes several items
+    if device.type == "cpu":  # interpreted: one program at a time, so each takes several items
         return Device(1, SM_90.max_shared_bytes)
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     reads_shared = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -182,7 +184,7 @@ def _device(device: torch.device) -> Device:
 
 
 def compile_cases() -> list[CompileCase]:
-    """Each width of heads, kind of layer and kernel; all of them for Hopper, the usual ones for others too."""
+    """Return cases for each head width, kind of layer and kernel: all for Hopper, the usual ones for other targets."""
     layers = {
         "64, window, sinks": Shape(8, 8, 64, 64, 2, 2, True, False),
         "80": Shape(32, 1, 80, 80, 2, 2, False, False),
@@ -197,7 +199,7 @@ def compile_cases() -> list[CompileCase]:
         "256, window": Shape(4, 2, 256, 256, 2, 2, True, False),
     }
     decoded = ["64, window, sinks", "128", "128, fp8", "128, int8", "192", "256, window"]
-    for kind in ("fp8", "int8"):  # of every width that families have
+    for kind in ("fp8", "int8"):  # for every width in use
         narrow = {
             f"64, window, sinks, {kind}": Shape(8, 8, 64, 64, 2, 1, True, False),
             f"128, window, {kind}": Shape(8, 4, 128, 128, 2, 1, True, False),

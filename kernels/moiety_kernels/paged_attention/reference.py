@@ -1,6 +1,6 @@
-"""The definition of causal attention over a paged cache.
+"""Definition of causal attention over a paged cache.
 
-T tokens, S sequences, B blocks a row, H query heads, G key-value heads, d head width, N blocks, P places a block.
+T tokens, S sequences, B blocks per row, H query heads, G key-value heads, d head width, N blocks, P slots per block.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ def paged_attention(
     k_scale_NGP: Tensor | None = None,
     v_scale_NGP: Tensor | None = None,
 ) -> Tensor:
-    """Each sequence's queries are its last tokens in the cache; query i sees its own position and those before it, of
-    these only the last `window` if that is set. A head's sink is a score whose share of the softmax goes nowhere. Slots
-    beyond a sequence's context are never read. A value may be narrower than a key; the output is as wide as a value. A
-    cache of few bits may hold keys and values divided by scales of their own."""
+    """Return attention of each sequence's queries, which are its last tokens in the cache.
+
+    Query i sees positions up to its own, only the last `window` if that is set. A head's sink is a score whose share of
+    the softmax is discarded. Slots beyond a sequence's context are never read. A value may be narrower than a key; the
+    output is as wide as a value. A quantized cache may hold keys and values divided by their own scales.
+    """
     num_kv_heads, places = k_cache_NGPd.shape[1:3]
     repeat = q_THd.shape[1] // num_kv_heads
     out_THd = q_THd.new_empty(*q_THd.shape[:2], v_cache_NGPd.shape[3])

@@ -1,4 +1,4 @@
-"""What the attention kernels are launched with: tiles, and how contexts are split. Knows no torch and no Triton.
+"""Launch configuration of the attention kernels: tiles and context splits. Imports neither torch nor Triton.
 
 The sizes are those at which no variant spills on Hopper (`moiety_kernels.gpu.report`); none has been timed yet.
 """
@@ -8,34 +8,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-MAX_WIDTH = 256  # of keys or values that are loaded by themselves
+MAX_WIDTH = 256  # of keys or values that are loaded separately
 _PREFILL_ROWS = 128
-SPAN = 256  # decoding sequences that no kernel is compiled anew for
+SPAN = 256  # range of decoding sequences without recompilation
 MERGED_ROWS = 8
-_LEAST_KEYS = 16  # that a matrix instruction takes
+_LEAST_KEYS = 16  # fewest keys of a matrix instruction
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What of a GPU decides."""
+    """Properties of a GPU that determine the tiles."""
 
     num_sms: int
-    shared_bytes: int  # that one program may use
-    reads_shared: bool = True  # its matrix units take operands from shared memory, not from registers
+    shared_bytes: int  # limit of one program
+    reads_shared: bool = True  # its matrix units read operands from shared memory, not from registers
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One attention layer's."""
+    """Shape of one attention layer."""
 
     num_kv_heads: int
-    group: int  # query heads a key-value head
+    group: int  # query heads per key-value head
     key_width: int
     value_width: int
-    query_bytes: int  # an entry
+    query_bytes: int  # per entry
     cache_bytes: int
     windowed: bool
-    shared: bool  # a value is the first part of its key, and not loaded again
+    shared: bool  # a value is the first part of its key and is not loaded again
 
     @property
     def num_heads(self) -> int:
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Constants of a kernel, in Triton's terms: BM rows, BN keys, and the parts that widths are cut into."""
+    """Constants of a kernel, in Triton's terms: BM rows, BN keys, and the parts of the widths."""
 
     rows: int
     keys: int
@@ -56,18 +56,18 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How a decoded sequence's context is split. Nothing here depends on the batch."""
+    """Split of a decoding sequence's context. Nothing here depends on the batch."""
 
-    least: int  # positions of a split
-    most: int  # splits of a sequence
+    least: int  # fewest positions of a split
+    most: int  # most splits of a sequence
 
     def bound(self, max_seen: int) -> int:
-        """Splits of a sequence that sees so many positions or fewer, at most."""
+        """Return the most splits of a sequence that sees `max_seen` positions or fewer."""
         return max(1, min(self.most, -(-max_seen // self.least)))
 
 
 def parts(width: int) -> tuple[int, int]:
-    """Two powers of two, the second perhaps 0, that together are as little above `width` as may be."""
+    """Return two powers of two, the second possibly 0, whose sum exceeds `width` as little as possible."""
     first = max(16, 1 << width.bit_length() - 1)
     if first >= width:
         return first, 0
@@ -76,12 +76,12 @@ def parts(width: int) -> tuple[int, int]:
 
 
 def prefill_tiles(shape: Shape, device: Device) -> Tiles:
-    """For chunks of prompts: bound by the matrix units, so as many keys at once as registers take."""
+    """Return the tiles for prefill, which the matrix units bound: as many keys at once as registers allow."""
     key_parts, value_parts = parts(shape.key_width), parts(shape.value_width)
     if shape.shared:
         return _shared_tiles(shape, device)
     width, rows = max(sum(key_parts), sum(value_parts)), _PREFILL_ROWS
-    if width > 192 and shape.cache_bytes == 1:  # to be converted in registers, of which such sums leave few
+    if width > 192 and shape.cache_bytes == 1:  # converted in registers, of which wide sums leave few
         rows, keys, num_stages = 64, 16, 2
     elif width > 192:
         keys, num_stages = 32, 2
@@ -95,12 +95,12 @@ def prefill_tiles(shape: Shape, device: Device) -> Tiles:
 
 
 def decode_tiles(shape: Shape, device: Device) -> Tiles:
-    """For decoding: bound by memory, so what matters is that several programs a multiprocessor load at once."""
+    """Return the tiles for decode, which memory bounds: several programs per multiprocessor load at once."""
     if shape.shared:
         return _shared_tiles(shape, device)
     width = max(shape.key_width, shape.value_width)
     rows = min(64, max(16, _power_of_two(shape.group)))
-    # Up to a width of 128, half of a product wasted costs less than the registers of a second part.
+    # Up to a width of 128, a half-wasted product costs less than the registers of a second part.
     cut = parts if width > 128 else _whole
     limits = {64: (128, 4, 2), 128: (64, 4, 2), 192: (32, 4, 2), MAX_WIDTH: (64, 8, 3)}
     keys, num_warps, num_stages = next(chosen for limit, chosen in limits.items() if width <= limit)
@@ -109,28 +109,31 @@ def decode_tiles(shape: Shape, device: Device) -> Tiles:
 
 
 def _shared_tiles(shape: Shape, device: Device) -> Tiles:
-    """For rows so wide that their sums are most of the registers. Where they have to be converted, half of them."""
+    """Return the tiles for rows so wide that their sums fill most registers; half the size if rows are converted."""
     rows, keys = (64, 32) if shape.cache_bytes == shape.query_bytes else (32, 16)
     return _fitting(Tiles(rows, keys, parts(shape.key_width), parts(shape.value_width), 8, 2), shape, device)
 
 
 def splits(shape: Shape) -> Splits:
-    """Long enough that the partial results, float32 rows of all heads, are few bytes beside the keys and values read;
-    short enough that one sequence alone has a program a multiprocessor, once its context is long."""
+    """Return the context split of a layer.
+
+    Splits are long enough that the partial results, float32 rows of all heads, are few bytes beside the keys and values
+    read, and short enough that one sequence alone has a program per multiprocessor once its context is long.
+    """
     if shape.shared:
         return Splits(max(256, _up(4 * shape.group, 64)), 32)
     return Splits(max(128, _up(16 * shape.group, 128)), min(64, max(8, 128 // shape.num_kv_heads)))
 
 
 def decode_programs(items: int, tiles: Tiles, shape: Shape, device: Device) -> int:
-    """Programs that share `items`: as many as run at once."""
+    """Return how many programs share `items`: as many as run at once."""
     by_shared = device.shared_bytes // _shared_bytes(tiles, shape)
-    by_registers = 12 // tiles.num_warps  # at about 160 a thread
+    by_registers = 12 // tiles.num_warps  # at about 160 registers per thread
     return max(1, min(items, device.num_sms * max(1, min(by_shared, by_registers))))
 
 
 def constants(shape: Shape, tiles: Tiles) -> dict[str, Any]:
-    """What prefill and decode are compiled with."""
+    """Return the compile-time constants of prefill and decode."""
     return {
         "GROUP": shape.group,
         "D": shape.key_width,
@@ -147,7 +150,7 @@ def constants(shape: Shape, tiles: Tiles) -> dict[str, Any]:
 
 
 def constants_of_merge(shape: Shape, tiles: Tiles) -> dict[str, Any]:
-    """What merging is compiled with after a decode with `tiles`."""
+    """Return the compile-time constants of the merge after a decode with `tiles`."""
     first, second = parts(shape.value_width)
     known = constants(shape, tiles)
     return {name: known[name] for name in ("V", "SHARED", "WINDOWED", "BN")} | {
@@ -158,7 +161,7 @@ def constants_of_merge(shape: Shape, tiles: Tiles) -> dict[str, Any]:
 
 
 def _fitting(tiles: Tiles, shape: Shape, device: Device) -> Tiles:
-    """With fewer keys at once where shared memory is short."""
+    """Return the tiles with fewer keys at once if shared memory is short."""
     while _shared_bytes(tiles, shape) > device.shared_bytes and tiles.keys > _LEAST_KEYS:
         tiles = Tiles(
             tiles.rows, tiles.keys // 2, tiles.key_parts, tiles.value_parts, tiles.num_warps, tiles.num_stages
@@ -167,7 +170,7 @@ def _fitting(tiles: Tiles, shape: Shape, device: Device) -> Tiles:
 
 
 def _shared_bytes(tiles: Tiles, shape: Shape) -> int:
-    """Queries, and keys and values of two steps and their blocks' ids."""
+    """Return the bytes of queries, of keys and values of two steps, and of their blocks' ids."""
     keys, values = sum(tiles.key_parts), 0 if shape.shared else sum(tiles.value_parts)
     return shape.query_bytes * (tiles.rows * keys + 2 * tiles.keys * (keys + values)) + 8 * tiles.keys
 

@@ -1,4 +1,4 @@
-"""Weights in few bits: numbers beside the scales that make weights of them."""
+"""Quantized weights: numbers with the scales that restore the weights."""
 
 from moiety_kernels.quantization.reference import dequantize, quantize
 from moiety_kernels.quantization.weight import FORMATS, FP8, INT4, INT8, MXFP4, QuantizedWeight, Weight, WeightFormat

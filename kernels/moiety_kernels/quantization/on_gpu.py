@@ -1,4 +1,4 @@
-"""Which weights in few bits the kernels for a GPU read. Knows no tensors."""
+"""Quantized weight formats that the GPU kernels support. Handles no tensors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moiety_kernels.quantization.weight import GPU_PACK, SCALE_BLOCK
 if TYPE_CHECKING:
     from moiety_kernels.quantization.weight import WeightFormat
 
-FLOAT8_CAPABILITY = (8, 9)  # of NVIDIA's, from which on there is float8_e4m3fn
+FLOAT8_CAPABILITY = (8, 9)  # NVIDIA's, the first with float8_e4m3fn
 
 
 def unreadable(form: WeightFormat, device: torch.device) -> str | None:
-    """Why the kernels do not read weights in `form`; None if they do."""
+    """Return why the kernels do not support weights in `form`; None if they do."""
     if form.is_float8:
         if (form.group, form.rows % SCALE_BLOCK) not in ((None, 1), (SCALE_BLOCK, 0)):
             block = f"{form.rows} by {form.group}"

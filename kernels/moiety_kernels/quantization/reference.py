@@ -1,8 +1,9 @@
-"""The definition of weights in few bits: w ≈ q · scale, symmetric, round to nearest.
+"""Definition of quantized weights: w ≈ q · scale, symmetric, round to nearest.
 
-Eight floating bits are e4m3, of which 448 is the greatest. Four bits: of each pack of P inputs, byte j holds input j in
-its lower half and input j + P ÷ 2 in its upper one: whole numbers plus 8, floating ones as their sign and the number
-among `MAGNITUDES`.
+Floating 8-bit numbers are e4m3, whose largest is 448. Four bits: of each pack of P inputs, byte j holds input j in its
+lower half and input j + P ÷ 2 in its upper half; integers are stored plus 8, floating numbers as their sign and their
+index in `MAGNITUDES`.
+
 N outputs, K inputs, G groups of inputs that share a scale.
 """
 
@@ -16,14 +17,14 @@ from torch import Tensor
 from moiety_kernels.checks import require
 from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight, WeightFormat
 
-GREATEST = 448.0  # of e4m3
+GREATEST = 448.0  # largest e4m3
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
-_CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the scale that a group's largest value asks for, what may serve it best
+_CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # factors of the scale for a group's largest value, tried for the least error
 
 
 def quantize(weight_NK: Tensor, form: WeightFormat) -> QuantizedWeight:
-    """The weight [..., N, K] in few bits: each group by the scale, of a few, that leaves the least squared error."""
-    if weight_NK.dim() == 3:  # one expert at a time, for the memory that rounding takes, and the time to get it
+    """Quantize the weight [..., N, K]: each group uses the candidate scale with the least squared error."""
+    if weight_NK.dim() == 3:  # one expert at a time, to save memory and time
         parts = [quantize(one, form) for one in weight_NK]
         values = torch.stack([part.values_NK for part in parts])
         return QuantizedWeight(values, torch.stack([part.scales_NG for part in parts]), form)
@@ -33,7 +34,7 @@ def quantize(weight_NK: Tensor, form: WeightFormat) -> QuantizedWeight:
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
-    """The weight [..., N, K], float32."""
+    """Return the weight [..., N, K], float32."""
     form, q_NK = weight.format, unpack(weight.values_NK, weight.format)
     if form.floating and form.bits == 4:
         table = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)], device=q_NK.device)
@@ -46,8 +47,10 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 
 
 def round_to(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """(q_NK, scales_NG float32); q int8, or float8_e4m3fn. What was rounded so before comes out as it was, but for the
-    scales' last bits."""
+    """Return (q_NK, scales_NG float32); q is int8 or float8_e4m3fn.
+
+    Rounding an already rounded weight returns the same numbers, up to the scales' last bits.
+    """
     width = weight_NK.shape[-1]
     unit = max(form.group or BLOCK, form.pack)
     require(form.takes(width), f"{form.name} keeps rows of a multiple of {unit} inputs, not of {width}")
@@ -73,7 +76,7 @@ def round_to(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
 
 
 def _round_to_e4m3(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """By the scales that make 448 of a group's largest."""
+    """Round with the scales that map a group's largest number to 448."""
     groups = _in_groups(weight_NK.float(), form.num_groups(weight_NK.shape[-1]))
     largest = groups.abs().amax(-1, keepdim=True)
     scale = torch.where(largest > 0, largest, 1.0) / GREATEST
@@ -82,8 +85,10 @@ def _round_to_e4m3(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tenso
 
 
 def _round_to_e2m1(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """(numbers of e2m1 as they are written, scales): the least power of two by which none exceeds 6. So what was mxfp4
-    is kept exactly, if by another power where none of a group's numbers needs its own."""
+    """Return (codes of e2m1, scales): the smallest power of two by which no number exceeds 6.
+
+    So mxfp4 weights are kept exactly, possibly with another power where no number of a group needs the original one.
+    """
     groups = _in_groups(weight_NK.float(), form.num_groups(weight_NK.shape[-1]))
     largest = groups.abs().amax(-1, keepdim=True)
     significand, exponent = torch.frexp(torch.where(largest > 0, largest, 1.0) / MAGNITUDES[-1])
@@ -94,7 +99,7 @@ def _round_to_e2m1(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tenso
 
 
 def pack(q_NK: Tensor, form: WeightFormat) -> Tensor:
-    """Numbers as they are kept."""
+    """Return the numbers in their stored form."""
     if form.bits == 8:
         return q_NK
     blocks = (q_NK if form.floating else q_NK + 8).to(torch.uint8)
@@ -103,7 +108,7 @@ def pack(q_NK: Tensor, form: WeightFormat) -> Tensor:
 
 
 def unpack(values_NK: Tensor, form: WeightFormat) -> Tensor:
-    """Numbers as int8, or float8_e4m3fn; those of e2m1 as they are written."""
+    """Return the numbers as int8 or float8_e4m3fn; those of e2m1 as codes."""
     if form.bits == 8:
         return values_NK
     halves = values_NK.view(*values_NK.shape[:-1], -1, 1, form.pack // 2)

@@ -1,4 +1,4 @@
-"""What a weight in few bits is made of. N outputs, K inputs, G groups of inputs that share a scale."""
+"""Format and data of a quantized weight. N outputs, K inputs, G groups of inputs that share a scale."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-BLOCK = 32  # inputs that a CPU's kernels want packed together; every group is some of them
-SCALE_BLOCK = 128  # rows and columns of float8 that share a scale, where the GPU's kernels read scales of blocks
-GPU_PACK = 64  # that the GPU's do: the halves of its bytes are then two groups of 32, each next to each other
+BLOCK = 32  # inputs that the CPU kernels need packed together; every group consists of some of them
+SCALE_BLOCK = 128  # rows and columns of float8 that share a scale, where the GPU kernels use block scales
+GPU_PACK = 64  # inputs that the GPU kernels need packed together; its bytes' halves are two groups of 32
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Signed whole numbers of `bits`, and a scale for every `group` of a row's inputs; None: for the row. `floating`
-    ones have an exponent: those of eight bits are float8_e4m3fn, those of four e2m1, by scales that are powers of two.
-    Numbers of four bits lie in packs: the lower halves of a pack's bytes hold its first inputs, the upper ones its
-    last. Each row has scales of its own, which may be those of its neighbours: where blocks had scales, `rows` have
-    the same, counted from the first row of a matrix as it was before it was joined with others."""
+    """Signed integers of `bits`, and a scale for every `group` of a row's inputs; None: one scale per row.
+
+    `floating` numbers have an exponent: 8-bit ones are float8_e4m3fn, 4-bit ones are e2m1 with scales that are powers
+    of two. Numbers of four bits are stored in packs: the lower halves of a pack's bytes hold its first inputs, the
+    upper halves its last. Each row has its own scales, which may equal its neighbours': for block scales, `rows` rows
+    have the same, counted from the first row of a matrix before it was joined with others.
+    """
 
     name: str
     bits: int
@@ -28,7 +30,7 @@ class WeightFormat:
 
     @property
     def half(self) -> int:
-        """The numbers are -half … half - 1."""
+        """Half of the range: numbers are -half … half - 1."""
         return int(2 ** (self.bits - 1))
 
     @property
@@ -37,7 +39,7 @@ class WeightFormat:
 
     @property
     def of_experts_only(self) -> bool:
-        """Whether no other products are kept so: mxfp4."""
+        """True if only experts' weights use this format: mxfp4."""
         return self.floating and not self.is_float8
 
     def num_groups(self, width: int) -> int:
@@ -45,17 +47,17 @@ class WeightFormat:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a CPU's kernels read weights that are held so; a GPU's ask for more."""
+        """True if the CPU kernels support weights in this format; a GPU's require more."""
         return self.bits in (4, 8) and (
             self.group is None or (self.group % BLOCK == 0 and self.group & (self.group - 1) == 0)
         )
 
     def is_stored_as(self, other: WeightFormat | None) -> bool:
-        """Whether that is the same format, however its numbers are packed."""
+        """Return whether `other` is the same format, whatever its packing."""
         return other is not None and replace(self, pack=other.pack) == other
 
     def takes(self, width: int) -> bool:
-        """Whether rows of so many inputs can be kept so."""
+        """Return whether rows of that many inputs can have this format."""
         whole = self.group is None or self.is_float8 or width % self.group == 0
         return width % self.pack == 0 and whole
 
@@ -69,9 +71,11 @@ FORMATS = {one.name: one for one in (INT8, INT4, FP8)}
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """`values`, uint8 for four bits, float8_e4m3fn or int8, in the kernels' order (see `reference.pack`); `scales`,
-    float32.
-    Both are as a weight [..., N, K] is in all but their last dimension."""
+    """A quantized weight.
+
+    `values`: uint8 for four bits, float8_e4m3fn or int8, in the kernels' order (see `reference.pack`). `scales`:
+    float32. Both have the shape of a weight [..., N, K] in all but their last dimension.
+    """
 
     values_NK: Tensor
     scales_NG: Tensor
@@ -79,7 +83,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
+        """Shape of the weight."""
         *rows, width = self.values_NK.shape
         return (*rows, width * (2 if self.format.bits == 4 else 1))
 
@@ -91,11 +95,11 @@ class QuantizedWeight:
         return self.values_NK.is_contiguous() and self.scales_NG.is_contiguous()
 
     def unsqueeze(self, dim: int) -> QuantizedWeight:
-        """With one more dimension before the last two."""
+        """Return the weight with one more dimension before the last two."""
         return QuantizedWeight(self.values_NK.unsqueeze(dim), self.scales_NG.unsqueeze(dim), self.format)
 
     def __getitem__(self, index: int) -> QuantizedWeight:
-        """One of the weights that are stacked in the first dimension."""
+        """Return one of the weights stacked in the first dimension."""
         return QuantizedWeight(self.values_NK[index], self.scales_NG[index], self.format)
 
 

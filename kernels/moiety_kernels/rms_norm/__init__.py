@@ -17,7 +17,7 @@ _kernel = when_asked(__name__, "kernel")
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension; float32 inside, x's dtype outside."""
+    """Return x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32, in x's dtype."""
     require_shape("weight", weight_D, (x_TD.shape[-1],))
     if x_TD.is_cpu and _cpu().fits(x_TD, weight_D):
         fast: Tensor = _cpu().rms_norm(x_TD, weight_D, eps)
@@ -29,7 +29,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, rms_norm(x + delta)). Both inputs may be overwritten; do not read them afterwards."""
+    """Return (x + delta, rms_norm(x + delta)). Both inputs may be overwritten; do not read them afterwards."""
     require_shape("weight", weight_D, (x_TD.shape[-1],))
     require(x_TD.shape == delta_TD.shape, "x and delta must have one shape")
     if x_TD.is_cpu and _cpu().fits(x_TD, weight_D) and _cpu().fits(delta_TD, weight_D):

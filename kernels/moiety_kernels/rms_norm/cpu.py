@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LAYOUT = struct.Struct("7qd")
-_BLOCK = 32  # tokens a task
+_BLOCK = 32  # tokens per task
 
 
 def fits(x_TD: Tensor, weight_D: Tensor) -> bool:
-    """Whether the functions here take these tensors."""
+    """Return whether the functions here support these tensors."""
     return (
         x_TD.dtype is torch.float32
         and weight_D.dtype is torch.float32
@@ -33,14 +33,14 @@ def fits(x_TD: Tensor, weight_D: Tensor) -> bool:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The normalised rows."""
+    """Return the normalised rows."""
     out_TD = torch.empty_like(x_TD)
     _launch(x_TD, 0, weight_D, out_TD, eps)
     return out_TD
 
 
 def add_rms_norm(x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, in x's memory; the normalised sum, in delta's memory)."""
+    """Return (x + delta, in x's memory; the normalised sum, in delta's memory)."""
     _launch(x_TD, delta_TD.data_ptr(), weight_D, delta_TD, eps)
     return x_TD, delta_TD
 

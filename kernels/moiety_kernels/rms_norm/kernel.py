@@ -1,4 +1,4 @@
-"""RMS normalisation in Triton: one program a row, the whole row in registers; the residual sum is written on the way.
+"""RMS normalisation in Triton: one program per row, the whole row in registers; it also writes the residual sum.
 
 T rows, D width.
 """
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from moiety_kernels.gpu.cases import CompileCase
 
-MAX_WIDTH = 16384  # a row that still fits in the registers of 16 warps
+MAX_WIDTH = 16384  # widest row that fits in the registers of 16 warps
 
 
 def fits(x_TD: Tensor) -> bool:
-    """Whether the kernel takes rows like these."""
+    """Return whether the kernel supports these rows."""
     return x_TD.dim() == 2 and x_TD.shape[1] <= MAX_WIDTH and x_TD.stride(1) == 1
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight, in x's dtype."""
+    """Return x / sqrt(mean(x²) + eps) · weight, in x's dtype."""
     out_TD = torch.empty_like(x_TD)
     _launch(x_TD, None, weight_D, out_TD, None, eps)
     return out_TD
 
 
 def add_rms_norm(x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, rms_norm(x + delta))."""
+    """Return (x + delta, rms_norm(x + delta))."""
     out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     _launch(x_TD, delta_TD, weight_D, out_TD, total_TD, eps)
     return total_TD, out_TD
@@ -92,7 +92,7 @@ def _rms_norm(
 
 
 def compile_cases() -> list[CompileCase]:
-    """The widths of small, usual and the largest models, with and without the sum."""
+    """Return the cases for the widths of small, usual and the largest models, with and without the sum."""
     signature = {"p_x": "*bf16", "p_delta": "*bf16", "p_weight": "*fp32", "p_out": "*bf16", "p_total": "*bf16"}
     sizes = dict.fromkeys(("width", "x_stride", "delta_stride", "out_stride"), "i32")
     return [

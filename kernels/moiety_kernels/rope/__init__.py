@@ -16,7 +16,7 @@ _kernel = when_asked("moiety_kernels.attention_input", "kernel")
 
 
 def rope(x_THd: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + R) of each head by the angles of the token's position; the rest of a head stays."""
+    """Rotate the pairs (i, i + R) of each head by the angles of the token's position; the rest is unchanged."""
     require_shape("positions", positions_T, (x_THd.shape[0],))
     require(2 * cos_PR.shape[1] <= x_THd.shape[-1], "the rotated width is larger than the head width")
     if x_THd.is_cuda and _kernel().fits(x_THd, cos_PR):

@@ -1,6 +1,6 @@
-"""The definition of rotary position embedding (Su et al. 2021) in the half-split layout of Hugging Face checkpoints.
+"""Definition of rotary position embedding (Su et al. 2021) in the half-split layout of Hugging Face checkpoints.
 
-T tokens, H heads, d head width, R rotated pairs (2R ≤ d; the rest of a head is left as it is), P positions.
+T tokens, H heads, d head width, R rotated pairs (2R ≤ d; the rest of a head is unchanged), P positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routing: which experts a token goes to, with what weight, and the pairs grouped by expert."""
+"""Routing: each token's experts and their weights, and the token–expert pairs grouped by expert."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _kernel = when_asked(__name__, "kernel")
 
 
 def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(weight_TK float32, expert_TK int32), the best expert first. `bias_E`, float32, has a say in which experts are
-    chosen, and none in their weights; only scores by softmax and sigmoid take one."""
+    """Return (weight_TK float32, expert_TK int32), the best expert first.
+
+    `bias_E`, float32, affects the choice of experts but not their weights; only softmax and sigmoid scores support it.
+    """
     _check(logits_TE, spec, bias_E)
     if logits_TE.is_cpu and _cpu().fits(logits_TE, spec, bias_E):
         fast: tuple[Tensor, Tensor] = _cpu().route(logits_TE, spec, bias_E)
@@ -37,13 +39,15 @@ def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) ->
 
 
 def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(order_R, counts_E), both int64: the pairs t · K + k expert by expert, and each expert's number of pairs."""
+    """Return (order_R, counts_E), int64: the pairs t · K + k sorted by expert, and each expert's number of pairs."""
     return reference.group_by_expert(expert_TK, num_experts)
 
 
 def group(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
-    """The pairs grouped by expert, and the tiles of `tile_rows` rows in which a grouped product takes them. Every id
-    must be an expert's."""
+    """Return the pairs grouped by expert, in tiles of `tile_rows` rows for a grouped product.
+
+    Every id must be an expert's.
+    """
     require_shape("expert", expert_TK, (-1, -1))
     require(tile_rows > 0, "a tile must have rows")
     if expert_TK.is_cuda and _grouping().fits(expert_TK, num_experts):

@@ -1,7 +1,7 @@
-"""Top-k routing on a CPU. T tokens, E experts, K experts a token.
+"""Top-k routing on a CPU. T tokens, E experts, K experts per token.
 
-Each thread keeps a token's scores, the ranks by which experts are chosen (the scores where there is no bias) and its
-groups' scores in scratch memory. A rank of minus infinity is an expert that may not be chosen, or was.
+Each thread keeps in scratch memory a token's scores, the ranks that choose experts (the scores where there is no bias)
+and its groups' scores. A rank of minus infinity marks an expert that is excluded or already chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moiety_kernels.route.spec import RoutingSpec
 
 _LAYOUT = struct.Struct("12q3d")
-_BLOCK = 64  # tokens a task
+_BLOCK = 64  # tokens per task
 _SOFTMAX, _SIGMOID, _SOFTMAX_CHOSEN, _SPARSE_MIXER = range(4)
 _SCORINGS = {
     "softmax": _SOFTMAX,
@@ -38,7 +38,7 @@ NUM_GROUPS, TOP_GROUPS, BEST_TWO, LEAST_SUM, SCALE, JITTER = 9, 10, 11, 12, 13, 
 
 
 def fits(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> bool:
-    """Whether `route` takes these logits."""
+    """Return whether `route` supports these logits."""
     return (
         logits_TE.dtype is torch.float32
         and logits_TE.is_contiguous()
@@ -49,7 +49,7 @@ def fits(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> bool:
 
 
 def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weight_TK, expert_TK); of equal scores the lower expert comes first."""
+    """Return (weight_TK, expert_TK); of equal scores the lower expert comes first."""
     tokens = logits_TE.shape[0]
     weight_TK = torch.empty(tokens, spec.top_k)
     expert_TK = torch.empty(tokens, spec.top_k, dtype=torch.int32)
@@ -98,7 +98,7 @@ def _task(args: int, task: int, scratch: int) -> None:
 
 @jit
 def _score(args: int, row: int, experts: int, ranks: int, scores: int) -> float:
-    """Write each expert's score and rank; returns by what scores are to be divided, which are none before that."""
+    """Write each expert's score and rank; return the divisor of the scores, which are not divided yet."""
     scoring, bias, total = load_i64(args, SCORING), load_i64(args, BIAS), 1.0
     if scoring == _SOFTMAX:
         largest, total = load_f32(row, 0), 0.0
@@ -120,7 +120,7 @@ def _score(args: int, row: int, experts: int, ranks: int, scores: int) -> float:
 
 @jit
 def _keep_best_groups(args: int, size: int, groups: int, ranks: int, group_scores: int) -> None:
-    """Forbid the experts of all groups that `top_groups` others are better than; of equals the lower counts more."""
+    """Exclude the experts of all but the `top_groups` best groups; of equal groups the lower one wins."""
     top_groups, best_two = load_i64(args, TOP_GROUPS), load_i64(args, BEST_TWO)
     for g in range(groups):
         first = second = -math.inf
@@ -143,7 +143,7 @@ def _keep_best_groups(args: int, size: int, groups: int, ranks: int, group_score
 
 @jit
 def _take(args: int, row: int, experts: int, ranks: int, scores: int, weights: int, chosen: int) -> float:
-    """Choose the best experts; returns the sum of their weights, which are still to be divided."""
+    """Choose the best experts; return the sum of their weights, which are not divided yet."""
     scoring, taken = load_i64(args, SCORING), 0.0
     for k in range(load_i64(args, TOP_K)):
         best = 0
@@ -164,7 +164,7 @@ def _take(args: int, row: int, experts: int, ranks: int, scores: int, weights: i
 
 @jit
 def _share_among_near(row: int, experts: int, ranks: int, best: int, distance: float) -> float:
-    """The softmax weight of the best expert among those not chosen yet whose logits lie near its own."""
+    """Return the softmax weight of the best expert among the unchosen experts with logits near its own."""
     top, total = load_f32(row, best), 0.0
     for e in range(experts):
         logit = load_f32(row, e)

@@ -1,7 +1,7 @@
-"""Routing in Triton: the choice of experts; how their pairs are grouped is in `kernels.grouping`.
+"""Expert choice in Triton; `kernels.grouping` groups the pairs.
 
-T tokens, K experts a token, E experts in G groups.
-Inside a kernel experts lie in GP groups of SP, both powers of two, so that a column's order is its expert's.
+T tokens, K experts per token, E experts in G groups. Inside a kernel experts lie in GP groups of SP, both powers of
+two, so that columns have the order of their experts.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from moiety_kernels.route.kernels.grouping import MAX_EXPERTS, grouping_cases
 from moiety_kernels.route.reference import TINY
 from moiety_kernels.route.spec import RoutingSpec
 
-_TOKENS = 4  # of one program
-_CHANGING = ["num_tokens"]  # with the step, for which nothing is compiled anew
+_TOKENS = 4  # per program
+_CHANGING = ["num_tokens"]  # varies per step without recompilation
 _TINY = tl.constexpr(TINY)
 
 
 def fits(logits_TE: Tensor) -> bool:
-    """Whether `route` takes these logits."""
+    """Return whether `route` supports these logits."""
     return logits_TE.shape[1] <= MAX_EXPERTS and logits_TE.stride(1) == 1
 
 
 def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(weight_TK, expert_TK); of equal ranks the lower expert comes first, and a NaN comes last: so a token's experts
-    are distinct ones whatever its logits are."""
+    """Return (weight_TK, expert_TK); of equal ranks the lower expert comes first, and NaN comes last.
+
+    So a token's experts are distinct whatever its logits are.
+    """
     tokens = logits_TE.shape[0]
     weight_TK = torch.empty(tokens, spec.top_k, device=logits_TE.device)
     expert_TK = torch.empty_like(weight_TK, dtype=torch.int32)
@@ -97,7 +99,7 @@ def _route(
     i_column = tl.arange(0, GP * SP)
     i_expert = i_column // SP * SIZE + i_column % SP
     m_expert = (i_column // SP < G) & (i_column % SP < SIZE)
-    i_row = tl.minimum(i_token, num_tokens - 1).to(tl.int64)  # a row too many is the last one again
+    i_row = tl.minimum(i_token, num_tokens - 1).to(tl.int64)  # a surplus row repeats the last one
     p_row = p_logits + i_row[:, None] * stride + i_expert[None, :]
     logits = tl.load(p_row, mask=m_expert[None, :], other=-float("inf")).to(tl.float32)  # [TOKENS, GP · SP]
     if SCORING == "softmax":
@@ -150,7 +152,7 @@ def _of_best_groups(
     GP: tl.constexpr,
     SP: tl.constexpr,
 ):
-    """The ranks, and -inf for the experts of all but the best groups."""
+    """Return the ranks, with -inf for the experts of all but the best groups."""
     tokens: tl.constexpr = ranks.shape[0]
     grouped = tl.reshape(ranks, [tokens, GP, SP])
     score = tl.max(grouped, axis=2)  # [TOKENS, GP]
@@ -170,13 +172,13 @@ def _of_best_groups(
 
 @triton.jit
 def _best(ranks, free, i_column, END: tl.constexpr):
-    """A row's free column of highest rank, the lowest of equals; there is one as long as any is free."""
+    """Return a row's free column of highest rank, the lowest of equals; one exists as long as any is free."""
     highest = tl.max(tl.where(free, ranks, -float("inf")), axis=1)
     return tl.min(tl.where(free & (ranks == highest[:, None]), i_column[None, :], END), axis=1)
 
 
 def compile_cases() -> list[CompileCase]:
-    """The routings of known families, then the grouping."""
+    """Return the cases for the routings of known families, then those for grouping."""
     families = {
         "qwen3_moe": RoutingSpec(128, 8, renormalize=True),
         "qwen3_next": RoutingSpec(512, 10, renormalize=True),

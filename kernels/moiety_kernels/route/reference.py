@@ -1,4 +1,4 @@
-"""The definition of top-k routing. T tokens, E experts in G groups, K experts a token, R = T · K routed rows."""
+"""Definition of top-k routing. T tokens, E experts in G groups, K experts per token, R = T · K routed rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from moiety_kernels.route.spec import RoutingSpec
 
-TINY = 1e-20  # added to a sum of weights, as DeepSeek-V3 does, whose sigmoids may all but vanish
+TINY = 1e-20  # added to a sum of weights as in DeepSeek-V3, whose sigmoids may almost vanish
 
 
 def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(weight_TK float32, expert_TK int32), the best expert first."""
+    """Return (weight_TK float32, expert_TK int32), the best expert first."""
     logits_TE = logits_TE.float()
     if spec.scoring == "softmax_chosen":
         chosen_TK, expert_TK = torch.topk(logits_TE, spec.top_k, dim=-1)
@@ -36,7 +36,7 @@ def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) ->
 
 
 def _of_best_groups(ranks_TE: Tensor, spec: RoutingSpec) -> Tensor:
-    """The ranks, and -inf for experts of all but the best groups: a bias may make the ranks of the best negative."""
+    """Return the ranks, with -inf for all but the best groups: a bias may make the best ranks negative."""
     if spec.num_groups == 1:
         return ranks_TE
     ranks_TGe = ranks_TE.view(-1, spec.num_groups, spec.group_size)
@@ -59,15 +59,18 @@ def _sparse_mixer(logits_TE: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]
 
 
 def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(order_R, counts_E), both int64: order_R lists the token–expert pairs t · K + k expert by expert, in token order
-    within an expert, and at last those of a negative id; counts_E says how many pairs each expert has."""
+    """Return (order_R, counts_E), both int64.
+
+    order_R lists the token–expert pairs t · K + k sorted by expert, in token order within an expert, with those of a
+    negative id last. counts_E holds each expert's number of pairs.
+    """
     pairs_R = expert_TK.flatten().long()
     pairs_R = torch.where(pairs_R < 0, num_experts, pairs_R)
     return torch.argsort(pairs_R, stable=True), torch.bincount(pairs_R, minlength=num_experts + 1)[:num_experts]
 
 
 def group(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
-    """The pairs grouped by expert, and the tiles of `tile_rows` rows in which a grouped product takes them."""
+    """Return the pairs grouped by expert, in tiles of `tile_rows` rows for a grouped product."""
     order_R, counts_E = group_by_expert(expert_TK, num_experts)
     ends_E = counts_E.cumsum(0)
     tiles_E = -(-counts_E // tile_rows)

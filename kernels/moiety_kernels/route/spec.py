@@ -1,4 +1,4 @@
-"""How a family routes tokens to experts. Knows nothing of how it is computed."""
+"""Routing rule of a model family, as data without an implementation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from moiety_kernels.checks import require
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
-    """Each token is scored for all experts, and the `top_k` best are taken, with their scores as weights.
+    """Routing rule: score all experts for each token and choose the `top_k` best, with their scores as weights.
 
     `scoring`:
     - "softmax" over all experts;
     - "sigmoid" of each logit alone (DeepSeek-V3);
-    - "softmax_chosen": the logits choose, and the weights are a softmax over those chosen (gpt-oss, Granite);
+    - "softmax_chosen": the logits choose, and the weights are a softmax over the chosen ones (gpt-oss, Granite);
     - "sparse_mixer" (Liu et al. 2024, PhiMoE), in its form for inference: the two best logits, each weighted by a
-      softmax over those logits, without the ones chosen before, that lie within twice `jitter` of it, in relation to
-      their own size.
+      softmax over the logits, without those chosen before, that lie within twice `jitter` of it, relative to their own
+      size.
 
-    Group-limited: with `num_groups` > 1 the experts lie in groups of one size, side by side, and only those of the
-    `top_groups` best groups may be chosen; a group counts as its best expert (DeepSeek-V2) or the sum of its two best
-    (DeepSeek-V3). A bias, where `route` is given one, is added for choosing groups and experts, never to weights.
+    Group-limited: with `num_groups` > 1 the experts lie in contiguous groups of one size, and only those of the
+    `top_groups` best groups may be chosen; a group's score is its best expert's (DeepSeek-V2) or the sum of its two
+    best (DeepSeek-V3). A bias passed to `route` is added for the choice of groups and experts, never to weights.
 
-    Weights are divided by their sum, but never by less than `least_sum`, if `renormalize` says so, and at last
+    If `renormalize` is set, weights are divided by their sum, but never by less than `least_sum`. At last they are
     multiplied by `scale`.
     """
 
@@ -51,5 +51,5 @@ class RoutingSpec:
 
     @property
     def group_size(self) -> int:
-        """Experts in a group."""
+        """Number of experts in a group."""
         return self.num_experts // self.num_groups

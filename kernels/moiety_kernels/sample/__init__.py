@@ -1,4 +1,4 @@
-"""Drawing the next token of each row, without waiting for the device."""
+"""Sampling of each row's next token, without a host synchronisation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _kernel = when_asked(__name__, "kernel")
 
 
 def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None) -> Tensor:
-    """One token a row, int64. The logits, float32, may be overwritten."""
+    """Return one token per row, int64. The logits, float32, may be overwritten."""
     require(logits_LV.dtype is torch.float32, "the logits must be float32")
     require_shape("uniform", draws.uniform_L, (logits_LV.shape[0],))
     if penalties is not None:

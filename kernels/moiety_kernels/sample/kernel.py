@@ -1,7 +1,7 @@
-"""Drawing tokens in Triton: a program has a row, whose thresholds it finds by search, with nothing sorted.
+"""Sampling in Triton: each program handles one row and finds its thresholds by search, without a sort.
 
 L rows, V vocabulary. A token's weight is its probability over the best token's, in [0, 1]; its key is the weight's bits
-as an integer, which are in the same order.
+as an integer, which have the same order.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from moiety_kernels.gpu.cases import CompileCase
 from moiety_kernels.sample.reference import LEAST_TEMPERATURE
 from moiety_kernels.sample.rows import IN_PROMPT, Draws, Penalties
 
-_BLOCK = 2048  # tokens of a row that are looked at together
+_BLOCK = 2048  # tokens of a row that are processed together
 _NUM_WARPS = 16
 MOST_TOKENS = 255 * _BLOCK
-_STAGES = tl.constexpr(6)  # blocks on their way from memory at once, which is what a lone program's speed hangs on
+_STAGES = tl.constexpr(6)  # blocks in flight from memory, which determines a lone program's speed
 _LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 _ABOVE_ALL = tl.constexpr(0x3F800001)  # the key after that of weight 1
-_COUNT, _MASS, _MORE_MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what a search compares
+_COUNT, _MASS, _MORE_MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # quantity that a search compares
 
 
 def fits(logits_LV: Tensor) -> bool:
-    """Whether `sample` takes these logits."""
+    """Return whether `sample` supports these logits."""
     return logits_LV.stride(1) == 1 and logits_LV.shape[1] <= MOST_TOKENS
 
 
 def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None, *, block: int = _BLOCK) -> Tensor:
-    """One token a row; of equally likely tokens the lower comes first. The logits are overwritten."""
+    """Return one token per row; of equally likely tokens the lower comes first. The logits are overwritten."""
     rows, size = logits_LV.shape
     token_L = torch.empty(rows, dtype=torch.int64, device=logits_LV.device)
     past: tuple[Tensor | None, ...] = (None,) * 5
@@ -103,7 +103,7 @@ def _sample(
             kept = tl.minimum(kept, mass + weight * tl.maximum(tl.ceil((target - mass) / weight), 1.0))
         if min_p > 0:
             kept = tl.minimum(kept, _mass(p_row, size, min_p.to(tl.int32, bitcast=True), BLOCK))
-        # below what is kept, however the sum was rounded
+        # below the kept sum, whatever its rounding
         target = tl.minimum(tl.load(p_uniform + row) * kept, kept * (1 - 1e-12))
         if (top_k > 0) | (top_p < 1) | (min_p > 0):
             key, above, mass = _search(p_row, size, 0, target, _MORE_MASS, BLOCK)
@@ -126,12 +126,12 @@ def _penalise(p_row, p_seen, size, p_repetition, p_presence, p_frequency, BLOCK:
         times = seen % _IN_PROMPT
         logits -= tl.where(times > 0, presence, 0.0) + times.to(tl.float32) * frequency
         tl.store(p_row + i_token, logits, mask=i_token < size)
-    tl.debug_barrier()  # others of the program's threads may read it next
+    tl.debug_barrier()  # other threads of the program may read it next
 
 
 @triton.jit
 def _best(p_row, size, BLOCK: tl.constexpr):
-    """The highest logit, and the lowest token that has it."""
+    """Return the highest logit, and the lowest token that has it."""
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     token = tl.zeros([BLOCK], tl.int32)
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
@@ -145,7 +145,7 @@ def _best(p_row, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weigh(p_row, size, highest, temperature, BLOCK: tl.constexpr):
-    """Put weights in the logits' place; their sum."""
+    """Replace the logits by weights; return their sum."""
     mass = tl.zeros([BLOCK], tl.float32)
     for first in range(0, size, BLOCK):
         i_token = first + tl.arange(0, BLOCK)
@@ -153,24 +153,25 @@ def _weigh(p_row, size, highest, temperature, BLOCK: tl.constexpr):
         weights = tl.exp(logits / temperature - highest / temperature)
         tl.store(p_row + i_token, weights, mask=i_token < size)
         mass += weights
-    tl.debug_barrier()  # others of the program's threads may read them next
+    tl.debug_barrier()  # other threads of the program may read them next
     return tl.sum(mass.to(tl.float64), axis=0)
 
 
 @triton.jit
 def _keys(p_row, first, size, BLOCK: tl.constexpr):
-    """Keys of a block, -1 where there is no token."""
+    """Return the keys of a block, -1 beyond the vocabulary."""
     i_token = first + tl.arange(0, BLOCK)
     return tl.load(p_row + i_token, mask=i_token < size, other=-1.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _search(p_row, size, num_wanted, mass_wanted, WANTED: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest key such that the tokens of it and above are as many, or weigh as much, as is wanted; and how many
-    lie above it, and what they weigh. All tokens together suffice.
+    """Return the highest key for which the tokens at or above it reach the wanted count or mass.
 
-    Four keys are tried at once. The first four are far apart, as weights are; then the gap is cut in five. It is done
-    when all tokens in the gap have one key, which is soon, since logits of 16 bits are often equal.
+    Also return the number and the mass of the tokens above it. All tokens together must reach the wanted value.
+
+    Four keys are tried at once. The first four are far apart, like weights; then the gap is cut in five. The search
+    ends when all tokens in the gap have one key, which is soon, since 16-bit logits are often equal.
     """
     low, high = tl.full([], 0, tl.int32), tl.full([], _ABOVE_ALL, tl.int32)  # the first suffices, the second does not
     num_high, mass_high = size * 0, tl.full([], 0.0, tl.float64)
@@ -217,14 +218,16 @@ def _suffices(num, mass, num_wanted, mass_wanted, WANTED: tl.constexpr):
 
 @triton.jit
 def _lowered(enough, high, num_high, mass_high, key, num, mass):
-    """The upper end of the gap, moved down to `key` unless that is enough."""
+    """Return the upper end of the gap, moved down to `key` unless that is enough."""
     return tl.where(enough, high, key), tl.where(enough, num_high, num), tl.where(enough, mass_high, mass)
 
 
 @triton.jit
 def _four(p_row, size, low, high, a, b, c, d, BLOCK: tl.constexpr):
-    """How many tokens have keys of at least a, b, c and d, as a block's counts of a byte each, and what those weigh;
-    and the lowest and the highest key in low … high - 1."""
+    """Return how many tokens have keys of at least a, b, c and d, and their mass, for a block's counts of a byte each.
+
+    Also return the lowest and the highest key in low … high - 1.
+    """
     num = tl.zeros([BLOCK], tl.int32)
     mass_a, mass_b = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     mass_c, mass_d = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -253,7 +256,7 @@ def _four(p_row, size, low, high, a, b, c, d, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass(p_row, size, key, BLOCK: tl.constexpr):
-    """What the tokens of at least `key` weigh."""
+    """Return the mass of the tokens with at least `key`."""
     mass = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
         keys = _keys(p_row, first, size, BLOCK)
@@ -263,7 +266,7 @@ def _mass(p_row, size, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nth(p_row, size, key, n, BLOCK: tl.constexpr):
-    """The token that has n lower ones of the same key; the last of the key if there are fewer."""
+    """Return the token with n lower ones of the same key; the last of the key if there are fewer."""
     block, before, passed = size * 0, size * 0, size * 0
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
         count = tl.sum((_keys(p_row, first, size, BLOCK) == key).to(tl.int32), axis=0)
@@ -278,7 +281,7 @@ def _nth(p_row, size, key, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _invert(p_row, size, target, BLOCK: tl.constexpr):
-    """The first token with which the weights exceed the target; the last one that has a weight if there is none."""
+    """Return the first token at which the cumulative weight exceeds the target, else the last one with a weight."""
     block, before, passed = size * 0, target * 0, target * 0
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
         i_token = first + tl.arange(0, BLOCK)
@@ -294,7 +297,7 @@ def _invert(p_row, size, target, BLOCK: tl.constexpr):
 
 
 def compile_cases() -> list[CompileCase]:
-    """With and without penalties, and with a vocabulary of any size, whose rows begin anywhere."""
+    """Return the cases with and without penalties, for any vocabulary size and alignment of rows."""
     types = {"p_logits": "*fp32", "p_token": "*i64", "p_top_k": "*i32", "p_top_p": "*fp64", "p_uniform": "*fp64"}
     types |= dict.fromkeys(("p_temperature", "p_min_p", "p_repetition", "p_presence", "p_frequency"), "*fp32")
     types |= {"p_seen": "*i32", "p_place": "*i32"} | dict.fromkeys(("size", "stride", "seen_stride"), "i32")

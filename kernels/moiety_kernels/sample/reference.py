@@ -1,4 +1,4 @@
-"""The definition of drawing a token: penalties → temperature → top-k → top-p → min-p → draw. L rows, V vocabulary."""
+"""Definition of sampling: penalties → temperature → top-k → top-p → min-p → draw. L rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_TEMPERATURE = 1e-5
 
 
 def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None) -> Tensor:
-    """One token a row, int64; of equally likely tokens the lower comes first."""
+    """Return one token per row, int64; of equally likely tokens the lower comes first."""
     logits_LV = logits_LV if penalties is None else penalised(logits_LV, penalties)
     scaled_LV = logits_LV / draws.temperature_L.clamp_min(LEAST_TEMPERATURE)[:, None]
     probs_LV = scaled_LV.softmax(dim=-1)
@@ -32,7 +32,7 @@ def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None) 
 
 
 def penalised(logits_LV: Tensor, penalties: Penalties) -> Tensor:
-    """The logits, lower where a token was seen before."""
+    """Return the logits with penalties for tokens that were seen before."""
     place_L = penalties.place_L.clamp_min(0)
     repetition_L1, presence_L1, frequency_L1 = (
         each[place_L, None] for each in (penalties.repetition_J, penalties.presence_J, penalties.frequency_J)
@@ -46,7 +46,7 @@ def penalised(logits_LV: Tensor, penalties: Penalties) -> Tensor:
 
 
 def _filter(best_LV: Tensor, draws: Draws) -> Tensor:
-    """Probabilities sorted downwards with 0 for what top-k, top-p and min-p exclude."""
+    """Return probabilities sorted in descending order, with 0 for those that top-k, top-p and min-p exclude."""
     size = best_LV.shape[1]
     top_k_L = torch.where(draws.top_k_L > 0, draws.top_k_L, size)
     in_k_LV = torch.arange(size, device=best_LV.device) < top_k_L[:, None]
@@ -59,8 +59,8 @@ def _filter(best_LV: Tensor, draws: Draws) -> Tensor:
 
 
 def _invert(weights_LV: Tensor, uniform_L: Tensor) -> Tensor:
-    """The first column at which the cumulative weight exceeds uniform × total. Never a column of weight 0."""
+    """Return the first column at which the cumulative weight exceeds uniform × total, never a column of weight 0."""
     mass_LV = weights_LV.cumsum(dim=-1, dtype=torch.float64)
     place_L = torch.searchsorted(mass_LV, uniform_L[:, None] * mass_LV[:, -1:], right=True)[:, 0]
-    last_L = (mass_LV < mass_LV[:, -1:]).sum(dim=-1)  # where rounding leaves the target at the very end
+    last_L = (mass_LV < mass_LV[:, -1:]).sum(dim=-1)  # where rounding puts the target at the very end
     return torch.minimum(place_L, last_L)

@@ -1,8 +1,8 @@
-"""The file of tuned choices: one of JSON a device, under the user's cache folder.
+"""The file of tuned choices: one JSON file per device, in the user's cache folder.
 
 `{"format": 1, "device": NAME, "operations": {OPERATION: {"version": DIGEST, "choices": {PROBLEM: {"candidate": {…},
-"time_us": …}}}}}`. The version is a digest of the operation's sources and Triton's version: what was chosen for other
-kernels is never used. Reading fails open: without a readable file nothing is tuned, and a warning says so.
+"time_us": …}}}}}`. The version is a digest of the operation's sources and Triton's version: choices for other kernels
+are never used. Reading fails open: without a readable file nothing is tuned, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CACHE_VARIABLE = "MOIETY_TUNING_DIR"
 _FORMAT = 1
-_SHARED = ("gpu",)  # packages whose code every kernel depends on
+_SHARED = ("gpu",)  # packages with code that every kernel depends on
 _log = logging.getLogger(__name__)
 CandidateT = TypeVar("CandidateT", bound="DataclassInstance")
 
@@ -44,8 +44,10 @@ class Choice:
 
 @dataclass(slots=True)
 class Choices:
-    """One device's. `found` holds those whose version is that of the kernels here; the others are gone when it is
-    written next."""
+    """Choices of one device.
+
+    `found` holds those whose version matches the kernels here; the next write drops the others.
+    """
 
     path: Path
     device: str
@@ -55,7 +57,7 @@ class Choices:
         return self.found.get(operation, {}).get(problem)
 
     def put(self, operation: str, problem: str, choice: Choice) -> None:
-        """Keep the choice, on disk too: whole or not at all, beside those that others wrote meanwhile."""
+        """Store the choice, also on disk: atomically, merged with those that other processes wrote meanwhile."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.path.with_suffix(".lock")):
             self.found = read(self.path, self.device).found
@@ -77,8 +79,11 @@ class Choices:
 
 
 def cache_folder() -> Path:
-    """Of tuned choices: MOIETY_TUNING_DIR, else below XDG_CACHE_HOME, else below ~/.cache. A GPU's file is found by
-    every process of a user, so it stands in the environment and not among the settings of one."""
+    """Return the folder of tuned choices: MOIETY_TUNING_DIR, else below XDG_CACHE_HOME, else below ~/.cache.
+
+    All processes of a user must find a GPU's file, so its location is an environment variable and not a setting of one
+    process.
+    """
     own, base = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
     if own:
         return Path(own)
@@ -90,8 +95,10 @@ def path_of(device: str, folder: Path | None = None) -> Path:
 
 
 def read(path: Path, device: str) -> Choices:
-    """What is in the file and was chosen for these kernels on this device; nothing where there is no file, and nothing
-    with a warning where it cannot be read."""
+    """Return the file's choices for these kernels on this device.
+
+    The result is empty if there is no file, and empty with a warning if the file cannot be read.
+    """
     choices = Choices(path, device)
     try:
         text = path.read_text(encoding="utf-8")
@@ -122,8 +129,11 @@ def _parse(report: Any, device: str) -> dict[str, dict[str, Choice]]:
 
 
 def tuned(operation: str, problem: str, candidates: Sequence[CandidateT], device: str) -> CandidateT | None:
-    """The one of `candidates` that was fastest for `problem` on the device of that name; None if nobody has tuned it,
-    or if what was fastest is no candidate. Reads the file at the first call of a process."""
+    """Return the one of `candidates` that was fastest for `problem` on the named device.
+
+    Return None if the problem is not tuned, or if the fastest is not a candidate. The first call of a process reads the
+    file.
+    """
     choice = _read_once(path_of(device), device).get(operation, problem)
     if choice is None:
         return None
@@ -137,7 +147,7 @@ def _read_once(path: Path, device: str) -> Choices:
 
 @functools.cache
 def source_version(operation: str) -> str:
-    """A digest of the sources that the operation's kernels are made of, and of the compiler's version."""
+    """Return a digest of the sources of the operation's kernels and of the compiler's version."""
     package = Path(moiety_kernels.__file__).parent
     digest = hashlib.sha256(_triton_version().encode())
     for folder in (operation, *_SHARED):
@@ -155,7 +165,7 @@ def _triton_version() -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time, whatever process it is in; the lock goes with whoever holds it."""
+    """Hold the file's lock for one writer across processes; the system releases it when its holder ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""One run of `moiety kernels tune`: every operation that can be tuned, on the GPU that is here."""
+"""One run of `moiety kernels tune`: every tunable operation, on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from moiety_kernels.tuning.choices import path_of, read
 from moiety_kernels.tuning.tuner import TuningFailed, tune
 
 OPERATIONS = ("grouped_gemm",)  # those whose package has a module `tuning`
-LAYER_ROOM = 1.2  # of free memory, in a layer's weights: there are rows as well
-PROBLEM_BUDGET_S = 0.15  # of timing; compiling comes to it, once a candidate
+LAYER_ROOM = 1.2  # of free memory, in a layer's weights: rows also need memory
+PROBLEM_BUDGET_S = 0.15  # for timing; compilation takes additional time, once per candidate
 
 Row = dict[str, Any]
 
 
 class NoGpu(Exception):
-    """There is nothing here to tune for."""
+    """There is no GPU to tune for."""
 
 
 class Session:
-    """Knows the device, and what has been chosen for it before. Raises NoGpu."""
+    """A tuning session with the device and its previous choices. Raises NoGpu."""
 
     def __init__(
         self, layers: Sequence[LayerShape], tokens: Sequence[int], weights: Sequence[str], folder: Path | None
@@ -53,7 +53,7 @@ class Session:
         ]
 
     def run(self, best: int, *, again: bool, on_done: Callable[[], None]) -> tuple[list[Row], list[str]]:
-        """One row a problem: what was chosen, its time, and what that gains; and what went wrong with the others."""
+        """Tune every problem; return one row each, with choice, time and gain, and the errors of the failed ones."""
         clock, rows, failed = clock_of(self._device), [], []
         with torch.inference_mode():
             for tunable, problem in self.problems:
@@ -70,7 +70,7 @@ class Session:
                         again=again,
                     )
                     rows.append({"operation": tunable.operation, **asdict(one), "name": one.candidate.name})
-                except (TuningFailed, RuntimeError) as exc:  # RuntimeError: the device has no memory, or is lost
+                except (TuningFailed, RuntimeError) as exc:  # RuntimeError: the device is out of memory, or lost
                     failed.append(str(exc))
                 on_done()
         return rows, failed

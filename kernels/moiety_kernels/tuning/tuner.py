@@ -1,4 +1,4 @@
-"""Times an operation's candidates on this machine's device and keeps the fastest: few of them, so it takes seconds."""
+"""Timing of an operation's best candidates on this machine's device; the fastest is kept. Few are timed, in seconds."""
 
 from __future__ import annotations
 
@@ -20,41 +20,43 @@ CandidateT = TypeVar("CandidateT", bound="Candidate")
 
 
 class TuningFailed(Exception):
-    """No candidate of a problem runs; says which problem, and what each said."""
+    """No candidate of a problem runs; the message names the problem and each candidate's error."""
 
 
 class Candidate(Protocol):
-    """A frozen dataclass of plain values, by which it is kept."""
+    """A frozen dataclass of plain values, which are stored."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def name(self) -> str:
-        """For people to tell it from the others."""
+        """Display name that distinguishes it from the others."""
 
 
 class Tunable(Protocol[ProblemT, CandidateT]):
-    """What an operation offers to be tuned."""
+    """Interface of an operation that can be tuned."""
 
-    operation: str  # the name of its package
+    operation: str  # name of its package
 
     def problems(self, shape: LayerShape, tokens: Sequence[int], weights: str) -> list[ProblemT]:
-        """Those that a layer of this shape poses in steps of so many tokens; `weights` is how they are
-        kept: "bf16", "fp8", "int8", "int4" or "mxfp4"."""
+        """Return the problems of a layer of this shape in steps of these token counts.
+
+        `weights` is their format: "bf16", "fp8", "int8", "int4" or "mxfp4".
+        """
 
     def key(self, problem: ProblemT) -> str:
-        """What the choice is kept under; problems with one key share it."""
+        """Return the key of the choice; problems with one key share it."""
 
     def candidates(self, problem: ProblemT, model: DeviceModel) -> Sequence[CandidateT]:
-        """All that run, the one first of which the cost model thinks most."""
+        """Return all candidates that run, in the order of the cost model, the best first."""
 
     def prepare(self, problem: ProblemT, device: torch.device) -> Callable[[CandidateT], Call]:
-        """Makes the problem's tensors; what it returns makes a call that runs one candidate on them."""
+        """Make the problem's tensors; return a function that makes a call of one candidate on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned(Generic[CandidateT]):
-    """`gain`: how much less time than the cost model's own choice takes, as a fraction of that."""
+    """Result of tuning. `gain`: time saved relative to the cost model's own choice, as a fraction."""
 
     problem: str
     candidate: CandidateT
@@ -75,8 +77,10 @@ def tune(
     budget_s: float,
     again: bool = False,
 ) -> Tuned[CandidateT]:
-    """Choose for `problem` among the `best` candidates of the cost model, timing them for `budget_s`; what is chosen
-    already is left alone unless `again`. Raises TuningFailed."""
+    """Choose for `problem` among the `best` candidates of the cost model, timing them for `budget_s`.
+
+    An existing choice is kept unless `again`. Raises TuningFailed.
+    """
     key = tunable.key(problem)
     candidates = tunable.candidates(problem, model)
     kept = None if again else choices.get(tunable.operation, key)

@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the four tables."""
+    """Create the four tables."""
     moment = sa.DateTime(timezone=True)
     op.create_table(
         "tenants",
@@ -89,6 +89,6 @@ def _create_usage(moment: sa.DateTime) -> None:
 
 
 def downgrade() -> None:
-    """Drop them again."""
+    """Drop the tables."""
     for table in ("usage", "api_keys", "projects", "tenants"):
         op.drop_table(table)

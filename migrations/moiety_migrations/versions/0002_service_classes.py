@@ -1,4 +1,4 @@
-"""Service classes, and what became of a request's promise."""
+"""Service classes, and the SLO outcome of each request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOREIGN_KEY = "fk_tenants_service_class_service_classes"
 
 
 def upgrade() -> None:
-    """Make the table with the four classes that are shipped, tie tenants to it, and widen the usage rows."""
+    """Create the table with the four built-in classes, reference it from tenants, and widen the usage rows."""
     classes = op.create_table(
         "service_classes",
         sa.Column("name", sa.String(32), primary_key=True),
@@ -60,7 +60,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again. Tenants of classes that the earlier schema does not know become standard."""
+    """Drop the table and columns. Tenants of classes that the earlier schema does not know become standard."""
     op.drop_column("usage", "sla_attained")
     op.drop_column("usage", "num_preemptions")
     with op.batch_alter_table("tenants", table_args=_tenant_checks()) as tenants:
@@ -85,7 +85,7 @@ def _row(name: str, rank: int, **fields: object) -> dict[str, object]:
 
 
 def _tenant_checks() -> tuple[sa.CheckConstraint, ...]:
-    """SQLite makes the table anew, and what is read back from it lacks these."""
+    """Return the checks of tenants; SQLite recreates the table, and its reflected definition lacks them."""
     if op.get_bind().dialect.name != "sqlite":
         return ()
     return (

@@ -1,4 +1,4 @@
-"""Limits, their windows, and what gateway processes lease of them."""
+"""Quotas, their windows, and the leases of gateway processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the three tables, and let rotated keys have the limits of the first."""
+    """Create the three tables, and let rotated keys have the limits of the first."""
     op.add_column("api_keys", sa.Column("root_id", sa.String(32)))
     op.create_table(
         "quotas",
@@ -52,7 +52,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again."""
+    """Drop the tables and columns."""
     op.drop_table("quota_leases")
     op.drop_table("quota_windows")
     op.drop_table("quotas")

@@ -1,4 +1,4 @@
-"""Prices, what each request cost, and the buckets of rates."""
+"""Prices, the cost of each request, and token buckets of rate limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the two tables; what was used before has cost nothing."""
+    """Create the two tables; earlier usage has no cost."""
     op.add_column("usage", sa.Column("cost_nanodollars", sa.BigInteger(), server_default="0", nullable=False))
     op.create_table(
         "prices",
@@ -33,7 +33,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again."""
+    """Drop the tables and columns."""
     op.drop_table("quota_rates")
     op.drop_table("prices")
     op.drop_column("usage", "cost_nanodollars")

@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the table. What was changed before is not in it."""
+    """Create the table. Earlier changes are not in it."""
     op.create_table(
         "audit_log",
         sa.Column("seq", sa.BigInteger(), primary_key=True, autoincrement=False),
@@ -29,5 +29,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take it away again, with all that it says."""
+    """Drop the table and its entries."""
     op.drop_table("audit_log")

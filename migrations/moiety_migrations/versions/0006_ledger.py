@@ -1,4 +1,4 @@
-"""The ledger, and sums of usage by the hour."""
+"""The ledger, and hourly usage sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _time(name: str) -> sa.Column[float]:
 
 
 def upgrade() -> None:
-    """Make the two tables, and enter what was used before."""
+    """Create the two tables, and enter the earlier usage."""
     op.create_table(
         "ledger",
         sa.Column("request_id", sa.Text(), primary_key=True),
@@ -70,6 +70,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again."""
+    """Drop the tables."""
     op.drop_table("usage_hours")
     op.drop_table("ledger")

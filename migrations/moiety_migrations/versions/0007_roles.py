@@ -1,4 +1,4 @@
-"""Roles of administrators, and in the audit log who acted in which role on whose things."""
+"""Administrator roles, and in the audit log the actor's role and the tenant of the changed object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKS = {
 
 
 def upgrade() -> None:
-    """Administrators' keys become owners'. Entries of the audit log get the tenant whose thing was changed."""
+    """Make administrators' keys owners' keys, and add the tenant of the changed object to audit log entries."""
     op.add_column("api_keys", sa.Column("role", sa.String(16)))
     op.add_column("api_keys", sa.Column("tenant_id", sa.String(32)))
     op.execute("UPDATE api_keys SET role = 'owner' WHERE project_id IS NULL")
@@ -36,7 +36,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again. Keys of other roles than owner are revoked: without it they could do everything."""
+    """Drop the columns. Keys of other roles than owner are revoked: without the role they would allow everything."""
     op.drop_index("ix_audit_log_tenant_id_seq", "audit_log")
     op.drop_column("audit_log", "tenant_id")
     op.drop_column("audit_log", "actor_role")
@@ -51,7 +51,10 @@ def downgrade() -> None:
 
 
 def _checks_to_drop() -> list[str]:
-    """All; but SQLite makes the table anew, and what SQLAlchemy before 2.1 reads back of it lacks them already."""
+    """Return all checks; on SQLite, which recreates the table, those that were reflected.
+
+    SQLAlchemy before 2.1 does not reflect them.
+    """
     connection = op.get_bind()
     if connection.dialect.name != "sqlite":
         return list(CHECKS)
@@ -60,7 +63,7 @@ def _checks_to_drop() -> list[str]:
 
 
 def _fill_tenants() -> None:
-    """Whose the things are that earlier entries tell of."""
+    """Fill in the tenants of the objects in earlier entries."""
     of_project = "SELECT projects.tenant_id FROM projects WHERE projects.id = {}"
     of_key = (
         "SELECT projects.tenant_id FROM projects JOIN api_keys ON api_keys.project_id = projects.id "

@@ -14,13 +14,13 @@ _MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "canc
 
 
 def upgrade() -> None:
-    """Make the four tables."""
+    """Create the four tables."""
     _make_files()
     _make_batches()
 
 
 def downgrade() -> None:
-    """Take them away again, with all that is in them."""
+    """Drop the tables and their rows."""
     for table in ("batch_lines", "batches", "file_chunks", "files"):
         op.drop_table(table)
 
@@ -99,5 +99,5 @@ def _make_batches() -> None:
 
 
 def _ids(*names: str) -> list[sa.Column[str]]:
-    """Columns that say which tenant, project and so on a row belongs to."""
+    """Return columns with the ids of a row's owners, such as its tenant and project."""
     return [sa.Column(f"{name}_id", sa.String(32), nullable=False) for name in names]

@@ -1,4 +1,4 @@
-"""Answers kept under Idempotency-Keys."""
+"""Answers stored under Idempotency-Keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the two tables."""
+    """Create the two tables."""
     op.create_table(
         "idempotent_requests",
         sa.Column("tenant_id", sa.String(32), primary_key=True),
@@ -38,6 +38,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again, with all that is kept."""
+    """Drop the tables and their rows."""
     op.drop_table("idempotency_tenants")
     op.drop_table("idempotent_requests")

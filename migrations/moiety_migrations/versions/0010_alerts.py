@@ -1,4 +1,4 @@
-"""Thresholds of limits, the alerts when they are passed, and the webhooks that these go to."""
+"""Thresholds of limits, the alerts when usage passes them, and the webhooks that receive the alerts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the four tables."""
+    """Create the four tables."""
     op.create_table(
         "quota_thresholds",
         sa.Column("quota_id", sa.String(32), primary_key=True),
@@ -56,6 +56,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again, with all that is in them."""
+    """Drop the tables and their rows."""
     for table in ("webhook_deliveries", "webhooks", "quota_alerts", "quota_thresholds"):
         op.drop_table(table)

@@ -1,4 +1,4 @@
-"""Erasures of tenants' data, and an audit log whose entries hash what may be erased by a digest."""
+"""Tenant data deletion, and audit log entries that hash erasable data by a digest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("version", "salt", "digest", "erased_at")
 
 
 def upgrade() -> None:
-    """Entries that there are keep version 1, and verify as they did."""
+    """Add the tables and columns. Existing entries keep version 1, and still verify."""
     op.create_table(
         "erasures",
         sa.Column("tenant_id", sa.String(32), sa.ForeignKey("tenants.id"), primary_key=True),
@@ -29,7 +29,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again. Entries of version 2, and those that were erased, verify no more without them."""
+    """Drop the tables and columns. Entries of version 2, and erased entries, no longer verify."""
     for column in reversed(COLUMNS):
         op.drop_column("audit_log", column)
     op.drop_table("erasures")

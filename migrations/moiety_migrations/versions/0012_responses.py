@@ -1,4 +1,4 @@
-"""Responses that are kept because their request asked for it."""
+"""Responses that are stored at the request's demand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the table."""
+    """Create the table."""
     op.create_table(
         "responses",
         sa.Column("id", sa.String(40), primary_key=True),
@@ -32,5 +32,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take it away again, with all that is kept."""
+    """Drop the table and its rows."""
     op.drop_table("responses")

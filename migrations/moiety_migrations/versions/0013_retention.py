@@ -1,4 +1,4 @@
-"""Leases of retention jobs, indexes that find old windows and alerts, and sums of deleted requests."""
+"""Leases of retention jobs, indexes for old windows and alerts, and sums of deleted requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_nan
 
 
 def upgrade() -> None:
-    """Make the tables and the indexes."""
+    """Create the tables and the indexes."""
     op.create_table(
         former_table("retention_jobs"),
         sa.Column("name", sa.String(32), primary_key=True),
@@ -34,7 +34,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again. Where requests were deleted, the sums are proven by the ledger alone then."""
+    """Drop the tables and the indexes. Where requests were deleted, only the ledger then proves the sums."""
     op.drop_index("ix_quota_alerts_start", "quota_alerts")
     op.drop_index("ix_quota_windows_start", "quota_windows")
     op.drop_table("usage_cuts")

@@ -14,7 +14,7 @@ SEARCHED = ("started_at", "span_id", "service_class", "outcome", "duration_ms")
 
 
 def upgrade() -> None:
-    """Make the tables."""
+    """Create the tables."""
     op.create_table(
         "traces",
         sa.Column("trace_id", sa.String(32), primary_key=True),
@@ -56,6 +56,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again, with all that is kept."""
+    """Drop the tables and their rows."""
     op.drop_table("spans")
     op.drop_table("traces")

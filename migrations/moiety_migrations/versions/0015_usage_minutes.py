@@ -1,4 +1,4 @@
-"""Sums of the last hours by the minute, tenant and class, for the dashboard."""
+"""Usage sums of the last hours by minute, tenant and class, for the dashboard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMES = ("ttft_ms", "queue_ms", "duration_ms")
 
 
 def upgrade() -> None:
-    """Make the table. It is empty at first: what was before is in the sums of hours."""
+    """Create the table. It is empty at first: earlier usage is in the hourly sums."""
     op.create_table(
         "usage_minutes",
         sa.Column("minute", sa.Integer(), primary_key=True, autoincrement=False),
@@ -30,5 +30,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take it away again."""
+    """Drop the table."""
     op.drop_table("usage_minutes")

@@ -1,4 +1,4 @@
-"""What was declared in files."""
+"""Objects declared in files (declarative configuration)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the table. What is there already was made by hand."""
+    """Create the table. Existing objects count as made by hand."""
     op.create_table(
         "declarations",
         sa.Column("kind", sa.String(16), primary_key=True),
@@ -24,5 +24,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take it away again: what was declared is as if made by hand then."""
+    """Drop the table; declared objects then count as made by hand."""
     op.drop_table("declarations")

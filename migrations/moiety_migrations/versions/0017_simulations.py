@@ -1,4 +1,4 @@
-"""Simulations: which one runs, and what came of the last ones."""
+"""Simulations: the running one, and the results of the last ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the table."""
+    """Create the table."""
     op.create_table(
         "simulations",
         sa.Column("id", sa.String(32), primary_key=True),
@@ -29,5 +29,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take it away again."""
+    """Drop the table."""
     op.drop_table("simulations")

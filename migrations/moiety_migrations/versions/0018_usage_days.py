@@ -1,4 +1,4 @@
-"""Sums of days that are over, so that a month of usage costs no more than its days."""
+"""Usage sums of completed days, so that a month's usage costs no more than a read of its days."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _count(name: str) -> sa.Column[int]:
 
 
 def upgrade() -> None:
-    """Make the tables. They are empty at first: a retention job sums up the existing days while requests are served."""
+    """Create the tables. They are empty at first: a retention job sums up the existing days during operation."""
     op.create_table(
         "usage_days",
         sa.Column("day", sa.DateTime(timezone=True), primary_key=True),
@@ -41,6 +41,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again."""
+    """Drop the tables."""
     op.drop_table("usage_day_marks")
     op.drop_table("usage_days")

@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make both tables."""
+    """Create both tables."""
     op.create_table(
         "adapters",
         sa.Column("id", sa.String(32), primary_key=True),
@@ -39,6 +39,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again, with all that is in them."""
+    """Drop the tables and their rows."""
     op.drop_table("adapter_chunks")
     op.drop_table("adapters")

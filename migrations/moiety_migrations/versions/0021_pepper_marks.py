@@ -1,4 +1,4 @@
-"""By which pepper the hash of each key was made, so that the pepper can be replaced."""
+"""Pepper mark of each key: the pepper of its hash, so that the pepper can be replaced."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Of the keys that there are it is written down when they are next used."""
+    """Add the column. The mark of an existing key is written at its next use."""
     op.add_column("api_keys", sa.Column("pepper_mark", sa.String(16)))
 
 
 def downgrade() -> None:
-    """Take it away again."""
+    """Drop the column."""
     op.drop_column("api_keys", "pepper_mark")

@@ -13,15 +13,18 @@ down_revision = "0021"
 branch_labels = None
 depends_on = None
 
-_OWNER = {"tenants": None, "projects": "tenant_id"}  # within what a name is unique
+_OWNER = {"tenants": None, "projects": "tenant_id"}  # scope in which a name is unique
 _LENGTH = 400
 
 log = logging.getLogger("moiety_migrations")
 
 
 def upgrade() -> None:
-    """Fill in folded names. Of rows whose names count as the same the oldest has the folded name, and each of the
-    others one that its id makes unique: it keeps its name, and is found by its id and by the exact name."""
+    """Add and fill in folded names.
+
+    Of rows whose names count as the same, the oldest gets the folded name. Each other one gets a folded name that its
+    id makes unique: it keeps its name, and is found by its id and by the exact name.
+    """
     for table, owner in _OWNER.items():
         op.add_column(table, sa.Column("folded_name", sa.String(_LENGTH)))
         _fill(table, owner)
@@ -30,7 +33,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again."""
+    """Drop the indexes and columns."""
     for table, owner in _OWNER.items():
         op.drop_index(f"ix_{table}_folded_name" if owner is None else f"ix_{table}_{owner}_folded_name", table)
         op.drop_column(table, "folded_name")

@@ -18,7 +18,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.openapi.described import fails
 
 
-class AdapterRoom:
+class AdapterStorage:
     """Largest size of one adapter and of all adapters of a tenant, in bytes.
 
     A change applies to the parts received afterwards.
@@ -28,7 +28,7 @@ class AdapterRoom:
         self.max_bytes, self.max_tenant_bytes = max_bytes, max_tenant_bytes
 
 
-def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHandler]:
+def adapter_routes(cache: AdapterCache, room: AdapterStorage) -> list[HTTPRouteHandler]:
     """Return the handlers, for the admin router to register."""
 
     @post(

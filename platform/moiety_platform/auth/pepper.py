@@ -45,7 +45,7 @@ def pepper_of(settings: GatewaySettings) -> bytes:
     return resolve_pepper(_text(settings.key_pepper), settings.data_dir)
 
 
-def turn_of(settings: GatewaySettings) -> PepperRotation:
+def pepper_rotation_of(settings: GatewaySettings) -> PepperRotation:
     """Return the next and the previous pepper; a data directory keeps the previous one in a file. Raises BadPepper."""
     coming, previous = _text(settings.key_pepper_next), _text(settings.key_pepper_previous)
     file = settings.data_dir / PREVIOUS_FILE_NAME

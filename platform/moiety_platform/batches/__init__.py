@@ -1,1 +1,1 @@
-"""Batches: files of requests that are answered when there is room, each line once, whatever dies meanwhile."""
+"""Batch API: files of requests that are processed with spare capacity, each line once, even if processes die."""

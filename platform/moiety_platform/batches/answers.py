@@ -1,4 +1,4 @@
-"""The lines of output and error files, in OpenAI's shape. Pure."""
+"""Lines of output and error files, in OpenAI's shape. Pure."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ ID_PREFIX = "batch_req_"
 
 
 def line_key(batch_id: str, number: int) -> str:
-    """What the ids of a line are made of: always the same, however often the line is tried."""
+    """Return the key that the ids of a line contain; it is the same for each attempt."""
     return blake2b(f"{batch_id}/{number}".encode(), digest_size=16).hexdigest()
 
 
 def answered(key: str, custom_id: str, request_id: str, body: Mapping[str, Any] | msgspec.Raw) -> bytes:
-    """A line of the output file; the key is the line's."""
+    """Return a line of the output file; `key` is the line's key."""
     return _line(key, custom_id, _response(200, request_id, body), None)
 
 
 def refused(key: str, custom_id: str, request_id: str, error: PlatformError) -> bytes:
-    """A line of the error file: what a client would have been told."""
+    """Return a line of the error file with the error that a live request would have received."""
     return _line(key, custom_id, _response(error.status, request_id, error_fields(error)), None)
 
 
 def unanswered(key: str, custom_id: str, error: Mapping[str, str]) -> bytes:
-    """A line of the error file: the batch ended before its turn came."""
+    """Return a line of the error file for a request that was not answered before its batch ended."""
     return _line(key, custom_id, None, error)
 
 

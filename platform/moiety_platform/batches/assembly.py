@@ -1,4 +1,4 @@
-"""Files and batches of one gateway process, put together: their routes, and the worker that answers lines."""
+"""Files and batches of one gateway process: their routes, and the worker that answers lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ from moiety_platform.traces.tracing import Tracing
 
 
 class Batches:
-    """Made by the entry point. `worker_id` must never have been used before; `now` is the database's clock."""
+    """Batch subsystem, created by the entry point.
+
+    `worker_id` must never have been used before; `now` is the database's clock.
+    """
 
     def __init__(
         self,
@@ -76,14 +79,14 @@ class Batches:
         self._worker: BatchWorker | None = None
 
     def routes(self) -> list[HTTPRouteHandler]:
-        """The handlers of `/v1/files` and `/v1/batches`."""
+        """Return the handlers of `/v1/files` and `/v1/batches`."""
         return [
             *file_routes(FileServices(self._authenticator, self._files, self._uploads)),
             *batch_routes(self._services),
         ]
 
     def use(self, settings: GatewaySettings) -> None:
-        """For the files, batches and lines that come from now on."""
+        """Apply new settings to later files, batches and lines."""
         self._settings = settings
         self._uploads.max_file_bytes = settings.max_file_bytes
         self._uploads.max_tenant_bytes = settings.max_file_bytes_per_tenant
@@ -97,8 +100,10 @@ class Batches:
 
     @asynccontextmanager
     async def working(self, pipeline: Pipeline) -> AsyncIterator[None]:
-        """Answer lines through this pipeline for as long as the context is open. With a concurrency of 0 other gateways
-        do all the work."""
+        """Answer lines through this pipeline while the context is open.
+
+        With a concurrency of 0 other gateways do all the work.
+        """
         settings = self._settings
         parts = (self._authenticator, self._recorder, self._rows, pipeline)
         self._runner = LineRunner(*parts, settings.max_json_depth, ShapeLimits.of(settings), self._backoff)
@@ -121,7 +126,7 @@ class Batches:
             await worker.stop()
 
     def drain(self) -> None:
-        """The process is to stop: others may have the lines that have no part of an answer yet."""
+        """Give back the lines without a part of an answer to other gateways, before the process stops."""
         if self._worker is not None:
             self._worker.drain()
 

@@ -1,8 +1,8 @@
-"""Who works on what: lines and batches claimed by leases on the database's clock, within the caller's transaction.
+"""Claims on lines and batches: leases on the database's clock, within the caller's transaction.
 
-Workers that claim at the same time get different lines and do not wait for each other (SKIP LOCKED on PostgreSQL; on
-SQLite one writes at a time anyway). What nobody renews is claimed anew: a killed worker's lines wait for the lease's
-end, those of one that stops are given back at once.
+Workers that claim at the same time get different lines and do not wait for each other (SKIP LOCKED on PostgreSQL;
+SQLite has one writer at a time). A claim that is not renewed can be claimed again: a killed worker's lines wait for the
+end of the lease; a stopping worker gives its lines back at once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus, 
 from moiety_platform.files.models import FileChunk
 from moiety_platform.files.store import Now
 
-MAX_OPEN_BATCHES = 1000  # that are looked at together
+MAX_OPEN_BATCHES = 1000  # per look
 
 LineKey = tuple[str, int]  # (batch, number)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """A batch that has not ended, as workers see it. `is_free`: nobody validates or finalizes it now."""
+    """A batch that has not ended, as workers see it. `is_free`: no worker validates or finalizes it now."""
 
     id: str
     tenant_id: str
@@ -32,13 +32,13 @@ class OpenBatch:
     endpoint: str
     input_file_id: str
     status: str
-    is_due: bool  # its window is over
+    is_due: bool  # its completion window is over
     is_free: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimedLine:
-    """A line to be answered."""
+    """A claimed line to answer."""
 
     batch: OpenBatch
     number: int
@@ -53,7 +53,11 @@ class ClaimedLine:
 
 
 async def open_batches(session: AsyncSession, now: Now) -> list[OpenBatch]:
-    """Those that have not ended: every tenant's oldest before anyone's second, so that nobody's many hide another's."""
+    """Return the batches that have not ended.
+
+    The oldest batch of each tenant precedes any tenant's second, so that many batches of one tenant do not hide
+    another's.
+    """
     turn = func.row_number().over(partition_by=Batch.tenant_id, order_by=(Batch.created_ms, Batch.id))
     wanted = select(Batch, now()).where(Batch.status.in_(OPEN))
     rows = await session.execute(wanted.order_by(turn, Batch.created_ms, Batch.id).limit(MAX_OPEN_BATCHES))
@@ -73,7 +77,10 @@ async def open_batches(session: AsyncSession, now: Now) -> list[OpenBatch]:
 
 
 async def claim_batch(session: AsyncSession, batch: OpenBatch, lease_ms: int, now: Now) -> bool:
-    """Be the one that validates or finalizes it; False if somebody else is, or its status has changed."""
+    """Claim a batch for validation or finalization; return whether that succeeded.
+
+    It fails if another worker has the batch, or its status has changed.
+    """
     free = Batch.id == batch.id, Batch.status == batch.status, Batch.available_ms <= now()
     return (
         await session.scalar(update(Batch).where(*free).values(available_ms=now() + lease_ms).returning(Batch.id))
@@ -84,7 +91,7 @@ async def claim_batch(session: AsyncSession, batch: OpenBatch, lease_ms: int, no
 async def claim_lines(
     session: AsyncSession, batch: OpenBatch, owner: str, limit: int, lease_ms: int, now: Now
 ) -> list[ClaimedLine]:
-    """At most `limit` lines that nobody is at, in the order of the file, with what they ask."""
+    """Claim at most `limit` free lines, in file order, and return them with their text."""
     mine = BatchLine.batch_id == batch.id, BatchLine.state == LineState.PENDING
     running = select(Batch.id).where(Batch.id == batch.id, Batch.status == BatchStatus.IN_PROGRESS).exists()
     free = (
@@ -110,19 +117,20 @@ async def claim_lines(
 async def renew_lines(
     session: AsyncSession, keys: Sequence[LineKey], owner: str, lease_ms: int, now: Now
 ) -> set[LineKey]:
-    """Put off the end of these leases; those that are still the owner's."""
+    """Extend the leases of these lines; return those that still belong to the owner."""
     if not keys:
         return set()
     wanted = tuple_(BatchLine.batch_id, BatchLine.number).in_(keys)
     mine = wanted, BatchLine.owner == owner, BatchLine.state == LineState.PENDING
     columns = BatchLine.batch_id, BatchLine.number
-    await session.execute(select(*columns).where(*mine).order_by(*columns).with_for_update())  # in everybody's order
+    # in the common lock order
+    await session.execute(select(*columns).where(*mine).order_by(*columns).with_for_update())
     renewed = update(BatchLine).where(*mine).values(available_ms=now() + lease_ms).returning(*columns)
     return {(batch_id, number) for batch_id, number in await session.execute(renewed)}
 
 
 def _texts(batch: OpenBatch, numbers: Sequence[int]) -> Select[int, str, int, int, bytes]:
-    """The lines, cut out of the file's chunks: a row for each chunk that a line lies in, in their order."""
+    """Select the lines from the file's chunks: one row per chunk that a line lies in, in order."""
     begin = case((BatchLine.start > FileChunk.start, BatchLine.start), else_=FileChunk.start)
     end = BatchLine.start + BatchLine.num_bytes
     first, length = cast(begin - FileChunk.start + 1, Integer), cast(end - begin, Integer)

@@ -1,7 +1,7 @@
-"""The ends of batches, within the caller's transaction: why one ends, what its unanswered lines are told, its files.
+"""Closing of batches, within the caller's transaction: the reason, the errors of unanswered lines, the result files.
 
-A batch is closed in pieces, each of which may be repeated: first it is set to end, then its unanswered lines get their
-errors, some at a time, and at last its files and its last status are set at once.
+A batch is closed in steps, each of which may be repeated: first its end is recorded, then its unanswered lines get
+their errors, some at a time, and finally its files and its last status are set in one transaction.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ _CLOSABLE = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 async def begin_closing(
     session: AsyncSession, batch_id: str, ends_as: BatchStatus, error: Mapping[str, str], now: Now
 ) -> bool:
-    """Let a running batch end so, with this error for the lines that have no answer; False if it is ending already. The
-    error of one that fails is the batch's own as well."""
+    """Start to close a running batch; return False if it is closing already.
+
+    The lines without an answer get this error. If the batch fails, the error is the batch's own as well.
+    """
     running = Batch.id == batch_id, Batch.status.in_((BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS))
     values: dict[str, Any] = {
         "status": BatchStatus.FINALIZING,
@@ -48,7 +50,7 @@ async def begin_closing(
 
 
 async def fail_unanswered(session: AsyncSession, batch_id: str) -> bool:
-    """Give some of the lines without an answer their error; whether there are none left."""
+    """Give some of the lines without an answer their error; return whether none is left."""
     batch = await session.get(Batch, batch_id)
     pending = BatchLine.batch_id == batch_id, BatchLine.state == LineState.PENDING
     wanted = select(BatchLine.number, BatchLine.custom_id).where(*pending).order_by(BatchLine.number)
@@ -80,8 +82,10 @@ async def fail_unanswered(session: AsyncSession, batch_id: str) -> bool:
 
 
 async def close_batch(session: AsyncSession, batch_id: str, now: Now) -> BatchStatus | None:
-    """Make the files of a batch all of whose lines have ended, and give it its last status. None, and nothing is done,
-    where somebody else has."""
+    """Create the result files of a batch whose lines have all ended, and set its last status; return the status.
+
+    Returns None, and does nothing, if another worker has closed it, or a line is still pending.
+    """
     batch = await session.get(Batch, batch_id, with_for_update=True)
     if batch is None or batch.status not in _CLOSABLE:
         return None
@@ -105,7 +109,10 @@ async def close_batch(session: AsyncSession, batch_id: str, now: Now) -> BatchSt
 
 
 async def refuse_batch(session: AsyncSession, batch_id: str, errors: Sequence[dict[str, Any]], now: Now) -> bool:
-    """The file is no good: none of its lines is asked. False if the batch is being validated no more."""
+    """Fail a batch whose input file is invalid: no line is processed.
+
+    Returns False if the batch is not validating any more.
+    """
     validating = Batch.id == batch_id, Batch.status == BatchStatus.VALIDATING
     values = {"status": BatchStatus.FAILED, "failed_ms": now(), "errors": list(errors), "total": 0}
     return await session.scalar(update(Batch).where(*validating).values(values).returning(Batch.id)) is not None
@@ -114,7 +121,7 @@ async def refuse_batch(session: AsyncSession, batch_id: str, errors: Sequence[di
 def _add_file(
     session: AsyncSession, batch: Batch, state: LineState, name: str, sizes: Mapping[str, int], moment: int
 ) -> str | None:
-    """A file whose content the lines are; None where there are none in this state."""
+    """Add a file that consists of the answers of the lines in a state; return its id, or None if there are none."""
     if state not in sizes:
         return None
     file = StoredFile(

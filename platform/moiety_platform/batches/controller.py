@@ -1,5 +1,7 @@
-"""`/v1/batches`. Maps HTTP to the batches; every route needs a key for inference, and sees its project's batches
-only."""
+"""Endpoints of `/v1/batches`. Maps HTTP to the batches.
+
+Every route needs an API key with the inference scope, and sees only the batches of its project.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +39,21 @@ MAX_JSON_DEPTH = 8
 
 @dataclass(slots=True)
 class BatchServices:
-    """What these endpoints need; `on_change` wakes whoever works on batches in this process. The two numbers may be set
-    to others, for the batches that are made from then on."""
+    """Dependencies of these endpoints.
+
+    `on_change` wakes the worker of this process. The two numbers may be changed, with effect on later batches.
+    """
 
     authenticator: Authenticator
     database: Database
     max_open_batches: int
-    keep_files_s: int | None  # those of results for which no end is asked; None: until they are deleted
+    keep_files_s: int | None  # for result files without a requested expiry; None: until they are deleted
     on_change: Callable[[], None]
     now: Now = now_ms
 
 
 def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
-    """The handlers of these endpoints."""
+    """Return the handlers of these endpoints."""
     database = services.database
 
     async def caller(request: Request[Any, Any, Any]) -> Principal:
@@ -64,7 +68,7 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
         opt=describes(Described(body={JSON: NewBatch}, errors=(404, 429))),
     )
     async def create(request: Request[Any, Any, Any]) -> BatchObject:
-        """Have the lines of an uploaded file answered."""
+        """Create a batch from the lines of an uploaded file."""
         owner = await caller(request)
         headers = request.scope["headers"]
         new = await receive_body(NewBatch, request.receive, headers, MAX_BODY_BYTES, MAX_JSON_DEPTH)
@@ -80,7 +84,7 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
     async def list_some(
         request: Request[Any, Any, Any], limit: Limit = None, after: After = None
     ) -> Listing[BatchObject]:
-        """The project's batches, newest first."""
+        """List the project's batches, newest first."""
         owner = await caller(request)
         wanted = parse_list(limit, after, None, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
         async with database.read() as session:
@@ -89,7 +93,7 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
 
     @get("/v1/batches/{batch_id:str}", name="retrieve_batch", tags=TAGS, security=SECURITY)
     async def retrieve(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> BatchObject:
-        """One batch, with its progress."""
+        """Return one batch, with its progress."""
         owner = await caller(request)
         async with database.read() as session:
             return view(await get_batch(session, owner.project_id, batch_id))
@@ -103,7 +107,7 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
         opt=fails(409),
     )
     async def cancel(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> BatchObject:
-        """Answer no more lines of a batch."""
+        """Cancel a batch: no more of its lines are answered."""
         owner = await caller(request)
         async with database.write() as session:
             batch = await cancel_batch(session, owner.project_id, batch_id, services.now)

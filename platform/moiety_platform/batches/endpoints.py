@@ -1,4 +1,4 @@
-"""What a batch's lines may ask for: an endpoint's body and how it is answered. Another endpoint is another entry."""
+"""Endpoints that batch lines may use: the body of a line, and how it is answered. A new endpoint is one more entry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moiety_platform.openai_api.controller import CHAT, COMPLETIONS
 from moiety_platform.openai_api.schemas import GenerationBody
 from moiety_platform.openai_api.whole_answers import whole_answer
 
-MAX_VECTOR_BYTES = 32 * 1024 * 1024  # in the answer to one line, which is held and stored as a whole
+MAX_VECTOR_BYTES = 32 * 1024 * 1024  # of one line's answer, which is held and stored as a whole
 BYTES_A_NUMBER = {"base64": 6, "float": 24}  # at most
 
 Answer = ChatCompletion | TextCompletion | msgspec.Raw
@@ -32,7 +32,7 @@ AnswerBody = Callable[[Pipeline, RequestRecord, AskingBody], Awaitable[Answer]]
 
 @dataclass(frozen=True, slots=True)
 class BatchEndpoint:
-    """One endpoint. `answer` carries a body out through the pipeline; `id_prefix` is that of its answers."""
+    """One endpoint. `answer` runs a body through the pipeline; `id_prefix` is the prefix of its answers' ids."""
 
     path: str
     operation: str
@@ -42,14 +42,14 @@ class BatchEndpoint:
 
 
 async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Answer:
-    """A whole chat or completion, in the class of batches whatever `service_tier` it asks for."""
+    """Answer a whole chat or text completion, in the batch class whatever its `service_tier`."""
     asked = cast("GenerationBody", body)
     async with pipeline.run(record, msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)) as run:
         return await whole_answer(asked, run, record, await collect(run))
 
 
 async def answer_embeddings(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Answer:
-    """The vectors of all inputs, in the same class. Raises BadRequest where they are too many for one line."""
+    """Return the embeddings of all inputs, in the batch class. Raises BadRequest if they are too large for one line."""
     asked = cast("EmbeddingBody", body)
     max_numbers = MAX_VECTOR_BYTES // BYTES_A_NUMBER[asked.encoding_format or "float"]
     generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER, max_numbers=max_numbers)

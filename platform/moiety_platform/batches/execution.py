@@ -1,8 +1,8 @@
-"""One line of a batch, carried out as its key's holder would have it: the same pipeline, limits and recorder as a live
-request. Knows no store.
+"""Execution of one batch line on behalf of its key: the same pipeline, limits and recorder as a live request.
 
-What differs is the usage row: it is not written when the request ends but handed to the worker, which stores it with
-the answer. Only an answer is billed; an attempt that is followed by another, or whose process was killed, leaves none.
+Knows no store. Only the usage row differs: it is not written when the request ends but handed to the worker, which
+stores it with the answer. Only an answer is billed; an attempt that is followed by another, or whose process was
+killed, leaves no row.
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_platform.usage.row import UsageRow
 
-MAX_FAILURES = 6  # attempts that fail otherwise than by being told to come back
-MAX_RETRY_AFTER_S = 300.0  # a limit may be raised before it is renewed
+MAX_FAILURES = 6  # attempts that fail, without those that are told to retry later
+MAX_RETRY_AFTER_S = 300.0  # a limit may be raised before its window ends
 
 log = structlog.get_logger(__name__)
 
 
 class HeldRows:
-    """Takes the usage rows of lines, for the worker to fetch. Nothing is written down of what is still running: a line
-    whose process is killed is tried again under the same id."""
+    """Usage rows of lines, kept for the worker.
+
+    Running lines are not registered: a line whose process is killed is tried again under the same id.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[str, UsageRow] = {}
 
     def opened(self, row: UsageRow) -> None:
-        """Nothing is billed before there is an answer."""
+        """Do nothing: nothing is billed before there is an answer."""
 
     def record(self, row: UsageRow, when_stored: Callable[[], None] | None = None) -> None:
-        """Engines were given no bill, so there is nothing to tell them when it is stored."""
+        """Keep a row; engines got no billing context, so no acknowledgement is needed when it is stored."""
         self._rows[row.request_id] = row
 
     def take(self, request_id: str) -> UsageRow | None:
@@ -66,7 +68,7 @@ class HeldRows:
 
 @dataclass(frozen=True, slots=True)
 class KeyLost:
-    """The key of the line's batch may not be used any more, so the batch cannot go on."""
+    """The key of the line's batch is not valid any more, so the batch cannot continue."""
 
     line: ClaimedLine
     error: PlatformError
@@ -76,7 +78,7 @@ Outcome = AnsweredLine | RequeuedLine | KeyLost
 
 
 class LineRunner:
-    """Answers the lines of one gateway process."""
+    """Runner of the lines of one gateway process."""
 
     def __init__(
         self,
@@ -94,15 +96,15 @@ class LineRunner:
         self._pipeline = pipeline
         self.max_json_depth, self.shape = max_json_depth, shape
         self._backoff = backoff
-        self._records: dict[LineKey, RequestRecord] = {}  # of what is being answered
+        self._records: dict[LineKey, RequestRecord] = {}  # of running lines
 
     def has_begun(self, key: LineKey) -> bool:
-        """Whether a part of the line's answer has come."""
+        """Return whether a part of the line's answer has arrived."""
         record = self._records.get(key)
         return record is not None and record.first_token_s is not None
 
     async def run(self, line: ClaimedLine) -> Outcome:
-        """What comes of one attempt. Raises nothing but CancelledError."""
+        """Run one attempt and return its outcome. Raises nothing but CancelledError."""
         request_id = ENDPOINTS[line.batch.endpoint].id_prefix + line_key(*line.key)
         try:
             try:
@@ -117,7 +119,7 @@ class LineRunner:
         except PlatformError as exc:
             forget_frames(exc)
             return self._judge(line, request_id, exc)
-        except Exception:  # the root of a line: logged whole, tried a few times
+        except Exception:  # last resort of a line: log it, and retry a few times
             log.exception("batch_line_failed", batch_id=line.batch.id, line=line.number)
             return self._judge(line, request_id, internal_error())
         finally:
@@ -125,7 +127,7 @@ class LineRunner:
             self._rows.take(request_id)
 
     async def _answer(self, principal: Principal, line: ClaimedLine, request_id: str) -> bytes:
-        """The line of the output file. Raises the errors of `moiety_platform.errors`."""
+        """Return the line of the output file. Raises the errors of `moiety_platform.errors`."""
         endpoint = ENDPOINTS[line.batch.endpoint]
         async with self._recorder.open(
             principal,
@@ -144,19 +146,22 @@ class LineRunner:
         return answered(line_key(*line.key), line.custom_id, request_id, answer)
 
     def _judge(self, line: ClaimedLine, request_id: str, error: PlatformError) -> Outcome:
-        """Whether an error is worth another try."""
+        """Return the outcome of an error: a retry if it may pass, else the line's failure."""
         if error.status in (429, 503) and not isinstance(error, RequestExceedsQuota):
             return self._wait(line, error)
         is_own = isinstance(error, NonFiniteOutput) or (isinstance(error, EngineRefused) and error.blames_request)
-        may_pass = error.status >= 500 and not is_own  # which the same line meets again
-        is_passing = may_pass or error.code == MODEL_NOT_FOUND  # an engine may be on its way up
+        may_pass = error.status >= 500 and not is_own  # own errors occur again with the same line
+        is_passing = may_pass or error.code == MODEL_NOT_FOUND  # an engine may be starting
         if is_passing and line.num_failures + 1 < MAX_FAILURES:
             return RequeuedLine(line, self._backoff.after(line.num_failures), line.num_refusals, line.num_failures + 1)
         answer = refused(line_key(*line.key), line.custom_id, request_id, error)
         return AnsweredLine(line, LineState.FAILED, answer, self._rows.take(request_id))
 
     def _wait(self, line: ClaimedLine, error: PlatformError) -> RequeuedLine:
-        """Told to come back: for as long as the batch lasts, and not before the time that was told."""
+        """Requeue a line that was told to retry later, as often as needed while the batch lasts.
+
+        The retry does not precede the time that the error gives, up to MAX_RETRY_AFTER_S.
+        """
         told_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
         wait_s = max(told_s, self._backoff.after(line.num_refusals))
         return RequeuedLine(line, wait_s, line.num_refusals + 1, line.num_failures, by_limit=error.status == 429)

@@ -1,4 +1,4 @@
-"""A batch's input file, line by line: what a line must be. Pure; knows no store.
+"""Lines of a batch's input file: parsing and validation. Pure; knows no store.
 
 {"custom_id": "…", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
 """
@@ -20,13 +20,13 @@ from moiety_platform.inference.request_body import decode_body
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.json_depth import check_depth
 
-BOM = codecs.BOM_UTF8  # which some editors write before the first line
-MAX_ERRORS = 100  # that are listed
+BOM = codecs.BOM_UTF8  # some editors write it before the first line
+MAX_ERRORS = 100  # maximum that is listed
 TOO_MANY = "too_many_errors"
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line, decoded but for its body."""
+    """One line, decoded except for its body."""
 
     custom_id: str
     method: str
@@ -36,7 +36,7 @@ class Line(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RawLine:
-    """A line's place in the file, and its bytes without the line's end. `text` is None for one that is too long."""
+    """A line's place in the file, and its bytes without the line's end. `text` is None for a line that is too long."""
 
     number: int  # from 1
     start: int
@@ -49,7 +49,7 @@ class RawLine:
 
 @dataclass(frozen=True, slots=True)
 class GoodLine:
-    """What is kept of a line that may be asked."""
+    """Metadata of a valid line."""
 
     number: int
     custom_id: str
@@ -59,7 +59,7 @@ class GoodLine:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a file and its lines may be."""
+    """Limits of an input file and its lines."""
 
     max_lines: int
     max_line_bytes: int
@@ -68,8 +68,10 @@ class Limits:
 
 
 class Splitter:
-    """Cuts a file that comes in pieces into lines. A line that is too long is dropped as it comes, so memory is
-    bounded."""
+    """Splitter of a file that arrives in pieces into lines.
+
+    It drops the bytes of a line that is too long at once, so memory is bounded.
+    """
 
     def __init__(self, max_line_bytes: int) -> None:
         self._max_line_bytes = max_line_bytes
@@ -80,7 +82,7 @@ class Splitter:
         self._offset = 0
 
     def take(self, piece: bytes) -> Iterator[RawLine]:
-        """The lines that end within the piece."""
+        """Yield the lines that end within the piece."""
         *ended, rest = piece.split(b"\n")
         for part in ended:
             self._add(part)
@@ -89,7 +91,7 @@ class Splitter:
         self._add(rest)
 
     def finish(self) -> Iterator[RawLine]:
-        """The last line, if the file does not end with a line's end."""
+        """Yield the last line, if the file does not end with a line's end."""
         yield from self._end()
 
     def _add(self, part: bytes) -> None:
@@ -101,7 +103,7 @@ class Splitter:
             self._rest += part
 
     def _end(self) -> Iterator[RawLine]:
-        """Nothing for a blank line."""
+        """Yield the line that ends here; nothing for a blank line."""
         text = bytes(self._rest)
         skipped = len(BOM) if self._start == 0 and text.startswith(BOM) else 0
         text = text[skipped:]
@@ -114,22 +116,22 @@ class Splitter:
 
 
 class Checker:
-    """Checks the lines of one file in their order; the errors are as the API lists them."""
+    """Checker of the lines of one file, in order; it collects the errors in the API's form."""
 
     def __init__(self, endpoint: BatchEndpoint, limits: Limits) -> None:
         self._endpoint = endpoint
         self._limits = limits
-        self._seen: dict[str, int] = {}  # custom_id → number
+        self._seen: dict[str, int] = {}  # custom_id → line number
         self.num_lines = 0
         self.errors: list[dict[str, Any]] = []
 
     @property
     def gave_up(self) -> bool:
-        """There is more wrong than is worth listing, or the file has too many lines."""
+        """True if there are more errors than are listed, or the file has too many lines."""
         return len(self.errors) > MAX_ERRORS or self.num_lines > self._limits.max_lines
 
     def check(self, line: RawLine) -> GoodLine | None:
-        """None for a line that is added to the errors instead."""
+        """Check a line; return None for an invalid line, whose error is recorded."""
         self.num_lines += 1
         if self.num_lines > self._limits.max_lines:
             self._complain(
@@ -145,7 +147,7 @@ class Checker:
         return None
 
     def finish(self) -> None:
-        """All lines were checked."""
+        """Finish after the last line: record an error for an empty file."""
         if self.num_lines == 0:
             self._complain(None, "empty_file", "the file has no lines; write one request a line")
 
@@ -166,7 +168,7 @@ class Checker:
 
 
 def read_line(raw: RawLine, max_bytes: int, max_depth: int) -> Line:
-    """A line with an id, whatever it asks for. Raises BadRequest."""
+    """Parse a line and check its id and method. Raises BadRequest."""
     if raw.text is None:
         raise BadRequest(
             f"the line is longer than the {max_bytes:,} bytes that a request may have", code="line_too_large"
@@ -179,7 +181,7 @@ def read_line(raw: RawLine, max_bytes: int, max_depth: int) -> Line:
 
 
 def check_unused(custom_id: str, number: int, seen: dict[str, int]) -> None:
-    """Note in which line the id is. Raises BadRequest where it was in another."""
+    """Record the line of a custom id. Raises BadRequest if another line has used it."""
     first = seen.setdefault(custom_id, number)
     if first != number:
         raise BadRequest(
@@ -190,16 +192,16 @@ def check_unused(custom_id: str, number: int, seen: dict[str, int]) -> None:
 
 
 def decode_asked(endpoint: BatchEndpoint, data: bytes, max_depth: int, shape: ShapeLimits) -> AskingBody:
-    """The body of a line, which its endpoint would take as a whole answer's. Raises BadRequest."""
+    """Decode and check the body of a line for its endpoint; streaming is not allowed. Raises BadRequest."""
     body = decode_body(endpoint.schema, data, max_depth, shape)
     if body.wants_stream:
         raise BadRequest("'stream' cannot be true in a batch; leave it out", param="body.stream")
-    body.generation()  # which finds what no schema does
+    body.generation()  # checks what the schema cannot express
     return body
 
 
 def body_of(text: bytes) -> bytes:
-    """The body of a line that was found good."""
+    """Return the body of a line that was found valid."""
     return bytes(_decoder.decode(text).body)
 
 

@@ -1,4 +1,4 @@
-"""What is to be done for a batch as a whole: checked at its beginning, ended when its time is over, closed at last."""
+"""Maintenance of whole batches: validation, expiry and closing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.files.store import Now
 
 LEASE_S = 60.0
-MAX_AT_ONCE = 4  # validations and closings in one process, one of a tenant
+MAX_AT_ONCE = 4  # validations and closings in one process, at most one per tenant
 
 log = structlog.get_logger(__name__)
 
 
 class BatchMaintenance:
-    """Owned by the worker, which says what there is; one event loop. It works in tasks beside the worker, so that a
-    large file holds no line up, and at one batch of a tenant at a time, so that many files hold no other tenant up."""
+    """Maintenance tasks, owned by the worker, which passes the batches; one event loop.
+
+    They run beside the worker, so that a large file delays no line, and on one batch of a tenant at a time, so that
+    many files of one tenant delay no other tenant.
+    """
 
     def __init__(
         self,
@@ -37,13 +40,13 @@ class BatchMaintenance:
         now: Now = now_ms,
     ) -> None:
         self._database = database
-        self.limits = limits  # may be set to others, for the files that are looked at from then on
+        self.limits = limits  # may be changed, with effect on later files
         self._lease_ms = round(lease_s * 1000)
         self._now = now
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def tend(self, batches: Sequence[OpenBatch], on_change: Callable[[], None]) -> None:
-        """Begin what is to be done for these, and is not being done. `on_change` is called when something was."""
+        """Start the pending work of these batches; `on_change` is called after a task has succeeded."""
         for batch in batches:
             if len(self._tasks) >= MAX_AT_ONCE:
                 break
@@ -51,7 +54,7 @@ class BatchMaintenance:
                 self._begin(batch.tenant_id, self._tend(batch), on_change)
 
     async def stop(self) -> None:
-        """What is half done is done anew by whoever comes next."""
+        """Cancel the tasks; another worker repeats unfinished work."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -67,7 +70,7 @@ class BatchMaintenance:
                 await work
             except Unavailable as error:
                 log.warning("batch_store_away", reason=str(error), tenant_id=tenant_id)
-            except Exception:  # the root of a task: told, and tried again once its lease is over
+            except Exception:  # last resort of the task: log it, and retry once its lease is over
                 log.exception("batch_tending_failed", tenant_id=tenant_id)
             else:
                 on_change()

@@ -1,7 +1,7 @@
-"""The tables of batches. Times are Unix milliseconds by the database's clock.
+"""Tables of batches. Times are Unix milliseconds by the database's clock.
 
-`available_ms` is a lease and a pause in one: until then nobody else takes the row, whether somebody is at it or
-it waits.
+`available_ms` serves as lease and as pause: until then no other worker takes the row, whether it is being worked on or
+waiting.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ OPEN = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING,
 
 class LineState(StrEnum):
     PENDING = "pending"  # to be answered, or being answered
-    COMPLETED = "completed"  # answered, and billed: in the output file
+    COMPLETED = "completed"  # answered and billed: in the output file
     FAILED = "failed"  # without an answer, and not billed: in the error file
 
 
 class Batch(Base):
-    """One batch. `closing_as` is the status that finalizing ends in, and `closing_error` what its unanswered lines are
-    told; `available_ms` is of who validates or finalizes it."""
+    """One batch.
+
+    `closing_as` is the status after finalizing, and `closing_error` the error of its unanswered lines; `available_ms`
+    is the lease of the worker that validates or finalizes it.
+    """
 
     __tablename__ = "batches"
     __table_args__ = (
@@ -86,8 +89,10 @@ class Batch(Base):
 
 
 class BatchLine(Base):
-    """One line of a batch's input file, where it stands there (`start`, `num_bytes`), and what came of it: `answer`
-    is its line of the output or error file. `owner` is the worker that is at it, or has ended it."""
+    """One line of a batch's input file: its place there (`start`, `num_bytes`) and its result.
+
+    `answer` is its line of the output or error file. `owner` is the worker that processes it, or has ended it.
+    """
 
     __tablename__ = "batch_lines"
     __table_args__ = (
@@ -103,12 +108,12 @@ class BatchLine(Base):
     state: Mapped[str] = mapped_column(String(16))
     available_ms: Mapped[int] = mapped_column(BigInteger)
     owner: Mapped[str | None] = mapped_column(String(WORKER_ID_LENGTH))
-    num_refusals: Mapped[int]  # that are worth another try for as long as the batch lasts
-    num_failures: Mapped[int]  # that are worth a few more tries
+    num_refusals: Mapped[int]  # retried as long as the batch lasts
+    num_failures: Mapped[int]  # retried a few times
     answer: Mapped[bytes | None] = mapped_column(LargeBinary)
     answer_bytes: Mapped[int]
 
     @classmethod
     def of_tenant(cls, tenant_id: str) -> ColumnElement[bool]:
-        """Which rows are that tenant's."""
+        """Return a condition for the rows of the tenant."""
         return cls.batch_id.in_(select(Batch.id).where(Batch.tenant_id == tenant_id))

@@ -1,9 +1,9 @@
-"""What came of lines, stored: the answer, the usage row with its charges, and the batch's counts in one transaction.
+"""Storage of line outcomes: the answer, the usage row with its charges, and the batch's counts in one transaction.
 
-So a line is billed if and only if its answer is in the output file, whatever is killed when. The first answer of a line
-is the one that counts. Where two workers have answered the same line (one of them had been silent for longer than its
-lease), or the batch ended before the answer came, the other is dropped, and its tokens are charged to limits, since
-they were generated, but not billed. Rows are locked in one order everywhere: lines, batches, usage, limits.
+So a line is billed if and only if its answer is in the output file, even if processes are killed. The first answer of a
+line counts. If two workers have answered the same line (one was silent for longer than its lease), or the batch ended
+before the answer arrived, the other answer is dropped: its tokens are charged to limits, since they were generated, but
+not billed. Rows are locked in the same order everywhere: lines, batches, usage, limits.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ SUPERSEDED = "superseded"
 
 @dataclass(frozen=True, slots=True)
 class AnsweredLine:
-    """A line has come to its end, with an answer or without."""
+    """A line that has ended, with an answer or without."""
 
     line: ClaimedLine
     state: LineState
     answer: bytes  # its line in the output or error file
-    row: UsageRow | None  # None where it did not get so far as to be a request
+    row: UsageRow | None  # None if it failed before it became a request
 
 
 @dataclass(frozen=True, slots=True)
 class RequeuedLine:
-    """A line is to be tried again, after a while."""
+    """A line to retry after a while."""
 
     line: ClaimedLine
     wait_s: float
@@ -50,8 +50,10 @@ class RequeuedLine:
 async def store_outcomes(
     session: AsyncSession, owner: str, answered: Sequence[AnsweredLine], put_back: Sequence[RequeuedLine], now: Now
 ) -> None:
-    """All of them, each once: what was stored before, in a transaction of which it is not known whether it was
-    committed, is left as it is."""
+    """Store all outcomes, each once.
+
+    An outcome that an earlier transaction stored, whose commit is in doubt, is left unchanged.
+    """
     states = await _lock(session, [*(one.line for one in answered), *(one.line for one in put_back)])
     pending = {one.line.key: one for one in reversed(answered) if _state(states, one)[0] == LineState.PENDING}
     first = list(pending.values())
@@ -70,7 +72,7 @@ async def store_outcomes(
                     "at": one.line.number,
                     "new_state": one.state.value,
                     "new_answer": one.answer,
-                    "new_answer_bytes": len(one.answer) + 1,  # and the line's end
+                    "new_answer_bytes": len(one.answer) + 1,  # including the line's end
                 }
                 for one in first
             ],
@@ -101,12 +103,12 @@ States = dict[LineKey, tuple[str, str | None]]
 
 
 def _state(states: States, outcome: AnsweredLine | RequeuedLine) -> tuple[str, str | None]:
-    """The state and the owner of the line as it was found."""
+    """Return the state and the owner of the line as it was found."""
     return states.get(outcome.line.key, ("", None))
 
 
 async def _lock(session: AsyncSession, lines: Sequence[ClaimedLine]) -> States:
-    """The state and the owner of each line, which nobody changes until the end."""
+    """Return the state and the owner of each line; the lines stay locked until the end of the transaction."""
     columns = BatchLine.batch_id, BatchLine.number
     wanted = tuple_(*columns).in_([line.key for line in lines])
     statement = select(*columns, BatchLine.state, BatchLine.owner).where(wanted).order_by(*columns).with_for_update()
@@ -115,7 +117,7 @@ async def _lock(session: AsyncSession, lines: Sequence[ClaimedLine]) -> States:
 
 
 async def _count(session: AsyncSession, ended: Sequence[AnsweredLine], now: Now) -> None:
-    """Add to the batches' counts; a batch all of whose lines have ended is to be finalized."""
+    """Add to the batches' counts; finalize a batch whose lines have all ended."""
     by_batch: dict[str, list[AnsweredLine]] = defaultdict(list)
     for one in ended:
         by_batch[one.line.batch.id].append(one)
@@ -147,7 +149,7 @@ async def _bill(
     first: Sequence[AnsweredLine],
     states: States,
 ) -> None:
-    """The usage rows of what counts, and of what was dropped those that charge something."""
+    """Store the usage rows of counted answers, and of dropped answers those with charges."""
     rows = [one.row for one in first if one.row is not None]
     counted = {one.line.key for one in first}
     for one in answered:
@@ -159,7 +161,7 @@ async def _bill(
 
 
 def _superseded(row: UsageRow, owner: str) -> UsageRow:
-    """Under an id of its own, so that it is stored once as well."""
+    """Return the row under an id of its own, so that it is stored once as well, and without billed amounts."""
     return msgspec.structs.replace(
         row,
         request_id=f"{row.request_id}-{owner}",

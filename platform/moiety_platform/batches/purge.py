@@ -1,6 +1,6 @@
-"""Batches that ended long ago, deleted with their lines, some at a time within the caller's transaction.
+"""Purge of old batches with their lines, in small batches within the caller's transaction.
 
-A batch stays as long as one of its files: the lines are what those consist of.
+A batch is kept as long as one of its result files, because they consist of its lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ENDED = tuple(status for status in BatchStatus if status not in OPEN)
 
 
 async def purge_batches(session: AsyncSession, *, keep_ms: int, now: Now) -> int:
-    """Delete some lines of a batch that was made longer ago than that, or at last the batch; how many rows."""
+    """Delete some lines of an ended batch older than `keep_ms`, or finally the batch; return the number of rows."""
     has_files = exists().where(StoredFile.id.in_((Batch.output_file_id, Batch.error_file_id)))
     old = Batch.status.in_(_ENDED), Batch.created_ms < await read_clock(session, now) - keep_ms
     wanted = select(Batch.id).where(*old, ~has_files).order_by(Batch.created_ms).limit(1)

@@ -1,4 +1,4 @@
-"""The files that batches make and use: their lines' answers in the order of the input, each kept once."""
+"""Files that batches read and produce; result files are the stored answers of the lines, in input order."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from moiety_platform.db.session import Database
 from moiety_platform.files.models import StoredFile
 
 LINES_AT_ONCE = 500
-PIECE_BYTES = 1024 * 1024  # that are read at once
-ERASE_BYTES = 16 * PIECE_BYTES  # in one transaction
+PIECE_BYTES = 1024 * 1024  # per read
+ERASE_BYTES = 16 * PIECE_BYTES  # per transaction
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFiles:
-    """`FileUsers` as batches fulfil it."""
+    """Implementation of `FileUsers` for batches."""
 
     database: Database
-    erased: dict[str, int] = field(default_factory=dict)  # up to which line a file is, so that none is looked at twice
+    erased: dict[str, int] = field(default_factory=dict)  # last erased line per file, so that no line is read twice
 
     async def user_of(self, session: AsyncSession, file_id: str) -> str | None:
-        """The oldest batch that has not ended and reads this file."""
+        """Return the oldest batch that has not ended and reads this file; None if there is none."""
         reading = Batch.input_file_id == file_id, Batch.status.in_(OPEN)
         return await session.scalar(select(Batch.id).where(*reading).order_by(Batch.created_ms).limit(1))
 
     def is_needed(self) -> ColumnElement[bool]:
-        """Whether a batch that has not ended reads the file."""
+        """Return a condition for files that a batch that has not ended reads."""
         return exists().where(Batch.input_file_id == StoredFile.id, Batch.status.in_(OPEN))
 
     async def read(self, file: StoredFile) -> AsyncIterator[bytes]:
-        """At most PIECE_BYTES at a time, each time in a transaction of its own. Raises Unavailable."""
+        """Yield the content in pieces of at most PIECE_BYTES, each in its own transaction. Raises Unavailable."""
         last = 0
         while True:
             async with self.database.read() as session:
@@ -50,17 +50,17 @@ class BatchFiles:
             last = numbers[-1]
 
     async def _read_large(self, file: StoredFile, number: int, num_bytes: int) -> AsyncIterator[bytes]:
-        """One line, its end included, a part at a time."""
+        """Yield the parts of one large line, including its end."""
         for start in range(0, num_bytes - 1, PIECE_BYTES):
             part = func.substr(BatchLine.answer, start + 1, PIECE_BYTES, type_=BatchLine.answer.type)
             line = BatchLine.batch_id == file.batch_id, BatchLine.number == number
             async with self.database.read() as session:
                 piece = await session.scalar(select(part).where(*line))
-            yield piece or b""  # nothing where it was just deleted
+            yield piece or b""  # empty if it was just deleted
         yield b"\n"
 
     async def erase_some(self, session: AsyncSession, file: StoredFile) -> int:
-        """Forget some answers; how many. What a line came to stays."""
+        """Erase some answers of a file; return their number. The counts of the lines stay."""
         numbers, _ = await _some_lines(session, file, self.erased.pop(file.id, 0), ERASE_BYTES)
         if not numbers:
             numbers, _ = await _some_lines(session, file, 0, ERASE_BYTES)
@@ -72,8 +72,10 @@ class BatchFiles:
 
 
 async def _some_lines(session: AsyncSession, file: StoredFile, last: int, max_bytes: int) -> tuple[list[int], int]:
-    """The lines after that one whose answers have at most so many bytes together, or only one; and their bytes. None at
-    the end of the file."""
+    """Return the lines after `last` whose answers total at most `max_bytes`, but at least one; and their size.
+
+    The list is empty at the end of the file.
+    """
     following = BatchLine.number > last, BatchLine.answer.is_not(None)
     wanted = select(BatchLine.number, BatchLine.answer_bytes).where(*_of(file), *following)
     numbers: list[int] = []
@@ -87,7 +89,7 @@ async def _some_lines(session: AsyncSession, file: StoredFile, last: int, max_by
 
 
 async def _answers(session: AsyncSession, file: StoredFile, numbers: Sequence[int]) -> bytes:
-    """What these lines consist of, each with a line's end."""
+    """Return the answers of these lines, each with a line's end."""
     chosen = BatchLine.batch_id == file.batch_id, BatchLine.number.in_(numbers)
     answers = await session.scalars(select(BatchLine.answer).where(*chosen).order_by(BatchLine.number))
     return b"".join((answer or b"") + b"\n" for answer in answers)

@@ -1,4 +1,4 @@
-"""What the API says and hears of batches, in OpenAI's shape."""
+"""Request and response schemas of the batch API, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ExpiresAfter(StrictBody):
 
 
 class NewBatch(StrictBody):
-    """`POST /v1/batches`."""
+    """Body of `POST /v1/batches`."""
 
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     endpoint: Annotated[str, shows(enum=list(ENDPOINTS))]
@@ -46,13 +46,13 @@ class NewBatch(StrictBody):
 
     @property
     def output_expires_s(self) -> int | None:
-        """Raises BadRequest."""
+        """Return the requested lifetime of the result files in seconds; None if there is none. Raises BadRequest."""
         expiry = self.output_expires_after
         return None if expiry is None else check_expiry(expiry.anchor, expiry.seconds, "output_expires_after")
 
 
 class BatchError(TypedDict):
-    """What is wrong with the input file, and in which line."""
+    """Error of the input file, and the line in which it is."""
 
     code: str
     line: int | None
@@ -61,14 +61,14 @@ class BatchError(TypedDict):
 
 
 class BatchErrors(TypedDict):
-    """Why a batch was refused."""
+    """Reasons why a batch was refused."""
 
     object: Literal["list"]
     data: list[BatchError]
 
 
 class RequestCounts(TypedDict):
-    """Of the batch's lines."""
+    """Counts of the batch's lines."""
 
     total: int
     completed: int
@@ -76,19 +76,19 @@ class RequestCounts(TypedDict):
 
 
 class InputTokensDetails(TypedDict):
-    """Input tokens that the prefix cache held."""
+    """Input tokens that were in the prefix cache."""
 
     cached_tokens: int
 
 
 class OutputTokensDetails(TypedDict):
-    """None are of reasoning."""
+    """Output tokens by kind; reasoning tokens are always 0."""
 
     reasoning_tokens: int
 
 
 class BatchUsage(TypedDict):
-    """Of the lines that were answered, which are those that were billed."""
+    """Usage of the answered lines, which are those that were billed."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -124,7 +124,7 @@ class BatchObject(TypedDict):
 
 
 def view(batch: Batch) -> BatchObject:
-    """A batch as OpenAI's API shows it."""
+    """Return a batch in the shape of OpenAI's API."""
     return {
         "id": batch.id,
         "object": "batch",
@@ -151,7 +151,7 @@ def view(batch: Batch) -> BatchObject:
 
 
 def _usage(batch: Batch) -> BatchUsage:
-    """Of the lines that were answered, which are those that were billed."""
+    """Return the usage of the answered lines, which are those that were billed."""
     return {
         "input_tokens": batch.prompt_tokens,
         "input_tokens_details": {"cached_tokens": batch.cached_tokens},

@@ -1,4 +1,4 @@
-"""Makes, finds, lists and cancels batches, within the caller's transaction. Knows nothing of HTTP."""
+"""Operations on batches: create, find, list and cancel, within the caller's transaction. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ async def create_batch(
     keep_files_s: int | None,
     now: Now = now_ms,
 ) -> Batch:
-    """A batch that is to be validated. Raises NotFound for an unknown file, BadRequest, or RateLimited where the tenant
-    has too many that have not ended."""
+    """Create a batch, which is validated next.
+
+    Raises NotFound for an unknown file, BadRequest, or RateLimited if the tenant has too many batches that have not
+    ended.
+    """
     file = await get_file(session, owner.project_id, new.input_file_id, lock=True, now=now)
     if file.purpose != BATCH_PURPOSE:
         raise BadRequest(
@@ -67,7 +70,7 @@ async def create_batch(
 
 
 async def get_batch(session: AsyncSession, project_id: str, batch_id: str, *, lock: bool = False) -> Batch:
-    """A batch of the project. Raises NotFound."""
+    """Return a batch of the project. Raises NotFound."""
     statement = select(Batch).where(Batch.id == batch_id, Batch.project_id == project_id)
     if lock:
         statement = statement.with_for_update()
@@ -82,14 +85,19 @@ async def get_batch(session: AsyncSession, project_id: str, batch_id: str, *, lo
 
 
 async def list_batches(session: AsyncSession, project_id: str, wanted: ListRequest) -> tuple[Sequence[Batch], bool]:
-    """The project's batches, newest first, and whether more follow. Raises BadRequest for a position that is none."""
+    """Return the project's batches, newest first, and whether more follow.
+
+    Raises BadRequest for an unknown position.
+    """
     statement = select(Batch).where(Batch.project_id == project_id)
     return await read_list(session, statement, wanted, Batch.created_ms, Batch.id)
 
 
 async def cancel_batch(session: AsyncSession, project_id: str, batch_id: str, now: Now = now_ms) -> Batch:
-    """Answer no more of its lines; those that were answered stay. Cancelling again changes nothing. Raises NotFound, or
-    Conflict for a batch that has ended."""
+    """Cancel a batch: answer no more of its lines; existing answers stay. Cancelling again changes nothing.
+
+    Raises NotFound, or Conflict for a batch that has ended.
+    """
     batch = await get_batch(session, project_id, batch_id, lock=True)
     if batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
         batch.status, batch.cancelling_ms = BatchStatus.CANCELLING, await read_clock(session, now)

@@ -1,7 +1,7 @@
-"""A batch's input file, checked line by line and taken over, in pieces.
+"""Validation of a batch's input file, line by line, and its import in pieces.
 
-What is written is a function of the file, which nobody can change, so it may be written twice: a validation that was
-killed is begun anew by whoever claims the batch next.
+The written rows are a function of the file, which is immutable, so they may be written twice: the worker that claims
+the batch after a killed validation starts again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 
 class Validation:
-    """Of one batch, by whoever has claimed it."""
+    """Validation of one batch by the worker that has claimed it."""
 
     def __init__(self, database: Database, batch: OpenBatch, limits: Limits, lease_ms: int, now: Now) -> None:
         self._database = database
@@ -40,8 +40,10 @@ class Validation:
         self._good: list[GoodLine] = []
 
     async def run(self) -> None:
-        """To its end: the batch is in progress then, or has failed. Stops early where the batch was cancelled
-        meanwhile. Raises Unavailable."""
+        """Validate the whole file; then the batch is in progress, or has failed.
+
+        Stops early if the batch was cancelled meanwhile. Raises Unavailable.
+        """
         start = 0
         while data := await self._read(start):
             start += len(data)
@@ -71,7 +73,7 @@ class Validation:
                 return
 
     async def _add_lines(self) -> bool:
-        """False where the batch is being validated no more."""
+        """Insert the collected lines; return False if the batch is not validating any more."""
         while self._good:
             some, self._good = self._good[:LINES_AT_ONCE], self._good[LINES_AT_ONCE:]
             async with self._database.write() as session:
@@ -83,7 +85,7 @@ class Validation:
         return True
 
     async def _renew(self, session: AsyncSession) -> bool:
-        """Locks the batch, so that nothing is added once it is cancelled."""
+        """Extend the claim and lock the batch, so that nothing is added after a cancellation."""
         mine = Batch.id == self._batch.id, Batch.status == BatchStatus.VALIDATING
         renewed = update(Batch).where(*mine).values(available_ms=self._now() + self._lease_ms).returning(Batch.id)
         return await session.scalar(renewed) is not None
@@ -98,7 +100,7 @@ class Validation:
         log.info("batch_in_progress", batch_id=self._batch.id, lines=self._checker.num_lines)
 
     async def _refuse(self) -> None:
-        """First the status, then the lines: nobody takes them any more."""
+        """Fail the batch, then delete its lines, which no worker takes any more."""
         async with self._database.write() as session:
             if not await refuse_batch(session, self._batch.id, self._checker.errors, self._now):
                 return

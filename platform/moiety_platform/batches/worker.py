@@ -1,8 +1,9 @@
-"""Works on batches in one gateway process, together with those of all other gateways on the same database.
+"""Batch worker of one gateway process; the workers of all gateways share the database's batches.
 
-It claims lines, as many as it has free places, answers them, and stores what came of them, what has gathered by one
-transaction. When the database is away, answers wait in memory and nothing new is claimed. A gateway that drains gives
-back at once whatever has no part of an answer yet, a stop also the rest; a kill leaves all to the end of the leases.
+It claims as many lines as it has free places, answers them, and stores the collected outcomes in one transaction. When
+the database is away, outcomes wait in memory and nothing new is claimed. A draining gateway gives back at once all
+lines without a part of an answer, a stopping one also the rest; a killed gateway's lines wait for the end of their
+leases.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from moiety_platform.files.store import Now
 from moiety_platform.periodic_task import PeriodicTask
 
 POLL_S = 1.0
-BYTES_AT_ONCE = 8 * 1024 * 1024  # of answers, in one transaction
+BYTES_AT_ONCE = 8 * 1024 * 1024  # of answers, per transaction
 STOP_GRACE_S = 3.0
 OUTAGE_PAUSE_S = 1.0
 
@@ -48,8 +49,10 @@ log = structlog.get_logger(__name__)
 
 
 class BatchWorker:
-    """Owned by the entry point; one event loop. `start`, then `stop` before what the lines need is closed. Its id must
-    never have been used before."""
+    """Batch worker, owned by the entry point; one event loop.
+
+    Call `start`, then `stop` before the dependencies of the lines are closed. Its id must never have been used before.
+    """
 
     def __init__(
         self,
@@ -77,21 +80,21 @@ class BatchWorker:
         self._now = now
         self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[Outcome]]] = {}
         self._outcomes: list[Outcome] = []
-        self._batches: list[OpenBatch] = []  # as they were when last looked at
+        self._batches: list[OpenBatch] = []  # as of the last look
         self._paces: dict[str, BatchPacing] = {}
-        self._dry: set[str] = set()  # batches that had no more lines to claim when last looked at
+        self._dry: set[str] = set()  # batches without lines to claim at the last look
         self._looked_s = self._renewed_s = float("-inf")
         self._is_draining = False
 
     def use(self, concurrency: int, lease_s: float) -> None:
-        """For the lines that begin from now on; with a concurrency of 0 other gateways do all the work."""
+        """Apply new settings to later lines; with a concurrency of 0 other gateways do all the work."""
         self._concurrency, self._lease_s = concurrency, lease_s
-        self._renewed_s = float("-inf")  # what is held gets the new lease at once: it may be longer than the old one
+        self._renewed_s = float("-inf")  # held lines get the new lease at once, which may be longer than the old one
         self._paces.clear()
         self.wake()
 
     def wake(self) -> None:
-        """A batch was made or changed in this process: look at once."""
+        """Look for work at once, after a batch was created or changed in this process."""
         self._looked_s = float("-inf")
         self._rounds.wake()
 
@@ -99,8 +102,10 @@ class BatchWorker:
         self._rounds.start()
 
     def drain(self) -> None:
-        """Claim and begin nothing more, and give back what has no part of an answer yet; the rest goes on until the
-        stop. Idempotent."""
+        """Begin nothing more, and give back the lines without a part of an answer; the rest continues until the stop.
+
+        Idempotent.
+        """
         self._is_draining = True
         for key, (_, task) in self._running.items():
             if not self._runner.has_begun(key):
@@ -108,7 +113,7 @@ class BatchWorker:
         self._rounds.wake()
 
     async def stop(self) -> None:
-        """Claim nothing more, let what is nearly done come to its end, give the rest back. Idempotent."""
+        """Stop claiming, let lines finish for STOP_GRACE_S, then give the rest back. Idempotent."""
         self._is_draining = True
         if not await self._rounds.stop():
             return
@@ -125,7 +130,7 @@ class BatchWorker:
             log.warning("batch_lines_left_to_their_leases", reason=str(error), lines=len(self._outcomes))
 
     async def _round(self) -> None:
-        """Raises Unavailable; what was to be stored is kept for the next round then."""
+        """Run one round. Raises Unavailable; unstored outcomes are then kept for the next round."""
         await self._store()
         if not self._concurrency and not self._held():
             return
@@ -139,21 +144,24 @@ class BatchWorker:
         await self._claim()
 
     async def _store(self) -> None:
-        """What has come of lines since the last round."""
+        """Store the outcomes since the last round."""
         outcomes, self._outcomes = self._outcomes, []
         try:
             for some in in_pieces(outcomes):
                 await self._store_some(some)
-        except BaseException:  # whatever it was, also a stop: they are stored by the next round or by `stop`
+        except BaseException:  # on any error, also a stop: the next round or `stop` stores them
             self._outcomes = outcomes + self._outcomes
             raise
         running = {batch_id for batch_id, _ in self._running}
         if any(outcome.line.batch.id not in running for outcome in outcomes):
-            self._looked_s = float("-inf")  # its last line may have been among them
+            self._looked_s = float("-inf")  # its last line may have ended
 
     async def _store_some(self, outcomes: Sequence[Outcome]) -> None:
-        """By one transaction. One that the database refuses for its content is left to its lease, alone, so that it
-        holds no other up. Raises Unavailable."""
+        """Store outcomes in one transaction.
+
+        An outcome that the database refuses for its content is left to its lease, alone, so that it delays no other.
+        Raises Unavailable.
+        """
         try:
             async with self._database.write() as session:
                 await self._store_in(session, outcomes)
@@ -180,7 +188,7 @@ class BatchWorker:
             await begin_closing(session, batch_id, BatchStatus.FAILED, reason, self._now)
 
     async def _renew(self) -> None:
-        """What is not ours any more is given up: another worker is at it, or its batch has ended."""
+        """Renew the leases of held lines; cancel those that another worker has, or whose batch has ended."""
         held = self._held()
         async with self._database.write() as session:
             ours = await renew_lines(session, sorted(held), self._id, round(self._lease_s * 1000), self._now)
@@ -189,11 +197,11 @@ class BatchWorker:
                 self._running[key][1].cancel()
 
     def _held(self) -> set[LineKey]:
-        """Lines that are being answered here, or were and are not stored yet."""
+        """Return the lines that are being answered here, or whose outcome is not stored yet."""
         return {*self._running, *(outcome.line.key for outcome in self._outcomes)}
 
     async def _look(self) -> None:
-        """At all batches that have not ended: give up what is not to be answered any more, and tend the rest."""
+        """Read all batches that have not ended: cancel lines that need no answer any more, and start maintenance."""
         async with self._database.read() as session:
             self._batches = await open_batches(session, self._now)
         going_on = {batch.id for batch in self._batches if batch.status == BatchStatus.IN_PROGRESS and not batch.is_due}
@@ -206,7 +214,7 @@ class BatchWorker:
             self._tending.tend(self._batches, self.wake)
 
     async def _claim(self) -> None:
-        """Fill the free places, the tenants' evenly."""
+        """Claim lines for the free places, evenly over the tenants."""
         candidates = [batch for batch in self._batches if self._may_begin(batch) > 0]
         num_running = Counter(line.batch.tenant_id for line, _ in self._running.values())
         free = self._concurrency - len(self._running)
@@ -227,7 +235,7 @@ class BatchWorker:
                 candidates.remove(batch)
 
     def _may_begin(self, batch: OpenBatch) -> int:
-        """How many more lines of a batch may begin now."""
+        """Return how many more lines of a batch may begin now."""
         if batch.status != BatchStatus.IN_PROGRESS or batch.is_due or batch.id in self._dry:
             return 0
         return self._pace(batch.id).may_begin(self._num_running(batch.id), self._clock.monotonic())
@@ -240,15 +248,18 @@ class BatchWorker:
 
     def _begin(self, line: ClaimedLine) -> None:
         if line.key in self._held():
-            return  # its lease had run out, and it is ours again
+            return  # its lease had expired, and this worker has claimed it again
         task = asyncio.create_task(self._runner.run(line), name="batch-line")
         task.add_done_callback(partial(self._end, line))
         self._running[line.key] = line, task
-        if self._is_draining:  # since it was asked for
+        if self._is_draining:  # draining began after the claim
             task.cancel()
 
     def _end(self, line: ClaimedLine, task: asyncio.Task[Outcome]) -> None:
-        """Also where it was cancelled: given back then, which changes nothing where it is not ours any more."""
+        """Take the outcome of a task; give back a cancelled line.
+
+        That changes nothing if the line belongs to another worker by now.
+        """
         self._running.pop(line.key, None)
         if task.cancelled():
             self._outcomes.append(RequeuedLine(line, 0.0, line.num_refusals, line.num_failures))
@@ -258,7 +269,7 @@ class BatchWorker:
         self._rounds.wake()
 
     def _note(self, batch_id: str, outcome: Outcome) -> None:
-        """Go on with the batch as its lines fare."""
+        """Update the batch's pacing by the outcome of a line."""
         pace, now_s = self._pace(batch_id), self._clock.monotonic()
         if isinstance(outcome, AnsweredLine):
             pace.answered(now_s)
@@ -272,7 +283,7 @@ class BatchWorker:
 
 
 def in_pieces(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
-    """In their order, as many in each as a transaction may store."""
+    """Split outcomes, in order, into pieces of at most BYTES_AT_ONCE for one transaction each."""
     pieces: list[list[Outcome]] = []
     room = 0
     for outcome in outcomes:

@@ -14,7 +14,7 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class SloTarget:
     """SLO of a class: limits on TTFT and TPOT, or a limit on the completion time.
 
     The TTFT limit is `ttft_s` plus `ttft_s_per_1k` per 1,000 prompt tokens; `tpot_s` limits the mean time of the other
@@ -40,7 +40,7 @@ class Promise:
 
 # A class that is not shipped gets the SLO of the standard class.
 PROMISES = {
-    service.name: Promise(service.ttft_s, service.ttft_per_1k_s, service.tpot_s, service.completion_s)
+    service.name: SloTarget(service.ttft_s, service.ttft_per_1k_s, service.tpot_s, service.completion_s)
     for service in SHIPPED
 }
 
@@ -104,7 +104,7 @@ def latencies(served: Sequence[BenchAnswer]) -> dict[str, Any]:
     }
 
 
-def promise_of(answer: BenchAnswer) -> Promise:
+def promise_of(answer: BenchAnswer) -> SloTarget:
     return PROMISES.get(answer.request.service_class, PROMISES[STANDARD.name])
 
 

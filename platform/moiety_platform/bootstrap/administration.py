@@ -10,7 +10,7 @@ from typing import Self
 from litestar.handlers import HTTPRouteHandler
 
 from moiety_platform.adapters.cache import AdapterCache
-from moiety_platform.adapters.controller import AdapterRoom, adapter_routes
+from moiety_platform.adapters.controller import AdapterStorage, adapter_routes
 from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
@@ -25,7 +25,7 @@ from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations.controller import simulation_routes
 from moiety_platform.simulations.runner import Simulations
-from moiety_platform.tenant_deletion.controller import erasure_routes
+from moiety_platform.tenant_deletion.controller import tenant_deletion_routes
 from moiety_platform.tenant_deletion.engine_notice import EngineNotice
 from moiety_platform.webhooks.addresses import AddressPolicy, Network
 from moiety_platform.webhooks.controller import webhook_routes
@@ -57,7 +57,7 @@ class Administration:
         self._replicas = replicas
         self._teller = EngineNotice(database, replicas.connected)
         self._reach = AddressPolicy(networks_of(settings))
-        self._room = AdapterRoom(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
+        self._room = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         self.simulations = Simulations(
             looked_at, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
         )
@@ -91,7 +91,7 @@ class Administration:
             *expert_routes(ExpertService(self._replicas, self._clock)),
             *simulation_routes(self.simulations, self._replicas.states),
             *webhook_routes(self._reach, self._pepper),
-            *erasure_routes(traces=traces, on_begun=self._teller.wake),
+            *tenant_deletion_routes(traces=traces, on_begun=self._teller.wake),
             *adapter_routes(self._adapters, self._room),
             *settings_routes(source, live, reloader),
         ]

@@ -14,7 +14,7 @@ import zmq
 
 from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.clock import SystemClock
-from moiety_platform.engine_addresses import ExternalAddress, identity, is_foreign, is_name
+from moiety_platform.engine_addresses import ExternalAddress, identity, is_external, is_name
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.transport import ZmqEngineClient
@@ -91,7 +91,9 @@ class Engines:
                 await client.close()
 
         try:
-            keys = {address: self._key_of(ExternalAddress.parse(address), wanted) for address in foreign_of(after)}
+            keys = {
+                address: self._key_of(ExternalAddress.parse(address), wanted) for address in external_engine_of(after)
+            }
             new = [address for address in after if address not in before]
             clients.extend(self._client_of(address, wanted) for address in new if not is_name(address))
             watches = {name: self._watch_of(name) for name in new if is_name(name) and name not in self._watches}
@@ -156,7 +158,7 @@ class Engines:
 
     def _client_of(self, address: str, settings: GatewaySettings) -> EngineClient:
         """Return a new client for the address. Raises CannotUseEngine."""
-        if is_foreign(address):
+        if is_external(address):
             return self._foreign_client(ExternalAddress.parse(address), settings)
         return ZmqEngineClient(
             address,
@@ -192,11 +194,11 @@ def curve_of(settings: GatewaySettings) -> CurveKeys | None:
     return CurveKeys(settings.curve_server_key.encode(), settings.curve_public_key.encode(), secret.encode())
 
 
-def foreign_of(engines: Iterable[str]) -> list[str]:
-    return [address for address in engines if is_foreign(address)]
+def external_engine_of(engines: Iterable[str]) -> list[str]:
+    return [address for address in engines if is_external(address)]
 
 
 def key_files(settings: GatewaySettings) -> list[Path]:
     """Return the files with the API keys of external engines."""
-    found = [ExternalAddress.parse(address).key_file for address in foreign_of(settings.engines)]
+    found = [ExternalAddress.parse(address).key_file for address in external_engine_of(settings.engines)]
     return [path for path in found if path is not None]

@@ -38,7 +38,7 @@ PROMISES = (
         "then": {"required": ["downgrade_to"], "properties": {"downgrade_to": {"type": "string"}}},
     },
 )
-"""What a new class has to have."""
+"""JSON schemas that a new class must satisfy."""
 
 _TIMES = ("ttft_s", "tpot_s", "completion_s", "max_queue_s")
 

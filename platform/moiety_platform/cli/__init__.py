@@ -1,1 +1,1 @@
-"""The `moiety` command: what the user types, turned into calls. Knows no HTTP framework, no SQL and no torch."""
+"""The `moiety` command: it turns command lines into calls. Knows no HTTP framework, no SQL and no torch."""

@@ -1,4 +1,4 @@
-"""`python -m moiety_platform.cli`: the same as `moiety`."""
+"""Entry point of `python -m moiety_platform.cli`, which is the same as `moiety`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moiety adapter …`: LoRA adapters of tenants."""
+"""Commands `moiety adapter …`: LoRA adapters of tenants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ app = typer.Typer(no_args_is_help=True, help="LoRA adapters of tenants, as PEFT 
 def list_adapters(
     admin: Admin, tenant: Annotated[str | None, typer.Option(help="Of this tenant only, by name or id.")] = None
 ) -> None:
-    """Adapters, by tenant, model and name."""
+    """List adapters, by tenant, model and name."""
     tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
     admin.show_rows(admin.client.get("/adapters", tenant_id=tenant_id)["data"], COLUMNS)
 
@@ -51,7 +51,7 @@ def add_adapter(
         str | None, typer.Option(help="Instead of a folder: the NAME that engines were given by --adapter NAME=FOLDER.")
     ] = None,
 ) -> None:
-    """Upload an adapter for a tenant, or let it use one that the engines have. Nobody else can."""
+    """Upload an adapter for a tenant, or assign it one that the engines have. No other tenant can use it."""
     if (folder is None) == (engine_adapter is None):
         raise typer.BadParameter("give either a folder or --engine-adapter")
     for file in (CONFIG, TENSORS):
@@ -66,7 +66,7 @@ def add_adapter(
     try:
         _upload(admin, path, folder / TENSORS)
         published = admin.client.call("POST", f"{path}/publish")
-    except BaseException:  # so that the name is free for the next try
+    except BaseException:  # frees the name for another attempt
         admin.client.call("DELETE", path)
         raise
     admin.show_row(published)
@@ -78,7 +78,7 @@ def remove_adapter(
     admin: Admin,
     adapter_id: Annotated[str, typer.Argument(help="Id of the adapter; list them with: moiety adapter list.")],
 ) -> None:
-    """Let nobody use it any more."""
+    """Remove an adapter, so that no request can use it any more."""
     admin.show_row(admin.client.call("DELETE", path_of("adapters", adapter_id)))
 
 

@@ -1,4 +1,4 @@
-"""The admin API for the commands."""
+"""Client of the admin API for the commands."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ PAGE_LIMIT = 500
 
 @dataclass(frozen=True, slots=True)
 class AdminClient:
-    """One gateway and one admin key."""
+    """Client of one gateway with one admin key."""
 
     http: httpx.Client
 
     @classmethod
     def connect(cls, url: str | None, admin_key: str | None, data_dir: Path) -> AdminClient:
-        """From what was given, else from a local serve's data directory. Raises CommandError if there is no key."""
+        """Return a client for the given gateway and key, by default those of a local serve's data directory.
+
+        Raises CommandError if there is no key.
+        """
         if admin_key is None:
             admin_key = local_keys(data_dir, NO_KEY).admin_key
         return cls(connect(url, admin_key, data_dir, TIMEOUT_S))
@@ -35,18 +38,18 @@ class AdminClient:
     def call(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, **parameters: Any
     ) -> Any:
-        """The decoded answer. Raises NotReachable, NotAllowed or Refused."""
+        """Call the API and return the decoded response. Raises NotReachable, NotAllowed or Refused."""
         wanted = {name: value for name, value in parameters.items() if value is not None}
         return answer(self.http, method, f"/admin/v1{path}", json=body, params=wanted, headers=headers).json()
 
     def tagged(self, path: str, **parameters: Any) -> tuple[dict[str, Any], str]:
-        """One object, and its ETag."""
+        """Return one object and its ETag."""
         wanted = {name: value for name, value in parameters.items() if value is not None}
         found = answer(self.http, "GET", f"/admin/v1{path}", params=wanted)
         return found.json(), found.headers["ETag"]
 
     def pages(self, path: str, **parameters: Any) -> Iterator[dict[str, Any]]:
-        """All rows of a list, page by page."""
+        """Yield all rows of a list, page by page."""
         cursor: str | None = None
         while True:
             page = self.call("GET", path, limit=PAGE_LIMIT, cursor=cursor, **parameters)
@@ -58,7 +61,8 @@ class AdminClient:
     def find_tenant(self, name_or_id: str) -> dict[str, Any]:
         """Return the tenant with this id, or else the one with this name. Raises CommandError.
 
-        An id goes first, so that a tenant that is named like the id of another never takes its place."""
+        The id has precedence, so that a tenant whose name equals another's id never takes its place.
+        """
         if _ID.fullmatch(name_or_id):
             try:
                 return self.get(f"/tenants/{name_or_id}")

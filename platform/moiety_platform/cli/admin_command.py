@@ -1,4 +1,4 @@
-"""Commands over the admin API: each has its own options, and those that all of them have."""
+"""Commands over the admin API: each has its own options, and the common ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {  # name → (annotation, default)
 
 @dataclass(frozen=True)
 class Admin:
-    """What the common options say: which gateway to ask, and how to show its answers."""
+    """Common options of admin commands: the gateway to call, and the output format."""
 
     url: str | None
     admin_key: str | None
@@ -46,7 +46,7 @@ class Admin:
 
     @functools.cached_property
     def client(self) -> AdminClient:
-        """Connected when it is first needed, so that what is wrong with the command itself is said first."""
+        """Return the client, connected at first use, so that errors in the command itself are reported first."""
         return AdminClient.connect(self.url, self.admin_key, self.data_dir)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Admin:
 
 
 def admin_command(function: Callable[Concatenate[Admin, P], None]) -> Callable[..., None]:
-    """The function as a command whose first argument comes from the common options."""
+    """Turn the function into a command whose first argument comes from the common options."""
 
     def command(**given: Any) -> None:
         common = Admin(**{name: given.pop(name) for name in _COMMON})

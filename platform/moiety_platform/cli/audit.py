@@ -1,4 +1,4 @@
-"""`moiety audit …`."""
+"""Commands `moiety audit …`: list and verify the audit log."""
 
 from __future__ import annotations
 
@@ -47,8 +47,11 @@ def verify_chain(
         str | None, typer.Option(help="SEQ:HASH of an earlier run; the log must still have that entry.")
     ] = None,
 ) -> None:
-    """Compute the whole chain anew, here, and compare. Keep what it prints: a log that was cut off at its end, or made
-    anew from the beginning, is known only by it. Ends with 1 if the chain is broken."""
+    """Recompute the whole hash chain locally, and compare.
+
+    Keep the output: only it reveals a log that was cut off at its end, or rebuilt from the beginning. Ends with 1 if
+    the chain is broken.
+    """
     expected_seq, _, expected_hash = (expect or "").partition(":")
     seen = []
 
@@ -70,7 +73,7 @@ def verify_chain(
 
 
 def entries(client: AdminClient, object_id: str | None, *, whole: bool = False) -> Iterator[dict[str, Any]]:
-    """All entries, page by page. Raises CommandError where `whole` is asked for and the key does not see all."""
+    """Yield all entries, page by page. Raises CommandError if `whole` is set and the key does not see all entries."""
     after: int | None = 0
     while after is not None:
         page = client.get("/audit", limit=PAGE, after=after, object_id=object_id)
@@ -81,7 +84,7 @@ def entries(client: AdminClient, object_id: str | None, *, whole: bool = False) 
 
 
 def in_words(entry: dict[str, Any]) -> str:
-    """What changed, field by field; of what was made or deleted, its name."""
+    """Return a description of the change, field by field; for a created or deleted object, its name."""
     before, after = entry["before"], entry["after"]
     if entry["erased_at"] is not None:
         return "(erased)"

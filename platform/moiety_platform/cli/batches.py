@@ -1,4 +1,4 @@
-"""`moiety batch …`: a file of requests, answered when there is room for half the price."""
+"""Commands `moiety batch …`: files of requests that are answered with spare capacity at half the price."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def submit(
 ) -> None:
     """Upload a file of requests and have its lines answered.
 
-    With --wait it ends with 1 unless the batch is completed.
+    With --wait, ends with 1 unless the batch is completed.
     """
     path = endpoint or find_endpoint(file)
     with TenantClient.connect(url, key, data_dir) as client:
@@ -87,7 +87,7 @@ def list_batches(
     data_dir: DataDir = LOCAL,
     as_json: AsJson = False,
 ) -> None:
-    """The project's batches, newest first."""
+    """List the project's batches, newest first."""
     with TenantClient.connect(url, key, data_dir) as client:
         page = client.call("GET", "/batches", params={"limit": last})
     rows = page["data"] if as_json else [summarise(batch) for batch in page["data"]]
@@ -98,7 +98,7 @@ def list_batches(
 def status(
     batch_id: BatchId, url: Url = None, key: Key = None, data_dir: DataDir = LOCAL, as_json: AsJson = False
 ) -> None:
-    """How far a batch is, and what was wrong with it."""
+    """Show the progress of a batch, and the errors of its input file."""
     with TenantClient.connect(url, key, data_dir) as client:
         show(client.call("GET", path_of("batches", batch_id)), as_json)
 
@@ -107,7 +107,7 @@ def status(
 def cancel(
     batch_id: BatchId, url: Url = None, key: Key = None, data_dir: DataDir = LOCAL, as_json: AsJson = False
 ) -> None:
-    """Answer no more of a batch's lines; what was answered stays."""
+    """Cancel a batch: no more of its lines are answered; existing answers stay."""
     with TenantClient.connect(url, key, data_dir) as client:
         show(client.call("POST", path_of("batches", batch_id, "cancel")), as_json)
 
@@ -121,7 +121,7 @@ def results(
     key: Key = None,
     data_dir: DataDir = LOCAL,
 ) -> None:
-    """The answers of a batch that has ended, one a line, in the order of the input."""
+    """Write the answers of a batch that has ended, one per line, in input order."""
     with TenantClient.connect(url, key, data_dir) as client:
         batch = client.call("GET", path_of("batches", batch_id))
         if batch["status"] not in OVER:
@@ -136,7 +136,7 @@ def results(
 
 
 def find_endpoint(file: Path) -> str:
-    """The `url` of the first line that is not blank. Raises CommandError."""
+    """Return the `url` of the first line that is not blank. Raises CommandError."""
     with file.open("rb") as lines:
         for line in lines:
             if line.strip():
@@ -150,8 +150,10 @@ def find_endpoint(file: Path) -> str:
 
 
 def follow(client: TenantClient, batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch at its end; with a progress bar on a terminal. A gateway that is away is waited for, for a while.
-    Raises NotReachable, NotAllowed or CommandError."""
+    """Poll the batch to its end and return it; with a progress bar on a terminal.
+
+    Tolerates an unreachable gateway for PATIENCE_S. Raises NotReachable, NotAllowed or CommandError.
+    """
     heard_s = time.monotonic()
     with make_progress() as progress:
         task = progress.add_task(batch["status"], total=None)
@@ -176,7 +178,7 @@ def make_progress() -> Progress:
 
 
 def show(batch: Mapping[str, Any], as_json: bool) -> None:
-    """A batch, and for people what was wrong with its lines."""
+    """Show a batch and, as a table, the errors of its lines."""
     if as_json:
         show_json(batch)
         return
@@ -188,7 +190,7 @@ def show(batch: Mapping[str, Any], as_json: bool) -> None:
 
 
 def summarise(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table shows of it."""
+    """Return the fields of a batch for a table."""
     created = datetime.fromtimestamp(batch["created_at"], UTC).isoformat()
     return {
         **{name: batch[name] for name in ("id", "status", "endpoint")},

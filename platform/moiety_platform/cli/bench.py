@@ -1,4 +1,4 @@
-"""`moiety bench serve`: the load generator's options and output."""
+"""Command `moiety bench serve`: options and output of the load generator."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def serve(
     timeout_s: Annotated[float, typer.Option(min=0.001, help="Longest silence before a request is given up.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Measure a running gateway under open-loop load: latencies, promises kept by class, goodput, errors.
+    """Measure a running gateway under open-loop load: latencies, SLO attainment by class, goodput, errors.
 
     Ends with 1 if no request was served, 3 if the gateway does not answer.
     """
@@ -102,7 +102,7 @@ def make_requests(
 
 
 def parse_keys(values: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The keys given as `TENANT=KEY`, and those given alone."""
+    """Return the keys given as `TENANT=KEY`, and those given alone."""
     pairs = [value.rpartition("=") for value in values]
     named = {tenant: key for tenant, separator, key in pairs if separator}
     return named, [key for _, separator, key in pairs if not separator]
@@ -124,7 +124,7 @@ async def measure(
 
 
 def make_progress() -> Progress | None:
-    """On a terminal only."""
+    """Return a progress bar on a terminal, else None."""
     if not sys.stderr.isatty():
         return None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

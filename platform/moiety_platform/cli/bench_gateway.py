@@ -1,4 +1,4 @@
-"""`moiety bench gateway`: options and output."""
+"""Command `moiety bench gateway`: options and output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gateway(
     no_traces: Annotated[bool, typer.Option("--no-traces", help="Neither record nor keep traces.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Measure the gateway by itself, on one core, with the scripted engine and everything on that is on in service."""
+    """Measure the gateway alone, on one core, with the scripted engine and every production feature enabled."""
     settings = GatewayBench(tenants, connections, seconds, output_tokens, stream_tokens, soak_requests, not no_traces)
     console = Console(stderr=True)
     say = console.print if sys.stderr.isatty() else lambda _: None

@@ -1,4 +1,4 @@
-"""`moiety class …`."""
+"""Commands `moiety class …`: service classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = {
     "price_factor": "price ×",
 }
 NOTHING = "none"
-ROUNDED = 6  # digits; a table shows 0.033 s as it is
+ROUNDED = 6  # significant digits; a table shows 0.033 s unchanged
 
 app = typer.Typer(no_args_is_help=True, help="Service classes: what is promised, and what happens at overload.")
 
@@ -56,7 +56,7 @@ PriceOption = Annotated[float | None, typer.Option("--price-factor", help="Multi
 @app.command("list")
 @admin_command
 def list_classes(admin: Admin) -> None:
-    """All classes, best first."""
+    """List all classes, best first."""
     rows = admin.client.get("/classes")["data"]
     admin.show_rows(rows if admin.as_json else [plain(row) for row in rows], COLUMNS)
 
@@ -67,7 +67,7 @@ def show_class(
     admin: Admin,
     name: Name,
 ) -> None:
-    """One class."""
+    """Show one class."""
     _show(admin, admin.client.get(path_of("classes", name)))
 
 
@@ -88,7 +88,7 @@ def set_class(
     downgrade_to: DowngradeOption = None,
     price_factor: PriceOption = None,
 ) -> None:
-    """Change a class. It holds from the next request on, and at every gateway within seconds."""
+    """Change a class, with effect at the next request, and at every gateway within seconds."""
     change = _given(
         rank=rank, weight=weight, ttft_s=_seconds("--ttft-s", ttft_s), ttft_per_1k_s=ttft_per_1k_s,
         tpot_s=_seconds("--tpot-s", tpot_s), completion_s=_seconds("--completion-s", completion_s),
@@ -117,7 +117,7 @@ def create_class(
     downgrade_to: DowngradeOption = None,
     price_factor: PriceOption = None,
 ) -> None:
-    """Make a class; it needs --ttft-s or --completion-s."""
+    """Create a class; it needs --ttft-s or --completion-s."""
     body = _given(
         name=name, rank=rank, weight=weight, ttft_s=_seconds("--ttft-s", ttft_s), ttft_per_1k_s=ttft_per_1k_s,
         tpot_s=_seconds("--tpot-s", tpot_s), completion_s=_seconds("--completion-s", completion_s),
@@ -138,7 +138,7 @@ def delete_class(
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose numbers keep their small digits in a table."""
+    """Return a row whose numbers keep their small digits in a table."""
     return {
         field: f"{value:.{ROUNDED}g}" if isinstance(value, float) and value < 1000 else value
         for field, value in row.items()
@@ -150,7 +150,7 @@ def _show(admin: Admin, row: dict[str, Any]) -> None:
 
 
 def _seconds(option: str, text: str | None) -> float | str | None:
-    """Seconds, NOTHING for none, None where the option was not given."""
+    """Return seconds as a number, NOTHING for `none`, and None if the option was not given."""
     if text is None:
         return None
     if text.lower() == NOTHING:
@@ -162,6 +162,6 @@ def _seconds(option: str, text: str | None) -> float | str | None:
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given; `none` becomes null."""
+    """Return the given options; `none` becomes null."""
     given = {field: value for field, value in options.items() if value is not None}
     return {field: None if value == NOTHING and field != "name" else value for field, value in given.items()}

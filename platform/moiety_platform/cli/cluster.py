@@ -1,4 +1,4 @@
-"""`moiety cluster …`: what the Jobs of the Helm chart run. To be run in a pod."""
+"""Commands `moiety cluster …`, which the Jobs of the Helm chart run in a pod."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_secrets(
     ] = None,
     account: Account = ACCOUNT,
 ) -> None:
-    """Make the Secret that a deployment's parts share, or add what it lacks. What is there is never changed."""
+    """Create the Secret that a deployment's parts share, or add missing entries. Existing entries never change."""
     try:
         with SecretsApi.of_pod(os.environ, account) as api:
             added = ensure_secrets(api, name, database_host)
@@ -56,7 +56,7 @@ def make_owner(
     ] = False,
     account: Account = ACCOUNT,
 ) -> None:
-    """Make the first owner's key, in a store that has none, and keep it in a Secret as the entry `key`."""
+    """Create the first owner's key in a store without keys, and put it into a Secret as the entry `key`."""
     try:
         settings = GatewaySettings.load()
         pepper = pepper_of(settings)

@@ -1,5 +1,4 @@
-"""`moiety config …`: whether a configuration file is what the parts take, before they are started with it or read it
-again; and what a gateway goes by."""
+"""Commands `moiety config …`: check a configuration file before a part reads it, and show a gateway's settings."""
 
 from __future__ import annotations
 
@@ -31,9 +30,9 @@ from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.trace_receiver.settings import TraceSettings
 
 TRACES, SERVE = "traces", "serve"
-BY_OPTIONS = (SERVE, "engine", "dashboard")  # which have options and no settings
+BY_OPTIONS = (SERVE, "engine", "dashboard")  # these have options and no settings
 NOT_IN_FILES = ("config", "help", "version")
-PLACEHOLDER = "x" * 16  # where a setting without a default comes from the environment
+PLACEHOLDER = "x" * 16  # stands for a setting without a default that comes from the environment
 WAITS = "waits for a restart"
 PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
@@ -42,18 +41,18 @@ app = typer.Typer(no_args_is_help=True, help="The configuration file, and what a
 
 @app.callback()
 def config() -> None:
-    """The configuration file, and what a gateway goes by."""
+    """The configuration file, and the settings of a gateway."""
 
 
 class Against(StrEnum):
-    """What a file may be compared with."""
+    """Target that a file may be compared with."""
 
     RUNNING = "running"
 
 
 @dataclass(frozen=True)
 class SettingDifference:
-    """A setting of the gateway that runs, and what a file says; `taken` says when."""
+    """A setting that differs between the running gateway and a file; `taken` says when the change takes effect."""
 
     name: str
     now: Any
@@ -63,7 +62,7 @@ class SettingDifference:
 
 @dataclass(frozen=True)
 class Problem:
-    """`is_warning`: it works, and should not be so."""
+    """A problem in a file. `is_warning`: it works, but should be changed."""
 
     line: int
     name: str
@@ -82,7 +81,7 @@ def check(
     data_dir: DataDir = Path(".moiety"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
-    """Check a file: unknown names, values that are none, secrets in plain text. Ends with 1 if it would not work."""
+    """Check a file: unknown names, invalid values, secrets in plain text. Ends with 1 if it would not work."""
     try:
         problems = sorted(problems_of(file), key=lambda one: (one.line, one.name))
     except ConfigFileError as exc:
@@ -108,14 +107,14 @@ def check(
 
 @app.command("reference")
 def reference() -> None:
-    """Every setting of a file's tables, with its default and when a change of it is taken, in Markdown."""
+    """Print every setting of a file's tables, with its default and its reload behaviour, in Markdown."""
     say(reference_of({SECTION: GatewaySettings, TRACES: TraceSettings}), nl=False)
 
 
 @app.command("show")
 @admin_command
 def show(admin: Admin) -> None:
-    """What a gateway goes by: each setting with its value, its origin, and when a change of the file is taken."""
+    """Show a gateway's settings: value, origin, and when a change of the file takes effect."""
     told = admin.client.get("/settings")
     if admin.as_json:
         show_json(told)
@@ -129,7 +128,10 @@ def show(admin: Admin) -> None:
 
 
 def differences_from(file: Path, running: Sequence[Mapping[str, Any]]) -> Iterator[SettingDifference]:
-    """What a gateway would go by otherwise, were this its file. Secrets are not compared. Raises ConfigFileError."""
+    """Yield the settings that this file would change at the running gateway. Secrets are not compared.
+
+    Raises ConfigFileError.
+    """
     table = read_config_section(file, SECTION)
     wanted = GatewaySettings.model_validate(table)
     for one in running:
@@ -145,7 +147,7 @@ def differences_from(file: Path, running: Sequence[Mapping[str, Any]]) -> Iterat
 
 
 def problems_of(file: Path) -> Iterator[Problem]:
-    """Raises ConfigFileError."""
+    """Yield the problems of a file. Raises ConfigFileError."""
     document = read_config_section(file, None)
     lines = file.read_text(encoding="utf-8").splitlines()
     known = {SECTION, TRACES, *BY_OPTIONS}
@@ -183,7 +185,7 @@ def _of_settings(
 
 
 def _of_options(lines: list[str], section: str, table: Mapping[str, Any]) -> Iterator[Problem]:
-    """`moiety serve` and the parts of other packages take their options by name."""
+    """Yield the problems of a table of options, which `moiety serve` and parts of other packages take by name."""
     try:
         command = as_command(_command(section), section)
     except ModuleNotFoundError as exc:
@@ -211,7 +213,7 @@ def _command(section: str) -> Any:
 
 
 def _in_clear(lines: list[str], section: str, name: str, value: Any, kind: Any) -> Iterator[Problem]:
-    """Who may read the file is seldom who may know what is in it."""
+    """Yield a warning for a secret in plain text, since more people may read the file than may know the secret."""
     variable = f"MOIETY_{name.upper()}"
     if "SecretStr" in str(kind) or kind is SecretStr:
         told = f"a secret in plain text: give it in the environment, as {variable}"
@@ -222,7 +224,7 @@ def _in_clear(lines: list[str], section: str, name: str, value: Any, kind: Any) 
 
 
 def _line(lines: list[str], name: str, section: str | None = None) -> int:
-    """Where a name stands: after its table's own line, if that is given; 1 where it cannot be told."""
+    """Return the line of a name: after its table's own line, if `section` is given; 1 if it is not found."""
     start = _line(lines, section) if section is not None else 0
     wanted = re.compile(rf"""\s*\[?["']?{re.escape(name)}["']?\s*[\]=:]""")
     for number, line in enumerate(lines[start:], start=start + 1):

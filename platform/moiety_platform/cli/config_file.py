@@ -1,4 +1,4 @@
-"""`--config FILE` for a command: a table of a TOML or YAML file gives defaults for the options that were not given."""
+"""Option `--config FILE` of a command: a table of a TOML or YAML file gives defaults for missing options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moiety_platform.config_file import ConfigFileError, read_config_section
 
 
 def take_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Callback of an eager `--config`: the command's table becomes the defaults of its options."""
+    """Callback of an eager `--config`: make the command's table the defaults of its options."""
     if path is None:
         return None
     section = context.info_name or ""
@@ -37,7 +37,7 @@ FileOption = Annotated[
 
 
 def with_file(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A command of a package that knows no file, with `--config` beside its own options."""
+    """Add `--config` to a command of a package that does not support files."""
 
     def command(**given: Any) -> Any:
         del given["config"]

@@ -1,4 +1,4 @@
-"""`moiety curve-keygen`: make a pair of CURVE keys for an engine or a gateway."""
+"""Command `moiety curve-keygen`: create a pair of CURVE keys for an engine or a gateway."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ OWNER_ONLY = 0o600
 def curve_keygen(
     file: Annotated[Path, typer.Argument(help="File for the secret key; the public key goes to FILE.pub beside it.")],
 ) -> None:
-    """Make a CURVE key pair, write both keys to files, print the public key.
+    """Create a CURVE key pair, write both keys to files, and print the public key.
 
-    Only the owner can read the files (mode 0600). A file that is there is never overwritten.
+    Only the owner can read the files (mode 0600). Existing files are never overwritten.
     """
     public_file = file.with_name(f"{file.name}.pub")
     public, secret = zmq.curve_keypair()

@@ -1,4 +1,4 @@
-"""Bills against what engines wrote down: for each request, the output tokens that were billed and that were counted."""
+"""Comparison of bills with engines' journals: the billed and the counted output tokens of each request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moiety_platform.cli.errors import CommandError
 from moiety_platform.errors import WAIVED
 
 MAX_SHOWN = 100
-NEVER_BILLED = ("rejected",)  # nothing of it was sent
+NEVER_BILLED = ("rejected",)  # nothing of the answer was sent
 
 
 class _Line(msgspec.Struct):
-    """Of an engine's journal, what is compared."""
+    """Compared fields of a line of an engine's journal."""
 
     at_unix_ns: int
-    request_id: str  # of one answer: the request's, and its number
+    request_id: str  # of one answer: the request's id and the answer's number
     output_tokens: int
 
 
@@ -28,8 +28,11 @@ _decoder = msgspec.json.Decoder(_Line)
 
 
 def read_journals(paths: Iterable[Path], since: datetime) -> dict[str, dict[str, int]]:
-    """Request id → answer → output tokens, of what ended since. Of an answer that several engines had a part in, each
-    counts all before it too, so the most counts. Raises CommandError for a file that is no journal."""
+    """Return output tokens by request id and answer id, of requests that ended since `since`.
+
+    If several engines worked on an answer, each counts everything before it too, so the highest count is used. Raises
+    CommandError for a file that is no journal.
+    """
     counted: dict[str, dict[str, int]] = {}
     for path in paths:
         for number, text in enumerate(path.read_bytes().splitlines(), 1):
@@ -46,13 +49,15 @@ def read_journals(paths: Iterable[Path], since: datetime) -> dict[str, dict[str,
 
 
 def _was_waived(row: Mapping[str, Any]) -> bool:
-    """Whether nothing of the request is billed because nothing of its answer was sent."""
+    """Return whether nothing of the request is billed because nothing of its answer was sent."""
     return row.get("error_code") in {error.default_code for error in WAIVED} and not row["output_tokens"]
 
 
 def compare(counted: Mapping[str, Mapping[str, int]], requests: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Requests whose bill is not what was counted; `unproven` are those that no journal has, since their engine was
-    killed, or whose engine lost the gateway before their end."""
+    """Return the requests whose bill differs from the count.
+
+    `unproven` are those in no journal, because their engine was killed, or lost the gateway before their end.
+    """
     differences, compared = [], 0
     for request_id, answers in counted.items():
         row = requests.get(request_id)

@@ -1,10 +1,11 @@
-"""How a command ends: the exit codes, and the errors that carry them.
+"""Exit codes of commands, and the errors that carry them.
 
-CommandError          1  it did not work; the message says what to do next
+CommandError          1  the command failed; the message says what to do next
 ├── NotReachable      3  the gateway did not answer
-├── Refused           1  the gateway would not do it as it was asked to
+├── Refused           1  the gateway refused the request
 └── NotAllowed        4  the gateway refused the key
-Wrong usage (an unknown option, a value of the wrong form) ends with 2.
+
+Wrong usage (an unknown option, a malformed value) ends with 2.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ EXIT_NOT_ALLOWED = 4
 
 
 class CommandError(Exception):
-    """Shown as one line on standard error, without a traceback."""
+    """Error shown as one line on standard error, without a traceback."""
 
     exit_code: ClassVar[int] = EXIT_FAILED
 
 
 class Refused(CommandError):
-    """`param` is the field that it was for, if the gateway said one."""
+    """The gateway refused the request. `param` is the field in question, if the gateway named one."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""`moiety gateway`: the options, and on request the store made ready before the gateway opens it."""
+"""Command `moiety gateway`: its options, and on request the preparation of the store before the gateway opens it."""
 
 from __future__ import annotations
 
@@ -63,10 +63,11 @@ def gateway(
         typer.Option(help="Make an admin key and a tenant with a key if this file is missing or the store empty."),
     ] = None,
 ) -> None:
-    """Run the HTTP gateway alone. Each option may also be set in the environment, as MOIETY_PORT for --port. A
-    change of the file is taken within seconds, as far as it needs no restart; SIGHUP has it read at once.
+    """Run the HTTP gateway alone. Each option may also be set in the environment, as MOIETY_PORT for --port.
 
-    Ends with 0 after a stop, 1 when it could not start, 2 for a wrong option or setting.
+    A change of the file takes effect within seconds, unless it needs a restart; SIGHUP reads the file at once.
+
+    Ends with 0 after a stop, 1 if it could not start, 2 for a wrong option or setting.
     """
     os.umask(PRIVATE_UMASK)
     flags = {
@@ -82,7 +83,7 @@ def gateway(
             find_upgrade()(settings.store_url)
         if first_keys is not None:
             keys = asyncio.run(ensure_first_keys(settings, reissue=not first_keys.exists()))
-            if keys is not None:  # where the store was empty, those of the file were another store's
+            if keys is not None:  # if the store was empty, the keys in the file belong to another store
                 write_first_keys(first_keys, keys)
         run_gateway(source)
     except (AddressUnavailable, CannotFollow, BadPepper, BadDatabaseUrl, PlatformError) as exc:
@@ -90,7 +91,7 @@ def gateway(
 
 
 async def ensure_first_keys(settings: GatewaySettings, *, reissue: bool) -> FirstKeys | None:
-    """New keys for the owner and for the tenant to try with, if the store has none at all or `reissue` is given."""
+    """Return new keys for the owner and a first tenant if the store has none, or with `reissue`; else None."""
     pepper = pepper_of(settings)
     database = Database.open(settings.store_url)
     try:

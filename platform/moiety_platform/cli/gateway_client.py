@@ -1,4 +1,4 @@
-"""What the commands' clients share: which gateway, which key, and answers or errors with an exit code."""
+"""Shared client code of the commands: the gateway's address, the key, responses, and errors with an exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def local_keys(data_dir: Path, lacking: str) -> FirstKeys:
-    """The keys of a local serve. Raises CommandError; `lacking` says which key there is not, and what to give."""
+    """Return the keys of a local serve. Raises CommandError; `lacking` says which key is missing, and what to give."""
     try:
         keys = read_first_keys(data_dir)
     except SupervisorError as exc:
@@ -29,7 +29,7 @@ def local_keys(data_dir: Path, lacking: str) -> FirstKeys:
 
 
 def connect(url: str | None, key: str, data_dir: Path, timeout_s: float) -> httpx.Client:
-    """To the address that was given, else to a local serve's."""
+    """Return a client for the given address, by default that of a local serve."""
     address = url or read_url(data_dir) or DEFAULT_URL
     return httpx.Client(base_url=address, headers={"Authorization": f"Bearer {key}"}, timeout=timeout_s)
 
@@ -40,12 +40,12 @@ def path_of(*segments: object) -> str:
 
 
 def call(http: httpx.Client, method: str, path: str, **request: Any) -> Any:
-    """The decoded answer. Raises NotReachable, NotAllowed or Refused."""
+    """Return the decoded response. Raises NotReachable, NotAllowed or Refused."""
     return answer(http, method, path, **request).json()
 
 
 def answer(http: httpx.Client, method: str, path: str, **request: Any) -> httpx.Response:
-    """That it could be done. Raises NotReachable, NotAllowed or Refused."""
+    """Return the response of a successful request. Raises NotReachable, NotAllowed or Refused."""
     with reaching(http):
         response = http.request(method, path, **request)
     raise_for_status(response)
@@ -54,7 +54,7 @@ def answer(http: httpx.Client, method: str, path: str, **request: Any) -> httpx.
 
 @contextmanager
 def reaching(http: httpx.Client) -> Iterator[None]:
-    """Raises NotReachable in place of whatever HTTP says."""
+    """Raise NotReachable in place of any HTTP client error."""
     try:
         yield
     except httpx.HTTPError as exc:
@@ -63,7 +63,7 @@ def reaching(http: httpx.Client) -> Iterator[None]:
 
 
 def raise_for_status(response: httpx.Response) -> None:
-    """Raises NotAllowed or Refused for the answer of an error, which has been read."""
+    """Raise NotAllowed or Refused for an error response, whose body has been read."""
     if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         raise NotAllowed(_message(response))
     if response.is_error:
@@ -71,7 +71,7 @@ def raise_for_status(response: httpx.Response) -> None:
 
 
 def _message(response: httpx.Response) -> str:
-    """Of an error, or what there is of it."""
+    """Return the message of an error response, or a description if the body has none."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""`moiety key …`. A key's text is shown once, by the command that makes it."""
+"""Commands `moiety key …`. A key's text is shown once, by the command that creates it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def list_keys(
     tenant: Annotated[str | None, typer.Option(help="Only those of this tenant (name or id).")] = None,
     role: Annotated[Role | None, typer.Option(help="Only administrators' keys of this role.")] = None,
 ) -> None:
-    """Keys, oldest first, without their secrets. Those with a role are administrators'."""
+    """List keys, oldest first, without their secrets. Those with a role are administrators'."""
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
     rows = list(admin.client.pages("/keys", tenant_id=tenant_id, role=role))
     shown = [{**row, "belongs_to": row["project_id"] or row["tenant_id"]} for row in rows]
@@ -61,7 +61,7 @@ def create_key(
     model: Annotated[list[str] | None, typer.Option(help="A model it may use; repeatable; all if not given.")] = None,
     expires_in_days: Annotated[float | None, typer.Option(min=0.0001, help="Never, if not given.")] = None,
 ) -> None:
-    """Make a key for a tenant's clients, or with --role one for an administrator, which only owners may."""
+    """Create a key for a tenant's clients, or with --role one for an administrator, which only owners may."""
     body: dict[str, Any] = {"name": name, "allowed_models": model or None}
     if role is not None:
         if complaint := tenant_complaint(role, tenant):
@@ -86,7 +86,7 @@ def rotate_key(
         int | None, typer.Option(min=0, help="How long the old one still works; a day if not given.")
     ] = None,
 ) -> None:
-    """Make a key's successor, with the same rights."""
+    """Create a key's successor, with the same rights."""
     body = {} if grace_s is None else {"grace_s": grace_s}
     show_made(admin.client.call("POST", path_of("keys", key_id, "rotate"), body), admin.as_json)
 
@@ -97,12 +97,12 @@ def revoke_key(
     admin: Admin,
     key_id: KeyId,
 ) -> None:
-    """Make a key useless, for good."""
+    """Revoke a key permanently."""
     admin.show_row(admin.client.call("POST", path_of("keys", key_id, "revoke")))
 
 
 def find_or_make_project(client: AdminClient, tenant_id: str, name: str) -> str:
-    """The project's id; a tenant's first key should not need a second command, so `default` is made if missing."""
+    """Return the project's id; a missing `default` is created, so that a tenant's first key needs only one command."""
     if name == DEFAULT_PROJECT and not list(client.pages("/projects", tenant_id=tenant_id, name=name)):
         return str(client.call("POST", "/projects", {"name": name, "tenant_id": tenant_id})["id"])
     return str(client.find_project(tenant_id, name)["id"])

@@ -1,4 +1,4 @@
-"""Commands that are imported only when they are called, so that `moiety --help` costs nothing that it does not show.
+"""Lazy commands, imported only when they are called, so that `moiety --help` imports nothing that it does not show.
 
 A target is `module:attribute`; the attribute is a Typer application (a group of commands) or a plain function (one
 command). Targets in other packages come through entry points, so this package never imports them.
@@ -34,11 +34,11 @@ EXTRA_OF_PACKAGE = {
     "pandas": "dashboard",
     "vl_convert": "plot",
 }
-COMPLETION = ("install_completion", "show_completion")  # of a shell, which calls `moiety` and not a command of it
+COMPLETION = ("install_completion", "show_completion")  # shell completion calls `moiety`, not a subcommand
 
 
 def explain_missing_package(exc: ModuleNotFoundError) -> CommandError | None:
-    """The error to show when an optional part is not installed; None if the missing module is none of theirs."""
+    """Return the error for an optional part that is not installed; None if the missing module belongs to none."""
     package = (exc.name or "").partition(".")[0]
     extra = EXTRA_OF_PACKAGE.get(package)
     if extra is None:
@@ -47,22 +47,22 @@ def explain_missing_package(exc: ModuleNotFoundError) -> CommandError | None:
 
 
 class LazyCommand(TyperCommand):
-    """Stands in the list of commands with its name and help; becomes the real command when it is called."""
+    """Placeholder with a command's name and help, which loads the real command when it is called."""
 
     def __init__(
         self, name: str, summary: str, load: Callable[[], Any], grow: Callable[[TyperGroup], None] | None = None
     ) -> None:
-        """`grow` adds to a group of commands those that other packages have for it."""
+        """Create the placeholder; `grow` adds commands of other packages to a group."""
         super().__init__(name=name, help=summary)
         self._load = load
         self._grow = grow
 
-    # The signature is the one of the command-line library, old (click) and new (its own copy).
+    # The signature is that of the command-line library, old (click) and new (its own copy).
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         return self.load().make_context(info_name, args, parent=parent, **extra)
 
     def load(self) -> TyperCommand | TyperGroup:
-        """Import the command. Raises CommandError with the extra to install where a part is missing."""
+        """Import the command. Raises CommandError with the extra to install if a part is missing."""
         try:
             loaded = self._load()
         except ModuleNotFoundError as exc:
@@ -82,7 +82,7 @@ def load_target(target: str) -> Any:
 
 
 def as_command(target: Any, name: str) -> TyperCommand | TyperGroup:
-    """A Typer application as it is; a plain function as an application of one command."""
+    """Return a Typer application unchanged; a plain function as an application of one command."""
     app = target
     if not isinstance(target, typer.Typer):
         app = typer.Typer(add_completion=False)
@@ -101,9 +101,12 @@ def add_lazy_commands(
     grow: Mapping[str, Callable[[TyperGroup], None]] = MappingProxyType({}),
     change: Mapping[str, Callable[[Any], Any]] = MappingProxyType({}),
 ) -> None:
-    """Add our own commands (name → target, summary), then those of the entry points; an entry point whose name is in
-    `summaries` is listed with that line, any other with the name of its module. Groups of our own whose name is in
-    `grow` are given to that once they are loaded; what an entry point leads to is changed by that of its name."""
+    """Add our own commands (name → target, summary), then those of the entry points.
+
+    An entry point whose name is in `summaries` is listed with that line, any other with the name of its module. A
+    loaded group of our own is passed to the function of its name in `grow`; the target of an entry point is transformed
+    by the function of its name in `change`.
+    """
     for name, (target, summary) in own.items():
         group.add_command(LazyCommand(name, summary, partial(load_target, target), grow.get(name)))
     for point in points:

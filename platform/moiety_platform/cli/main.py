@@ -1,4 +1,4 @@
-"""The root of the `moiety` command and the one place where its errors become exit codes."""
+"""Root of the `moiety` command, and the only place that turns its errors into exit codes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ COMMANDS = {
     "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
     "usage": ("moiety_platform.cli.usage:app", "Show what was used, by tenant, model or hour, and check the books."),
 }
-WITH_FILE = ("engine", "dashboard")  # which other packages have, that know no file
+WITH_FILE = ("engine", "dashboard")  # commands of other packages, which do not read files
 SUMMARIES = {
     "engine": "Run one engine (a model replica) alone.",
     "dashboard": "Run the dashboard alone.",
@@ -115,7 +115,7 @@ def root(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Serve mixture-of-experts language models to many tenants: a lawful share for each."""
+    """Serve mixture-of-experts language models to many tenants, with a fair share for each."""
 
 
 def bench() -> None:
@@ -123,7 +123,7 @@ def bench() -> None:
 
 
 def build() -> TyperGroup:
-    """The whole command; nothing of a subcommand is imported yet."""
+    """Build the whole command; subcommands are not imported yet."""
     points = entry_points()
     group = make_group("moiety", root)
     batches = partial(

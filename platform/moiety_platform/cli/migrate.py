@@ -1,4 +1,4 @@
-"""`moiety migrate`: becomes the migrations' own program, which this package does not import."""
+"""Command `moiety migrate`: executes the program of the migrations, which this package does not import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ migrate = typer.Typer(add_completion=False)
 
 @migrate.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
 def run_migrations(context: typer.Context) -> None:
-    """Bring the database's tables up to date (`upgrade`, the default), go back, or say where they are (`current`)."""
+    """Migrate the database's tables (`upgrade`, the default), downgrade them, or show their revision (`current`)."""
     arguments = list(context.args)
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, "upgrade")

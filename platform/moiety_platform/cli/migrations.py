@@ -1,4 +1,4 @@
-"""The migrations, which this package does not import."""
+"""Access to the migrations, which this package does not import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIGRATIONS_GROUP = "moiety.migrations"  # its entry point `upgrade` takes a data
 
 
 def find_upgrade() -> Callable[[str], str]:
-    """What brings a database up to date. Raises CommandError where it is not installed."""
+    """Return the function that migrates a database. Raises CommandError if it is not installed."""
     found = entry_points(group=MIGRATIONS_GROUP, name="upgrade")
     if not found:
         raise CommandError("no installed package brings the database's migrations; reinstall moiety")

@@ -1,4 +1,4 @@
-"""`moiety price …`."""
+"""Commands `moiety price …`: prices of models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ServiceClass = Annotated[
 @app.command("list")
 @admin_command
 def list_prices(admin: Admin) -> None:
-    """All prices, in dollars a million tokens."""
+    """List all prices, in dollars per million tokens."""
     admin.show_rows(admin.client.get("/prices")["data"], COLUMNS)
 
 
@@ -44,7 +44,7 @@ def set_price(
     ] = None,
     service_class: ServiceClass = None,
 ) -> None:
-    """Set a price, or change it. It holds for requests that begin from then on, at every gateway within seconds."""
+    """Set a price, or change it, with effect on requests that begin later, at every gateway within seconds."""
     body = {"model": model, "input": input_price, "output": output}
     optional = {"cached_input": cached_input, "service_class": service_class}
     body |= {name: value for name, value in optional.items() if value is not None}
@@ -54,5 +54,5 @@ def set_price(
 @app.command("delete")
 @admin_command
 def delete_price(admin: Admin, model: Model, service_class: ServiceClass = None) -> None:
-    """Take a price away: what the model does costs nothing then."""
+    """Delete a price: the model's requests cost nothing then."""
     admin.show_row(admin.client.call("DELETE", "/prices", model=model, service_class=service_class))

@@ -1,4 +1,4 @@
-"""Lines of commands on the terminal."""
+"""Output of command lines on the terminal."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from moiety_platform.printable import printable_lines
 
 
 def say(text: object, *, err: bool = False, nl: bool = True) -> None:
-    """Write lines, in which nothing that others wrote is an escape sequence of the terminal."""
+    """Write lines; terminal escape sequences in foreign text are made harmless."""
     typer.echo(printable_lines(str(text)), err=err, nl=nl)

@@ -1,4 +1,4 @@
-"""`moiety quota …`."""
+"""Commands `moiety quota …`: quotas and rate limits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def list_quotas(
     project: ProjectOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Limits with what is used of them, oldest first; of one tenant, project or key if that is given."""
+    """List limits with their use, oldest first; of one tenant, project or key if that is given."""
     given = _scopes(admin.client, tenant, project, key)
     scope_id = given[0][1] if given else None
     _show(admin, list(admin.client.pages("/quotas", scope_id=scope_id)))
@@ -67,7 +67,7 @@ def set_quota(
         typer.Option(help="Percents of the caps a day or month, as 50,80,100, that webhooks are told of; or none."),
     ] = None,
 ) -> None:
-    """Set limits, or change their caps. They hold at every gateway within seconds."""
+    """Set limits, or change their caps, with effect at every gateway within seconds."""
     percents = thresholds(alert_at)
     caps = {
         "requests_per_minute": requests_per_minute,
@@ -99,12 +99,12 @@ def delete_quota(
     admin: Admin,
     quota_id: QuotaId,
 ) -> None:
-    """Take a limit away."""
+    """Delete a limit."""
     admin.show_row(admin.client.call("DELETE", path_of("quotas", quota_id)))
 
 
 def _scopes(client: AdminClient, tenant: str | None, project: str | None, key: str | None) -> list[tuple[str, str]]:
-    """What was named, as (level, id)."""
+    """Return the given scopes as (level, id)."""
     found = []
     if tenant is not None:
         found.append(("tenant", client.find_tenant(tenant)["id"]))
@@ -116,7 +116,7 @@ def _scopes(client: AdminClient, tenant: str | None, project: str | None, key: s
 
 
 def nano_dollars(text: str | None) -> int | None:
-    """An amount that was given in dollars. Raises typer.BadParameter."""
+    """Return an amount in dollars as nano-dollars. Raises typer.BadParameter."""
     try:
         return None if text is None else parse_dollars(text)
     except ValueError as exc:
@@ -124,7 +124,7 @@ def nano_dollars(text: str | None) -> int | None:
 
 
 def thresholds(text: str | None) -> list[int] | None:
-    """Percents as they were given, none of them for `none`. Raises typer.BadParameter."""
+    """Return the given percents; an empty list for `none`. Raises typer.BadParameter."""
     if text is None or text.strip() == "none":
         return None if text is None else []
     try:
@@ -134,7 +134,7 @@ def thresholds(text: str | None) -> list[int] | None:
 
 
 def _show(admin: Admin, rows: list[dict[str, Any]]) -> None:
-    """JSON has nano-dollars, tables dollars."""
+    """Show limits; JSON has nano-dollars, tables dollars."""
     admin.show_rows(rows if admin.as_json else [_in_dollars(row) for row in rows], COLUMNS)
 
 

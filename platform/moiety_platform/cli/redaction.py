@@ -1,4 +1,4 @@
-"""Settings without their secrets, for what leaves the deployment."""
+"""Redaction of secrets from settings that leave the deployment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COUNTS = re.compile(r"(?i)(max|num|keys?_per|tokens?$|_window_tokens|server_key
 
 
 def redact_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Names and values, of secrets only whether they are set."""
+    """Return names and values; for a secret, only whether it is set."""
     return {
         name: HIDDEN if value is not None and is_secret(name) else value if value is None else _plain(value)
         for name, value in settings.items()

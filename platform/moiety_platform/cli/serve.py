@@ -1,4 +1,4 @@
-"""`moiety serve`: from the options to the supervisor. Imports neither the web stack nor torch."""
+"""Command `moiety serve`: from the options to the supervisor. Imports neither the web stack nor torch."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def serve(
     threads: given.ThreadsOption = None,
     scripted: given.ScriptedOption = False,
 ) -> None:
-    """Serve a model to tenants with keys, everything in one go: engine, gateway, dashboard, trace store and an embedded
-    database.
+    """Serve a model to tenants with keys: engine, gateway, dashboard, trace store and an embedded database.
 
-    The first start makes an admin key, a tenant and a key for it. Ctrl-C lets running answers end, then stops.
-    Ends with 0 after a stop, 1 when it could not start, 2 for a wrong option.
+    The first start creates an admin key, a tenant and a key for it. Ctrl-C lets running answers end, then stops.
+
+    Ends with 0 after a stop, 1 if it could not start, 2 for a wrong option.
     """
     os.umask(PRIVATE_UMASK)
     engine = {
@@ -89,7 +89,7 @@ def serve(
 
 
 def claim_operations_port(host: str, operations_host: str, wanted: int | None) -> int | None:
-    """The port of the operations listener. None: the API's port serves those pages too, as only loopback may."""
+    """Return the port of the operations listener; None if the API's port also serves it, which requires loopback."""
     if wanted is None and host in LOOPBACK:
         return None
     port = OPERATIONS_PORT if wanted is None else wanted
@@ -97,7 +97,7 @@ def claim_operations_port(host: str, operations_host: str, wanted: int | None) -
 
 
 def run(options: ServeOptions, data_dir: Path) -> None:
-    """Until it is asked to stop. Raises SupervisorError."""
+    """Run until a stop is requested. Raises SupervisorError."""
     with DataDir(data_dir) as opened:
         if "MOIETY_KEY_PEPPER" not in os.environ:
             opened.check_pepper()
@@ -105,7 +105,7 @@ def run(options: ServeOptions, data_dir: Path) -> None:
 
 
 def name_of(model: str | None) -> str:
-    """The demo model's name, a folder's last part, or a hub id as it is."""
+    """Return the demo model's name, the last part of a folder's path, or a hub id unchanged."""
     if model is None:
         return DEMO_NAME
     return Path(model).resolve().name if Path(model).is_dir() else model

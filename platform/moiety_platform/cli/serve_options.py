@@ -1,4 +1,4 @@
-"""The options of `moiety serve`: names, environment variables and help. What they do is the command's business."""
+"""Options of `moiety serve`: names, environment variables and help."""
 
 from __future__ import annotations
 

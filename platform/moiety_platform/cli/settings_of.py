@@ -1,4 +1,4 @@
-"""The gateway's settings for a command that needs them, with what is wrong told as a command tells it."""
+"""Loading of the gateway's settings for commands, with errors as usage errors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moiety_platform.settings import SECTION, GatewaySettings
 
 
 def load_settings(config: Path | None, **flags: Any) -> GatewaySettings:
-    """Raises typer.BadParameter."""
+    """Load the settings. Raises typer.BadParameter."""
     with _told():
         return GatewaySettings.load(config, **flags)
 
 
 def open_settings(config: Path | None, **flags: Any) -> SettingsSource[GatewaySettings]:
-    """Those of a process that reads its file again. Raises typer.BadParameter."""
+    """Return the settings source of a process that reads its file again. Raises typer.BadParameter."""
     options = [name for name, value in flags.items() if value is not None]
     with _told():
         return SettingsSource.open(config, SECTION, partial(GatewaySettings.load, config, **flags), options)

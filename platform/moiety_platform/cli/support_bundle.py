@@ -1,4 +1,4 @@
-"""`moiety support-bundle`: what whoever helps has to know, in one file, without a secret."""
+"""Command `moiety support-bundle`: one file with the information that support needs, without secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import typer
 from pydantic import SecretStr
 
 from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME
-from moiety_platform.cli.doctor.command import DoctorContext, examine, patient_of
+from moiety_platform.cli.doctor.command import DoctorContext, doctor_context_of, examine
 from moiety_platform.cli.doctor.machine import versions
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.printing import say
@@ -28,7 +28,7 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import KEYS_FILE
 
 TIMEOUT_S = 10.0
-MAX_LOG_BYTES = 2 * 1024 * 1024  # the end of each
+MAX_LOG_BYTES = 2 * 1024 * 1024  # from the end of each log
 OF_OPERATIONS = {"health.json": "/healthz", "readiness.json": "/readyz", "metrics.txt": "/metrics"}
 OF_ADMIN = {
     "engines.json": "/admin/v1/engines",
@@ -52,11 +52,11 @@ def support_bundle(
     ] = None,
     log: Annotated[list[Path] | None, typer.Option(help="A log file, whose end is put in; repeatable.")] = None,
 ) -> None:
-    """Put versions, settings, the doctor's findings, metrics, engines' loads and the ends of logs into one file.
+    """Write versions, settings, the doctor's findings, metrics, engines' loads and the ends of logs into one file.
 
-    Keys, passwords and tokens are taken out. Look at the file before you hand it on all the same.
+    Keys, passwords and tokens are removed. Check the file before you pass it on.
     """
-    patient = patient_of(config, data_dir, database_url, engine, url, admin_key, None, None)
+    patient = doctor_context_of(config, data_dir, database_url, engine, url, admin_key, None, None)
     secrets = secrets_of(patient)
     target = output or Path(f"moiety-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.tar.gz")
     logs = log or sorted((patient.settings.data_dir / "logs").glob("*.log"))
@@ -72,7 +72,7 @@ def support_bundle(
 
 
 def secrets_of(patient: DoctorContext) -> list[str]:
-    """All that this process knows to be secret."""
+    """Return all secrets that this process knows."""
     settings = patient.settings
     found = [one.get_secret_value() for _, one in settings if isinstance(one, SecretStr)]
     found += [patient.admin_key or ""]
@@ -86,7 +86,7 @@ def secrets_of(patient: DoctorContext) -> list[str]:
 
 
 def _parts(patient: DoctorContext, operations_url: str | None, logs: list[Path]) -> Iterator[tuple[str, str]]:
-    """Name and text of each."""
+    """Yield the name and text of each part."""
     yield "versions.json", _json(versions())
     yield "settings.json", _json(redact_settings(_settings(patient.settings)))
     findings = asyncio.run(examine(patient, SystemClock()))
@@ -107,7 +107,7 @@ def _settings(settings: GatewaySettings) -> dict[str, Any]:
 
 
 def _get(http: httpx.Client, path: str, key: str | None) -> str:
-    """What is answered, or why nothing is: that belongs into the bundle too."""
+    """Return the response's text, or the reason for a missing response, which belongs in the bundle too."""
     try:
         return http.get(path, headers={} if key is None else {"Authorization": f"Bearer {key}"}).text
     except httpx.HTTPError as exc:

@@ -1,4 +1,4 @@
-"""Answers of the admin API on the terminal: a table for people, JSON for programs."""
+"""Output of admin API responses on the terminal: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIPE_WIDTH = 1000
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], as_json: bool) -> None:
-    """`columns` maps a field to its heading; JSON has every field."""
+    """Show rows as a table or as JSON. `columns` maps a field to its heading; JSON has every field."""
     if as_json:
         show_json({"data": list(rows)})
         return
@@ -33,7 +33,7 @@ def show_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], as_
 
 
 def show_row(row: Mapping[str, Any], as_json: bool) -> None:
-    """One thing, a line a field."""
+    """Show one object, one line per field."""
     if as_json:
         show_json(row)
         return
@@ -44,16 +44,17 @@ def show_row(row: Mapping[str, Any], as_json: bool) -> None:
 
 
 def make_console() -> Console:
-    """As wide as the terminal; in a pipe as wide as it takes, so that nothing is cut."""
+    """Return a console of the terminal's width; in a pipe it is wide enough to cut nothing."""
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def show_json(value: Any) -> None:
-    sys.stdout.write(printable_lines(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")  # escapes that JSON knows
+    # writes escape sequences as JSON escapes
+    sys.stdout.write(printable_lines(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
 def show_csv(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The fields of the first row as the header; nothing for no rows. What is null is empty."""
+    """Write CSV with the fields of the first row as the header; nothing for no rows. Null values are empty."""
     writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else [], lineterminator="\n")
     if rows:
         writer.writeheader()
@@ -61,7 +62,7 @@ def show_csv(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def as_text(value: Any) -> Text:
-    """Return a cell in which nothing is rich's markup, an emoji code or an escape sequence of the terminal."""
+    """Return a cell without rich's markup, emoji codes or terminal escape sequences."""
     return Text(printable(show_value(value)))
 
 
@@ -91,7 +92,7 @@ def show_value(value: Any) -> str:
 
 
 def show_time(text: str) -> str:
-    """A moment in the reader's time zone, to the second; any other text as it is."""
+    """Return a time in the user's time zone, to the second; any other text unchanged."""
     try:
         return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:

@@ -1,4 +1,4 @@
-"""The tenants' API for the commands."""
+"""Client of the tenants' API for the commands."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ NO_KEY = "no tenant's key: give --key or MOIETY_KEY"
 
 @dataclass(frozen=True, slots=True)
 class TenantClient:
-    """One gateway and one tenant's key."""
+    """Client of one gateway with one tenant's key."""
 
     http: httpx.Client
 
     @classmethod
     def connect(cls, url: str | None, key: str | None, data_dir: Path) -> TenantClient:
-        """From what was given, else from a local serve's data directory. Raises CommandError if there is no key."""
+        """Return a client for the given gateway and key, by default those of a local serve's data directory.
+
+        Raises CommandError if there is no key.
+        """
         if key is None:
             key = local_keys(data_dir, NO_KEY).tenant_key
         return cls(connect(url, key, data_dir, TIMEOUT_S))
@@ -35,16 +38,16 @@ class TenantClient:
         self.http.close()
 
     def call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        """The decoded answer. Raises NotReachable, NotAllowed or CommandError."""
+        """Call the API and return the decoded response. Raises NotReachable, NotAllowed or CommandError."""
         answer: dict[str, Any] = call(self.http, method, f"/v1{path}", **request)
         return answer
 
     def upload(self, name: str, content: BinaryIO) -> dict[str, Any]:
-        """A file for a batch. Raises like `call`."""
+        """Upload a file for a batch. Raises the same errors as `call`."""
         return self.call("POST", "/files", data={"purpose": "batch"}, files={"file": (name, content)})
 
     def download(self, file_id: str) -> Iterator[bytes]:
-        """A file's content, piece by piece. Raises like `call`."""
+        """Yield a file's content, piece by piece. Raises the same errors as `call`."""
         with reaching(self.http), self.http.stream("GET", f"/v1/files/{file_id}/content") as response:
             if response.is_error:
                 response.read()

@@ -1,4 +1,4 @@
-"""`moiety tenant …` and `moiety project …`."""
+"""Commands `moiety tenant …` and `moiety project …`: tenants and their projects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.gateway_client import path_of
 
-PAUSE_S = 1.0  # until an erasure is asked how far it is
+PAUSE_S = 1.0  # between polls of an erasure
 
 TENANT_COLUMNS = {
     "name": "name",
@@ -32,7 +32,7 @@ ServiceClass = Annotated[
 ]
 Weight = Annotated[float | None, typer.Option(help="Its share against the other tenants of its class; 1 is usual.")]
 
-ForesightOption = Annotated[
+SpeculativePrefillOption = Annotated[
     str | None,
     typer.Option(
         "--speculative-prefill",
@@ -45,7 +45,7 @@ ForesightOption = Annotated[
 @tenant_app.command("list")
 @admin_command
 def list_tenants(admin: Admin) -> None:
-    """All tenants, oldest first."""
+    """List all tenants, oldest first."""
     admin.show_rows(list(admin.client.pages("/tenants")), TENANT_COLUMNS)
 
 
@@ -55,7 +55,7 @@ def show_tenant(
     admin: Admin,
     name: Name,
 ) -> None:
-    """One tenant."""
+    """Show one tenant."""
     admin.show_row(admin.client.find_tenant(name))
 
 
@@ -66,9 +66,9 @@ def create_tenant(
     name: Annotated[str, typer.Argument(help="Name of the new tenant.")],
     service_class: ServiceClass = None,
     weight: Weight = None,
-    speculative_prefill: ForesightOption = None,
+    speculative_prefill: SpeculativePrefillOption = None,
 ) -> None:
-    """Make a tenant."""
+    """Create a tenant."""
     chosen = {"service_class": service_class, "weight": weight, "speculative_prefill": speculative_prefill}
     body = {"name": name, **{field: value for field, value in chosen.items() if value is not None}}
     admin.show_row(admin.client.call("POST", "/tenants", body))
@@ -82,9 +82,9 @@ def change_tenant(
     new_name: Annotated[str | None, typer.Option("--name", help="New name.")] = None,
     service_class: ServiceClass = None,
     weight: Weight = None,
-    speculative_prefill: ForesightOption = None,
+    speculative_prefill: SpeculativePrefillOption = None,
 ) -> None:
-    """Change a tenant's name, class, weight or speculative_prefill."""
+    """Change a tenant's name, class, weight or speculative prefill."""
     chosen = {
         "name": new_name,
         "service_class": service_class,
@@ -103,7 +103,7 @@ def suspend_tenant(
     admin: Admin,
     name: Name,
 ) -> None:
-    """Refuse a tenant's keys, until it is resumed."""
+    """Suspend a tenant: its keys are refused until it is resumed."""
     tenant_id = admin.client.find_tenant(name)["id"]
     admin.show_row(admin.client.call("PATCH", path_of("tenants", tenant_id), {"status": "suspended"}))
 
@@ -114,7 +114,7 @@ def resume_tenant(
     admin: Admin,
     name: Name,
 ) -> None:
-    """Let a suspended tenant's keys work again."""
+    """Resume a suspended tenant: its keys work again."""
     tenant_id = admin.client.find_tenant(name)["id"]
     admin.show_row(admin.client.call("PATCH", path_of("tenants", tenant_id), {"status": "active"}))
 
@@ -126,7 +126,7 @@ def erase_tenant(
     name: Name,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; there is no way back.")] = False,
 ) -> None:
-    """Revoke a tenant's keys and erase its content and all names, for good. What it used stays, as numbers."""
+    """Revoke a tenant's keys and erase its content and all names permanently. Its usage figures stay."""
     tenant = admin.client.find_tenant(name)
     if not yes:
         raise typer.BadParameter(f"this erases all data of {tenant['name']} for good; give --yes to do it")
@@ -142,7 +142,7 @@ def list_projects(
     admin: Admin,
     tenant: Annotated[str | None, typer.Option(help="Only those of this tenant (name or id).")] = None,
 ) -> None:
-    """Projects, oldest first."""
+    """List projects, oldest first."""
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
     admin.show_rows(list(admin.client.pages("/projects", tenant_id=tenant_id)), PROJECT_COLUMNS)
 
@@ -154,6 +154,6 @@ def create_project(
     name: Annotated[str, typer.Argument(help="Name of the new project.")],
     tenant: Annotated[str, typer.Option(help="Whose it is (name or id).")],
 ) -> None:
-    """Make a project of a tenant."""
+    """Create a project of a tenant."""
     body = {"name": name, "tenant_id": admin.client.find_tenant(tenant)["id"]}
     admin.show_row(admin.client.call("POST", "/projects", body))

@@ -1,4 +1,4 @@
-"""`moiety traces`: the options of the trace store, and on request its tables made before it opens them."""
+"""Command `moiety traces`: options of the trace store, and on request the creation of its tables."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def traces(
     config: Annotated[Path | None, typer.Option(help="TOML or YAML file; its table `traces` sets these.")] = None,
     migrate: Annotated[bool, typer.Option("--migrate", help="Bring the database up to date first.")] = False,
 ) -> None:
-    """Run the trace store alone: it takes spans by OTLP/HTTP from gateways and whoever else has a token, and keeps them
-    for the admin API. MOIETY_TRACES_TOKEN must be set, to the same as at the gateways.
+    """Run the trace store alone: it receives spans by OTLP/HTTP from clients with a token, for the admin API.
 
-    Ends with 0 after a stop, 1 when it could not start, 2 for a wrong option or setting.
+    MOIETY_TRACES_TOKEN must be set to the same value as at the gateways.
+
+    Ends with 0 after a stop, 1 if it could not start, 2 for a wrong option or setting.
     """
     os.umask(PRIVATE_UMASK)
     flags = {
@@ -65,7 +66,7 @@ def traces(
 
 
 def explain(problem: ErrorDetails) -> str:
-    """What is wrong with a setting, and of the one that has no default what to set."""
+    """Return the problem of a setting; for the one without a default, what to set."""
     name = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
         return f"set MOIETY_{name.upper()} to a random text of 16 characters or more, the same as at the gateways"

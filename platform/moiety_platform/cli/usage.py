@@ -1,4 +1,4 @@
-"""`moiety usage`: sums by what one asks for, or single requests."""
+"""Command `moiety usage`: sums by chosen groups, or single requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOTALS = {
     "mean_ttft_ms": "mean TTFT ms",
     "mean_duration_ms": "mean duration ms",
     "preemptions": "preemptions",
-    "speculative_tokens": "foreseen",
+    "speculative_tokens": "speculative",
     "speculative_used_tokens": "of them used",
     "cost": "$",
     "attainment": "SLA kept",
@@ -67,7 +67,7 @@ def usage(
     requests: Annotated[int, typer.Option(min=0, max=500, help="Show the last so many single requests instead.")] = 0,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table, with every field.")] = False,
 ) -> None:
-    """Show what was used: requests, tokens, times and money."""
+    """Show usage: requests, tokens, times and money."""
     if context.invoked_subcommand is not None:
         return
     if as_csv and admin.as_json:
@@ -103,8 +103,10 @@ def reconcile(
         typer.Option("--journal", help="An engine's --usage-journal; give those of all engines.", exists=True),
     ] = None,
 ) -> None:
-    """Check that requests, ledger, sums and limits say the same, and that bills are what the engines counted. Ends with
-    1 if something differs."""
+    """Check that requests, ledger, sums and limits agree, and that bills equal the engines' counts.
+
+    Ends with 1 if something differs.
+    """
     since = datetime.now(UTC) - timedelta(hours=hours)
     report = admin.client.get("/usage/reconciliation", since=since.isoformat())
     if journal:
@@ -122,7 +124,7 @@ app.command("restore")(restore)
 
 
 def requests_since(client: AdminClient, since: datetime) -> dict[str, dict[str, Any]]:
-    """All requests by their id."""
+    """Return all requests by their id."""
     found: dict[str, dict[str, Any]] = {}
     cursor: str | None = ""
     while cursor is not None:
@@ -133,7 +135,7 @@ def requests_since(client: AdminClient, since: datetime) -> dict[str, dict[str, 
 
 
 def show_reconciliation(report: dict[str, Any]) -> None:
-    """For people."""
+    """Print a reconciliation for people."""
     total = report["total"]
     say(f"tenants: {report['tenants']}, requests: {total['requests']}, output tokens: {total['output_tokens']}")
     say("requests, ledger and sums agree" if not report["differences"] else "they differ:")
@@ -164,18 +166,18 @@ def show_reconciliation(report: dict[str, Any]) -> None:
 
 
 def percent(totals: dict[str, Any]) -> str | None:
-    """The share of promises kept, for people."""
+    """Return the SLO attainment as a percentage, for people."""
     attainment = totals["attainment"]
     return None if attainment is None else f"{attainment:.2%}"
 
 
 def cost(totals: dict[str, Any]) -> str:
-    """In dollars."""
+    """Return the cost in dollars."""
     return dollars(totals["cost_nanodollars"])
 
 
 def named(group: dict[str, str | None]) -> dict[str, str | None]:
-    """A group by the names of its members where they have one, else by their ids."""
+    """Return a group by the names of its members, or by their ids if they have no name."""
     shown: dict[str, str | None] = {}
     for field, value in group.items():
         if field.endswith("_name"):

@@ -1,4 +1,4 @@
-"""`moiety usage restore`: writes usage rows that were set aside to the database."""
+"""Command `moiety usage restore`: writes usage rows that were set aside to the database."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def restore(
     data_dir: Annotated[Path | None, typer.Option(help="The gateway's data directory.")] = None,
     database_url: Annotated[str | None, typer.Option(help="The gateway's database.")] = None,
 ) -> None:
-    """Write usage rows that were set aside to the database. Run it where the gateway's data directory is, and again if
-    it was interrupted: each request is billed once. Ends with 1 if some remain."""
+    """Write usage rows that were set aside to the database.
+
+    Run it where the gateway's data directory is, and again if it was interrupted: each request is billed once. Ends
+    with 1 if some remain.
+    """
     settings = load_settings(config, data_dir=data_dir, database_url=database_url)
     try:
         restored, left = asyncio.run(restore_rows(settings))
@@ -41,7 +44,7 @@ def restore(
 
 
 async def restore_rows(settings: GatewaySettings) -> tuple[int, int]:
-    """How many rows were stored, and how many rows and lines remain set aside. Raises Unavailable."""
+    """Store the rows; return how many were stored, and how many rows and lines remain. Raises Unavailable."""
     database = Database.open(settings.store_url)
 
     async def store(row: UsageRow) -> bool:

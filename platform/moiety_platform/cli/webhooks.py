@@ -1,4 +1,4 @@
-"""`moiety webhook …`. A webhook's secret is shown once, by the command that makes it."""
+"""Commands `moiety webhook …`. A webhook's secret is shown once, by the command that creates it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer(no_args_is_help=True, help="Webhooks: addresses that alerts of
 @app.command("list")
 @admin_command
 def list_webhooks(admin: Admin) -> None:
-    """Webhooks, oldest first, and how they fare."""
+    """List webhooks, oldest first, and their delivery status."""
     admin.show_rows(admin.client.get("/webhooks")["data"], COLUMNS)
 
 
@@ -37,7 +37,7 @@ def create_webhook(
     admin: Admin,
     address: Annotated[str, typer.Argument(help="Where alerts are to be posted: an https:// address.")],
 ) -> None:
-    """Send alerts to this address from now on. Prints the secret that they are signed with."""
+    """Create a webhook, which receives alerts from now on. Prints the secret that signs them."""
     made = admin.client.call("POST", "/webhooks", {"url": address})
     if admin.as_json:
         show_json(made)
@@ -52,5 +52,5 @@ def delete_webhook(
     admin: Admin,
     webhook_id: Annotated[str, typer.Argument(help="Id of the webhook; list them with: moiety webhook list.")],
 ) -> None:
-    """Send nothing there any more."""
+    """Delete a webhook: no more alerts go to its address."""
     admin.show_row(admin.client.call("DELETE", path_of("webhooks", webhook_id)))

@@ -80,7 +80,7 @@ class PostgresUrl:
 
     @property
     def connect_timeout_s(self) -> float | None:
-        """Return the connect timeout per host; None if the URL gives none, infinity if it says to wait without limit."""
+        """Return the connect timeout per host; None if the URL gives none, infinity for a wait without limit."""
         given = self.parameters.get("connect_timeout")
         if given is None:
             return None

@@ -29,7 +29,7 @@ from moiety_platform.db.failures import unavailable_when_away
 from moiety_platform.db.postgres import PostgresConnector
 from moiety_platform.db.postgres_url import PostgresUrl
 from moiety_platform.db.url import postgres_url, sqlite_path
-from moiety_platform.thread_priority import stand_back
+from moiety_platform.thread_priority import lower_priority
 
 SQLITE_BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
@@ -178,7 +178,7 @@ class _SqliteConnection(sqlite3.Connection):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._cursors: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
-        stand_back()
+        lower_priority()
 
     def cursor(self, *args: Any) -> sqlite3.Cursor:  # type: ignore[override]  # the driver offers no factory
         cursor: sqlite3.Cursor = super().cursor(*args)

@@ -1,4 +1,4 @@
-"""How the gateway speaks to engines: one interface, the ZeroMQ client behind it, and a scripted one that ships.
+"""Engine clients of the gateway: one interface, the ZeroMQ client, and a scripted client.
 
-Knows messages, credit and the death of an engine; knows no HTTP, no tenants and no text.
+They handle messages, credit and engine failure, and are independent of HTTP, tenants and text.
 """

@@ -1,5 +1,8 @@
-"""AdapterSync an engine the adapters that requests name: each is sent once a session, before the first request for
-it, and again where the engine says that it has it no more."""
+"""Sends adapters to an engine on demand.
+
+Each adapter is sent once per session, before the first request that needs it, and again if the engine reports that it
+no longer has it.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,19 @@ ReadAdapter = Callable[[str], AsyncIterator[AdapterPart]]
 
 
 class AdapterSync:
-    """Of one session. `send` hands a message to the engine, `has` says which adapters it came with."""
+    """Adapter transfers of one session.
+
+    `send` sends a message to the engine. `has` says which adapters the engine had at connection.
+    """
 
     def __init__(self, send: Callable[[ToEngine], None], has: Callable[[str], bool]) -> None:
         self._send, self._has = send, has
-        self._sent: dict[str, asyncio.Task[None]] = {}  # adapter → its sending, which may have ended
-        self._submits: dict[str, tuple[Submit, EngineStream, ReadAdapter]] = {}  # that may have to be sent once more
+        self._sent: dict[str, asyncio.Task[None]] = {}  # adapter → its transfer, running or done
+        self._submits: dict[str, tuple[Submit, EngineStream, ReadAdapter]] = {}  # requests that may be resent
         self._again: set[asyncio.Task[None]] = set()
 
     async def submit(self, submit: Submit, stream: EngineStream, read: ReadAdapter) -> None:
-        """Send a request, after its adapter. Raises NotFound where there is none any more, or Unavailable."""
+        """Send a request after its adapter. Raises NotFound if the adapter no longer exists, or Unavailable."""
         if not self._has(submit.adapter):
             self._submits[submit.request_id] = submit, stream, read
             try:
@@ -33,13 +39,13 @@ class AdapterSync:
             except BaseException as error:
                 self._submits.pop(submit.request_id, None)
                 if stream.ended and isinstance(error, Unavailable):
-                    return  # the session was lost meanwhile, which the stream's reader is told
+                    return  # the session was lost meanwhile; the stream has already failed
                 stream.was_not_sent()
                 raise
         self._send(submit)
 
     def takes(self, message: Accepted | Tokens | Finished | Failed) -> bool:
-        """Whether the engine lacks a request's adapter, which is then sent to it, and the request once more."""
+        """Return whether the engine lacks the request's adapter. The adapter and then the request are sent again."""
         if not self._submits:
             return False
         waiting = self._submits.pop(message.request_id, None)
@@ -64,7 +70,7 @@ class AdapterSync:
         except PlatformError as error:
             stream.fail(error)
             return
-        if stream.wants_more:  # with what it was granted since, which went to nobody
+        if stream.wants_more:  # resend with the credit granted since, which the engine ignored
             self._send(msgspec.structs.replace(submit, credit_tokens=stream.credit_tokens))
             if stream.credit_is_last:
                 self._send(Extend(submit.request_id, submit.seq + 1, stream.credit_tokens, last=True))
@@ -77,7 +83,7 @@ class AdapterSync:
         if sending is None:
             sending = asyncio.create_task(self._send_all(adapter_id, submit.tenant_id, read), name="adapter sent")
             self._sent[adapter_id] = sending
-        await asyncio.wait({sending})  # which goes on where who waits for it leaves
+        await asyncio.wait({sending})  # continues if the waiting request is cancelled
         if sending.cancelled():
             raise Unavailable("the engine was lost while it was sent the adapter; try again shortly", retry_after_s=1)
         error = sending.exception()

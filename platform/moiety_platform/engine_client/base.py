@@ -1,4 +1,4 @@
-"""What the gateway asks of an engine, whichever kind stands behind it."""
+"""Interface between the gateway and all kinds of engines."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.figures import ClassLoad, Load, SleepState
 from moiety_wire.messages import ModelCard, Submit
 
-Connection = tuple[str, int]  # an engine's address, and the number of the connection to it
+Connection = tuple[str, int]  # engine address and connection number
 
-LOAD_FRESH_S = 2.0  # four heartbeats; what is older says nothing of now
+LOAD_FRESH_S = 2.0  # four heartbeats; older loads are stale
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """One engine at one moment. `card` is the last known and outlives the connection; `reason` says why it is not
-    healthy, and is empty when it is. `num_inflight` counts this gateway's own requests there. `load_age_s` is None
-    where it is not known. `num_connections` counts the connections to the address, this one included."""
+    """State of one engine at one moment.
+
+    `card` is the last known model card and outlives the connection. `reason` says why the engine is unhealthy, and is
+    empty if it is healthy. `num_inflight` counts this gateway's own requests there. `load_age_s` is None where unknown.
+    `num_connections` counts the connections to the address so far, including this one.
+    """
 
     address: str
     healthy: bool
@@ -32,17 +35,17 @@ class EngineState(msgspec.Struct, frozen=True):
     num_inflight: int
     load_age_s: float | None = None
     num_connections: int = 0
-    connected_for_s: float = 0.0  # to this very process, without a break
-    balance: ExpertBalance | None = None  # of its experts, as last told
+    connected_for_s: float = 0.0  # uninterrupted connection of this gateway process
+    balance: ExpertBalance | None = None  # last reported expert balance
 
     @property
     def connection(self) -> Connection:
-        """Which engine this is: one that was restarted, or lost for a while, has another."""
+        """Identity of the connection. An engine that restarted or was lost for a while has another."""
         return self.address, self.num_connections
 
     @property
     def can_take(self) -> bool:
-        """Whether it takes new requests."""
+        """True if the engine accepts new requests."""
         load = self.load
         return self.healthy and (load is None or (not load.draining and load.sleep is SleepState.AWAKE))
 
@@ -55,7 +58,7 @@ class EngineState(msgspec.Struct, frozen=True):
         return self.load is not None and self.load.draining
 
     def class_load(self, name: str) -> ClassLoad | None:
-        """What the engine says of a class; None where it says nothing, or said it too long ago."""
+        """Return the engine's load of a service class, or None if it reports none or the report is stale."""
         if self.load is None or not self.load_is_fresh:
             return None
         for load in self.load.classes:
@@ -64,12 +67,14 @@ class EngineState(msgspec.Struct, frozen=True):
         return None
 
     def has_settled_for(self, replica_id: str, seconds: float) -> bool:
-        """Whether it is proven that the engine holds nothing of that gateway process, which nobody has heard of for so
-        long: no open request and none that is not settled, nor has it lost any since by a restart."""
+        """Return whether the engine provably holds no usage of a gateway process that has been silent for `seconds`.
+
+        This means no open request and no unacknowledged usage, and no restart since then that could have lost any.
+        """
         if not self.healthy or self.load is None or not self.load_is_fresh:
             return False
         if max(self.connected_for_s, self.load.running_for_s) < seconds:
-            return False  # an engine that ran before it may have had something
+            return False  # an earlier engine process may have had some
         if self.card is None or not self.card.extensible:
             return False
         return replica_id not in self.load.unacknowledged_replicas
@@ -80,7 +85,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
 
 class EngineClient(Protocol):
-    """A connection to one engine, kept up for ever between `start` and `close`."""
+    """A connection to one engine, maintained from `start` to `close`."""
 
     @property
     def address(self) -> str: ...
@@ -89,27 +94,38 @@ class EngineClient(Protocol):
     def state(self) -> EngineState: ...
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Call that whenever the engine has come or gone."""
+        """Call `on_change` whenever the engine connects or disconnects."""
         ...
 
     def settled(self, request_id: str) -> None:
-        """What that request used, under the id that it was submitted by, is stored: the engine need not remember it.
-        Told before long, and never raises."""
+        """Acknowledge that the usage of a request, by its submitted id, is stored, so that the engine can forget it.
+
+        Sent soon, never raises.
+        """
         ...
 
     def rest(self, *, asleep: bool) -> None:
-        """Tell the engine to sleep once its open requests have ended, or to wake. How far it is its loads will say.
-        Raises Unavailable when it is not there, Conflict where this kind of engine cannot sleep."""
+        """Put the engine to sleep once its open requests have ended, or wake it.
+
+        Its loads report the progress. Raises Unavailable when it is not connected, Conflict where this kind of engine
+        has no sleep mode.
+        """
         ...
 
     def forget(self, tenant_ids: Collection[str]) -> None:
-        """These tenants are erased, all that ever were: tell the engine, now or whenever it is there, unless it has
-        been told since it was connected. Never raises; an engine that takes no such message is not told."""
+        """Send the ids of all deleted tenants to the engine, now or once it is connected.
+
+        Tenants already sent over this connection are skipped. Never raises. An engine that does not support the message
+        gets none.
+        """
         ...
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad | None:
-        """What its experts had to do in the last minutes, 0 for since its start, for that tenant or for all; None where
-        this kind of engine does not tell. Raises Unavailable when it is not there or does not answer."""
+        """Return the load of the engine's experts in the last `minutes`, for one tenant or for all.
+
+        0 minutes means since the engine's start. Returns None where this kind of engine reports none. Raises
+        Unavailable when it is not connected or does not answer.
+        """
         ...
 
     async def start(self) -> None: ...
@@ -119,7 +135,10 @@ class EngineClient(Protocol):
     def open(
         self, submit: Submit, inbox: Inbox[EngineStream] | None = None
     ) -> AbstractAsyncContextManager[EngineStream]:
-        """Submit a request and hold its stream. Leaving before the end aborts it and waits, bounded and through
-        cancellation, for the engine's exact count. Raises Unavailable when the engine is not there; an engine that dies
-        later fails the stream with EngineFailed. Fails closed: no request is ever answered without its engine."""
+        """Submit a request and hold its stream.
+
+        Leaving the context before the end aborts the request and waits for the engine's exact count, for a bounded time
+        and even if cancelled. Raises Unavailable when the engine is not connected. If the engine fails later, the
+        stream fails with EngineFailed. Fails closed: no request is answered without its engine.
+        """
         ...

@@ -1,4 +1,4 @@
-"""The keys of an encrypted link."""
+"""CURVE keys of an encrypted engine connection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """Z85 keys that encrypt and authenticate the link."""
+    """Z85-encoded keys that encrypt and authenticate the connection."""
 
     server_public: bytes
     client_public: bytes

@@ -1,5 +1,8 @@
-"""A scripted engine in this process: implements EngineClient with the same streams and laws (credit, sequence numbers,
-exact counts at every end), and no sockets. For tests, and for measuring the gateway by itself."""
+"""Scripted in-process engine for tests and for gateway benchmarks.
+
+It implements EngineClient with the same stream rules (credit, sequence numbers, exact counts at every end) and without
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -42,29 +45,31 @@ Script = Callable[[Submit], Sequence[Piece | Failed] | Failed]
 
 @dataclass(frozen=True, slots=True)
 class FakeVerdict:
-    """What the engine says to a request that it will serve, and what it did to it meanwhile."""
+    """The scripted engine's admission of a request, and the results that it reports at the end."""
 
     served_class: str
     reason: Reason = Reason.IN_TIME
     predicted_ttft_s: float | None = None
     events: tuple[Event, ...] = ()
     num_cached_tokens: int = 0
-    steps: bytes = b""  # as in Finished
+    steps: bytes = b""  # see Finished
 
 
 def admit(submit: Submit) -> FakeVerdict:
-    """The default verdict: served as asked."""
+    """Return the default verdict: the requested class is served."""
     return FakeVerdict(submit.service.name)
 
 
 def count_aloud(submit: Submit) -> Sequence[Piece]:
-    """The default script: 'one', 'two' … as numerals, one token each, for ever longer than asked."""
+    """Return the default script: the numerals '1', '2' …, one token each, up to the maximum number of tokens."""
     return [(1 + i % 9, f"{' ' if i else ''}{i + 1}") for i in range(submit.stopping.max_tokens)]
 
 
 def name_last_token(submit: Submit, width: int) -> Sequence[float]:
-    """The default vector: a unit vector along the axis that the prompt's last token names, as a last token's hidden
-    state would."""
+    """Return the default vector: a unit vector along the axis given by the prompt's last token.
+
+    It stands for the last token's hidden state.
+    """
     axis = submit.prompt_ids[-1] % width
     return [float(i == axis) for i in range(width)]
 
@@ -74,7 +79,7 @@ class _Running:
     submit: Submit
     stream: EngineStream
     credit_tokens: int
-    credit_last: bool = False  # no more will come
+    credit_last: bool = False  # no further credit follows
     aborted: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_emitted: int = 0
@@ -86,8 +91,10 @@ class _Running:
 
 
 class FakeEngineClient:
-    """Answers every request by its script, a token a turn of the event loop, or every `token_s` seconds; an embedding
-    takes as long as one token."""
+    """Answers every request by its script, one token per turn of the event loop or every `token_s` seconds.
+
+    An embedding takes as long as one token.
+    """
 
     def __init__(
         self,
@@ -105,10 +112,10 @@ class FakeEngineClient:
         self._vector = vector
         self.class_loads: list[ClassLoad] = []
         self.load_age_s: float | None = 0.0
-        self.expert_loads: dict[str | None, ExpertLoad] = {}  # by tenant, None for all of them
+        self.expert_loads: dict[str | None, ExpertLoad] = {}  # by tenant, None for all tenants
         self.balance: ExpertBalance | None = None
         self.submits: list[Submit] = []
-        self._prefilled_ahead: list[list[int]] = []  # prompts, of which no request has come yet
+        self._prefilled_ahead: list[list[int]] = []  # speculatively prefilled prompts without a request yet
         self.settled_ids: list[str] = []
         self.forgotten_ids: list[str] = []
         self._clock = clock or SystemClock()
@@ -150,7 +157,7 @@ class FakeEngineClient:
         self.forgotten_ids = list(tenant_ids)
 
     def rest(self, *, asleep: bool) -> None:
-        """At once: what runs goes on."""
+        """Sleep or wake at once. Running requests continue."""
         if not self._alive:
             raise Unavailable(f"the engine at {self.address} is not there; try again shortly", retry_after_s=1)
         self._sleep = SleepState.ASLEEP if asleep else SleepState.AWAKE
@@ -169,7 +176,7 @@ class FakeEngineClient:
         self.die()
 
     def die(self) -> None:
-        """End like a killed process: every stream fails, nothing is answered any more until `start`."""
+        """End like a killed process: every stream fails, and nothing is answered until `start`."""
         self._alive = False
         for task in self._tasks:
             task.cancel()
@@ -212,7 +219,7 @@ class FakeEngineClient:
         run.changed.set()
 
     def _accept(self, run: _Running, script: Sequence[Piece | Failed] | Failed, verdict: FakeVerdict) -> None:
-        """Tell the verdict, unless the script says that the request is rejected."""
+        """Deliver the verdict, unless the script rejects the request."""
         if isinstance(script, Failed) and script.seq == 0:
             return
         reason, ttft_s = verdict.reason, verdict.predicted_ttft_s
@@ -237,7 +244,7 @@ class FakeEngineClient:
         finder = new_stop_finder(run.submit.stopping.stop, run.submit.stopping.thought)
         pieces = iter(script)
         said = [piece for piece in islice(pieces, run.num_emitted) if not isinstance(piece, Failed)]
-        resumed = "".join([text for _, text in said])  # is not said again
+        resumed = "".join([text for _, text in said])  # not sent again
         if finder is not None:
             finder.add(resumed)
         for piece in pieces:
@@ -288,7 +295,7 @@ class FakeEngineClient:
         self._finish(run, verdict, received_ns, FinishReason.STOP, embedding=vector)
 
     async def _pause(self, run: _Running) -> None:
-        """As long as a token takes, or until an abort."""
+        """Wait for the duration of one token, or until an abort."""
         if self._token_s == 0:
             await asyncio.sleep(0)
             return
@@ -332,7 +339,11 @@ class FakeEngineClient:
         )
 
     def _num_speculative(self, submit: Submit) -> int:
-        """All of what is foreseen, and of a request that begins so as much, once."""
+        """Return the number of speculatively prefilled tokens.
+
+        For a speculative prefill that is the whole prompt, for a request the longest prefilled prefix, which counts
+        once.
+        """
         if submit.speculative_prefill is not None:
             return len(submit.prompt_ids)
         found = [ids for ids in self._prefilled_ahead if submit.prompt_ids[: len(ids)] == ids]

@@ -1,4 +1,4 @@
-"""Where engine streams deliver: a queue with one reader, shared by all streams of one HTTP request."""
+"""Queue of engine messages with one reader, shared by all streams of one HTTP request."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Delivery = Accepted | Tokens | Finished
 
 
 class Inbox(Generic[Sender]):
-    """Deliveries in order of arrival. What may stand in it is bounded by the credit of the streams that share it."""
+    """Deliveries in order of arrival. Its size is bounded by the credit of the streams that share it."""
 
     def __init__(self) -> None:
-        self.deliveries: deque[tuple[Sender, Delivery | PlatformError]] = deque()  # come, and taken by nobody yet
+        self.deliveries: deque[tuple[Sender, Delivery | PlatformError]] = deque()  # not read yet
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, stream: Sender, message: Delivery | PlatformError) -> None:
@@ -26,14 +26,14 @@ class Inbox(Generic[Sender]):
             self._reader.set_result(None)
 
     async def get(self) -> tuple[Sender, Delivery]:
-        """The next delivery; raises what a stream failed with."""
+        """Return the next delivery. Raises the error of a failed stream."""
         stream, message = await self.get_any()
         if isinstance(message, Exception):
             raise message
         return stream, message
 
     async def get_any(self) -> tuple[Sender, Delivery | PlatformError]:
-        """The next delivery, or what a stream failed with, which is the last of that stream."""
+        """Return the next delivery, or the error of a failed stream, which is its last delivery."""
         while not self.deliveries:
             self._reader = asyncio.get_running_loop().create_future()
             try:

@@ -1,7 +1,7 @@
-"""One socket to one engine with an identity of its own, from Hello to the loss of the engine, and the streams over it.
+"""One session with one engine over a socket with its own identity, from Hello to loss, and the streams over it.
 
-It is lost when the connection drops, when nothing was heard for SILENCE_LIMIT_S, or when another engine id answers at
-the address. Knows nothing of routing or of what the tokens mean.
+A session is lost when the connection drops, when nothing was received for SILENCE_LIMIT_S, or when another engine id
+answers at the address. It is independent of routing and of the meaning of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.adapter_sync import AdapterSync
 from moiety_platform.engine_client.curve import CurveKeys
-from moiety_platform.engine_client.questions import EngineQueries
+from moiety_platform.engine_client.engine_queries import EngineQueries
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
 from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
@@ -43,17 +43,17 @@ from moiety_wire.messages import (
     UnacknowledgedUsage,
 )
 
-MESSAGES_A_TURN = 512  # then other tasks of the loop get theirs
-FRAME_BYTES = 1024 * 1024  # or one message; an engine hangs up on who sends it a frame that is far larger
+MESSAGES_A_TURN = 512  # then other tasks of the event loop run
+FRAME_BYTES = 1024 * 1024  # or one message; an engine disconnects a sender of far larger frames
 
-_READABLE = int(zmq.POLLIN)  # arithmetic of the library's flags is slow
+_READABLE = int(zmq.POLLIN)  # an int, since arithmetic with the library's flags is slow
 _OfRequest = (Tokens, Finished, Accepted, Failed)
 
 log = structlog.get_logger(__name__)
 
 
 class Session:
-    """Owned by the client that made it."""
+    """One session with an engine. Owned by the client that created it."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class Session:
         self._on_beat = on_beat
         self._on_unacknowledged = on_unacknowledged
         self.streams: dict[str, EngineStream] = {}
-        self.num_speculative = 0  # of them, those that nobody waits for
+        self.num_speculative = 0  # streams that are speculative prefills
         self.card: ModelCard | None = None
         self.load: Load | None = None
         self.balance: ExpertBalance | None = None
         self.questions = EngineQueries(self.send)
         self.lending = AdapterSync(self.send, lambda name: self.card is not None and name in self.card.adapters)
         self.load_at_s = clock.monotonic()
-        self.since_s = clock.monotonic()  # the card came
+        self.since_s = clock.monotonic()  # when the model card arrived
         self.refusal = ""
         self._on_card = on_card
         self._clock = clock
@@ -92,8 +92,8 @@ class Session:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._id.encode())
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPV6, 1)  # as well as IPv4
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an engine that is not there
+        self._socket.setsockopt(zmq.IPV6, 1)  # in addition to IPv4
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for an engine that is not connected
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the silence limit
         self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by credit
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -105,11 +105,11 @@ class Session:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.add_reader(self._monitor.fileno(), self._drain_monitor)
-        self._loop.call_soon(self._drain_monitor)  # a descriptor announces nothing before its socket was read dry once
+        self._loop.call_soon(self._drain_monitor)  # a descriptor signals only after its socket was drained once
         self._socket.connect(address)
 
     async def run(self) -> str:
-        """Keep the session; returns why it was lost."""
+        """Keep the session alive and return why it was lost."""
         beat_at_s = self._clock.monotonic()
         while True:
             self._beat()
@@ -117,21 +117,21 @@ class Session:
             if done:
                 return self._lost.result()
             since_s, beat_at_s = self._clock.monotonic() - beat_at_s, self._clock.monotonic()
-            if self.card is not None and since_s > SILENCE_LIMIT_S:  # the engine has given this process up meanwhile
+            if self.card is not None and since_s > SILENCE_LIMIT_S:  # the engine has dropped this process meanwhile
                 return f"this process stood still for {since_s:.1f} s"
-            self._drain()  # what lies in the socket was said, even if this process was too busy to hear it
+            self._drain()  # count unread messages as activity, even if this process was too busy to read them
             silent_s = self._clock.monotonic() - self._heard_at_s
             if self.card is not None and silent_s > SILENCE_LIMIT_S:
                 return f"silent for {silent_s:.1f} s"
 
     def send(self, message: ToEngine) -> None:
-        """Have a message sent, with all others of this turn of the loop."""
+        """Queue a message. All messages of one turn of the event loop are sent together."""
         self._unsent.append(message)
         if len(self._unsent) == 1:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Hand what is to be sent to the socket; if it cannot take it, the session is lost."""
+        """Write the queued messages to the socket. If it cannot take them, the session is lost."""
         messages, self._unsent = self._unsent, []
         num_sent = 0
         for frame, num_messages in encode_in_frames(messages, FRAME_BYTES):
@@ -146,7 +146,7 @@ class Session:
             self._lose("the connection is gone")
 
     def close(self, error: EngineFailed) -> None:
-        """Fail what still runs and free the sockets."""
+        """Fail the running streams and close the sockets."""
         for stream in list(self.streams.values()):
             stream.fail(error)
         self.questions.close()
@@ -173,12 +173,12 @@ class Session:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        if self._has_messages():  # whose edge the send may have swallowed
+        if self._has_messages():  # sending may have consumed the edge of the descriptor
             self._drain_soon()
         return True
 
     def _has_messages(self) -> bool:
-        """Asked for, since to be told so by an exception costs more than most messages."""
+        """Return whether a message can be read. Polling is cheaper than catching the exception of an empty socket."""
         return bool(int(self._socket.get(zmq.EVENTS)) & _READABLE)
 
     def _drain_soon(self) -> None:
@@ -187,7 +187,7 @@ class Session:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """Read what has come. The socket's descriptor is edge-triggered: read until there is no more."""
+        """Read all pending messages. The socket's descriptor is edge-triggered, so read until the socket is empty."""
         self._drain_is_due = False
         num_taken = 0
         while num_taken < MESSAGES_A_TURN:
@@ -206,7 +206,7 @@ class Session:
         self._drain_soon()
 
     def _take(self, message: ToGateway) -> None:
-        if isinstance(message, _OfRequest):  # nearly every one is
+        if isinstance(message, _OfRequest):  # the common case
             stream = self.streams.get(message.request_id)
             if stream is not None and not self.lending.takes(message):
                 stream.deliver(message)
@@ -230,7 +230,7 @@ class Session:
         if card.protocol_version != PROTOCOL_VERSION:
             self.refusal = f"speaks protocol {card.protocol_version}, not {PROTOCOL_VERSION}; run one release of both"
         is_news = self.card is None
-        tokenizer_json = sys.intern(card.tokenizer_json)  # megabytes, which every request would compare with an equal's
+        tokenizer_json = sys.intern(card.tokenizer_json)  # makes comparing megabytes per request an identity check
         self.card = card = msgspec.structs.replace(card, tokenizer_json=tokenizer_json)
         if is_news:
             self.since_s = self._clock.monotonic()

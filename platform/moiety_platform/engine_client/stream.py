@@ -1,7 +1,7 @@
-"""One request at an engine, as the gateway sees it: what came, what it may still send, and its end.
+"""One request at an engine as the gateway sees it: its messages, its remaining credit, and its end.
 
-Owns the checks that nothing was lost: sequence numbers without gap, positions without gap. Every engine client makes
-its streams of this class and feeds them with `deliver` or `fail`.
+The stream checks that no message was lost: sequence numbers and positions have no gaps. Every engine client creates
+streams of this class and feeds them with `deliver` or `fail`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ from moiety_wire.messages import (
 )
 
 _REFUSALS = {FailureCode.GUIDE_REFUSED: UNSUPPORTED_RESPONSE_FORMAT, FailureCode.ADAPTER_REFUSED: "adapter_refused"}
-ABORT_WAIT_S = 6.0  # longer than an engine's step, and than the silence after which its link gives it up
+ABORT_WAIT_S = 6.0  # longer than an engine step and than the silence limit of the connection
 
 
 class EngineStream:
-    """Its owner is whoever opened it; `num_output_tokens`, resumed ones included, is exact once `ended`."""
+    """Stream of one request.
+
+    Owned by the opener. `num_output_tokens`, including resumed tokens, is exact once `ended`.
+    """
 
     def __init__(
         self, submit: Submit, inbox: Inbox[EngineStream] | None, send: Callable[[Extend | Abort], None]
@@ -47,13 +50,13 @@ class EngineStream:
         self.request_id = submit.request_id
         self.inbox: Inbox[EngineStream] = Inbox() if inbox is None else inbox
         self.credit_tokens = submit.credit_tokens
-        self.credit_is_last = False  # no more will come
+        self.credit_is_last = False  # no further credit follows
         self.num_output_tokens = len(submit.resumed_ids or ())
         self.num_cached_tokens = 0
         self.accepted: Accepted | None = None
         self.finished: Finished | None = None
         self.ended = False
-        self.begins_by_output = False  # whether only output proves that the engine has taken the request on
+        self.begins_by_output = False  # True if only output proves that the engine has begun the request
         self._num_resumed = len(submit.resumed_ids or ())
         self._send = send
         self._embeds = submit.embed
@@ -65,12 +68,12 @@ class EngineStream:
 
     @property
     def wants_more(self) -> bool:
-        """Whether it has not ended, nor was told to."""
+        """True if the stream has neither ended nor been aborted."""
         return not (self.ended or self._aborted)
 
     @property
     def is_taken_on(self) -> bool:
-        """Whether the engine has begun the request, so that there is something to bill."""
+        """True if the engine has begun the request, so that there is usage to bill."""
         if not self.begins_by_output:
             return self.accepted is not None
         has_ended_itself = self.finished is not None and self.finished.reason is not FinishReason.ABORT
@@ -78,25 +81,25 @@ class EngineStream:
 
     @property
     def has_failed(self) -> bool:
-        """Ended with an error, which is in the inbox or was read from it."""
+        """True if the stream ended with an error, which is in the inbox or was read from it."""
         return self.ended and self.finished is None
 
     def extend(self, credit_tokens: int, *, last: bool = False) -> None:
-        """Raise the total of output tokens that the engine may emit; with `last` it ends where that is used up."""
+        """Raise the total credit of output tokens. With `last` the request ends when the credit is used up."""
         if self.ended or self.credit_is_last or (credit_tokens <= self.credit_tokens and not last):
             return
         self.credit_tokens, self.credit_is_last = credit_tokens, last
         self._send(Extend(self.request_id, self._take_seq(), credit_tokens, last))
 
     def abort(self) -> None:
-        """Ask the engine to end now. Its `Finished` still comes and brings the exact count."""
+        """Ask the engine to end the request now. Its `Finished` still follows, with the exact count."""
         if self.ended or self._aborted:
             return
         self._aborted = True
         self._send(Abort(self.request_id, self._take_seq()))
 
     def deliver(self, message: Accepted | Tokens | Finished | Failed) -> None:
-        """Take the engine's next message for this request."""
+        """Process the engine's next message for this request."""
         if self.ended:
             return
         if message.seq != self._next_seq_in:
@@ -115,17 +118,17 @@ class EngineStream:
             self.fail(error_of(message))
 
     def fail(self, error: PlatformError) -> None:
-        """End the stream with an error; what was received so far stands as its usage."""
+        """End the stream with an error. The tokens received so far are its usage."""
         if not self.ended:
             self._end()
             self.inbox.put(self, error)
 
     def was_not_sent(self) -> None:
-        """Nothing of it has reached the engine, so no end of it will come; its owner knows why."""
+        """End the stream of a request that was never sent, so no end will arrive. The owner handles the error."""
         self._end()
 
     async def wait_ended(self, timeout_s: float) -> None:
-        """Return when the stream has ended, or after the timeout; a cancellation meanwhile is raised only then."""
+        """Return when the stream has ended, or after the timeout. A cancellation meanwhile is raised only then."""
         if self.ended:
             return
         loop = asyncio.get_running_loop()
@@ -141,7 +144,7 @@ class EngineStream:
             raise cancelled
 
     async def messages(self) -> AsyncIterator[Tokens | Finished]:
-        """What comes, to the end, for a stream that has its inbox to itself."""
+        """Yield all messages to the end. Only for a stream with its own inbox."""
         while True:
             _, message = await self.inbox.get()
             if isinstance(message, Accepted):
@@ -195,14 +198,17 @@ class EngineStream:
 
 
 def _unasked_end(finished: Finished) -> PlatformError:
-    """What an end is that this gateway did not ask for: of an engine that shuts down, or that took us for dead."""
+    """Return the error for an end that this gateway did not request.
+
+    Either the engine shut down, or it considered this gateway dead.
+    """
     if finished.detail == FailureCode.DRAINING:
         return Unavailable("the engine was shut down; send the request again", code="engine_draining", retry_after_s=1)
     return EngineFailed(f"the engine ended the request by itself: {finished.detail or 'abort'}")
 
 
 def error_of(failed: Failed) -> PlatformError:
-    """The platform's error for an engine's refusal or failure."""
+    """Return the platform's error for an engine's rejection or failure."""
     match failed.code:
         case FailureCode.UNKNOWN_MODEL:
             return NotFound(failed.message, code="model_not_found", param="model")
@@ -220,7 +226,7 @@ def error_of(failed: Failed) -> PlatformError:
 
 
 def _failure_of(failed: Failed) -> PlatformError:
-    """An engine knows what its core did when it died; an engine that shuts down has none that died."""
+    """Return the error of a failed engine. `in_first_step` is set if its core died, not if the engine shut down."""
     if failed.code is FailureCode.NON_FINITE:
         return NonFiniteOutput(failed.message)
     if failed.in_first_step is None:
@@ -229,7 +235,10 @@ def _failure_of(failed: Failed) -> PlatformError:
 
 
 def _overload_of(failed: Failed) -> PlatformError:
-    """The scheduler's verdict has a reason; an engine without one is still loading its model."""
+    """Return the error of an overloaded engine.
+
+    The scheduler's rejection has a reason. Without one the engine is still loading its model.
+    """
     if failed.reason is None:
         return Unavailable(failed.message, code="overloaded", retry_after_s=1)
     return Overloaded(failed.message, failed.reason, retry_after_s=failed.retry_after_s)

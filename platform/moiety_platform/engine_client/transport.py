@@ -1,7 +1,7 @@
-"""The ZeroMQ client of one engine: kept connected for ever, session after session, and the streams that it gives out.
+"""ZeroMQ client of one engine. It reconnects forever, one session after another, and opens streams.
 
-A session (see `session`) is lost with the connection or the engine; then all its streams fail at once and the next one
-begins. Knows nothing of routing or of what the tokens mean.
+A session (see `session`) is lost with the connection or the engine. All its streams then fail at once, and the next
+session begins. The client is independent of routing and of the meaning of tokens.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from moiety_wire.messages import (
 )
 
 RECONNECT_PAUSE_S = 0.05
-SETTLED_AT_ONCE = 256  # requests in one message
-FORGOTTEN_AT_ONCE = 1000  # tenants
-MAX_SETTLED = 200_000  # that are remembered for an engine that is away
+SETTLED_AT_ONCE = 256  # requests per message
+FORGOTTEN_AT_ONCE = 1000  # tenants per message
+MAX_SETTLED = 200_000  # acknowledgements kept for a disconnected engine
 
 OnUnacknowledged = Callable[[Sequence[MeteredUsage], Callable[[str, list[str]], None]], None]
 
@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 
 class ZmqEngineClient:
-    """One engine at one address. Implements EngineClient."""
+    """Client of one engine at one address. Implements EngineClient."""
 
     def __init__(
         self,
@@ -56,15 +56,18 @@ class ZmqEngineClient:
         on_unacknowledged: OnUnacknowledged | None = None,
         adapters: ReadAdapter | None = None,
     ) -> None:
-        """`replica_id` names this process to the engine; `on_unacknowledged` is given what others left
-        unacknowledged, and how to
-        say that it is stored; `adapters` reads those that requests name, for an engine that lacks them."""
+        """Create a client without connecting it.
+
+        `replica_id` identifies this process to the engine. `on_unacknowledged` gets the usage that other gateway
+        processes left unacknowledged, and a function that acknowledges it once stored. `adapters` reads the adapters
+        that requests name, for an engine that lacks them.
+        """
         self._adapters = adapters
         self._replica_id = replica_id
         self._on_unacknowledged = on_unacknowledged
-        self._forgotten: Collection[str] = ()  # tenants
-        self._told: set[str] = set()  # of them, those that the engine knows of since it was connected
-        self._settled: defaultdict[str, list[str]] = defaultdict(list)  # to be told, by gateway process
+        self._forgotten: Collection[str] = ()  # deleted tenants
+        self._told: set[str] = set()  # deleted tenants already sent over this connection
+        self._settled: defaultdict[str, list[str]] = defaultdict(list)  # unsent, by gateway process
         self._address = address
         self._context = context
         self._clock = clock
@@ -134,14 +137,14 @@ class ZmqEngineClient:
         return HeldStream(self._ready_session, self._adapters, submit, inbox)
 
     def _ready_session(self, model: str) -> Session:
-        """Raises Unavailable."""
+        """Return the session. Raises Unavailable."""
         session = self._session
         if session is None or session.card is None or session.refusal:
             raise Unavailable(f"the engine for {model!r} is not there; try again shortly", retry_after_s=1)
         return session
 
     def _note_settled(self, replica_id: str, request_ids: list[str]) -> None:
-        """Told with the next heartbeat, or the first one after the engine is back; at once if there are many."""
+        """Queue acknowledgements for the next heartbeat or reconnection, or send them at once if there are many."""
         known = self._settled[replica_id]
         known += request_ids
         if len(known) >= SETTLED_AT_ONCE:
@@ -151,14 +154,14 @@ class ZmqEngineClient:
         session = self._session
         if session is None or session.card is None:
             if sum(map(len, self._settled.values())) > MAX_SETTLED:
-                self._settled.clear()  # an engine that is away for so long has forgotten, or will tell others
+                self._settled.clear()  # after so long the engine has dropped them or reports them to other gateways
             return
         settled, self._settled = self._settled, defaultdict(list)
         for replica_id, request_ids in settled.items():
             session.send(UsageAcknowledgement(replica_id, request_ids))
 
     def _tell_forgotten(self) -> None:
-        """What it has not been told since it was connected."""
+        """Send the deleted tenants that were not yet sent over this connection."""
         session = self._session
         if session is None or session.card is None or session.refusal or not session.card.forgets:
             return
@@ -204,8 +207,10 @@ class ZmqEngineClient:
 
 
 class HeldStream:
-    """A request at an engine for as long as its context lasts; see `EngineClient.open`. Every request makes one, and a
-    generator would cost it several times as much."""
+    """A request at an engine for the lifetime of its context. See `EngineClient.open`.
+
+    Every request creates one. It is a class since a generator would cost several times as much.
+    """
 
     __slots__ = ("_adapters", "_inbox", "_ready_session", "_session", "_stream", "_submit")
 
@@ -218,12 +223,12 @@ class HeldStream:
     ) -> None:
         self._ready_session, self._adapters = ready_session, adapters
         self._submit, self._inbox = submit, inbox
-        self._session: Session | None = None  # that it runs over
+        self._session: Session | None = None  # session of the stream
 
     async def __aenter__(self) -> EngineStream:
         submit, session = self._submit, self._ready_session(self._submit.model)
         stream = EngineStream(submit, self._inbox, session.send)
-        if submit.guide is not None and not (session.card is not None and session.card.follows_guides):
+        if submit.guide is not None and not (session.card is not None and session.card.follows_grammars):
             stream.fail(BadRequest(NO_FORMS.format(model=submit.model), code=UNSUPPORTED_RESPONSE_FORMAT))
             return stream
         self._session, self._stream = session, stream
@@ -242,7 +247,7 @@ class HeldStream:
     async def __aexit__(self, *_: object) -> None:
         if self._session is None:
             return
-        if self._stream.ended:  # as nearly every one has by then
+        if self._stream.ended:  # the common case
             self._forget(self._session)
         else:
             await self._leave(self._session)

@@ -132,7 +132,7 @@ class ExpertView(msgspec.Struct, frozen=True):
 
 
 class ExpertReport(msgspec.Struct, frozen=True):
-    """The models that engines tell of, and of which minutes: 0 stands for all since the engines' start."""
+    """Expert loads by model, over the last `window_minutes`; 0 means since the engines' start."""
 
     window_minutes: int
     data: list[ExpertView]

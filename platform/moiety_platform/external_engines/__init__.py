@@ -1,5 +1,5 @@
-"""Servers of others as engines: whatever speaks OpenAI's completions over HTTP, behind the same EngineClient.
+"""External engines: servers with OpenAI's completions over HTTP, behind the common EngineClient.
 
-Prompts go to them as token ids, since the gateway has counted them; what they stream becomes the wire's messages. Such
-a server knows no credit: a request has all of it from the start, and what the server counts is what is settled.
+Prompts are sent as token ids, since the gateway has counted them. The streamed answers become wire messages. External
+servers have no credit: a request has all its credit from the start, and the server's count is billed.
 """

@@ -1,8 +1,8 @@
-"""One request at a server of others: from the pieces of its stream to the messages of the wire.
+"""One request at an external engine: converts its stream to wire messages.
 
-Owns the count of output positions, the detokenizer and the search for stop strings, which go on where another engine
-was lost. It knows no HTTP. Where a server tells no ids, those of the tokenizer for its text stand for them: they
-continue the text if it has to move, and what is billed is the server's own count.
+It keeps the output position, the detokenizer and the stop string search, which also continue a request of a failed
+engine. It is independent of HTTP. Where a server sends no token ids, the tokenizer's ids of its text are used instead.
+They continue the text after a failover, but the server's own count is billed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, TokenLogprob, Tokens, TopLogprob
 from moiety_wire.notes import Phases, Reason
 
-OVERRUN = 8  # times the limit, by the tokenizer: such a server does not keep to it, however it splits text
+OVERRUN = 8  # times the limit in the tokenizer's count: beyond that the server ignores the limit
 
 
 class ExternalAnswer:
-    """Gives out Accepted, then Tokens, then one Finished."""
+    """Converter of one answer. It produces Accepted, then Tokens, then one Finished."""
 
     def __init__(self, submit: Submit, tokenizer: Tokenizer, eos_token_ids: Collection[int], clock: Clock) -> None:
         self._submit = submit
@@ -37,12 +37,12 @@ class ExternalAnswer:
         self._limit = min(submit.stopping.max_tokens, submit.credit_tokens)
         self._num_output = 0
         self._num_resumed = 0
-        self._num_seen = 0  # output tokens, with those beyond the limit
-        self._num_counted: int | None = None  # output tokens by the server's count, without resumed ones
+        self._num_seen = 0  # output tokens, including those beyond the limit
+        self._num_counted: int | None = None  # output tokens in the server's count, without resumed ones
         self._num_cached = 0
-        self._withheld_ids: list[int] | None = []  # told without their text; None if not all of them are known
-        self._finish: FinishReason | None = None  # as the server says
-        self._stopped_by: str | None = None  # the stop string
+        self._withheld_ids: list[int] | None = []  # ids received without text; None if some are unknown
+        self._finish: FinishReason | None = None  # as sent by the server
+        self._stopped_by: str | None = None  # the stop string that was found
         self._seq = 0
         self._received_unix_ns = clock.unix_ns()
         self._first_token_unix_ns = 0
@@ -53,12 +53,12 @@ class ExternalAnswer:
 
     @property
     def has_started(self) -> bool:
-        """Whether the first output has come."""
+        """True once the first output has arrived."""
         return self._first_token_unix_ns != 0
 
     @property
     def num_left(self) -> int:
-        """How many tokens may still come."""
+        """Number of tokens up to the limit."""
         return self._limit - self._num_output
 
     @property
@@ -67,27 +67,30 @@ class ExternalAnswer:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """What the server is to continue."""
+        """Token ids that the server continues: the prompt and any resumed output."""
         return self._submit.prompt_ids + (self._submit.resumed_ids or [])
 
     @property
     def has_finished(self) -> bool:
-        """Whether the server has said that it is over; its counts may still come."""
+        """True once the server has sent a finish reason. Its counts may still follow."""
         return self._finish is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing that may still come belongs to it, although the server has not said that it is over."""
+        """True if no further output belongs to the answer, although the server has not sent a finish reason."""
         return self._finish is None and (self._stopped_by is not None or self._is_beyond)
 
     @property
     def _is_beyond(self) -> bool:
-        """Whether the server goes on beyond the limit: its count and the tokenizer's say so, or the latter by far."""
+        """True if the server exceeds the limit.
+
+        Both its count and the tokenizer's must exceed it, or the tokenizer's alone by the factor OVERRUN.
+        """
         is_counted = self._num_resumed + (self._num_counted or 0) > self._limit
         return self._num_seen > OVERRUN * self._limit or (is_counted and self._num_seen >= self._limit)
 
     def resume(self) -> bool:
-        """Take in the output that another engine has sent; whether that was all of it, and only its end was lost."""
+        """Add the output that another engine has sent, and return whether it was complete and only its end was lost."""
         token_ids = self._submit.resumed_ids
         if not token_ids:
             return False
@@ -104,7 +107,7 @@ class ExternalAnswer:
         return Accepted(submit.request_id, self._next_seq(), submit.service.name, reason)
 
     def take(self, piece: AnswerDelta) -> Tokens | None:
-        """The message for a piece; None if it brings nothing. Raises MalformedAnswer."""
+        """Return the message for a delta, or None if it has nothing new. Raises MalformedAnswer."""
         num_more = self._count(piece.num_output_tokens)
         if piece.num_cached_tokens is not None:
             self._num_cached = min(piece.num_cached_tokens, len(self._submit.prompt_ids))
@@ -126,7 +129,7 @@ class ExternalAnswer:
         return Tokens(request_id, self._next_seq(), position, token_ids, text, described, self._num_cached)
 
     def end(self) -> Finished:
-        """The last message, of a request that has come to its end."""
+        """Return the last message of a request that has ended."""
         reason = self._finish
         text = ""
         if self._stopped_by is None:
@@ -139,12 +142,14 @@ class ExternalAnswer:
         return self._finished(reason, text)
 
     def abort(self) -> Finished:
-        """The last message of one that was ended by this gateway."""
+        """Return the last message of a request that this gateway aborted."""
         return self._finished(FinishReason.ABORT, "")
 
     def _count(self, num_output: int | None) -> int | None:
-        """How many tokens more than before the server counts; None where its count says nothing: it is told only at
-        the end, has not risen, or is 0 beside text."""
+        """Return how many more tokens the server counts than before.
+
+        Returns None where its count has no information: it is sent only at the end, has not risen, or is 0 beside text.
+        """
         before = self._num_counted or 0
         if num_output is None or num_output <= before:
             return None
@@ -152,7 +157,7 @@ class ExternalAnswer:
         return num_output - before
 
     def _contents(self, piece: AnswerDelta, num_more: int | None) -> tuple[list[int], str, list[DeltaLogprob]]:
-        """The ids, the text and the logprobs of a piece, without what is beyond the limit or a stop string."""
+        """Return ids, text and logprobs of a delta, without anything beyond the limit or a stop string."""
         token_ids, logprobs = piece.token_ids, piece.logprobs
         if logprobs is None:
             if self._submit.sampling.num_logprobs is not None:
@@ -184,7 +189,7 @@ class ExternalAnswer:
         return token_ids, text, logprobs[: len(token_ids)]
 
     def _text_of(self, token_ids: list[int]) -> tuple[str, int]:
-        """(text, tokens up to and including the one that completes a stop string, or all of them)."""
+        """Return the text, and the number of tokens up to the one that completes a stop string, or of all tokens."""
         if self._finder is None:
             return self._detokenizer.add(token_ids), len(token_ids)
         text = ""
@@ -195,8 +200,10 @@ class ExternalAnswer:
         return text, len(token_ids)
 
     def _withhold(self, text: str, token_ids: list[int] | None) -> None:
-        """Keep the ids of what may become a stop string: a server gives that text out when it does not, but not where
-        the limit ends it."""
+        """Keep the ids of a possible stop string.
+
+        A server releases that text if it is none, but not if the limit ends the answer.
+        """
         if text:
             self._withheld_ids = []
         elif token_ids is None:
@@ -205,7 +212,7 @@ class ExternalAnswer:
             self._withheld_ids += token_ids
 
     def _search(self, text: str, position: int) -> str:
-        """The part of that text which may be given out."""
+        """Return the part of the text that may be released."""
         if self._finder is None:
             return text
         if position < self._min_tokens:
@@ -214,7 +221,7 @@ class ExternalAnswer:
         return text
 
     def _last_text(self) -> str:
-        """What was held back, here and by a server that came to its limit; it may complete a stop string."""
+        """Return the text held back here and by a server that reached its limit. It may complete a stop string."""
         withheld_ids = self._withheld_ids if self._finish is FinishReason.LENGTH else None
         text = self._detokenizer.add(withheld_ids or ()) + self._detokenizer.flush()
         if self._finder is None:
@@ -239,7 +246,7 @@ class ExternalAnswer:
         submit = self._submit
         num_output, num_counted = self._num_output, self._num_resumed + (self._num_counted or 0)
         if self._num_counted is not None and num_counted <= self._limit and not self.is_complete:
-            num_output = num_counted  # the server's; one beyond what it was asked for is not believed
+            num_output = num_counted  # the server's count, unless it exceeds the requested limit
         return Finished(
             request_id=submit.request_id,
             seq=self._next_seq(),

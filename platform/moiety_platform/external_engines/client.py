@@ -1,9 +1,9 @@
-"""The client of one server of others: watched by a heartbeat, and a connection of its own for each request.
+"""Client of one external engine: a heartbeat, and a connection of its own for each request.
 
-The server is there while it answers its health endpoint, or while its streams flow. One that refuses gets no new
-requests, but those that it has may go on: a server that drains does that. One of which nothing is heard for the
-heartbeat's `silence_s` has lost them all. A stream that breaks ends itself alone. Knows nothing of routing or of what
-the tokens mean.
+The server is alive while it answers its health endpoint or while its streams flow. A server that refuses gets no new
+requests, but its running requests continue, as on a server that drains. A server that is silent for the heartbeat's
+`silence_s` has lost all its requests. A broken stream ends only its own request. The client is independent of routing
+and of the meaning of tokens.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Extend, ModelCard, Subm
 
 CONNECT_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 30.0
-KEEP_ALIVE_S = 2.0  # shorter than these servers', so that none is closed under a new request
-LINGER_S = 0.1  # after the end of an answer, for the end of its connection's use
-STREAM_SILENCE_S = 600.0  # within an answer: a request may wait for its first token, or between two when preempted
+KEEP_ALIVE_S = 2.0  # shorter than the servers' own, so that they close no connection during a new request
+LINGER_S = 0.1  # after an answer, until its connection is free
+STREAM_SILENCE_S = 600.0  # within an answer: a request may be queued, or preempted between two tokens
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """How a server is watched: asked again so long after each answer, which is waited for so long. `silence_s` without
-    an answer or a byte of a stream loses its requests."""
+    """Health check of a server.
+
+    The next check starts `interval_s` after an answer, which must arrive within `timeout_s`. After `silence_s` without
+    an answer or a byte of a stream, the server's requests are lost.
+    """
 
     interval_s: float = 1.0
     timeout_s: float = SILENCE_LIMIT_S
@@ -60,12 +63,15 @@ HEARTBEAT = Heartbeat()
 
 
 class ExternalEngineClient:
-    """One server at one address. Implements EngineClient."""
+    """Client of one external engine at one address. Implements EngineClient."""
 
     def __init__(
         self, address: ExternalAddress, clock: Clock, api_key: str | None = None, heartbeat: Heartbeat = HEARTBEAT
     ) -> None:
-        """Raises moiety_text's errors where the tokenizer of the address cannot be used."""
+        """Create a client without connecting it.
+
+        Raises moiety_text's errors if the tokenizer of the address cannot be used.
+        """
         self._address = address
         self._heartbeat = heartbeat
         self._clock = clock
@@ -88,11 +94,11 @@ class ExternalEngineClient:
         self._num_loads = 0
         self._num_ended = 0
         self._ends = Ends()
-        self._admitted: dict[str, tuple[ServiceClass, int]] = {}  # ours, by class
+        self._admitted: dict[str, tuple[ServiceClass, int]] = {}  # this gateway's requests, by class
         self._num_connections = 0
         self._liveness = Liveness(clock, heartbeat.silence_s)
         self._load_at_s = self._since_s = clock.monotonic()
-        self._has_broken = False  # a stream, since the server was last asked: it may have been restarted
+        self._has_broken = False  # a stream broke since the last check: the server may have restarted
         self._probe_now = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -116,7 +122,7 @@ class ExternalEngineClient:
         )
 
     def use_key(self, api_key: str | None) -> None:
-        """Of the API, for the requests from now on."""
+        """Set the API key for later requests."""
         self._http.headers.pop("Authorization", None)
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
@@ -125,11 +131,14 @@ class ExternalEngineClient:
         self._on_change = on_change
 
     def settled(self, request_id: str) -> None:
-        """Such a server remembers nothing."""
+        """Do nothing. External engines keep no usage records."""
 
     def forget(self, tenant_ids: Collection[str]) -> None:
-        """Such a server cannot be told: what its cache has under the tenant's salt, which nobody sends any more, gives
-        way in its turn."""
+        """Do nothing.
+
+        External engines have no such message. Cache entries under the tenant's salt are no longer used and are evicted
+        in time.
+        """
 
     def rest(self, *, asleep: bool) -> None:
         raise Conflict(
@@ -137,7 +146,7 @@ class ExternalEngineClient:
         )
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> None:
-        """Such a server tells nothing of its experts."""
+        """Return None. External engines report no expert load."""
 
     async def start(self) -> None:
         self._watcher = asyncio.create_task(self._keep_watch(), name=f"engine watch {self.address}")
@@ -153,12 +162,12 @@ class ExternalEngineClient:
 
     @asynccontextmanager
     async def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> AsyncIterator[EngineStream]:
-        """Raises BadRequest as well, for what this kind of server cannot do."""
+        """Submit a request; see EngineClient. Also raises BadRequest for features that this kind of server lacks."""
         if not self._is_healthy:
             raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
         stream = EngineStream(submit, inbox, self._take)
         stream.begins_by_output = True
-        stream.credit_is_last = True  # such a server is told once how many tokens it may make
+        stream.credit_is_last = True  # the server gets its token limit once, with the request
         answer = ExternalAnswer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock)
         refusal = "adapters" if submit.adapter else self._dialect.refusal(submit)
         if refusal:
@@ -195,7 +204,7 @@ class ExternalEngineClient:
                 self._num_ended += 1
 
     async def _give_up(self, task: asyncio.Task[None]) -> None:
-        """Return when the request's connection is free again, or closed where that does not come by itself."""
+        """Return when the request's connection is free again. Close it if that takes longer than LINGER_S."""
         try:
             if not task.done():
                 await asyncio.wait({task}, timeout=LINGER_S)
@@ -207,7 +216,7 @@ class ExternalEngineClient:
         if running is None or isinstance(message, Extend):
             return
         stream, answer, task = running
-        task.cancel()  # which closes the connection
+        task.cancel()  # closes the connection
         stream.deliver(answer.abort())
 
     async def _keep_watch(self) -> None:
@@ -215,7 +224,7 @@ class ExternalEngineClient:
             self._probe_now.clear()
             try:
                 await self._probe()
-            except Exception as error:  # the root of a task: told, and tried again; such an engine gets no requests
+            except Exception as error:  # root of a task: log and retry; meanwhile the engine gets no requests
                 log.exception("engine_probe_failed", engine=self.address)
                 self._lost(f"its answers cannot be read: {error}")
             with contextlib.suppress(TimeoutError):
@@ -259,13 +268,13 @@ class ExternalEngineClient:
             self._on_change()
 
     def _suspect(self, reason: str) -> None:
-        """A connection has broken: the server is asked at once whether it is there. The others may be well."""
+        """Check the server at once after a broken connection. Its other connections may be healthy."""
         log.warning("engine_connection_broken", engine=self.address, reason=reason, num_streams=len(self._running))
         self._has_broken = True
         self._probe_now.set()
 
     def _fail_all(self) -> list[asyncio.Task[None]]:
-        """The tasks whose end is still to come."""
+        """Fail all streams and return their tasks, which have yet to end."""
         tasks = []
         for stream, _, task in list(self._running.values()):
             stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
@@ -281,7 +290,7 @@ class ExternalEngineClient:
         self._num_loads += 1
 
     def _make_load(self) -> Load:
-        """What it has just said; of one that says nothing, what this gateway has given it."""
+        """Return the load that the server has just reported, or this gateway's own counts if it reports none."""
         figures = self._figures or ExternalFigures(num_running=len(self._running), requests_total=self._num_ended)
         classes = class_loads(
             ((answer.service, answer.has_started) for _, answer, _ in self._running.values()),

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/completions` with streams, as vLLM and SGLang extend it, and as everyone has it."""
+"""OpenAI's streamed `/v1/completions`, generic and with the extensions of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from moiety_platform.external_engines.piece import (
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import Submit
 
-ID_PREFIX = "token_id:"  # by which vLLM spells a token that was asked for as an id
-MAX_STOP_STRINGS = 4  # that OpenAI documents
+ID_PREFIX = "token_id:"  # vLLM's prefix of tokens that are returned as ids
+MAX_STOP_STRINGS = 4  # documented by OpenAI
 _JSON = frozenset({GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA})
 _FORMS = {
     ExternalKind.VLLM: _JSON | {GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.GRAMMAR},
@@ -36,7 +36,7 @@ _FORMS = {
 
 
 class Completions:
-    """Implements Dialect."""
+    """Dialect of OpenAI's completions. Implements Dialect."""
 
     path = "/v1/completions"
     keeps_alive = True
@@ -75,8 +75,8 @@ class Completions:
             "max_tokens": max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "temperature": sampling.temperature if sampling.top_p else 0.0,  # top_p 0 is the best token alone, which
-            "top_p": sampling.top_p or 1.0,  # these servers know as temperature 0
+            "temperature": sampling.temperature if sampling.top_p else 0.0,  # top_p 0 means greedy sampling,
+            "top_p": sampling.top_p or 1.0,  # which these servers support as temperature 0
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
         }
@@ -93,7 +93,10 @@ class Completions:
         return body
 
     def _more(self, submit: Submit, min_tokens: int) -> dict[str, Any]:
-        """What both vLLM and SGLang have beyond OpenAI. All is said, for a server's own defaults may be others."""
+        """Return the fields of vLLM and SGLang beyond OpenAI's.
+
+        All are sent, since a server's own defaults may differ.
+        """
         sampling, stopping = submit.sampling, submit.stopping
         more: dict[str, Any] = {
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -109,7 +112,7 @@ class Completions:
             more |= _form(self._kind, submit.guide)
         if submit.cache_salt:
             more["cache_salt"] = base64.urlsafe_b64encode(submit.cache_salt).decode()
-        if submit.shown_ids:  # for a version that tells text only
+        if submit.shown_ids:  # for versions that send only text
             more["skip_special_tokens"] = False
         if self._has_priority:
             more["priority"] = submit.service.rank
@@ -140,7 +143,7 @@ class Completions:
         finish = choice.get("finish_reason")
         if isinstance(finish, str) and finish in FAILED_FINISH:
             return ended_by_error(finish)
-        stopped = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's word and SGLang's
+        stopped = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's and SGLang's field
         return AnswerDelta(
             text=text or "" if token_ids is None else None,
             token_ids=token_ids,
@@ -153,7 +156,7 @@ class Completions:
 
 
 def _form(kind: ExternalKind, guide: GrammarSpec) -> dict[str, Any]:
-    """What the answer must be, in the server's own field. vLLM has it under this name since 0.11."""
+    """Return the grammar in the server's own field. vLLM has it under this name since 0.11."""
     if kind is ExternalKind.VLLM:
         match guide.kind:
             case GrammarKind.JSON_OBJECT:
@@ -168,7 +171,7 @@ def _form(kind: ExternalKind, guide: GrammarSpec) -> dict[str, Any]:
 
 
 def _counts(usage: Any) -> tuple[int | None, int | None]:
-    """(output tokens, cached prompt tokens), as far as they are told."""
+    """Return the numbers of output tokens and cached prompt tokens, None where not reported."""
     if not isinstance(usage, dict):
         return None, None
     details = usage.get("prompt_tokens_details")
@@ -177,7 +180,7 @@ def _counts(usage: Any) -> tuple[int | None, int | None]:
 
 
 def _logprobs(found: Any) -> list[DeltaLogprob] | None:
-    """OpenAI's lists beside each other: tokens, their logprobs, and a map of the best for each."""
+    """Parse OpenAI's parallel lists: tokens, their logprobs, and a map of the best alternatives for each."""
     if found is None:
         return []
     try:

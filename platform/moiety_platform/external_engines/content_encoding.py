@@ -1,7 +1,7 @@
-"""HTTP content encodings of answers: none is asked for, and gzip and deflate are decoded where a server uses them.
+"""HTTP content encodings of answers. None is requested, but gzip and deflate are decoded where a server uses them.
 
-What comes out is bounded piece by piece, and the event loop gets its turn between pieces, so that a few bytes which
-expand to gigabytes fill no memory and hold up nobody.
+Decoded output is bounded piece by piece, and the event loop runs between pieces. A few bytes that expand to gigabytes
+neither fill the memory nor block other requests.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from moiety_platform.external_engines.piece import MalformedAnswer
 MAX_PIECE_BYTES = 64 * 1024
 ZLIB, RAW_DEFLATE, GZIP = zlib.MAX_WBITS, -zlib.MAX_WBITS, 16 + zlib.MAX_WBITS
 ZLIB_HEAD_BYTES = 2
-NO_ENCODING = {"Accept-Encoding": "identity"}  # compressed events would wait for each other
+NO_ENCODING = {"Accept-Encoding": "identity"}  # compression would delay events
 
 
 class ContentDecoder:
-    """Decodes one body, which may consist of several compressed members."""
+    """Decoder of one body, which may have several compressed members."""
 
     def __init__(self, encoding: str) -> None:
-        """Raises MalformedAnswer for an encoding that is not known."""
+        """Create a decoder. Raises MalformedAnswer for an unknown encoding."""
         if encoding not in ("gzip", "x-gzip", "deflate"):
             raise MalformedAnswer("its content encoding is neither gzip nor deflate, and none was asked for")
         self._format = None if encoding == "deflate" else GZIP
-        self._head = b""  # of a body whose format is not known yet
+        self._head = b""  # first bytes of a body whose format is not yet known
         self._member = zlib.decompressobj(GZIP)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Pieces of at most MAX_PIECE_BYTES. Raises MalformedAnswer for what is not encoded so."""
+        """Yield decoded pieces of at most MAX_PIECE_BYTES. Raises MalformedAnswer for data of another encoding."""
         if self._format is None:
             self._head = data = self._head + data
             if len(data) < ZLIB_HEAD_BYTES:
@@ -58,13 +58,16 @@ class ContentDecoder:
 
 
 def _format_of(head: bytes) -> int:
-    """By "deflate" the standard means zlib's format, and some servers the bare one: only the former has a header."""
+    """Return the format of a "deflate" body.
+
+    The standard means zlib's format, but some servers send raw deflate. Only zlib's format has a header.
+    """
     has_header = head[0] & 15 == zlib.DEFLATED and (head[0] << 8 | head[1]) % 31 == 0
     return ZLIB if has_header else RAW_DEFLATE
 
 
 async def content_of(response: httpx.Response) -> AsyncGenerator[bytes]:
-    """The decoded body, in pieces as it comes. Raises MalformedAnswer."""
+    """Yield pieces of the decoded body as they arrive. Raises MalformedAnswer."""
     told = response.headers.get("content-encoding", "").lower().split(",")
     encodings = [one for one in map(str.strip, told) if one not in ("", "identity")]
     if not encodings:

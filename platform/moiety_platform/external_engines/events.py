@@ -1,9 +1,10 @@
-"""Server-sent events of a stream of bytes, decoded from JSON: a parser without input and output of its own.
+"""Parser for server-sent events with JSON data, without I/O.
 
-Follows the specification of event streams (https://html.spec.whatwg.org/multipage/server-sent-events.html): a byte
-order mark at the start, lines that end by LF, CR or CRLF, data of several lines. Beyond it, the data of one line is an
-event at once, without the empty line that should follow, the last event needs no end of its line, and a line that is a
-JSON object without a field name is an event too, as of a server that answers whole although it was asked for a stream.
+It follows the specification of event streams (https://html.spec.whatwg.org/multipage/server-sent-events.html): a byte
+order mark at the start, line ends LF, CR or CRLF, data of several lines. It is more tolerant in four points: data of
+one line is an event at once, without the empty line that should follow. The last event needs no line end. A line that
+is a JSON object without a field name is an event too, for servers that send a complete answer although a stream was
+requested. A line `error:` is an error event.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moiety_platform.external_engines.piece import MalformedAnswer
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 BOM = b"\xef\xbb\xbf"
-DONE: Final = None  # the event `[DONE]`, by which a server says that nothing follows
+DONE: Final = None  # the event `[DONE]`, after which nothing follows
 
 Event = dict[str, Any] | None
 
@@ -25,19 +26,25 @@ _decode = msgspec.json.Decoder().decode
 
 
 class EventParser:
-    """Raises MalformedAnswer for what is no JSON object, and for a line or an event of more than MAX_EVENT_BYTES."""
+    """Incremental parser.
+
+    Raises MalformedAnswer for data that is no JSON object, and for a line or an event of more than MAX_EVENT_BYTES.
+    """
 
     def __init__(self) -> None:
         self._is_at_start = True
-        self._skips_newline = False  # the last line ended by CR, so that LF belongs to its end
-        self._rest: list[bytes] = []  # the parts of a line that has not ended
+        self._skips_newline = False  # the last line ended with CR, so a following LF belongs to it
+        self._rest: list[bytes] = []  # parts of an incomplete line
         self._rest_bytes = 0
-        self._data: list[bytes] = []  # lines of an event that has not ended
+        self._data: list[bytes] = []  # lines of an incomplete event
         self._data_bytes = 0
         self._type = b""
 
     def feed(self, chunk: bytes) -> Iterator[Event]:
-        """The events that these bytes complete, each before what comes after it is looked at. To be read to its end."""
+        """Yield the events that these bytes complete, each before later bytes are parsed.
+
+        The iterator must be exhausted.
+        """
         if self._is_at_start:
             chunk = self._after_mark(chunk)
         if self._skips_newline and chunk:
@@ -60,7 +67,7 @@ class EventParser:
             yield from self._take(line)
 
     def end(self) -> list[Event]:
-        """The event that the end of the stream completes. One that is cut off is none."""
+        """Return the event that the end of the stream completes. A truncated event is dropped."""
         rest, self._rest = b"".join(self._rest), []
         try:
             return [*self._take(rest), *self._take(b"")]
@@ -68,7 +75,7 @@ class EventParser:
             return []
 
     def _after_mark(self, chunk: bytes) -> bytes:
-        """What follows a byte order mark; nothing as long as these bytes may be the beginning of one."""
+        """Return the bytes after a byte order mark, or nothing as long as these bytes may be the beginning of one."""
         chunk = b"".join(self._rest) + chunk
         self._rest, self._rest_bytes = [], 0
         if len(chunk) < len(BOM) and BOM.startswith(chunk):
@@ -96,12 +103,12 @@ class EventParser:
                 return self._begin(value)
             case b"event":
                 self._type = value
-            case b"error":  # as llama.cpp's server once told its errors
+            case b"error":  # error format of older llama.cpp servers
                 return [{"error": _object(value)}]
         return []
 
     def _begin(self, value: bytes) -> list[Event]:
-        """An object in one line is whole, since nothing can follow it."""
+        """Return a JSON object in one line as an event. Otherwise begin an event of several lines."""
         try:
             event = _object(value)
         except MalformedAnswer:
@@ -116,7 +123,7 @@ class EventParser:
         return events
 
     def _typed(self, event: dict[str, Any]) -> dict[str, Any]:
-        """An event of the type `error` is one, whatever its data is."""
+        """Return the event, as an error if its type is `error`."""
         return {"error": event} if self._type == b"error" and event.get("error") is None else event
 
 

@@ -1,7 +1,6 @@
-"""One request over HTTP: put to the server, its stream read to the end, its failures told to the stream.
+"""One HTTP request to an external engine: sends it, reads its stream to the end, and reports failures to the stream.
 
-Owns the connection for as long as the request lives: leaving it closes it, which is how such a server learns that
-nobody wants the rest.
+It owns the connection for the lifetime of the request. Closing the connection aborts the request at the server.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from moiety_platform.external_engines.piece import Dialect, MalformedAnswer
 from moiety_wire.messages import Submit
 
 MAX_ERROR_BYTES = 64 * 1024
-GRACE_S = 1.0  # after the finish reason, for the counts and the end of the stream, before the connection is closed
+GRACE_S = 1.0  # to wait for counts and the end of the stream after the finish reason
 PROTOCOL_VIOLATION = "engine_protocol_violation"
 
 log = structlog.get_logger(__name__)
 
 
 class ExternalRequest:
-    """Delivers to one stream. Made for one call of `run`."""
+    """One request that delivers to one stream. `run` is called once."""
 
     def __init__(
         self,
@@ -46,7 +45,10 @@ class ExternalRequest:
         on_bytes: Callable[[], None],
         on_break: Callable[[str], None],
     ) -> None:
-        """`on_bytes` is called for whatever comes, `on_break` is told why the connection broke."""
+        """Prepare the request.
+
+        `on_bytes` is called for all received data, `on_break` with the reason if the connection breaks.
+        """
         self._http = http
         self._url = url
         self._dialect = dialect
@@ -58,7 +60,7 @@ class ExternalRequest:
         self._on_break = on_break
 
     async def run(self) -> None:
-        """Ask, and deliver what comes until the end or a failure. May be cancelled at any time."""
+        """Send the request and deliver the answer until its end or a failure. May be cancelled at any time."""
         try:
             await self._ask()
         except PlatformError as error:
@@ -75,19 +77,19 @@ class ExternalRequest:
                 return
             self._on_break(f"the connection broke: {error or type(error).__name__}")
             self._fail(EngineFailed("the engine was lost while it answered; send the request again"))
-        except Exception:  # the root of a task, for which the stream waits: told there, logged whole
+        except Exception:  # root of a task: fail the stream and log the traceback
             log.exception("engine_exchange_failed", request_id=self._submit.request_id)
             self._stream.fail(EngineFailed("the engine's answer could not be read; send the request again"))
 
     def _fail_or_end(self, error: PlatformError) -> None:
-        """What comes after the finish reason does not undo the answer."""
+        """End the stream after a finish reason, despite a later error. Otherwise fail it."""
         if self._answer.has_finished:
             self._end()
         else:
             self._fail(error)
 
     def _fail(self, error: PlatformError) -> None:
-        """Tell the operator what the server said, and the stream what clients may know of it."""
+        """Log the server's message for the operator, and fail the stream with a message for the client."""
         if self._stream.ended:
             return
         upstream = error.upstream
@@ -126,8 +128,11 @@ class ExternalRequest:
             await self._relay(response)
 
     async def _relay(self, response: httpx.Response) -> None:
-        """Deliver the events. Once the answer is over it is read on until the server ends the stream, so that the
-        connection can serve another request, but no longer than GRACE_S."""
+        """Deliver the events.
+
+        After the answer, reading continues until the server ends the stream, so that the connection can serve another
+        request, but for at most GRACE_S.
+        """
         patience = asyncio.timeout(None)
         try:
             async with patience, aclosing(_events_of(response, self._on_bytes)) as events:
@@ -142,7 +147,7 @@ class ExternalRequest:
         self._end()
 
     def _take(self, event: Event) -> bool:
-        """Deliver what one event brings; whether nothing that may follow belongs to the answer."""
+        """Deliver one event, and return whether nothing that follows belongs to the answer."""
         answer = self._answer
         if event is DONE:
             self._end()
@@ -161,7 +166,7 @@ class ExternalRequest:
         return False
 
     def _end(self) -> None:
-        """The server has said all that it will."""
+        """End the stream. Raises EngineFailed if the server has sent no finish reason."""
         if self._stream.ended:
             return
         if not self._answer.has_finished:
@@ -170,7 +175,7 @@ class ExternalRequest:
 
 
 async def _events_of(response: httpx.Response, on_bytes: Callable[[], None]) -> AsyncGenerator[Event]:
-    """The events of the body. Raises MalformedAnswer."""
+    """Yield the events of the body. Raises MalformedAnswer."""
     parser = EventParser()
     async with aclosing(content_of(response)) as content:
         async for piece in content:
@@ -182,7 +187,7 @@ async def _events_of(response: httpx.Response, on_bytes: Callable[[], None]) -> 
 
 
 async def _beginning(response: httpx.Response) -> bytes:
-    """Of the body of an error, enough to know it by; nothing where it cannot be read."""
+    """Return at most MAX_ERROR_BYTES of an error's body, as far as it can be read."""
     body = b""
     try:
         async with aclosing(content_of(response)) as content:

@@ -1,7 +1,7 @@
-"""From an external engine's errors to the platform's: one table for HTTP statuses and for error events of streams.
+"""Maps external engines' errors to the platform's, with one table for HTTP statuses and error events of streams.
 
-What the server says is for the operator only (`PlatformError.upstream`), and `cleaned` takes secrets out of it. Clients
-are told in words of the gateway, since the server's own may name inner addresses, keys and accounts.
+The server's message is for the operator only (`PlatformError.upstream`), and `cleaned` removes secrets from it. Clients
+get the gateway's own messages, since the server's may contain internal addresses, keys and accounts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from moiety_platform.errors import (
 from moiety_platform.external_engines.piece import count_of
 from moiety_platform.redaction import redact_text
 
-MAX_READ_CHARS = 4096  # of a message, before secrets are taken out of it
+MAX_READ_CHARS = 4096  # of a message, before secrets are removed
 MAX_MESSAGE_CHARS = 500
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 3600.0
 
 OVERLOADED = (429, 503, 529)
 ABOUT_REQUEST = (400, 413, 422)
-PASSING = (408, 425, 499)  # of the client errors, those that another try may end
-STATUSES = {  # of errors in streams, whose code is a word
+PASSING = (408, 425, 499)  # client errors that may be transient
+STATUSES = {  # statuses of error events whose code is a word
     "context_length_exceeded": 400,
     "invalid_request_error": 400,
     "invalid_api_key": 401,
@@ -65,7 +65,7 @@ _CONTEXT_SIZE = re.compile(r"(?:context (?:length|size|window)|model length)[^0-
 
 
 def error_of_answer(status: int, body: bytes, headers: Mapping[str, str], now: datetime) -> PlatformError:
-    """For an HTTP answer that is no success."""
+    """Return the platform's error for an unsuccessful HTTP answer."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -75,7 +75,7 @@ def error_of_answer(status: int, body: bytes, headers: Mapping[str, str], now: d
 
 
 def error_of_event(error: Any) -> PlatformError:
-    """For the error that a stream ends with."""
+    """Return the platform's error for an error event of a stream."""
     status = 500
     if isinstance(error, dict):
         for told in (error.get("code"), error.get("status"), error.get("type")):
@@ -90,7 +90,7 @@ def error_of_event(error: Any) -> PlatformError:
 
 
 def ended_by_error(word: str) -> PlatformError:
-    """For an answer whose finish reason says that it failed."""
+    """Return the platform's error for a finish reason that means failure."""
     error = EngineFailed("the engine ended its answer with an error; send the request again")
     error.upstream = UpstreamError(200, f"finish_reason {word[:MAX_MESSAGE_CHARS]!r}")
     return error
@@ -120,7 +120,7 @@ def _judged(status: int, message: str, kind: str, param: str, retry_after_s: flo
 
 
 def _fault_of_request(message: str, kind: str, param: str) -> BadRequest | None:
-    """What the client can mend, as far as it is known by its words."""
+    """Return an error that the client can fix, if the server's message or fields identify one."""
     said = f"{message} {kind}"
     if any(words in said for words in CONTEXT_WORDS):
         return _context_too_long(message)
@@ -143,7 +143,7 @@ def _context_too_long(message: str) -> ContextTooLong:
 
 
 def _words_of(error: Any) -> tuple[str, str, str]:
-    """(message, type and code, name of the field) of an error, in whichever form it is told."""
+    """Return the message, the type and code, and the field name of an error in any format."""
     if isinstance(error, str):
         return error[:MAX_READ_CHARS], "", ""
     if not isinstance(error, dict):
@@ -156,14 +156,17 @@ def _words_of(error: Any) -> tuple[str, str, str]:
 
 
 def cleaned(upstream: UpstreamError, secrets: Iterable[str]) -> UpstreamError:
-    """The same with its message in one line and without secrets: those given, and whatever has the shape of one."""
+    """Return the error with its message in one line and without secrets.
+
+    Removed are the given secrets and anything that looks like one.
+    """
     message = redact_text(upstream.message[:MAX_READ_CHARS], secrets)
     shown = "".join(one if one.isprintable() else " " for one in message)
     return upstream._replace(message=shown[:MAX_MESSAGE_CHARS])
 
 
 def retry_seconds(told: str | None, now: datetime) -> float | None:
-    """Seconds of a Retry-After header: an integer, a decimal, or a date. What is none of them counts as absent."""
+    """Return the seconds of a Retry-After header: an integer, a decimal or a date. Any other value counts as absent."""
     if told is None or len(told) > 100:
         return None
     try:

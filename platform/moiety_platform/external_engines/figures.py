@@ -1,6 +1,6 @@
-"""What the servers' Prometheus metrics say of their load. Pure.
+"""Parses load from the servers' Prometheus metrics. Pure.
 
-A series may come once for each rank of a replica of the engine, all telling the same, and once for each replica.
+A series may occur once for each rank of an engine replica, with the same value, and once for each replica.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REPLICA_LABELS = ("engine", "dp_rank")  # vLLM's and SGLang's
 
 @dataclass(frozen=True, slots=True)
 class ExternalFigures:
-    """Of one server; 0 is also what it does not tell."""
+    """Metrics of one server. Values that it does not report are 0."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -37,7 +37,7 @@ class ExternalFigures:
 class _Names:
     num_running: str
     num_waiting: str
-    kv_use: str = ""  # a share of 1
+    kv_use: str = ""  # a fraction from 0 to 1
     prompt_tokens: str = ""
     cached_tokens: str = ""
     output_tokens: str = ""
@@ -78,7 +78,7 @@ Series = Sequence[tuple[dict[str, str], float]]
 
 
 def read_figures(kind: ExternalKind, text: str) -> ExternalFigures | None:
-    """None where the text says nothing of what runs."""
+    """Parse the metrics. Returns None if they have no number of running requests."""
     names = NAMES[kind]
     wanted = {getattr(names, field) for field in _Names.__slots__} | {VLLM_CACHE, SGLANG_CACHE}
     found = _parse(text, wanted)
@@ -87,7 +87,7 @@ def read_figures(kind: ExternalKind, text: str) -> ExternalFigures | None:
     num_blocks, block_size = _cache(found)
     use = _mean(found[names.kv_use])
     prompt_tokens, cached_tokens = _sum(found[names.prompt_tokens]), _sum(found[names.cached_tokens])
-    if kind is ExternalKind.LLAMA_CPP:  # which counts what it has computed
+    if kind is ExternalKind.LLAMA_CPP:  # counts only computed prompt tokens
         prompt_tokens += cached_tokens
     return ExternalFigures(
         num_running=_level(found[names.num_running]),
@@ -118,7 +118,7 @@ def _parse(text: str, wanted: set[str]) -> defaultdict[str, list[tuple[dict[str,
 
 
 def _level(series: Series) -> int:
-    """Of a gauge: what the replicas have together."""
+    """Return the sum of a gauge over all replicas."""
     by_replica: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for labels, value in series:
         replica = tuple(labels.get(name, "") for name in REPLICA_LABELS)
@@ -135,7 +135,7 @@ def _mean(series: Series) -> float:
 
 
 def _cache(found: Mapping[str, Series]) -> tuple[int, int]:
-    """(blocks, tokens a block) of the KV cache of all replicas."""
+    """Return the number of blocks, and the tokens per block, of the KV caches of all replicas."""
     if VLLM_CACHE in found:
         pairs = [(labels.get("num_gpu_blocks", ""), labels.get("block_size", "")) for labels, _ in found[VLLM_CACHE]]
         if all(blocks.isdecimal() and size.isdecimal() for blocks, size in pairs):

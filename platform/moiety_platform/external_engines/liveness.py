@@ -1,6 +1,6 @@
-"""Liveness of one external engine: whatever it sends proves that it is there, answers to probes and bytes of streams.
+"""Liveness of one external engine. Answers to health checks and bytes of streams both prove that it is alive.
 
-A server under load, or one that computes in its only thread, answers a probe late while its streams flow.
+A loaded or single-threaded server may answer a health check late while its streams flow.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from moiety_platform.clock import Clock
 
 
 class Liveness:
-    """Owned by the client of that engine. `silence_s` is for how long nothing must have come for it to be lost."""
+    """Liveness of one engine. Owned by its client. The engine is lost after `silence_s` without any data."""
 
     def __init__(self, clock: Clock, silence_s: float) -> None:
         self._clock = clock
@@ -18,20 +18,20 @@ class Liveness:
         self._streamed_at_s: float | None = None
 
     def hear(self) -> None:
-        """Note that something came from the engine."""
+        """Record that data arrived from the engine."""
         self._heard_at_s = self._clock.monotonic()
 
     def hear_stream(self) -> None:
-        """Note that bytes of a stream came."""
+        """Record that bytes of a stream arrived."""
         self._heard_at_s = self._streamed_at_s = self._clock.monotonic()
 
     @property
     def streams_flow(self) -> bool:
-        """Whether bytes of a stream came within the bound."""
+        """True if bytes of a stream arrived within `silence_s`."""
         at_s = self._streamed_at_s
         return at_s is not None and self._clock.monotonic() - at_s <= self._silence_s
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing came for longer than the bound."""
+        """True if nothing arrived for longer than `silence_s`."""
         return self._clock.monotonic() - self._heard_at_s > self._silence_s

@@ -1,4 +1,4 @@
-"""llama.cpp's own `/completion`: its `/v1/completions` does not say how many tokens have come until the end."""
+"""llama.cpp's native `/completion`. Its `/v1/completions` reports the number of tokens only at the end."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from moiety_wire.messages import FinishReason, Submit
 
 _FORMS = frozenset({GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA})
 FINISH = {"eos": FinishReason.STOP, "word": FinishReason.STOP, "limit": FinishReason.LENGTH}
-SEEDS = 2**32 - 1  # the largest stands for any
-LAST_FIELDS = ["content", "tokens_predicted", "stop", "stop_type", "stopping_word", "timings"]  # not the prompt again
+SEEDS = 2**32 - 1  # the largest value means a random seed
+LAST_FIELDS = ["content", "tokens_predicted", "stop", "stop_type", "stopping_word", "timings"]  # excludes the prompt
 
 
 class LlamaCpp:
-    """Implements Dialect. Its prompt cache knows no tenants, so it is left out unless `shared_cache` allows it."""
+    """Dialect of llama.cpp's server.
+
+    Implements Dialect. Its prompt cache has no tenants, so it is disabled unless `shared_cache` allows it.
+    """
 
     path = "/completion"
     max_num_logprobs = 0
-    keeps_alive = False  # its answer says so, and then it closes
+    keeps_alive = False  # the server announces this in its answer and closes
 
     def __init__(self, address: ExternalAddress) -> None:
         self._cache_prompt = address.shared_cache
@@ -60,7 +63,7 @@ class LlamaCpp:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repeat_penalty": sampling.repetition_penalty,
-            "repeat_last_n": len(prompt_ids) + max_tokens,  # of all that has come
+            "repeat_last_n": len(prompt_ids) + max_tokens,  # the whole context
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
             "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],

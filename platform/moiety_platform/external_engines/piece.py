@@ -1,4 +1,4 @@
-"""What a server's stream says, whichever words it uses, and what one who speaks to such a server must know."""
+"""Common types of external engines' answers, and the interface of a server dialect."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from moiety_platform.errors import PlatformError
 from moiety_wire.grammars import GrammarKind
 from moiety_wire.messages import FinishReason, Stopping, Submit
 
-Token = int | str  # an id, or the text where the server tells no id
+Token = int | str  # an id, or the text where the server sends no id
 
 
 MAX_ID = MAX_COUNT = 2**31 - 1
 MAX_DIGITS = 10
-FINISH_REASONS: Mapping[str, FinishReason] = {  # by the words of servers; a word that is not here is no end
+FINISH_REASONS: Mapping[str, FinishReason] = {  # by the servers' words; unknown words are ignored
     **dict.fromkeys(
         ("stop", "eos", "eos_token", "stop_sequence", "stop_token", "end_turn", "tool_calls", "function_call"),
         FinishReason.STOP,
@@ -27,39 +27,42 @@ FAILED_FINISH = frozenset({"error", "abort", "aborted", "cancelled", "canceled",
 
 
 class MalformedAnswer(Exception):
-    """The server's answer is not of the form that its kind has."""
+    """The server's answer violates the format of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaLogprob:
     token: Token
     logprob: float
-    top: list[tuple[Token, float]]  # the best first
+    top: list[tuple[Token, float]]  # most likely first
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What one event says. `text` None means that it is to be made of the ids; `token_ids` None, that they are not
-    told. Counts are totals of this very request. `logprobs` None means that they cannot be read."""
+    """Contents of one event.
+
+    `text` None means that the text must be decoded from the ids, `token_ids` None that no ids were sent. Counts are
+    totals of this request at this server. `logprobs` None means that they cannot be parsed.
+    """
 
     text: str | None = None
     token_ids: list[int] | None = None
     logprobs: list[DeltaLogprob] | None = field(default_factory=list)
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
-    finish: FinishReason | None = None  # as far as it is known
-    stop_string: str | None = None  # that made it stop
+    finish: FinishReason | None = None  # None for unknown words
+    stop_string: str | None = None  # the stop string that was found
     is_last: bool = False
-    is_usage: bool = False  # the counts alone, which follow the finish reason
+    is_usage: bool = False  # only counts, which follow the finish reason
 
 
 def are_ids(value: Any) -> TypeGuard[list[int]]:
-    """Whether it is a list of what may be tokens."""
+    """Return whether the value is a list of possible token ids."""
     return isinstance(value, list) and all(type(one) is int and 0 <= one <= MAX_ID for one in value)
 
 
 def count_of(value: Any) -> int | None:
-    """A number of tokens, as an integer, a float or a string of digits; None for what is none."""
+    """Return a token count from an integer, a float or a string of digits, or None for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS:
         value = int(value)
     if isinstance(value, float) and value.is_integer():
@@ -68,13 +71,15 @@ def count_of(value: Any) -> int | None:
 
 
 def sent_stops(stopping: Stopping) -> list[str]:
-    """The stop strings that the server is to look for. It would find them within a thought too, so where there may be
-    one they are looked for here alone."""
+    """Return the stop strings that are sent to the server.
+
+    It would also find them within the reasoning, so a request with possible reasoning is searched only here.
+    """
     return [] if stopping.thought is not None else list(stopping.stop)
 
 
 def form_refusal(submit: Submit, known: Collection[GrammarKind]) -> str:
-    """What such a server cannot do for a request whose answer must be something; "" if nothing."""
+    """Return the name of a structured-output feature that the server lacks for the request, or "" if it lacks none."""
     if submit.guide is None:
         return ""
     if submit.guide.kind not in known:
@@ -84,11 +89,11 @@ def form_refusal(submit: Submit, known: Collection[GrammarKind]) -> str:
 
 
 class Dialect(Protocol):
-    """How requests are put to one kind of server, and how its answers are read."""
+    """Encoder of requests and decoder of answers for one kind of server."""
 
     @property
     def path(self) -> str:
-        """Of the endpoint, after the server's root."""
+        """Path of the endpoint, after the server's root."""
         ...
 
     @property
@@ -96,17 +101,17 @@ class Dialect(Protocol):
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether a connection serves another request after a stream."""
+        """True if a connection can serve another request after a stream."""
         ...
 
     def refusal(self, submit: Submit) -> str:
-        """The fields of the request that this kind of server cannot honour, by OpenAI's names; "" if there are none."""
+        """Return the request fields that this kind of server does not support, by OpenAI's names, or "" if none."""
         ...
 
     def body(self, submit: Submit, prompt_ids: list[int], max_tokens: int, min_tokens: int) -> dict[str, Any]:
-        """The request: that many tokens after that prompt."""
+        """Return the request body for `max_tokens` tokens after the prompt."""
         ...
 
     def read(self, event: dict[str, Any]) -> AnswerDelta | PlatformError:
-        """What one event says; the error that the server ends its stream with. Raises MalformedAnswer."""
+        """Decode one event, or return the error that the server ends its stream with. Raises MalformedAnswer."""
         ...

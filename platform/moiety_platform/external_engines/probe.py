@@ -1,4 +1,4 @@
-"""What a server of others says of itself: whether it is there, its model, and its load."""
+"""Health, model and load of an external engine."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
 class Unwell(Exception):
-    """The server is there, and cannot be used; the message says why."""
+    """The server responds but cannot be used. The message says why."""
 
 
 class ModelsUnlisted(Unwell):
-    """A server without a health endpoint answers its list of models with an error that may pass, which says nothing of
-    its answers to requests."""
+    """A server without a health endpoint answers its model list with a transient error.
+
+    That says nothing about its answers to requests.
+    """
 
 
 class Silent(Exception):
-    """Nothing was heard of the server."""
+    """The server does not respond."""
 
 
 class Prober:
-    """Asks one server."""
+    """Queries health, model and load of one server."""
 
     def __init__(
         self, address: ExternalAddress, http: httpx.AsyncClient, max_num_logprobs: int, timeout_s: float
     ) -> None:
-        """Reads the tokenizer. Raises moiety_text's errors where it cannot be used."""
+        """Read the tokenizer. Raises moiety_text's errors if it cannot be used."""
         self._address = address
         self._http = http
         self._max_num_logprobs = max_num_logprobs
@@ -53,11 +55,11 @@ class Prober:
         return self._text.eos_token_ids
 
     async def check_health(self) -> None:
-        """Raises Unwell or Silent."""
+        """Check the health endpoint. Raises Unwell or Silent."""
         await self._get("/v1/models" if self._address.kind is ExternalKind.GENERIC else "/health")
 
     async def card(self) -> ModelCard:
-        """Raises Unwell or Silent."""
+        """Return the server's model card. Raises Unwell or Silent."""
         address, text = self._address, self._text
         model = self._find(await self._get_json("/v1/models"))
         created = model.get("created")
@@ -79,7 +81,7 @@ class Prober:
         )
 
     async def figures(self) -> ExternalFigures | None:
-        """Its load; None where it does not tell it. Raises Silent."""
+        """Return the server's load, or None if it reports none. Raises Silent."""
         if self._address.kind not in NAMES:
             return None
         try:
@@ -89,7 +91,7 @@ class Prober:
         return read_figures(self._address.kind, text)
 
     async def _slots(self) -> ExternalFigures | None:
-        """llama.cpp has metrics only where it was started with them."""
+        """Return the load of a llama.cpp server that was started without metrics."""
         try:
             slots = await self._get_json("/slots")
         except Unwell:
@@ -112,7 +114,7 @@ class Prober:
         return min(known)
 
     def _find(self, answer: Any) -> dict[str, Any]:
-        """The model among those that are served. llama.cpp serves one, and calls it by its file's name."""
+        """Return the model's entry in the list of served models. llama.cpp serves one model under its file name."""
         listed = answer.get("data") if isinstance(answer, dict) else answer
         models = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         named = [one for one in models if one.get("id") == self._address.model]

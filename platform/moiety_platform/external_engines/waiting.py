@@ -1,7 +1,7 @@
-"""How long a request would wait at a server of others: from its queue and from how fast requests have ended there.
+"""Predicted waiting time at an external engine, from its queue and the rate at which requests end there.
 
-Such a server predicts nothing itself. What is told here is of an empty prompt, as with engines of ours, and the counts
-by class are this gateway's own.
+An external engine predicts nothing itself. The prediction is for an empty prompt, as with Moiety's own engines. The
+counts by class are this gateway's own.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from moiety_wire.figures import ClassLoad
 
 WINDOW_S = 30.0
 
-Waiting = tuple[ServiceClass, bool]  # one of our requests: its class, and whether its first token has come
+Waiting = tuple[ServiceClass, bool]  # a request of this gateway: its class, and whether its first token has arrived
 
 
 class Ends:
-    """How many requests had ended at the server at which moment, for the last WINDOW_S."""
+    """Samples of the number of ended requests at the server in the last WINDOW_S."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
 
     def note(self, at_s: float, num_ended: int) -> None:
-        """`num_ended` is a total; one that has fallen is of a server that was restarted."""
+        """Add a sample. `num_ended` is a total. A lower total means that the server was restarted."""
         if self._samples and num_ended < self._samples[-1][1]:
             self._samples.clear()
         self._samples.append((at_s, num_ended))
@@ -33,7 +33,7 @@ class Ends:
 
     @property
     def seconds_each(self) -> float:
-        """Mean time from one end to the next; where none has come, it is at least as long as was waited."""
+        """Mean seconds between two ended requests. Without any, the length of the window is the lower bound."""
         if len(self._samples) < 2:
             return 0.0
         (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
@@ -48,8 +48,11 @@ def class_loads(
     *,
     by_priority: bool,
 ) -> list[ClassLoad]:
-    """Of the classes in `admitted`, which counts our requests. With `by_priority` only those of the same or a better
-    rank are ahead: as large a part of the queue as of our own requests that wait."""
+    """Return the load of each class in `admitted`, which counts this gateway's requests.
+
+    With `by_priority` only requests of the same or a better rank are ahead in the queue. Their share of the queue is
+    estimated by their share of this gateway's own waiting requests.
+    """
     waiting, running = Counter[str](), Counter[str]()
     ranks: Counter[int] = Counter()
     for service, has_started in inflight:

@@ -1,1 +1,4 @@
-"""Answers kept under a request's `Idempotency-Key`: a request that is repeated is answered, not served again."""
+"""Answers stored under a request's `Idempotency-Key`.
+
+A repeated request gets the stored answer and is not served again.
+"""

@@ -1,4 +1,4 @@
-"""/admin/v1/tenants/{tenant_id}/idempotency: what is kept of a tenant's answers, erased on demand."""
+"""/admin/v1/tenants/{tenant_id}/idempotency: deletion of a tenant's stored answers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from moiety_platform.tenants.service import get_tenant
 
 
 class Erased(msgspec.Struct, frozen=True):
-    """How many keys and answers were erased."""
+    """Number of deleted keys and answers."""
 
     num_keys: int
 
 
 class IdempotencyController(Controller):
-    """Answers kept for requests with an `Idempotency-Key`."""
+    """Answers stored for requests with an `Idempotency-Key`."""
 
     path = "/tenants/{tenant_id:str}/idempotency"
     tags = ("tenants",)
 
     @delete(status_code=200, opt=needs(AdminAction.ERASE_KEPT_ANSWERS))
     async def erase_kept_answers(self, store: NamedDependency[AuditedStore], tenant_id: FromPath[str]) -> Erased:
-        """Erase every answer that is kept for a tenant's Idempotency-Keys, before it expires. A key that is sent again
-        is served again."""
+        """Delete all answers stored for a tenant's Idempotency-Keys before they expire.
+
+        A repeated key is served again.
+        """
         async with store.write() as session:
             tenant = await get_tenant(session, tenant_id)
             num_keys = await KeyStore().erase(session, tenant.id)

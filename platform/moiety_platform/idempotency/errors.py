@@ -1,4 +1,4 @@
-"""What a request with an `Idempotency-Key` may be refused with."""
+"""Errors of requests with an `Idempotency-Key`."""
 
 from __future__ import annotations
 

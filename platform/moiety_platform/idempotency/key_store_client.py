@@ -1,8 +1,9 @@
-"""The keys of one gateway process: claimed in the database, and renewed while their requests run.
+"""Idempotency keys of one gateway process: claimed in the database and renewed while their requests run.
 
-All gateways go by the rows of one database, so a key is held once, wherever its requests come in. A claim that nobody
-renews, since its gateway was killed, is free again when it expires. Fails closed: while the database is away, a request
-with a key is turned away (503) before anything is generated. An answer that could not be stored is sent all the same.
+All gateways share the rows of one database, so a key is claimed once, whichever gateway receives its requests. A claim
+that is not renewed because its gateway was killed is free again after it expires. Claims fail closed: while the
+database is unavailable, a request with a key is refused with 503 before anything is generated. An answer that could not
+be stored is still sent.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from moiety_platform.settings import GatewaySettings
 
 CLAIM_S = 30.0
 
-INLINE_BYTES = 64 * 1024  # a larger body is hashed in a thread
+INLINE_BYTES = 64 * 1024  # larger bodies are hashed in a thread
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class KeepingLimits:
-    """How much is kept, and for how long."""
+    """Limits on stored answers and their lifetime."""
 
     ttl_s: float
     max_answer_bytes: int
@@ -50,7 +51,10 @@ class KeepingLimits:
 
 
 class KeyClaim:
-    """A key that one running request holds. Owned by whoever answers it: notes what is sent; is kept or released."""
+    """A key claimed by one running request.
+
+    Owned by the request's handler. It records the answer as it is sent, and ends with `keep` or `release`.
+    """
 
     def __init__(self, keeper: IdempotencyKeys, tenant_id: str, max_bytes: int) -> None:
         self.claim_id = secrets.token_hex(16)
@@ -62,7 +66,7 @@ class KeyClaim:
         self._is_over = False
 
     def note(self, data: bytes) -> None:
-        """A part of the answer's body. Of an answer that is too large, nothing is held."""
+        """Record a part of the answer's body. An answer that is too large is not held in memory."""
         self._num_bytes += len(data)
         if self._num_bytes <= self._max_bytes:
             self._parts.append(data)
@@ -70,20 +74,23 @@ class KeyClaim:
             self._parts.clear()
 
     async def keep(self, status: int, headers: Mapping[str, str]) -> None:
-        """The answer is whole: store it. Where the database is away, the claim is left to expire."""
+        """Store the complete answer. If the database is unavailable, the claim is left to expire."""
         self._is_over = True
         is_small = self._num_bytes <= self._max_bytes
         await self._keeper.end(self, KeptAnswer(status, headers, b"".join(self._parts)) if is_small else None)
 
     async def release(self) -> None:
-        """Unless the answer was kept, the key may be used again."""
+        """Release the key for reuse, unless the answer was stored."""
         if not self._is_over:
             self._is_over = True
             await self._keeper.give_back(self)
 
 
 class IdempotencyKeys:
-    """Owned by the entry point; one event loop. `start` before the first request, `stop` after the last."""
+    """Claims and renews keys.
+
+    Owned by the entry point, in one event loop. Call `start` before the first request and `stop` after the last.
+    """
 
     def __init__(
         self,
@@ -95,16 +102,18 @@ class IdempotencyKeys:
     ) -> None:
         self._database = database
         self._store = store
-        self.limits = limits  # may be set to others, for the keys that are claimed from then on
+        self.limits = limits  # may be replaced, for keys claimed later
         self._claim_ms = round(claim_s * 1000)
         self._running: set[str] = set()
         self._renewing = PeriodicTask("idempotency-renew", self.renew, claim_s / 3)
 
-    # ── a request ──
+    # ── One request ──
 
     async def claim(self, key: bytes, asked: KeyBinding) -> KeyClaim | KeptAnswer:
-        """Hold the key, or what its first request was answered with. Raises KeyReused, KeyInUse, AnswerNotKept,
-        TooManyKeys, or Unavailable."""
+        """Claim the key, or return the stored answer of its first request.
+
+        Raises KeyReused, KeyInUse, AnswerNotKept, TooManyKeys or Unavailable.
+        """
         is_small = len(asked.body) <= INLINE_BYTES
         bound_to = asked.fingerprint() if is_small else await asyncio.to_thread(asked.fingerprint)
         claim = KeyClaim(self, asked.tenant_id, self.limits.max_answer_bytes)
@@ -124,7 +133,7 @@ class IdempotencyKeys:
         return claim
 
     async def end(self, claim: KeyClaim, answer: KeptAnswer | None) -> None:
-        """Store the answer, or that it is too large to be stored."""
+        """Store the answer, or the fact that it is too large to store."""
         self._running.discard(claim.claim_id)
         try:
             async with self._database.write() as session:
@@ -143,7 +152,7 @@ class IdempotencyKeys:
                 log.warning("idempotent_claim_lost", tenant_id=claim.tenant_id)
 
     async def give_back(self, claim: KeyClaim) -> None:
-        """The request has no answer that is kept: whoever repeats it is served."""
+        """Release the key of a request without a stored answer. A repetition is served again."""
         self._running.discard(claim.claim_id)
         try:
             async with self._database.write() as session:
@@ -151,17 +160,17 @@ class IdempotencyKeys:
         except Unavailable as error:
             log.warning("idempotent_claim_left", tenant_id=claim.tenant_id, reason=str(error))
 
-    # ── its own life ──
+    # ── Lifecycle ──
 
     async def start(self) -> None:
         self._renewing.start()
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop renewing claims. Idempotent."""
         await self._renewing.cancel()
 
     async def renew(self) -> None:
-        """Put off the expiry of what runs here. Raises Unavailable."""
+        """Extend the claims of the requests that run in this process. Raises Unavailable."""
         if self._running:
             async with self._database.write() as session:
                 await self._store.renew(session, list(self._running), self._claim_ms)

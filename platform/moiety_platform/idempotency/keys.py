@@ -1,4 +1,4 @@
-"""What a key may be, and what it is bound to. Pure."""
+"""Validation, hash and request binding of idempotency keys. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEY = re.compile(rb"[\x21-\x7e]{1,255}")
 
 
 def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key of a request, None if it has none. Raises BadKey."""
+    """Return the key of a request, or None if it has none. Raises BadKey."""
     given = [value for name, value in headers if name == HEADER]
     if not given:
         return None
@@ -31,14 +31,17 @@ def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def hash_of(key: bytes) -> bytes:
-    """What is stored of a key."""
+    """Return the hash that is stored instead of the key."""
     return sha256(key).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class KeyBinding:
-    """What a key is bound to: the endpoint, the body, and the rights of whoever sends it, so that no API key of a
-    tenant is answered with what it may not ask for. `allowed_models` None means every model."""
+    """The request that a key is bound to: endpoint, body and the caller's rights.
+
+    The rights are included so that no API key of a tenant gets an answer that it may not request itself.
+    `allowed_models` None means every model.
+    """
 
     tenant_id: str
     project_id: str

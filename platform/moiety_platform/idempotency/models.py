@@ -1,7 +1,7 @@
-"""The tables of kept answers.
+"""Tables of idempotency keys and stored answers.
 
-`idempotent_requests` holds text of tenants, in `body`: what a request was answered with. It is deleted when it expires,
-and for a tenant at once with `KeyStore.erase`. No external keys, so that a tenant's rows can be deleted in any order.
+`idempotent_requests` holds tenants' text: the answer in `body`. It is deleted when it expires, and at once for one
+tenant with `KeyStore.erase`. There are no foreign keys, so a tenant's rows can be deleted in any order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from moiety_platform.tenants.models import ID_LENGTH
 
 
 class State(StrEnum):
-    RUNNING = "running"  # claimed by a gateway, which renews the claim until it is done
+    RUNNING = "running"  # claimed by a gateway, which renews the claim until the request ends
     KEPT = "kept"
-    NOT_KEPT = "not_kept"  # answered, with more than is kept
+    NOT_KEPT = "not_kept"  # answered, but the answer was too large to store
 
 
 class IdempotentRequest(Base):
-    """One key of one tenant. Of the key and of the request only hashes are stored. `claim_id` names the attempt that
-    holds or held the key; `expires_ms` is by the database's clock, Unix milliseconds."""
+    """One key of one tenant.
+
+    Only hashes of the key and the request are stored. `claim_id` identifies the attempt that claims or claimed the key.
+    `expires_ms` is Unix milliseconds of the database's clock.
+    """
 
     __tablename__ = "idempotent_requests"
     __table_args__ = (
@@ -45,7 +48,7 @@ class IdempotentRequest(Base):
 
 
 class IdempotencyTenant(Base):
-    """How much is kept for a tenant: the sums over its rows, so that no request has to count them."""
+    """Sums over a tenant's rows, maintained so that no request has to count them."""
 
     __tablename__ = "idempotency_tenants"
 

@@ -1,7 +1,7 @@
-"""Keys and their answers in the database, within the caller's transaction. Time is the database's.
+"""Idempotency keys and their answers in the database, within the caller's transaction. Times are the database's.
 
-A row is locked before its tenant's sums, and several sums in the order of their ids, so that no two transactions wait
-for one another.
+Deadlocks are avoided by lock order: a row is locked before its tenant's sums, and several sums in the order of their
+ids.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.idempotency.errors import KeyInUse, TooManyKeys
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest, State
 
-PURGE_ROWS = 100  # in one transaction, each with an answer
-CLAIM_ATTEMPTS = 5  # each fails only where another transaction has ended or taken the key in between
+PURGE_ROWS = 100  # per transaction, each with an answer
+CLAIM_ATTEMPTS = 5  # an attempt fails only if another transaction deletes or claims the key meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """What a request was answered with."""
+    """A stored answer."""
 
     status: int
     headers: Mapping[str, str]
@@ -37,7 +37,7 @@ class KeptAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A key that is taken; `answer` where it is kept."""
+    """An existing key, with its `answer` if stored."""
 
     fingerprint: bytes
     state: State
@@ -45,7 +45,7 @@ class Found:
 
 
 class KeyStore:
-    """All keys of all tenants. `now` is the database's clock."""
+    """Keys of all tenants. `now` is the database's clock."""
 
     def __init__(self, *, now: Callable[[], ColumnElement[int]] = now_ms) -> None:
         self._now = now
@@ -69,7 +69,7 @@ class KeyStore:
         ttl_ms: int,
         max_keys: int,
     ) -> Found | None:
-        """Take the key for `ttl_ms`: None, or what has it already. Raises TooManyKeys, or KeyInUse."""
+        """Claim the key for `ttl_ms` and return None, or return the existing key. Raises TooManyKeys or KeyInUse."""
         this = (IdempotentRequest.tenant_id == tenant_id, IdempotentRequest.key_hash == key_hash)
         insert = insert_into(session, IdempotentRequest).on_conflict_do_nothing().returning(IdempotentRequest.claim_id)
         values = {
@@ -97,7 +97,7 @@ class KeyStore:
         raise KeyInUse
 
     async def renew(self, session: AsyncSession, claim_ids: Collection[str], ttl_ms: int) -> None:
-        """Put off the expiry of claims that nobody else has taken."""
+        """Extend claims that are still held."""
         await self._renew.execute(session, [(claim_id,) for claim_id in claim_ids], ttl_ms=ttl_ms)
 
     async def keep(
@@ -110,8 +110,11 @@ class KeyStore:
         ttl_ms: int,
         max_bytes: int,
     ) -> bool:
-        """Store the answer for `ttl_ms`, or only that there was one: where it is None, and where all answers of the
-        tenant together would have more than `max_bytes`. False if the claim is held no more."""
+        """Store the answer for `ttl_ms` and return whether the claim was still held.
+
+        Only the fact that the request was answered is stored if the answer is None, or if all answers of the tenant
+        together would exceed `max_bytes`.
+        """
         num_bytes = len(answer.body) if answer is not None else 0
         this = IdempotentRequest.claim_id == claim_id
         ended = await session.execute(
@@ -136,18 +139,21 @@ class KeyStore:
         return True
 
     async def release(self, session: AsyncSession, claim_id: str) -> None:
-        """Give the key back: what it was claimed for has no answer that could be kept."""
+        """Release the key of a request without a stored answer."""
         await _delete(session, IdempotentRequest.claim_id == claim_id, IdempotentRequest.state == State.RUNNING)
 
     async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS) -> int:
-        """Delete what has expired, the oldest first, at most `limit` rows; how many."""
+        """Delete at most `limit` expired rows, the oldest first, and return their number."""
         claim_ids = await oldest_expired(
             session, IdempotentRequest.claim_id, IdempotentRequest.expires_ms, self._now(), limit
         )
         return await _delete(session, IdempotentRequest.claim_id.in_(claim_ids)) if claim_ids else 0
 
     async def erase(self, session: AsyncSession, tenant_id: str) -> int:
-        """Delete all that is kept for a tenant; how many keys. What runs just now will not be kept either."""
+        """Delete everything stored for a tenant and return the number of keys.
+
+        Answers of requests in progress are not stored.
+        """
         return await _delete(session, IdempotentRequest.tenant_id == tenant_id)
 
 
@@ -161,7 +167,7 @@ async def _count_key(session: AsyncSession, tenant_id: str, max_keys: int) -> No
 
 
 async def _delete(session: AsyncSession, *where: ColumnElement[bool]) -> int:
-    """Delete rows and take them off their tenants' sums; how many."""
+    """Delete rows, subtract them from their tenants' sums, and return their number."""
     statement = delete(IdempotentRequest).where(*where)
     rows = (await session.execute(statement.returning(IdempotentRequest.tenant_id, IdempotentRequest.num_bytes))).all()
     num_keys, num_bytes = Counter[str](), Counter[str]()

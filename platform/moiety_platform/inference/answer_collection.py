@@ -1,6 +1,6 @@
-"""Collection of the choices of a text answer: for clients that do not stream, for batch lines, and offline.
+"""Collects the choices of a text answer for clients that do not stream, for batch lines, and for offline inference.
 
-It knows no HTTP.
+Independent of HTTP.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from moiety_text.reasoning import AnswerReader
 from moiety_text.tools.deltas import Parts
 from moiety_wire.messages import Finished, TokenLogprob
 
-INLINE_CHARS = 16 * 1024  # of answers that may call; more are read in a thread
+INLINE_CHARS = 16 * 1024  # longer answers with possible tool calls are parsed in a thread
 
 
 @dataclass(slots=True)
 class AnswerChoice:
-    """What has come for one choice."""
+    """Collected output of one choice."""
 
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -38,7 +38,7 @@ class AnswerChoice:
 
 
 class EndedRun(Protocol):
-    """What an answer is made from, beside its choices: a gateway's run, or one without a gateway."""
+    """An ended run, with or without a gateway, from which an answer is built."""
 
     text: ModelText
     prompts: list[list[int]]
@@ -52,7 +52,7 @@ class EndedRun(Protocol):
 
 
 async def collect(run: Run) -> list[AnswerChoice]:
-    """Wait for all choices."""
+    """Wait for all choices and return them."""
     choices = [AnswerChoice() for _ in range(run.num_sequences)]
     async for index, message in run:
         choice = choices[index]
@@ -65,7 +65,7 @@ async def collect(run: Run) -> list[AnswerChoice]:
 
 
 async def parts_of(run: EndedRun, choices: Sequence[AnswerChoice]) -> list[Parts]:
-    """The text and the calls of each choice, in their order. Long texts are read in a thread."""
+    """Return the text and tool calls of each choice in order. Long texts are parsed in a thread."""
     texts = ["".join(choice.text) for choice in choices]
     readers = run.new_readers()
     if readers is None:

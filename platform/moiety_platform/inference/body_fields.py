@@ -1,4 +1,4 @@
-"""What the bodies of all APIs are made of: strict, frozen, unknown fields ignored, and every list bounded."""
+"""Building blocks of all APIs' request bodies: strict, frozen, unknown fields ignored, and every list bounded."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from moiety_platform.inference.generation import Generation, Prompt
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
 
 INT32_MAX = 2**31 - 1
-MAX_MESSAGES = 16_384  # what the settings allow at most, as the next
+MAX_MESSAGES = 16_384  # upper bound of the setting, like MAX_STOPS
 MAX_STOPS = 64
-MAX_PARTS = 2048  # of one message
+MAX_PARTS = 2048  # per message
 MAX_PROMPTS = 2048
-MAX_TOKEN_IDS = 2**20  # of one prompt or text
-MAX_PAIRS = 16  # of a request's metadata
+MAX_TOKEN_IDS = 2**20  # per prompt or text
+MAX_PAIRS = 16  # in a request's metadata
 
-Retention = Literal["in_memory", "24h"]  # how long a prefix is kept for a conversation that will come back
+Retention = Literal["in_memory", "24h"]  # prefix-cache retention for a conversation that will continue
 KEEP_S: Mapping[Retention, float] = MappingProxyType({"in_memory": 0.0, "24h": 86_400.0})
 
 
 def refuse(message: str, code: str | None = None) -> PydanticCustomError:
-    """What a validator raises, in words for the client; with a stable code of its own, if clients go by one."""
+    """Return a validator's error with a message for the client, and optionally with a stable error code."""
     return PydanticCustomError("refused", "{reason}", {"reason": message, "code": code})
 
 
 def shape_of(info: ValidationInfo) -> ShapeLimits:
-    """What the operator allows."""
+    """Return the operator's limits."""
     return info.context if isinstance(info.context, ShapeLimits) else DEFAULT_SHAPE
 
 
@@ -82,12 +82,12 @@ class _AtMost:
 
 
 def bounded(most: Most) -> AfterValidator:
-    """Of a list: it may have as many entries as the operator allows."""
+    """Return a validator that limits the number of list entries to the operator's limit."""
     return AfterValidator(_FewEntries(most))
 
 
 def at_most(most: Most) -> AfterValidator:
-    """Of a number: it may be as large as the operator allows."""
+    """Return a validator that limits a number to the operator's limit."""
     return AfterValidator(_AtMost(most))
 
 
@@ -108,7 +108,10 @@ class _OrText:
 
 
 def or_text(entry: Callable[[str, ValidationInfo], Any], entries: str) -> BeforeValidator:
-    """Of a list of `entries`: a string is short for one. One form inside means that complaints name the place."""
+    """Return a validator that accepts a string as a list of one entry.
+
+    Because only the list is validated, errors name the exact place.
+    """
     return BeforeValidator(_OrText(entry, entries))
 
 
@@ -119,12 +122,12 @@ def _without_nul(value: str) -> str:
 
 
 def shows(**schema: Any) -> Any:
-    """Of a field that a validator checks: what its JSON schema has to say of that."""
+    """Return metadata that adds to the JSON schema of a field, for constraints that a validator checks."""
     return Field(json_schema_extra=schema)
 
 
 def only_with(field: str, flag: str) -> dict[str, Any]:
-    """A JSON schema: the field may be there, and not null, only where the flag is true."""
+    """Return a JSON schema that allows a non-null field only where the flag is true."""
     return {
         "if": {"required": [field], "properties": {field: {"not": {"type": "null"}}}},
         "then": {"required": [flag], "properties": {flag: {"const": True}}},
@@ -149,11 +152,11 @@ MetadataPairs = Annotated[
     shows(propertyNames={"minLength": 1, "maxLength": 64, "pattern": _NO_NUL}),
 ]
 
-# Lists end at their first bad entry: complaints about every entry of a large body would take seconds to collect.
+# Validation of a list stops at its first bad entry: errors for every entry of a large body would take seconds.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
 
-# A text or its token ids, or a list of either.
-# None is empty, which validators see to, in better words than pydantic's.
+# A text or its token ids, or a list of either. Other validators reject empty ones, with better messages than
+# pydantic's.
 _Text = Annotated[str, shows(minLength=1)]
 _Ids = Annotated[TokenIds, shows(minItems=1)]
 RawPrompts = (
@@ -165,8 +168,11 @@ RawPrompts = (
 
 
 class StrictBody(BaseModel):
-    """`forms` says what a field with several forms must be, where pydantic would report each form's own complaint; a
-    name in braces there is one of `ShapeLimits`."""
+    """Base of all request bodies.
+
+    `forms` has error messages for fields that accept several types, where pydantic would report one error per type.
+    Names in braces are fields of `ShapeLimits`.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -174,7 +180,7 @@ class StrictBody(BaseModel):
 
 
 class AskingBody(StrictBody):
-    """A body that asks something of an engine."""
+    """Base of request bodies that are served by an engine."""
 
     def generation(self) -> Generation:
         raise NotImplementedError
@@ -185,7 +191,7 @@ class AskingBody(StrictBody):
 
 
 class GeneratingBody(AskingBody):
-    """A body that asks for text, whole or streamed."""
+    """Base of request bodies that generate text, streamed or not."""
 
     stream: bool | None = None
 
@@ -195,7 +201,7 @@ class GeneratingBody(AskingBody):
 
 
 def forms_of_prompts(each: str) -> str:
-    """What a field of `RawPrompts` must be; `each` names them in the plural."""
+    """Return the error message for a field of type `RawPrompts`. `each` is the plural noun for its entries."""
     return (
         "must be a string, a list of strings, a list of token ids or a list of lists of token ids, and a list of "
         f"{each} has at most {MAX_PROMPTS:,}"
@@ -203,7 +209,7 @@ def forms_of_prompts(each: str) -> str:
 
 
 def as_prompts(given: str | list[str] | list[int] | list[list[int]]) -> tuple[Prompt, ...]:
-    """Each of `RawPrompts`, which must not be empty."""
+    """Return the prompts of a `RawPrompts` field, which must not be empty."""
     if isinstance(given, str):
         return (given,)
     if isinstance(given[0], int):

@@ -1,4 +1,4 @@
-"""The client's leaving, noticed while an answer is being made."""
+"""Detection of client disconnects while an answer is generated."""
 
 from __future__ import annotations
 
@@ -7,56 +7,59 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-DEPARTURE = "moiety.departure"
-"""Where the server puts, into a request's `state`, the DisconnectSignal of the request's client."""
+DISCONNECT_SIGNAL = "moiety.transfer"
+"""Key in a request's `state` for the DisconnectSignal, which the server sets."""
 
 
-class ClientDisconnected(Exception):  # not an error of ours: there is nobody left to answer
-    """The client hung up."""
+class ClientDisconnected(Exception):  # no PlatformError: there is no client to answer
+    """The client closed the connection."""
 
 
 class DisconnectSignal:
-    """Of one connection's client. Owned by the connection, which says when; one at a time may wait for it."""
+    """Disconnect signal of one connection's client.
+
+    Owned by the connection, which triggers it. At most one waiter is supported.
+    """
 
     def __init__(self, drop: Callable[[], None] = lambda: None) -> None:
-        """`drop` ends the connection at once, whatever the client has not taken yet."""
+        """Create a signal. `drop` closes the connection at once and discards unsent data."""
         self.drop = drop
         self.has_left = False
         self.on_left: Callable[[], None] | None = None
 
     def note(self) -> None:
-        """The client has left."""
+        """Signal that the client disconnected."""
         self.has_left = True
         if self.on_left is not None:
             self.on_left()
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> DisconnectSignal:
-        """The one of a request; under a server that tells of none, one that never comes."""
-        found = state.get(DEPARTURE)
+        """Return the signal of a request. If the server sets none, return one that never triggers."""
+        found = state.get(DISCONNECT_SIGNAL)
         return found if isinstance(found, DisconnectSignal) else cls()
 
 
 class WatchingForDisconnect:
-    """Cancels what runs inside as soon as the client leaves, and raises ClientDisconnected."""
+    """Context that is cancelled when the client disconnects, and then raises ClientDisconnected."""
 
-    __slots__ = ("_departure", "_is_gone", "_task")
+    __slots__ = ("_disconnect", "_is_gone", "_task")
 
-    def __init__(self, departure: DisconnectSignal) -> None:
-        self._departure = departure
+    def __init__(self, transfer: DisconnectSignal) -> None:
+        self._disconnect = transfer
         self._task: asyncio.Task[Any] | None = None
         self._is_gone = False
 
     def __enter__(self) -> None:
-        if self._departure.has_left:
+        if self._disconnect.has_left:
             raise ClientDisconnected
         self._task = asyncio.current_task()
-        self._departure.on_left = self._leave
+        self._disconnect.on_left = self._leave
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._departure.on_left = None
+        self._disconnect.on_left = None
         is_ours = isinstance(exc, asyncio.CancelledError) and self._is_gone
         if is_ours and self._task is not None and self._task.uncancel() == 0:
             raise ClientDisconnected from exc

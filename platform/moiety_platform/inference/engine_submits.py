@@ -1,5 +1,7 @@
-"""What is asked, as the sequences that engines run: checked against the model's card, one `Submit` for each answer to
-each prompt. Pure."""
+"""Converts a generation into engine requests: checks it against the model card and makes one `Submit` per answer.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from moiety_wire.seeds import seed_of_choice
 
 
 class RequestOrigin(msgspec.Struct, frozen=True):
-    """Whose request it is, and what all its sequences have in common."""
+    """Fields common to all sequences of a request."""
 
     request_id: str
-    model: str  # as the engine calls it
+    model: str  # engine's name of the model
     tenant_id: str
     chosen: ChosenClass
     cache_salt: bytes
@@ -28,11 +30,11 @@ class RequestOrigin(msgspec.Struct, frozen=True):
     traceparent: str = ""
     bill: bytes = b""
     gathers: bool = True
-    adapter: str = ""  # as the engine calls it
+    adapter: str = ""  # engine's name of the adapter
 
 
 def check_limits(generation: Generation, card: ModelCard, max_sequences: int) -> None:
-    """Whether the model can do what is asked, whatever its prompts. Raises BadRequest."""
+    """Check that the model supports the generation, independent of its prompts. Raises BadRequest."""
     if generation.embed:
         _check_embedding(generation, card)
     elif generation.num_sequences > max_sequences:
@@ -59,7 +61,10 @@ def check_limits(generation: Generation, card: ModelCard, max_sequences: int) ->
 def submits_of(
     origin: RequestOrigin, generation: Generation, prompts: list[list[int]], longest: list[int], text: ModelText
 ) -> list[Submit]:
-    """All sequences, in the order of their indices. `longest` says how many tokens may follow each prompt."""
+    """Return all sequences in the order of their indices.
+
+    `longest` has the maximum number of output tokens for each prompt.
+    """
     num_prompt_tokens = sum(map(len, prompts))
     return [
         submit
@@ -73,7 +78,7 @@ def submits_of(
             text.shown_ids(generation.prompts[number]),
             text.marker_ids(generation.prompts[number], generation.guide),
             text.thought_marks(generation, number, prompt_ids),
-            # inputs that are embedded are answered together, so each has the time that all of them are promised
+            # embeddings are answered together, so each input has the SLO of all inputs together
             num_prompt_tokens - len(prompt_ids) if generation.embed else 0,
             generation.guide or text.guide_of_calls(generation.prompts[number]),
         )
@@ -92,7 +97,7 @@ def _submits(
     sibling_tokens: int,
     guide: GrammarSpec | None,
 ) -> list[Submit]:
-    """Of one prompt."""
+    """Return the sequences of one prompt."""
     chosen = origin.chosen
     stopping = Stopping(
         thought=thought if generation.stop else None,
@@ -134,7 +139,10 @@ def _submits(
 
 
 def _sampling_of(asked: Sampling, choice: int) -> Sampling:
-    """Of one answer: the first has the request's own seed, and alone scores the prompt."""
+    """Return the sampling of one choice.
+
+    The first choice has the request's own seed and is the only one that scores the prompt.
+    """
     if choice == 0:
         return asked
     return msgspec.structs.replace(asked, seed=seed_of_choice(asked.seed, choice), num_prompt_logprobs=None)
@@ -166,7 +174,7 @@ def _check_embedding(generation: Generation, card: ModelCard) -> None:
 
 
 def most_output_tokens(generation: Generation, card: ModelCard, num_prompt_tokens: int) -> int:
-    """How many tokens may follow the prompt. Raises ContextTooLong, which names both lengths."""
+    """Return the maximum number of output tokens for the prompt. Raises ContextTooLong, which names both lengths."""
     left = card.max_context_tokens - num_prompt_tokens
     if generation.embed and left < 0:
         raise ContextTooLong(

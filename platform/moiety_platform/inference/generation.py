@@ -1,4 +1,7 @@
-"""What is asked of the engines, free of any API's field names. Made by the schemas, carried out by the pipeline."""
+"""Internal representation of an inference request, independent of any API's fields.
+
+The schemas of the APIs create it and the pipeline runs it.
+"""
 
 from __future__ import annotations
 
@@ -12,46 +15,50 @@ from moiety_wire.messages import Sampling
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Messages for the model's chat template, each with `role` and text `content`. An assistant's may have a
-    `reasoning_content`, which is what it thought, and `tool_calls`, each an `id` and a `function` of `name` and
-    `arguments` (an object); a tool's has the `tool_call_id`.
+    """Messages for the model's chat template, each with `role` and text `content`.
 
-    The answer to them begins with `prefill`, and only the rest of it is generated. It may call what `tools` offers."""
+    An assistant's message may have `reasoning_content`, its reasoning, and `tool_calls`, each an `id` and a `function`
+    with `name` and `arguments` (an object). A tool's message has the `tool_call_id`.
+
+    The answer begins with `prefill`, and only the rest of it is generated. It may call the tools in `tools`.
+    """
 
     messages: tuple[dict[str, Any], ...]
     prefill: str = ""
     tools: ToolOffer | None = None
-    thinks: bool | None = None  # whether the model is to think before it answers; None: as its template has it
-    effort: str | None = None  # how much it is to think, in OpenAI's words; "none": not at all
-    template_options: dict[str, Any] = {}  # further variables of the chat template, in the client's words
+    thinks: bool | None = None  # whether the model reasons before it answers; None: the template's default
+    effort: str | None = None  # OpenAI's reasoning effort; "none": no reasoning
+    template_options: dict[str, Any] = {}  # further variables of the chat template, as named by the client
 
 
 Prompt = Conversation | str | tuple[int, ...]
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """`num_choices` answers to each prompt; choice i of prompt p has index p · num_choices + i.
-    `max_tokens` None means `default_max_tokens` or less, as the model's context leaves it, 0 that nothing is generated:
-    see `embed`."""
+    """A generation of `num_choices` answers to each prompt. Choice i of prompt p has index p · num_choices + i.
+
+    `max_tokens` None means `default_max_tokens`, or fewer if the model's context leaves fewer. 0 means that nothing is
+    generated: see `embed`.
+    """
 
     model: str
     prompts: tuple[Prompt, ...]
     num_choices: int
     sampling: Sampling
     max_tokens: int | None
-    default_max_tokens: int | None = None  # without `max_tokens`; None for all that the context leaves
+    default_max_tokens: int | None = None  # without `max_tokens`; None: the rest of the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    service_tier: str | None = None  # OpenAI's word for the class that is wanted
-    embed: bool = False  # each prompt's vector is wanted, and no token: `max_tokens` is 0
-    dimensions: int | None = None  # how many numbers of each vector are wanted; None for all
-    max_numbers: int | None = None  # of all vectors together; None for as many as there are
-    guide: GrammarSpec | None = None  # what each answer must be
-    keep_s: float = 0.0  # for which the conversation may come back, and its prefix is kept
-    echo: bool = False  # each prompt's text is wanted in front of its answers
-    prompt_field: str = "prompt"  # where the client wrote the prompts, for complaints about them
+    service_tier: str | None = None  # OpenAI's name of the requested service class
+    embed: bool = False  # return each prompt's vector and no tokens: `max_tokens` is 0
+    dimensions: int | None = None  # numbers per returned vector; None for all
+    max_numbers: int | None = None  # limit on the numbers of all vectors together; None for no limit
+    guide: GrammarSpec | None = None  # grammar of each answer
+    keep_s: float = 0.0  # prefix-cache retention of the conversation
+    echo: bool = False  # return each prompt's text before its answers
+    prompt_field: str = "prompt"  # the API's field of the prompts, for error messages
 
     @property
     def num_sequences(self) -> int:

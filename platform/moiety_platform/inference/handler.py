@@ -200,7 +200,7 @@ class RequestHandler(Generic[Body]):
 
     async def _answer(self, body: Body, record: RequestRecord, reply: HttpResponse) -> None:
         endpoint = self._endpoint
-        with WatchingForDisconnect(reply.departure):
+        with WatchingForDisconnect(reply.transfer):
             if endpoint.prepare is not None:
                 body = await endpoint.prepare(body, record)
             async with self._services.pipeline.run(record, body.generation(), streams=body.wants_stream) as run:

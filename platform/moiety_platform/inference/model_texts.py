@@ -1,4 +1,7 @@
-"""From prompts to token ids with the tokenizer and template on an engine's model card; no model files are needed."""
+"""Converts prompts to token ids with the tokenizer and template of an engine's model card.
+
+No model files are needed.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import ModelCard, ThoughtMarks
 
 MAX_CACHED_MODELS = 16
-MESSAGE_COST = 64  # what rendering one more message counts, in bytes of text
-MARKER_TOKENS = 16  # in which a marker at a prompt's end stands, with white space after it
-ID_COST = 4  # what looking at one token id counts
+MESSAGE_COST = 64  # estimated cost of rendering one more message, in bytes of text
+MARKER_TOKENS = 16  # last tokens of a prompt, in which a marker and white space after it fit
+ID_COST = 4  # estimated cost of checking one token id, in bytes of text
 
-UNKNOWN_TOKEN = "unknown_token_id"  # the code of an error
+UNKNOWN_TOKEN = "unknown_token_id"  # error code
 
 
 class ModelText:
-    """One model's text side. May be used from several threads."""
+    """Tokenizer, chat template and answer parser of one model. Thread-safe."""
 
     def __init__(self, card: ModelCard, inline_bytes: int) -> None:
         self._tokenizer = Tokenizer.from_json(card.tokenizer_json)
@@ -58,27 +61,32 @@ class ModelText:
 
     @property
     def thinks(self) -> bool:
-        """Whether answers to chats may begin with a thought."""
+        """True if chat answers may begin with reasoning."""
         return self._thoughts is not None
 
     async def encode(self, prompts: Sequence[Prompt], field: str = "prompt") -> list[list[int]]:
-        """The ids of each prompt, at least one. Long text is worked on in a thread. Raises BadRequest, which may name
-        the `field` of the request; for a prompt that cannot fit the context, whatever its exact length,
-        ContextTooLong."""
+        """Return the token ids of each prompt, at least one each.
+
+        Long text is encoded in a thread. Raises BadRequest, which may name the `field` of the request, and
+        ContextTooLong for a prompt that cannot fit the context, whatever its exact length.
+        """
         if self._is_short(prompts):
             return self._encode_all(prompts, field, is_plain=True)
         return await asyncio.to_thread(self._encode_all, prompts, field)
 
     async def encode_prompts(self, generation: Generation) -> list[list[int]]:
-        """The ids of each prompt of a generation. Raises what `encode` does, and BadRequest where a prompt is to be
-        echoed and has an id without text, before anything is computed."""
+        """Return the token ids of each prompt of a generation.
+
+        Raises the errors of `encode`. Also raises BadRequest, before anything is computed, for a prompt with echo that
+        has an id without text.
+        """
         prompts = await self.encode(generation.prompts, generation.prompt_field)
         if generation.echo:
             self._check_decodable(prompts, generation.prompt_field)
         return prompts
 
     def _check_decodable(self, prompts: Sequence[Sequence[int]], field: str) -> None:
-        """An id that only the model's padded vocabulary has stands for no text."""
+        """Check that all ids have text. Ids that exist only in the model's padded vocabulary have none."""
         for token_id in sorted({one for prompt in prompts for one in prompt}):
             if self._tokenizer.find_token(token_id) is None:
                 told = f"token id {token_id} has no text in the tokenizer of the model {self._model!r}, so the prompt "
@@ -86,18 +94,20 @@ class ModelText:
                 raise BadRequest(told, code=UNKNOWN_TOKEN, param=field)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Raises BadRequest for an id that is not the model's."""
+        """Return the text of token ids. Raises BadRequest for an id that is not the model's."""
         if len(token_ids) * ID_COST <= self.inline_bytes:
             return self._decode(token_ids)
         return await asyncio.to_thread(self._decode, token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token of an echoed prompt stands for."""
+        """Return the bytes of a token of an echoed prompt."""
         return self._tokenizer.token_bytes(token_id)
 
     def new_readers(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> list[AnswerReader] | None:
-        """What tells calls and thoughts in the answer of each sequence of a generation; `prompts` are its token ids.
-        None where there can be neither."""
+        """Return parsers of tool calls and reasoning for each sequence of a generation.
+
+        `prompts` are its token ids. Returns None if there can be neither.
+        """
         readers = [
             self._new_reader(prompt, token_ids, generation.guide)
             for prompt, token_ids in zip(generation.prompts, prompts, strict=True)
@@ -109,16 +119,19 @@ class ModelText:
     async def read_answer(
         self, generation: Generation, prompts: Sequence[Sequence[int]], output_ids: Sequence[int]
     ) -> Parts:
-        """The parts of a request's only answer."""
+        """Return the parsed parts of a request's only answer."""
         text, readers = await self.decode(output_ids), self.new_readers(generation, prompts)
         return [text] if readers is None else readers[0].read(text)
 
     def num_thought_tokens(
         self, generation: Generation, prompts: Sequence[Sequence[int]], answers: Sequence[list[int]]
     ) -> int | None:
-        """How many tokens of the answers are of thoughts. None where that cannot be told: of a model that is not known
-        to think, and where what ends a thought is no token of its own."""
-        prompt = generation.prompts[0]  # of a chat, which has one
+        """Return the number of reasoning tokens in the answers.
+
+        Returns None where it cannot be counted: the model is not known to reason, or the end of its reasoning is not a
+        single token.
+        """
+        prompt = generation.prompts[0]  # a chat has only one
         if self._closer_id is None or not self._may_think(prompt, generation.guide):
             return None
         is_open = self._end_of(prompts[0]).endswith(OPENER)
@@ -136,22 +149,25 @@ class ModelText:
         return None if reader is None else GuardedReader(reader)
 
     def thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
-        """Of the thought that answers to a generation's prompt of that number may begin with."""
+        """Return the markers of the reasoning that answers to the generation's prompt `number` may begin with."""
         if not self._may_think(generation.prompts[number], generation.guide):
             return None
         return ThoughtMarks(OPENER, CLOSER, self._end_of(prompt_ids).endswith(OPENER))
 
     def _may_think(self, prompt: Prompt, guide: GrammarSpec | None) -> bool:
-        """A form is kept to from the first token on, and an answer that the client has begun is no thought."""
+        """Return whether the answer may begin with reasoning.
+
+        A grammar applies from the first token on, and an answer with a prefill does not begin with reasoning.
+        """
         is_chat = isinstance(prompt, Conversation) and not prompt.prefill.strip()
         return self._thoughts is not None and is_chat and guide is None
 
     def _end_of(self, token_ids: Sequence[int]) -> str:
-        """The end of a prompt's text, in which a marker would stand."""
+        """Return the end of a prompt's text, which may have a marker."""
         return self._decode(token_ids[-MARKER_TOKENS:]).rstrip()
 
     def shown_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """The special tokens that such an answer's text must show, for its reader."""
+        """Return the special tokens that the answer's text must contain for its parser."""
         if not isinstance(prompt, Conversation):
             return ()
         added = self._tokenizer.added_tokens
@@ -159,8 +175,10 @@ class ModelText:
         return (*(one for one in calls if added[one].special), *self._special_thoughts)
 
     def marker_ids(self, prompt: Prompt, guide: GrammarSpec | None) -> tuple[int, ...]:
-        """The added tokens that mark calls and thoughts in such an answer: for its reader, text that only spells one is
-        told apart."""
+        """Return the added tokens that mark tool calls and reasoning in the answer.
+
+        They let the parser distinguish markers from text that only spells one.
+        """
         if not isinstance(prompt, Conversation):
             return ()
         calls = () if prompt.tools is None else self._call_markers().values()
@@ -168,7 +186,7 @@ class ModelText:
         return (*calls, *(one for one in thoughts if one is not None))
 
     def guide_of_calls(self, prompt: Prompt) -> GrammarSpec | None:
-        """What an answer to an encoded prompt must be for its strict tools; None if it has none. Raises BadRequest."""
+        """Return the grammar of an answer with strict tools, or None without strict tools. Raises BadRequest."""
         if not isinstance(prompt, Conversation) or prompt.tools is None or not prompt.tools.is_strict:
             return None
         way = self._format_of_tools()
@@ -181,13 +199,15 @@ class ModelText:
         return guide
 
     def _call_markers(self) -> dict[str, int]:
-        """What marks calls and is an added token, with its id."""
+        """Return the markers of tool calls that are added tokens, with their ids."""
         markers, added = self._format_of_tools().markers, self._tokenizer.added_tokens
         return {token.content: one for one, token in added.items() if token.content in markers}
 
     def _free_ids(self) -> list[int]:
-        """The added tokens that may stand in the text beside calls: those of thoughts, and those that have a text, but
-        none that marks calls or turns."""
+        """Return the added tokens that are allowed in the text beside tool calls.
+
+        These are the tokens of reasoning and the tokens with text, but no markers of calls or turns.
+        """
         markers = self._call_markers().values()
         return [
             one
@@ -202,8 +222,10 @@ class ModelText:
             raise BadRequest(str(exc), code=UNKNOWN_TOKEN) from exc
 
     def _is_short(self, prompts: Sequence[Prompt]) -> bool:
-        """Whether encoding them all is a matter of so little time that a thread would cost more, and none spells a
-        control token; not exact, but never without reason."""
+        """Return whether encoding takes less time than a thread costs, and no text spells a control token.
+
+        The cost is an estimate, but True is always safe.
+        """
         left = self.inline_bytes
         for prompt in prompts:
             if isinstance(prompt, tuple):
@@ -217,7 +239,10 @@ class ModelText:
         return True
 
     def _after_conversation(self, prompt: Conversation, left: int) -> int:
-        """What is left of so many bytes beside its texts; negative where one of them spells a control token."""
+        """Return the rest of the byte budget `left` after the conversation's texts.
+
+        A negative result means that the budget is exceeded or that a text spells a control token.
+        """
         tools = _tools_of(prompt)
         left -= MESSAGE_COST * (len(prompt.messages) - 1 + len(tools))
         if left < 0:
@@ -225,7 +250,7 @@ class ModelText:
         texts, room = [], left
         for text in texts_of((prompt.messages, tools, prompt.prefill, prompt.template_options)):
             room -= len(text)
-            if room < 0:  # there may be megabytes more
+            if room < 0:  # stop early: the rest may be megabytes
                 return room
             texts.append(text)
         left -= _num_bytes("".join(texts), left)
@@ -240,7 +265,7 @@ class ModelText:
 
     def _encode(self, prompt: Conversation | str, is_plain: bool) -> list[int]:
         limit = self._max_context_tokens
-        if prompt == "":  # with a token that begins every text it would have one, which nobody has sent
+        if prompt == "":  # a BOS token alone would count as a token that the client did not send
             raise BadRequest("the prompt is empty; send at least one token of text")
         try:
             if isinstance(prompt, str):
@@ -277,7 +302,7 @@ class ModelText:
         )
 
     def _format_of_tools(self, field: str = "tools") -> ToolFormat:
-        """Raises BadRequest, which names the `field`."""
+        """Return the model's tool call format. Raises BadRequest, which names the `field`, if there is none."""
         if self._tool_format is not None:
             return self._tool_format
         reason = (
@@ -318,12 +343,12 @@ def _num_bytes(text: str, at_most: int) -> int:
 
 
 def _tools_of(conversation: Conversation) -> list[dict[str, Any]]:
-    """As the chat template knows them."""
+    """Return the tools in the format of chat templates."""
     return [] if conversation.tools is None else [tool.for_template() for tool in conversation.tools.tools]
 
 
 class ModelTexts:
-    """The text sides of the connected models, each built once, in a thread."""
+    """The `ModelText` of each connected model, built once, in a thread."""
 
     def __init__(self, inline_bytes: int) -> None:
         self._inline_bytes = inline_bytes
@@ -331,13 +356,13 @@ class ModelTexts:
         self._building = asyncio.Lock()
 
     def use(self, inline_bytes: int) -> None:
-        """For the prompts that come from now on."""
+        """Set the inline limit for later prompts."""
         self._inline_bytes = inline_bytes
         for text in self._built.values():
             text.inline_bytes = inline_bytes
 
     async def get(self, card: ModelCard) -> ModelText:
-        """The text side of a card. Raises moiety_text's errors if the card's files cannot be used."""
+        """Return the `ModelText` of a card. Raises moiety_text's errors if the card's files cannot be used."""
         key = (card.model, card.device, card.tokenizer_json, card.chat_template, card.max_context_tokens)
         text = self._built.get(key)
         if text is not None:

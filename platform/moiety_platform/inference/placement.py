@@ -1,4 +1,4 @@
-"""Which engine each sequence of one request goes to, at first and when its engine has failed it."""
+"""Chooses the engine of each sequence of a request, at first and after failures."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from moiety_platform.routing.roles import Need, is_handed_over, kv_address_of
 from moiety_wire.classes import ServiceClass
 from moiety_wire.roles import KvHandoff, transfer_token
 
-MAX_ENGINES = 8  # are asked for one request, whatever they answer
-MAX_RESUBMISSIONS = 2  # after failed engines: what kills its engine must not kill them all
+MAX_ENGINES = 8  # engines tried for one request, whatever they answer
+MAX_RESUBMISSIONS = 2  # after engine failures, so that a request that crashes engines cannot crash all of them
 
 
 class Place(msgspec.Struct, frozen=True):
-    """An engine, by the connection to it at the moment of the choice. Where it computes the prompt only, `partner` is
-    the engine that goes on, and `hand_over` says where the KV goes."""
+    """A chosen engine, identified by its connection at that moment.
+
+    If it only prefills, `partner` is the decode engine and `hand_over` describes the KV transfer.
+    """
 
     client: EngineClient
     connection: Connection
@@ -31,32 +33,37 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Placement:
-    """Of one request. What one of its sequences has learned of an engine counts for the others."""
+    """Placement of one request. Failures of one of its sequences apply to all of them."""
 
     def __init__(self, replicas: Replicas, model: str, service: ServiceClass, wait_s: float) -> None:
-        """`wait_s`: for how long a sequence that no engine can take waits for one to come back."""
+        """Create the placement. `wait_s` is how long a sequence without a usable engine waits for one."""
         self._replicas = replicas
         self._model = model
         self._service = service
         self._wait_s = wait_s
-        self._left: set[Connection] = set()  # which had a sequence of this request, or were gone
-        self._num_failed = 0  # of them, those that failed while they had one
+        self._left: set[Connection] = set()  # engines that ended a sequence of this request or were unreachable
+        self._num_failed = 0  # engines in `_left` that failed
 
     def choose(self, prefix: Iterable[bytes], need: Need, context_tokens: int) -> Place:
-        """Return the engine for a new sequence with so many tokens of prompt and output. Raises NotFound
-        or Unavailable."""
+        """Return the engine for a new sequence.
+
+        `context_tokens` counts its prompt and output. Raises NotFound or Unavailable.
+        """
         return self._choose(prefix, need, self._left, context_tokens)
 
     def expect(self, partner: Place) -> Callable[[], None]:
-        """A sequence is on its way there, until what this returns is called, once."""
+        """Announce a sequence to the decode engine. The returned function ends the announcement and is called once."""
         return self._replicas.expect(partner.connection[0])
 
     def begin(self, place: Place) -> RequestOutcome:
-        """Note that a sequence goes to that engine, whose circuit breaker learns from what is told of its end."""
+        """Record that a sequence goes to the engine.
+
+        The returned outcome reports its end to the engine's circuit breaker.
+        """
         return self._replicas.breakers.begin(place.connection[0])
 
     def leave(self, connection: Connection, error: PlatformError) -> None:
-        """That engine has ended a sequence with that error, and gets none of the request any more."""
+        """Record that the engine ended a sequence with an error. It gets no more sequences of the request."""
         is_failure = isinstance(error, EngineFailed) and not isinstance(error, EngineRefused)
         if is_failure and connection not in self._left:
             self._num_failed += 1
@@ -65,9 +72,12 @@ class Placement:
     async def choose_again(
         self, prefix: Iterable[bytes], need: Need, failure: PlatformError, context_tokens: int
     ) -> Place:
-        """Another engine than those that were left; one of their addresses only once it has been connected anew and
-        no other engine is there. Raises the failure if there is no engine in time, or too many have failed. Nobody
-        is waited for where engines that are there refused it."""
+        """Return an engine other than those that ended a sequence.
+
+        The same address is used again only after a reconnection and if there is no other engine. Raises the failure if
+        no engine becomes available in time, or if too many have failed. Does not wait if available engines refused the
+        sequence.
+        """
         if self._num_failed > MAX_RESUBMISSIONS or len(self._left) >= MAX_ENGINES:
             raise failure
         loop = asyncio.get_running_loop()

@@ -1,5 +1,8 @@
-"""One request's spending: its prompt and a little of its output reserved under every limit, then more, ahead of what is
-generated, so that no token is generated that no limit has room for."""
+"""Quota reservation of one request.
+
+The prompt and a part of the output are reserved under every quota first, and more output ahead of generation. So no
+token is generated without quota.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from moiety_platform.quota.lease import Charge, Hold, WindowId
 from moiety_platform.quota.standing import headers
 
 PAUSE_S = 0.5
-THROTTLED_S = 120.0  # for how long a sequence waits until a rate has room again, before it ends
+THROTTLED_S = 120.0  # how long a sequence waits for a rate limit before it ends
 
 
 class Throttled(Exception):
-    """A rate has no room just now; asked again later it may have."""
+    """A rate limit is exhausted for now. A later attempt may succeed."""
 
 
 class UsedTokens(msgspec.Struct, frozen=True):
-    """What a request came to."""
+    """Tokens used by a request."""
 
     service_class: str
     prompt_tokens: int
@@ -35,7 +38,7 @@ class UsedTokens(msgspec.Struct, frozen=True):
 
 
 def scopes_of(principal: Principal) -> tuple[Scope, ...]:
-    """Whose limits hold for a caller."""
+    """Return the scopes whose quotas apply to a caller."""
     return (
         Scope(LimitLevel.TENANT, principal.tenant_id),
         Scope(LimitLevel.PROJECT, principal.project_id),
@@ -44,7 +47,10 @@ def scopes_of(principal: Principal) -> tuple[Scope, ...]:
 
 
 class QuotaReservation:
-    """Opened empty; nothing is reserved until `begin`. Settled once, when its request's record is closed."""
+    """The reservation of one request.
+
+    Nothing is reserved until `begin`. It is settled once, when the request's record is closed.
+    """
 
     def __init__(self, keeper: QuotaKeeper, principal: Principal) -> None:
         self._keeper = keeper
@@ -53,13 +59,15 @@ class QuotaReservation:
         self._tariff = NO_TARIFF
         self._dearest = FREE
         self._prompt_tokens = 0
-        self._reserved = self._reserved_cost = 0  # tokens, and the most that they cost
-        self.refusal_code = QuotaExceeded.default_code  # why it could not be extended, if it could not
+        self._reserved = self._reserved_cost = 0  # tokens, and their maximum cost
+        self.refusal_code = QuotaExceeded.default_code  # reason of a refused extension
 
     async def begin(self, num_prompt_tokens: int, num_sequences: int, credit_tokens: int, tariff: Tariff) -> int:
-        """Reserve the prompt, and output for each sequence: as much as was asked for or, where a limit has not so much
-        left, a part of it. The credit of each sequence. Raises QuotaExceeded, RequestExceedsQuota,
-        Forbidden or Unavailable."""
+        """Reserve the prompt and output for each sequence, and return the credit of each sequence.
+
+        A quota with less room than requested reduces the credit. Raises QuotaExceeded, RequestExceedsQuota, Forbidden
+        or Unavailable.
+        """
         self._prompt_tokens, self._tariff, self._dearest = num_prompt_tokens, tariff, tariff.dearest
         least = self._amounts(num_prompt_tokens + num_sequences * min(1, credit_tokens))
         while True:
@@ -78,13 +86,16 @@ class QuotaReservation:
                 return credit_tokens
 
     def require_current(self) -> None:
-        """Raises Unavailable where what was reserved is not leased any more."""
+        """Raise Unavailable if the lease of the reservation has expired."""
         if self._hold is not None:
             self._keeper.require_current(self._hold)
 
     async def extend(self, tokens: int, more: int) -> int:
-        """Reserve so much more than `tokens` in all, or a part of it; how much more. 0: a limit has nothing left.
-        Raises Throttled where it will have again, or Unavailable."""
+        """Reserve up to `more` tokens beyond `tokens` in total, and return how many.
+
+        0 means that a quota is exhausted. Raises Throttled for a rate limit, which will have room again, or
+        Unavailable.
+        """
         assert self._hold is not None, "begun before it is extended"
         while more > 0:
             amounts = self._amounts(tokens + more)
@@ -99,8 +110,10 @@ class QuotaReservation:
         return 0
 
     async def extend_patiently(self, tokens: int, more: int) -> int:
-        """The same for a sequence that has nothing left: an outage is waited for as long as leases last, and a rate
-        until it has room, for a while."""
+        """Extend the reservation of a sequence without remaining credit.
+
+        Waits during an outage for as long as leases last, and for a rate limit for at most THROTTLED_S.
+        """
         num_outages = num_throttled = 0
         while num_outages * PAUSE_S < LEASE_S and num_throttled * PAUSE_S < THROTTLED_S:
             try:
@@ -115,49 +128,52 @@ class QuotaReservation:
         return 0
 
     def cost(self, used: UsedTokens) -> int:
-        """What that costs in the class that served it, nano-dollars."""
+        """Return the cost in the class that served the request, in nano-dollars."""
         price = self._tariff.prices.get(used.service_class, FREE)
         return price.cost(used.prompt_tokens, used.cached_tokens, used.output_tokens)
 
     def charges(self, used: UsedTokens, cost: int) -> tuple[Charge, ...]:
-        """How that, at that cost, would be charged."""
+        """Return the charges for the used tokens and cost, without settling."""
         return self._hold.charges(self._spent(used, cost)) if self._hold is not None else ()
 
     def settle(self, used: UsedTokens, cost: int) -> tuple[Charge, ...]:
-        """The end: so much was used, at that cost, of what was reserved."""
+        """Settle the reservation with the used tokens and cost, and return the charges."""
         return self._hold.settle(self._spent(used, cost)) if self._hold is not None else ()
 
     @property
     def prices(self) -> dict[str, Price]:
-        """By class, of those that it may be served in."""
+        """Prices by service class, for the classes that may serve the request."""
         return self._tariff.prices
 
     @property
     def stocks(self) -> list[tuple[WindowId, Unit]]:
-        """The windows that are charged for what is used, and in what."""
+        """Quota windows that are charged for usage, each with its unit."""
         if self._hold is None:
             return []
         return [(lease.window, lease.unit) for lease in self._hold.leases if lease.meter is Meter.STOCK]
 
     def headers(self) -> dict[str, str]:
-        """Where its limits stand."""
+        """Return the rate limit headers."""
         return headers(self._keeper.standings(self._hold)) if self._hold is not None else {}
 
     def _amounts(self, tokens: int) -> dict[Unit, int]:
-        """What a request of so many tokens needs of everything."""
+        """Return the amounts that a request of `tokens` tokens needs, by unit."""
         return {Unit.TOKENS: tokens, Unit.REQUESTS: 1, Unit.SLOTS: 1, Unit.MONEY: self._most_cost(tokens)}
 
     def _most_cost(self, tokens: int) -> int:
-        """Of so many, prompt included."""
+        """Return the maximum cost of `tokens` tokens, including the prompt."""
         return self._dearest.cost(self._prompt_tokens, 0, tokens - self._prompt_tokens)
 
     def _spent(self, used: UsedTokens, cost: int) -> dict[Unit, int]:
-        """A request of which nothing is billed does not count as one either."""
+        """Return the amounts to settle. A request without billed tokens does not count as a request."""
         tokens = min(used.prompt_tokens + used.output_tokens, self._reserved)
         return {Unit.TOKENS: tokens, Unit.REQUESTS: min(1, tokens), Unit.MONEY: min(cost, self._reserved_cost)}
 
     def _affordable(self, unit: Unit, reserved: int, room: int) -> int:
-        """How many tokens the request can have in all, with `reserved` of them reserved and `room` more of a unit."""
+        """Return the total number of tokens that the request can have.
+
+        `reserved` tokens are reserved, and `room` more of the unit is available.
+        """
         if unit is Unit.TOKENS:
             return reserved + room
         if unit is not Unit.MONEY or self._dearest.output == 0:
@@ -167,7 +183,7 @@ class QuotaReservation:
         return self._prompt_tokens + left // self._dearest.output
 
     def _require_price(self) -> None:
-        """A limit on money cannot be kept for what has no price, so nothing is served then."""
+        """Refuse a model without a price under a money quota, which could not be enforced."""
         assert self._hold is not None
         if not self._tariff.is_complete and any(lease.unit is Unit.MONEY for lease in self._hold.leases):
             self._hold.settle(dict.fromkeys(Unit, 0))

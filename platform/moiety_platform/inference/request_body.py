@@ -1,4 +1,4 @@
-"""From the bytes of a request to a validated body. Every defect is a BadRequest that names the field and what to do."""
+"""Reads and validates request bodies. Every error is a BadRequest that names the field and what to do."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from moiety_platform.inference.client_disconnect import ClientDisconnected
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.json_depth import check_depth
 
-PATIENCE = 16  # times the limit
-INLINE_BYTES = 64 * 1024  # a larger body is decoded in a thread
-MAX_NAME_CHARS = 64  # of a field, in a complaint
+PATIENCE = 16  # times the limit, up to which an excessive body is read
+INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
+MAX_NAME_CHARS = 64  # of a field name in an error message
 
 Body = TypeVar("Body", bound=StrictBody)
 
 
 async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> bytes:
-    """The whole body. Raises TooLarge, ClientDisconnected if the client leaves. A body that is too large is read on and
-    dropped, up to a bound, since a client that is cut off while it sends does not see why."""
+    """Return the whole body.
+
+    Raises TooLarge, or ClientDisconnected if the client disconnects. A body that is too large is read and discarded up
+    to PATIENCE times the limit, since a client that is cut off while it sends does not see the error.
+    """
     patience_bytes = PATIENCE * max_bytes
     for name, value in headers:
         if name == b"content-length" and value.isdigit() and int(value[:20]) > patience_bytes:
@@ -64,8 +67,10 @@ async def receive_body(
     shape: ShapeLimits = DEFAULT_SHAPE,
     turn: Callable[[], Awaitable[None]] | None = None,
 ) -> Body:
-    """Read the body, wait for its tenant's `turn` and decode it, a large one in a thread. Raises what `read_body` and
-    `decode_body` raise."""
+    """Read the body, wait for the tenant's `turn`, and decode it, in a thread if it is large.
+
+    Raises the errors of `read_body` and `decode_body`.
+    """
     data = await read_body(receive, headers, max_bytes)
     if turn is not None:
         await turn()
@@ -75,10 +80,11 @@ async def receive_body(
 
 
 def decode_body(schema: type[Body], data: bytes, max_depth: int, shape: ShapeLimits = DEFAULT_SHAPE) -> Body:
-    """The body as `schema`. Raises BadRequest.
+    """Return the body as `schema`. Raises BadRequest.
 
-    Validation holds the interpreter while it lasts, in a thread too; so what it can cost is bounded: by the number of
-    containers here, by the caps of the schema, and by its lists, which end at their first bad entry."""
+    Validation holds the GIL, in a thread too, so its cost is bounded: by the check of nesting depth and number of
+    containers here, by the limits of the schema, and by lists whose validation stops at the first bad entry.
+    """
     check_depth(data, max_depth)
     try:
         return schema.model_validate_json(data, context=shape)
@@ -87,7 +93,7 @@ def decode_body(schema: type[Body], data: bytes, max_depth: int, shape: ShapeLim
 
 
 def _translate(exc: ValidationError, forms: Mapping[str, str], shape: ShapeLimits) -> BadRequest:
-    """The first complaint, in the words of the API."""
+    """Return the first validation error with a message in the API's terms."""
     first = exc.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         reason = first["msg"].removeprefix("Invalid JSON: ")
@@ -102,7 +108,10 @@ def _translate(exc: ValidationError, forms: Mapping[str, str], shape: ShapeLimit
 
 
 def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) -> tuple[str, str | None]:
-    """The field as a path, and its forms if it has several (what follows then is pydantic's, not the client's)."""
+    """Return the field's path, and its error message if it accepts several types.
+
+    The rest of such a location is pydantic's own.
+    """
     for i, part in enumerate(location):
         is_absent = kind == "missing" and i == len(location) - 1
         if part in forms and (part != "content" or i == 2) and not is_absent:
@@ -111,7 +120,7 @@ def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) 
 
 
 def _join(location: tuple[int | str, ...]) -> str:
-    """A key of the client's own may be of any length."""
+    """Return a location as a path. Keys are shortened, since a client's key may be of any length."""
     return ".".join(str(part)[:MAX_NAME_CHARS] for part in location)
 
 

@@ -1,4 +1,4 @@
-"""The account of one request: what is known of it so far, and how it ended."""
+"""Record of one request: its state so far and its end."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from moiety_wire.messages import FinishReason
 from moiety_wire.notes import Reason
 
 CLIENT_CLOSED_REQUEST = 499
-COMPLETED = ("stop", "length", "content_filter")  # outcomes of requests that were answered
-UNKNOWN_MODEL = "unknown"  # what a model is called that there is not, whatever its client calls it
+COMPLETED = ("stop", "length", "content_filter")  # outcomes of answered requests
+UNKNOWN_MODEL = "unknown"  # name of any model that does not exist
 
 
 @dataclass(frozen=True, slots=True)
 class Failover:
-    """A sequence that went from one engine to another, with how many of its output tokens had come."""
+    """A sequence that moved from one engine to another, with the number of output tokens relayed before."""
 
-    cause: str  # the error's code
+    cause: str  # error code
     from_address: str
     to_address: str
     num_relayed: int
@@ -38,14 +38,14 @@ class Failover:
 
 
 def settle(sequences: Sequence[tuple[EngineClient, str]]) -> None:
-    """The usage row of the request that these are of is in the database, so engines may forget what they counted."""
+    """Tell the engines that the usage row of their sequences is stored, so that they can discard their own counts."""
     for client, sequence_id in sequences:
         client.settled(sequence_id)
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Owned by the controller that opened it; the pipeline fills in what it learns."""
+    """Record of one request. Owned by the controller that opened it and filled in by the pipeline."""
 
     request_id: str
     client_request_id: str
@@ -58,21 +58,21 @@ class RequestRecord:
     arrival_unix_ns: int
     on_submitted: Callable[[UsageRow], None]
     make_bill: Callable[[RequestRecord, int], BillingContext]
-    status_of: Callable[[PlatformError], int]  # with which its API tells an error
+    status_of: Callable[[PlatformError], int]  # HTTP status of an error in the request's API
     spending: QuotaReservation
-    bill: BillingContext | None = None  # once there is something to charge
-    bills_failures: bool = True  # whether what was generated before a failure is billed
+    bill: BillingContext | None = None  # set once the quota is reserved
+    bills_failures: bool = True  # whether tokens generated before a failure are billed
     generation: Generation | None = None
     chosen: ServiceClass | None = None
-    served: ServiceClass | None = None  # the fallback, where an engine has downgraded a sequence
-    catalogue: Catalogue | None = None  # as it was when the class was chosen
+    served: ServiceClass | None = None  # the fallback class if an engine has downgraded a sequence
+    catalogue: Catalogue | None = None  # at the time when the class was chosen
     admission_outcome: str = ""  # admitted, downgraded, rejected
     admission_reason: str = ""
-    served_model: str = UNKNOWN_MODEL  # as clients call it
+    served_model: str = UNKNOWN_MODEL  # the clients' name of it
     base_model: str = UNKNOWN_MODEL  # without its adapter
-    sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # given to engines, under these ids
+    sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # submitted, with their ids
     reached_engine: bool = False
-    was_taken_on: bool = False  # by an engine, which has begun at least one sequence
+    was_taken_on: bool = False  # an engine has begun at least one sequence
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -82,24 +82,27 @@ class RequestRecord:
     progress: list[SloProgress] = field(default_factory=list)  # of each sequence
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
-    num_speculative_tokens: int = 0  # of the prompt, computed before it was asked for
+    num_speculative_tokens: int = 0  # prompt tokens computed by speculative prefill
     failovers: list[Failover] = field(default_factory=list)
     attempts: list[EngineAttempt] = field(default_factory=list)  # sequences at engines
     finish_reasons: list[str] = field(default_factory=list)
-    was_cut_by_limit: bool = False  # a sequence ended because a limit had nothing left
-    answered_status: int | None = None  # what the client has been sent already
+    was_cut_by_limit: bool = False  # a sequence ended because a quota was exhausted
+    answered_status: int | None = None  # status already sent to the client
     outcome: str = ""
     http_status: int = 0
     error_code: str | None = None
 
     def reserved(self, num_prompt_tokens: int) -> bytes:
-        """All is reserved; what engines are given to be charged by, should this process be killed: nothing, where only
-        an answer counts."""
+        """Make the billing context after the reservation, and return it encoded for the engines.
+
+        An engine keeps it to bill the request if this process is killed. It is empty where only complete answers are
+        billed.
+        """
         self.bill = self.make_bill(self, num_prompt_tokens)
         return encode_bill(self.bill) if self.bills_failures else b""
 
     def submitted(self, client: EngineClient, sequence_id: str) -> None:
-        """A sequence has been given to an engine; from here on the request counts, even if this process is killed."""
+        """Record a submitted sequence. From here on the request is billed even if this process is killed."""
         assert self.bill is not None, "reserved before anything is submitted"
         self.sequences.append((client, sequence_id))
         if not self.reached_engine:
@@ -108,23 +111,23 @@ class RequestRecord:
 
     @property
     def service_class(self) -> str:
-        """The class that is served; before one was chosen, the best that the tenant may use."""
+        """Name of the serving class. Until one is chosen, the best class that the tenant may use."""
         return self.principal.service_class if self.served is None else self.served.name
 
     @property
     def ended_unix_s(self) -> int:
-        """When the last token came, in whole seconds."""
+        """Time of the last token, in whole Unix seconds."""
         after_s = 0.0 if self.last_token_s is None else self.last_token_s - self.started_s
         return int(self.arrival_unix_ns / 1e9 + after_s)
 
     @property
     def used(self) -> UsedTokens:
-        """What there is to bill so far."""
+        """Tokens to bill so far."""
         return UsedTokens(self.service_class, self.prompt_tokens, self.cached_tokens, self.output_tokens)
 
     @property
     def served_tier(self) -> str:
-        """The tier that an answer states."""
+        """Service tier that an answer reports."""
         assert self.catalogue is not None and self.served is not None, "an answer has a class"
         return self.catalogue.tier_of(self.served)
 
@@ -132,7 +135,10 @@ class RequestRecord:
         self.catalogue, self.chosen, self.served = catalogue, service, service
 
     def admitted(self, served: ServiceClass, reason: Reason) -> None:
-        """An engine's verdict on one sequence. If it downgrades one of several, the request is served as downgraded."""
+        """Record an engine's admission of one sequence.
+
+        If one of several sequences is downgraded, the request counts as downgraded.
+        """
         is_downgraded = served != self.chosen
         if self.admission_outcome and not is_downgraded:
             return
@@ -141,12 +147,15 @@ class RequestRecord:
         self.admission_reason = str(reason)
 
     def failed_over(self, failover: Failover, num_recomputed_tokens: int) -> None:
-        """A sequence goes on at another engine, which computes so many tokens again; they are metered, not billed."""
+        """Record that a sequence continues at another engine.
+
+        The tokens that it computes again are metered, not billed.
+        """
         self.failovers.append(failover)
         self.num_recomputed_tokens += num_recomputed_tokens
 
     def completed(self) -> None:
-        """All choices came to their end."""
+        """Record that all choices have ended."""
         cuts = (FinishReason.CONTENT_FILTER, FinishReason.LENGTH)
         self.outcome = next((cut.value for cut in cuts if cut.value in self.finish_reasons), FinishReason.STOP.value)
         self.http_status = 200
@@ -165,13 +174,16 @@ class RequestRecord:
         if isinstance(error, Overloaded):
             self.admission_outcome, self.admission_reason = "rejected", error.reason.value
         has_no_answer = isinstance(error, WAIVED) and (self.answered_status is None or not self.output_tokens)
-        # nothing of it is sent, not even what other sequences had begun
+        # nothing is sent, not even the output of other sequences
         if is_refusal or has_no_answer or not self.was_taken_on or not self.bills_failures:
             self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
 
     def sla_attained(self, now_s: float) -> bool | None:
-        """Whether the promise of the served class was kept; None where there was none to keep: for a bad request, for
-        one beyond a limit or its tenant's own bound here, and for a client that left while it could still be kept."""
+        """Return whether the SLO of the served class was attained, or None where it does not apply.
+
+        It does not apply to a bad request, to a request beyond a quota or its tenant's own queue limit here, and to a
+        client that disconnected while the SLO could still be attained.
+        """
         service = self.served
         is_own = self.admission_reason == Reason.TENANT_QUEUE_FULL.value and not self.reached_engine
         is_theirs = self.http_status in range(400, 500) and (self.admission_outcome != "rejected" or is_own)

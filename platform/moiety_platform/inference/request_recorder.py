@@ -1,6 +1,6 @@
-"""The end of each request, told exactly once to everyone who asks.
+"""Records the end of each request exactly once.
 
-Usage row, metrics, span and log line are written in one place, when the request's context is left, however it is left.
+Usage row, metrics, span and log line are written in one place when the request's context exits, for whatever reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 
 class UsageSink(Protocol):
-    """Takes usage rows without blocking."""
+    """Non-blocking sink of usage rows."""
 
     def opened(self, row: UsageRow) -> None: ...
 
@@ -43,7 +43,7 @@ class UsageSink(Protocol):
 
 
 class RequestRecorder:
-    """Opens and closes the records of one gateway process."""
+    """Opens and closes the request records of one gateway process."""
 
     def __init__(self, usage: UsageSink, quotas: QuotaKeeper, metrics: Metrics, tracing: Tracing, clock: Clock) -> None:
         self._usage = usage
@@ -57,11 +57,11 @@ class RequestRecorder:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return self._num_open
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Return when no record is open, or after the timeout; says which."""
+        """Wait until no record is open or the timeout expires, and return whether none is open."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -81,9 +81,12 @@ class RequestRecorder:
         status_of: Callable[[PlatformError], int],
         bills_failures: bool = True,
     ) -> OpenRecord:
-        """A record for an authenticated request, whose API tells an error with the status `status_of` it. Leaving it
-        writes the one usage row; errors pass through. Without `bills_failures` only an answer counts, and what was
-        generated before a failure is neither billed nor charged."""
+        """Return a record for an authenticated request.
+
+        `status_of` returns the HTTP status of an error in the request's API. Exiting the record writes the one usage
+        row, and errors propagate. Without `bills_failures` only a complete answer is billed, and tokens generated
+        before a failure are neither billed nor charged.
+        """
         arrival_unix_ns = self._clock.unix_ns()
         record = RequestRecord(
             request_id=request_id,
@@ -104,12 +107,12 @@ class RequestRecorder:
         return OpenRecord(self, record)
 
     def begin(self) -> None:
-        """One more record is open."""
+        """Count one more open record."""
         self._num_open += 1
         self._idle.clear()
 
     def end(self, record: RequestRecord) -> None:
-        """It is closed, and told to everyone."""
+        """Close a record and write its usage row, metrics, spans and log line."""
         try:
             self._tell(record)
         finally:
@@ -122,7 +125,7 @@ class RequestRecorder:
         used = record.used
         cost = record.spending.cost(used)
         row = self._row(record, used, cost, record.spending.settle(used, cost))
-        # not the record's own method: with it all that a request was would stay in memory until its row is stored
+        # not a method of the record, which would keep the whole request in memory until its row is stored
         self._usage.record(row, partial(settle, record.sequences) if record.sequences else None)
         self._metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
         for failover in record.failovers:
@@ -201,7 +204,7 @@ class RequestRecorder:
             project_id=principal.project_id,
             key_id=principal.key_id,
             endpoint=record.endpoint,
-            model=record.served_model if generation else "",  # whatever a client calls one that there is not
+            model=record.served_model if generation else "",  # never a client's name of a nonexistent model
             service_class=used.service_class,
             started_at=record.started_at,
             outcome=record.outcome,
@@ -223,7 +226,7 @@ class RequestRecorder:
 
 
 class OpenRecord:
-    """A record for as long as its context lasts; how that is left is how the request ended."""
+    """Context of an open record. The way it exits determines how the request ended."""
 
     __slots__ = ("_record", "_recorder")
 
@@ -238,17 +241,17 @@ class OpenRecord:
         record = self._record
         if isinstance(exc, ClientDisconnected):
             record.disconnected()
-        elif isinstance(exc, asyncio.CancelledError):  # the server stops, and its time to drain is over
+        elif isinstance(exc, asyncio.CancelledError):  # the server stops after its drain timeout
             record.failed(STOPPING)
         elif isinstance(exc, PlatformError):
             record.failed(exc)
-        elif isinstance(exc, Exception):  # a fault of ours: its row says so, and whoever answers the request logs it
+        elif isinstance(exc, Exception):  # internal error: recorded here, logged by the request handler
             record.failed(internal_error())
         self._recorder.end(record)
 
 
 def _tpot_s(record: RequestRecord) -> float | None:
-    """Mean time between the tokens of one sequence, after the first."""
+    """Return the mean time between the tokens of one sequence, without the first, in seconds."""
     if record.first_token_s is None or record.last_token_s is None or record.generation is None:
         return None
     num_gaps = record.output_tokens // record.generation.num_sequences - 1

@@ -1,8 +1,7 @@
-"""The spans of a request that has ended: its own, one for each phase of the gateway, and those of its sequences at the
-engines, whose times come with `Finished`.
+"""Spans of an ended request: its own, one per phase of the gateway, and those of its sequences at engines.
 
-Attributes are OpenTelemetry's GenAI conventions, and `moiety.*` for what they lack. No text of a client's is among
-them, so the name of a model is told only where there is such a model.
+The times of the latter are in `Finished`. Attributes follow OpenTelemetry's GenAI conventions, with `moiety.*` for what
+they lack. They contain no text from clients, so a model's name is included only if the model exists.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from moiety_wire.notes import Event, Phases
 
 PROVIDER = "moiety"
 QUEUE, PREFILL, DECODE = "engine.queue", "engine.prefill", "engine.decode"
-TRANSFER = "engine.transfer"  # of a prompt's KV from the engine that computed it
-ATTEMPT = "engine.attempt"  # of which the engine never told what it did: it refused, or was lost
+TRANSFER = "engine.transfer"  # KV transfer of a prompt from its prefill engine
+ATTEMPT = "engine.attempt"  # attempt without phases, since the engine refused or was lost
 
 Attributes = dict[str, Attribute]
 
 
 def spans_of(record: RequestRecord, row: UsageRow, verdict: SamplingDecision, ended_ns: int) -> list[Span]:
-    """All of them, the request's own first."""
+    """Return all spans, the request's own first."""
     own = _own_span(record, row, verdict, ended_ns)
     return [own, *_phases(record, own), *_at_engines(record, own)]
 
@@ -67,7 +66,7 @@ def _own_span(record: RequestRecord, row: UsageRow, verdict: SamplingDecision, e
 
 
 def _of_generation(record: RequestRecord) -> dict[str, Attribute | None]:
-    """What was asked."""
+    """Return the attributes of the request."""
     generation = record.generation
     found: dict[str, Attribute | None] = {
         "gen_ai.operation.name": record.operation,
@@ -91,7 +90,7 @@ def _of_generation(record: RequestRecord) -> dict[str, Attribute | None]:
 
 
 def _of_end(record: RequestRecord, row: UsageRow) -> dict[str, Attribute | None]:
-    """What came of it; the counts are those that the ledger has."""
+    """Return the attributes of the outcome. The counts are those of the usage row."""
     return {
         "gen_ai.response.id": record.request_id,
         "gen_ai.response.model": record.served_model if record.reached_engine else None,
@@ -121,8 +120,7 @@ def _of_end(record: RequestRecord, row: UsageRow) -> dict[str, Attribute | None]
 
 
 def _phases(record: RequestRecord, own: Span) -> Iterator[Span]:
-    """What the gateway did, from one mark to the next: without a gap. The last one before the books is where an error
-    came up."""
+    """Yield the gateway's phases, without gaps. An error belongs to the last phase before SETTLE."""
     marks = [*record.trace.marks, (None, own.end_ns)]
     broken = next((phase for phase, _ in reversed(record.trace.marks) if phase is not Phase.SETTLE), None)
     for (phase, start_ns), (_, end_ns) in pairwise(marks):
@@ -132,7 +130,7 @@ def _phases(record: RequestRecord, own: Span) -> Iterator[Span]:
 
 
 def _at_engines(record: RequestRecord, own: Span) -> Iterator[Span]:
-    """Of each sequence in its order; one that failed over points from each engine to the one before."""
+    """Yield the spans of each sequence in order. After a failover, each engine's span links to the one before."""
     last: dict[int, Link] = {}
     for attempt in record.attempts:
         spans = list(_of_attempt(record, attempt, own, last.get(attempt.sequence)))
@@ -158,7 +156,7 @@ def _of_attempt(record: RequestRecord, attempt: EngineAttempt, own: Span, before
         attributes["moiety.clock_shift_ns"] = shift_ns
     notes = notes_of(finished)
     yield from steps_of(notes, attempt.address, shift_ns)
-    if notes.num_seen > len(notes.steps):  # the others were let go, since it is so long
+    if notes.num_seen > len(notes.steps):  # a long sequence does not keep all steps
         attributes["moiety.steps_seen"] = notes.num_seen
     phases = list(_engine_phases(finished))
     for name, start_ns, end_ns in phases:
@@ -175,8 +173,10 @@ def _of_attempt(record: RequestRecord, attempt: EngineAttempt, own: Span, before
 
 
 def _engine_phases(finished: Finished) -> Iterator[tuple[str, int, int]]:
-    """Those that the sequence got to. Where its KV came from another engine, the prompt was computed there; where it is
-    handed over, the answer is written elsewhere."""
+    """Yield the phases that the sequence reached.
+
+    A sequence with received KV was prefilled elsewhere, and a sequence with PREFILL_DONE is decoded elsewhere.
+    """
     phases, arrival = finished.phases, finished.arrival
     received, scheduled, first, ended = (
         phases.received_unix_ns,
@@ -197,7 +197,7 @@ def _engine_phases(finished: Finished) -> Iterator[tuple[str, int, int]]:
 
 
 def _shift_ns(phases: Phases, submitted_ns: int, ended_ns: int) -> int:
-    """By how much the engine's clock has to be put right, so that nothing comes before its cause; 0 on one machine."""
+    """Return the correction of the engine's clock, so that no span begins before its cause. It is 0 on one machine."""
     if phases.received_unix_ns < submitted_ns:
         return submitted_ns - phases.received_unix_ns
     if phases.finished_unix_ns > ended_ns:
@@ -232,7 +232,7 @@ def _of_engine_phase(name: str, finished: Finished) -> Attributes:
 
 
 def _phase_of(unix_ns: int, phases: list[tuple[str, int, int]]) -> str:
-    """The span that what happened then belongs to: the last phase that had begun, of those that follow each other."""
+    """Return the phase at a time: the last one that had begun, except the transfer."""
     begun = [name for name, start_ns, _ in phases if name != TRANSFER and start_ns <= unix_ns]
     return begun[-1] if begun else QUEUE
 
@@ -245,7 +245,7 @@ def _of_event(event: Event) -> Attributes:
 
 
 def _common(record: RequestRecord) -> Attributes:
-    """What every span of the request says, so that each can be found by itself."""
+    """Return the attributes of every span of the request, so that each span can be found by itself."""
     return {
         "moiety.tenant_id": record.principal.tenant_id,
         "moiety.service_class": record.service_class,

@@ -37,7 +37,7 @@ class HttpResponse:
         self._raw_send = send
         self._scope = scope
         self._send_whole: SendWhole | None = scope["state"].get(SEND_WHOLE)
-        self.departure = DisconnectSignal.of(scope["state"])
+        self.transfer = DisconnectSignal.of(scope["state"])
         self.errors = errors  # an answer may have its own once it streams
         self._request_id = request_id_of(scope)
         self._streaming = False
@@ -95,7 +95,7 @@ class HttpResponse:
             await self.claim.keep(status, headers | own)
 
     async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        if self._send_whole is not None and not self.departure.has_left:
+        if self._send_whole is not None and not self.transfer.has_left:
             ids = id_headers(self._scope["path"], self._request_id)
             if self._send_whole(self._scope, status, {"content-type": "application/json", **headers, **ids}, body):
                 return
@@ -105,14 +105,14 @@ class HttpResponse:
 
     async def _send(self, event: HTTPResponseStartEvent | HTTPResponseBodyEvent) -> None:
         """Returns when the connection can take more."""
-        if self.departure.has_left:
+        if self.transfer.has_left:
             raise ClientDisconnected
         await self._raw_send(event)
 
     async def fail(self, error: PlatformError) -> None:
         """An error answer, or an error event if the answer has begun; the end of the connection where neither fits."""
         if self._in_pieces:
-            self.departure.drop()
+            self.transfer.drop()
         elif self._streaming:
             await self._send(_body(self.errors.event(error, self._request_id), more=False))
         else:

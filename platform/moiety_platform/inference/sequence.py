@@ -1,4 +1,4 @@
-"""One sequence of a request: what is asked, what has come of it, and the engine that it comes from now."""
+"""One sequence of a request: its input, its output so far, and its current engine."""
 
 from __future__ import annotations
 
@@ -28,45 +28,48 @@ from moiety_platform.routing.roles import Need, need_of
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Tokens
 
-MAX_FIRST_STEP_DEATHS = 2  # of engines: a request without a grammar is suspected then
+MAX_FIRST_STEP_DEATHS = 2  # engine deaths after which a request without a grammar is suspected
 
 
 class Sequence:
-    """Owned by its Run. It may be submitted to one engine after another: each goes on where the last one ended."""
+    """One sequence.
 
-    stream: EngineStream  # at the engine that has it; there is none before it is submitted
+    Owned by its Run. It may be submitted to several engines in turn. Each continues the output of the last one.
+    """
+
+    stream: EngineStream  # at the current engine; unset before submission
 
     def __init__(self, index: int, submit: Submit) -> None:
         self.index = index
         self.prefix = Prefix(submit.cache_salt, submit.prompt_ids)
-        self.progress = SloProgress(len(submit.prompt_ids) + submit.sibling_tokens)  # for which its promise allows time
+        self.progress = SloProgress(len(submit.prompt_ids) + submit.sibling_tokens)  # prompt tokens of the SLO
         self.max_tokens = submit.stopping.max_tokens
-        self.context_tokens = len(submit.prompt_ids) + submit.stopping.max_tokens  # what its engine must hold
-        self.accepted: Accepted | None = None  # the first verdict
-        self.failure: PlatformError | None = None  # that made it move; until it has been taken in elsewhere
-        self.attempt: EngineAttempt | None = None  # at the engine that has it
-        self._num_first_step_deaths = 0  # of engines, known to have computed its first token then
-        self.prefill_done: list[Finished] = []  # what engines said that others went on after
+        self.context_tokens = len(submit.prompt_ids) + submit.stopping.max_tokens  # required context of the engine
+        self.accepted: Accepted | None = None  # the first admission
+        self.failure: PlatformError | None = None  # cause of a failover, until another engine admits the sequence
+        self.attempt: EngineAttempt | None = None  # at the current engine
+        self._num_first_step_deaths = 0  # engines that died while they computed the first token
+        self.prefill_done: list[Finished] = []  # ends of prefill engines
         self._place: Place | None = None
-        self._no_more_expected: Callable[[], None] | None = None  # by the engine that is to go on with it
-        self._was_handed_over = False  # to the engine that has it, and has not taken it in yet
+        self._no_more_expected: Callable[[], None] | None = None  # ends the announcement at the decode engine
+        self._was_handed_over = False  # to the current engine, which has not admitted it yet
         self._submit = submit
-        self._output_ids: list[int] = []  # that came, from whichever engine
+        self._output_ids: list[int] = []  # received from all engines
         self._connection: Connection | None = None
-        self._is_taken_in = False  # by that engine
-        self._was_taken_on_before = False  # by one that had it before
-        self._cached_tokens: int | None = None  # as the first engine said, if output came from several
+        self._is_taken_in = False  # admitted by that engine
+        self._was_taken_on_before = False  # begun by an earlier engine
+        self._cached_tokens: int | None = None  # from the first engine with output, after a failover
         self._held: AbstractAsyncContextManager[EngineStream] | None = None
-        self._outcome: RequestOutcome | None = None  # at the engine that has it, for that engine's circuit breaker
+        self._outcome: RequestOutcome | None = None  # at the current engine, for its circuit breaker
 
     @property
     def request_id(self) -> str:
-        """At every engine."""
+        """Id of the sequence at every engine."""
         return self._submit.request_id
 
     @property
     def connection(self) -> Connection:
-        """Of the engine that has it."""
+        """Connection of the current engine."""
         assert self._connection is not None, "submitted before it is read"
         return self._connection
 
@@ -77,20 +80,20 @@ class Sequence:
 
     @property
     def num_claimed_tokens(self) -> int:
-        """Output tokens for which limits must have room: its credit, until it has come to its end."""
+        """Output tokens that need quota: the credit, or the exact count once the sequence has ended."""
         finished = self.stream.finished
-        goes_on = (FinishReason.ABORT, FinishReason.PREFILL_DONE)  # as after the former it may, elsewhere
+        goes_on = (FinishReason.ABORT, FinishReason.PREFILL_DONE)  # may continue at another engine
         is_over = finished is not None and finished.reason not in goes_on
         return self.num_tokens if is_over else self.stream.credit_tokens
 
     @property
     def num_relayed(self) -> int:
-        """Output tokens that were taken from the engines."""
+        """Number of output tokens received from engines."""
         return len(self._output_ids)
 
     @property
     def output_ids(self) -> list[int]:
-        """Those tokens."""
+        """Output token ids received from engines."""
         return self._output_ids
 
     @property
@@ -99,22 +102,22 @@ class Sequence:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, as the engine that computed it for the first output found them."""
+        """Prompt tokens that the prefix cache held, at the engine that computed the first output."""
         return self.stream.num_cached_tokens if self._cached_tokens is None else self._cached_tokens
 
     @property
     def is_admitted(self) -> bool:
-        """By the engine that has it, which has not failed it."""
+        """True if the current engine has admitted the sequence and not failed it."""
         return self._is_taken_in and not self.stream.has_failed
 
     @property
     def was_taken_on(self) -> bool:
-        """By the engine that has it, or by one before."""
+        """True if the current engine or an earlier one has begun the sequence."""
         return self._was_taken_on_before or self.stream.is_taken_on
 
     @property
     def need(self) -> Need:
-        """What it needs of engines from now on."""
+        """Required engine features from now on."""
         return need_of(self._submit) if not self._output_ids else need_of(self._with_output())
 
     async def submit_to(
@@ -125,9 +128,12 @@ class Sequence:
         placement: Placement,
         transfer_id: str = "",
     ) -> None:
-        """Give it to an engine: as a new request, or, once it was admitted, in the class in which it is served and
-        with what came of it. `transfer_id`: of its prompt's KV, which the engine before has sent there. Raises
-        Unavailable if the engine is gone."""
+        """Submit the sequence to an engine.
+
+        After an earlier admission it is submitted in its served class and with its output so far. `transfer_id`
+        identifies the prompt's KV that the previous engine has sent there. Raises Unavailable if the engine is not
+        connected.
+        """
         await self.close()
         earlier = None if self._connection is None else self.stream
         submit = self._submit if earlier is None or self.accepted is None else self._resumed(earlier, service)
@@ -155,7 +161,7 @@ class Sequence:
             stream.extend(stream.credit_tokens, last=True)
 
     def take(self, message: Delivery) -> None:
-        """Remember what came."""
+        """Record a message from the engine."""
         if isinstance(message, Tokens):
             self._output_ids += message.token_ids
             if self._outcome is not None and self._outcome.is_trial:
@@ -167,8 +173,10 @@ class Sequence:
             self._succeeded()
 
     def hand_over(self, finished: Finished) -> tuple[Place, str]:
-        """Its engine has done its part: the engine that goes on, and under which id its KV went there, "" if it did
-        not. Told once."""
+        """Record the end of the prefill engine.
+
+        Returns the decode engine and the id of the KV transfer, "" if there was none. Called once.
+        """
         place = self._place
         assert place is not None and place.partner is not None and place.hand_over is not None, "else none hands over"
         self.prefill_done.append(finished)
@@ -177,32 +185,36 @@ class Sequence:
         return place.partner, "" if finished.detail else place.hand_over.transfer_id
 
     def was_handed_over(self) -> None:
-        """To the engine that it was just given to: if that does not take it in, another one may."""
+        """Mark the sequence as handed over to the current engine. If that engine does not admit it, another one may."""
         self._was_handed_over = True
 
     def note_failure(self, error: PlatformError, unix_ns: int) -> None:
-        """Note that the engine ended it with that error, for the trace and for the engine's circuit breaker."""
+        """Record the engine's error for the trace and for the engine's circuit breaker."""
         if self.attempt is not None:
             self.attempt.failed(error, unix_ns)
         if self._outcome is not None:
             self._outcome.failed(error)
 
     def fail(self, error: PlatformError) -> bool:
-        """Take note of what its engine ended with; whether another engine may take it. `failure` is then what made it
-        move, and not what engines said since: one that was admitted is not answered with another engine's refusal."""
+        """Record the engine's error, and return whether another engine may continue.
+
+        `failure` is then the cause of the failover, not a later engine's error: a sequence that was admitted is not
+        answered with another engine's refusal.
+        """
         is_moving = (self.failure is not None or self._was_handed_over) and self.accepted is not None
         is_the_requests = isinstance(error, EngineRefused) and error.blames_request
         if self.failure is None or (isinstance(self.failure, EngineRefused) and not is_the_requests):
-            self.failure = error  # of several, one after which the client may try again
+            self.failure = error  # of several errors, prefer one that the client may retry
         return is_moving or (isinstance(error, EngineFailed | Unavailable) and not is_the_requests)
 
     def suspicion_of(self, error: PlatformError) -> PlatformError | None:
-        """The error for the client if the request may be what its engine died of, so that no other engine gets it.
+        """Return the client's error if the request may have crashed its engine, so that no other engine gets it.
 
         A request is suspected while an engine computes its first token there. With a grammar that the client chose, the
-        first death is enough, unless an earlier engine got beyond that point; without one the second death is. Requests
-        that waited, or that got tokens from the engine, are innocent. An engine that vanished whole cannot tell who
-        waited: then a request with a grammar is suspected until its first token."""
+        first crash is enough, unless an earlier engine got beyond that point. Without a grammar two crashes are needed.
+        Requests that waited or got tokens from the engine are not suspected. An engine that vanished completely cannot
+        report which requests waited: a request with a grammar is then suspected until its first token.
+        """
         if not isinstance(error, EngineDied) or error.in_first_step is False or self._has_output_there():
             return None
         self._num_first_step_deaths += error.in_first_step is True
@@ -220,7 +232,7 @@ class Sequence:
         return self.attempt is not None and self.stream.num_output_tokens > self.attempt.num_resumed_tokens
 
     async def close(self) -> None:
-        """End it at its engine. Idempotent."""
+        """End the sequence at its engine. Idempotent."""
         if self._no_more_expected is not None:
             self._no_more_expected()
             self._no_more_expected = None

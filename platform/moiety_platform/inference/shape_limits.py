@@ -1,4 +1,4 @@
-"""How much of everything a body may have, as far as the operator sets it. The schemas take it as pydantic's context."""
+"""The operator's size limits on request bodies. The schemas get them as pydantic's validation context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moiety_platform.settings import GatewaySettings
 
 @dataclass(frozen=True, slots=True)
 class ShapeLimits:
-    """The defaults are those of the settings."""
+    """Size limits. The defaults are those of the settings."""
 
     max_messages: int = 2048
     max_choices: int = 16  # n
@@ -17,7 +17,7 @@ class ShapeLimits:
     max_stop_chars: int = 1024  # of each
     max_tools: int = 128
     max_tool_schema_bytes: int = 65_536  # of each
-    max_guide_bytes: int = 65_536  # of what an answer must be
+    max_guide_bytes: int = 65_536  # of an answer's grammar
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> ShapeLimits:

@@ -1,7 +1,8 @@
-"""Whether a class's promise was kept. Pure: seconds from the request's arrival, as the gateway saw what came.
+"""SLO attainment of a service class. Pure. Times are seconds from the request's arrival at the gateway.
 
-A sequence keeps it if its first token came by the first token's deadline and its last one by its own, or, where the
-class promises an end, the last one by that. A client that reads slowly holds its own answer up, which counts as well.
+A sequence attains its SLO if its first token arrives by the TTFT deadline and its last token by the TPOT deadline. If
+the class has a completion deadline, the last token must arrive by that. A client that reads slowly delays its own
+answer, which counts as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from moiety_wire.classes import ServiceClass
 
 @dataclass(slots=True)
 class SloProgress:
-    """What has come of one sequence."""
+    """Progress of one sequence."""
 
     num_prompt_tokens: int
     num_cached_tokens: int = 0
@@ -30,12 +31,12 @@ class SloProgress:
 
 
 def is_kept(service: ServiceClass, sequences: Sequence[SloProgress]) -> bool:
-    """Of a request whose sequences have all come to their end."""
+    """Return whether a request attained its SLO. All its sequences have ended."""
     return all(_kept(service, sequence) for sequence in sequences)
 
 
 def is_broken(service: ServiceClass, sequences: Sequence[SloProgress], now_s: float) -> bool:
-    """Whether the promise of a request that was left before its end had been broken by then."""
+    """Return whether a request that was left before its end had already missed its SLO."""
     return any(_broken(service, sequence, now_s) for sequence in sequences)
 
 

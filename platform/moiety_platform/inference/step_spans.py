@@ -1,5 +1,8 @@
-"""The steps of an engine that a request ran in, as spans. Each is a trace of its own, since it is many requests' and of
-several tenants, of whom it tells nothing; who ran in it links to it."""
+"""Spans of the engine steps that a request ran in.
+
+Each step is a trace of its own, since it serves many requests of several tenants. It has no data about them. The
+requests link to it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ log = structlog.get_logger(__name__)
 
 
 def notes_of(finished: Finished) -> StepNotes:
-    """What the engine has told of the sequence's steps; an engine of another release may tell it in another way."""
+    """Return the engine's step notes for the sequence.
+
+    Notes that cannot be decoded, as from another release, are dropped.
+    """
     if not finished.steps:
         return NOTHING
     try:
@@ -37,7 +43,7 @@ def link_to(step: StepNote) -> Link:
 
 
 def steps_of(notes: StepNotes, engine: str, shift_ns: int) -> Iterator[Span]:
-    """`shift_ns` puts the engine's clock right."""
+    """Yield the step spans. `shift_ns` corrects the engine's clock."""
     for step in notes.steps:
         trace_id, span_id = link_to(step)
         begin_ns, end_ns = step.begin_unix_ns + shift_ns, step.end_unix_ns + shift_ns

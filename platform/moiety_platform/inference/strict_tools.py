@@ -1,4 +1,4 @@
-"""Strict tools: the form of an answer whose calls keep to their schemas, for the engine."""
+"""Grammar of answers with strict tools, whose calls follow their schemas."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ ANY_OBJECT: Mapping[str, str] = {"type": "object"}
 def guide_of_calls(
     way: ToolFormat, offer: ToolOffer, special: Mapping[str, int], free_ids: Sequence[int] = ()
 ) -> GrammarSpec | None:
-    """For a model that writes calls in this way; None where what stands within its calls is more than can be said.
-    `special`: the markers that are added tokens, with their ids; `free_ids`: the added tokens that may stand in the
-    text beside calls. Tools that are not strict take any object."""
+    """Return the grammar for a model's tool call format, or None if its calls cannot be expressed as a grammar.
+
+    `special` are the markers that are added tokens, with their ids. `free_ids` are the added tokens that are allowed in
+    the text beside calls. Tools that are not strict accept any object.
+    """
     if way.to_end is None:
         return None
     opener = way.markers[0] if way.marks_calls else ""

@@ -1,4 +1,4 @@
-"""What requests of a model may be charged, by the class that serves them; made once for all that have it in common."""
+"""Prices of a model's requests by service class, built once for all requests that share them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Mapping
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.prices.terms import Price, PriceList
 
-MAX_TARIFFS = 1024  # each adapter has its own
+MAX_TARIFFS = 1024  # each adapter has its own tariff
 
 FREE = Price(0, 0, 0)
 
 
 class Tariff:
-    """The prices of the classes that a request may be served in, which many requests have in common. Immutable."""
+    """Prices of the classes that may serve a request. Shared by many requests. Immutable."""
 
     __slots__ = ("dearest", "is_complete", "prices")
 
     def __init__(self, by_class: Mapping[str, Price | None]) -> None:
-        """None is a model without a price."""
+        """Create a tariff. The price None means that the model has no price."""
         self.prices = {name: price for name, price in by_class.items() if price is not None}
         self.is_complete = len(self.prices) == len(by_class)
         self.dearest = functools.reduce(Price.most, self.prices.values(), FREE)
-        """At most this is charged, whichever class serves."""
+        """Upper bound of the price, whichever class serves."""
 
 
 NO_TARIFF = Tariff({})
 
 
 class Tariffs:
-    """Those in use, until prices or classes are read again. One event loop."""
+    """Cache of tariffs, cleared when prices or classes change. For one event loop."""
 
     def __init__(self) -> None:
         self._prices: PriceList | None = None
@@ -38,7 +38,7 @@ class Tariffs:
         self._made: dict[tuple[str, str, str, str | None], Tariff] = {}
 
     def of(self, prices: PriceList, catalogue: Catalogue, chosen: ChosenClass, model: str, base: str) -> Tariff:
-        """By the model's own prices, or those of the one that it is with an adapter."""
+        """Return the tariff with the model's own prices, or those of its base model for an adapter."""
         if prices is not self._prices or catalogue is not self._catalogue or len(self._made) >= MAX_TARIFFS:
             self._prices, self._catalogue, self._made = prices, catalogue, {}
         key = (model, base, chosen.service.name, None if chosen.fallback is None else chosen.fallback.name)

@@ -1,4 +1,4 @@
-"""Variables of a model's chat template, from what a request asks: whether and how much to think, and others by name."""
+"""Chat template variables from a request's options: reasoning, effort, and variables by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_EFFORT = "none"
 
 
 class TemplateOptions:
-    """Of one model. Immutable."""
+    """Chat template options of one model. Immutable."""
 
     def __init__(self, model: str, template: ChatTemplate, thoughts: ThoughtFormat | None) -> None:
         self._model = model
@@ -24,12 +24,14 @@ class TemplateOptions:
         self._switch = None if thoughts is None else thoughts.switch
 
     def variables_of(self, conversation: Conversation) -> dict[str, Any]:
-        """What the template is rendered with, beside the messages. Options by name count more than an effort. Raises
-        BadRequest for an option that the template does not read, and where the model cannot be told whether to think.
+        """Return the template's variables beside the messages.
+
+        Options by name override an effort. Raises BadRequest for an option that the template does not read, and if the
+        model's reasoning cannot be switched.
         """
         options = dict(conversation.template_options)
         thinks = conversation.thinks
-        for name in SWITCHES:  # a client may know a switch by the name that it has in another template
+        for name in SWITCHES:  # a client may use another template's name of the switch
             if name in options and name not in self._variables:
                 thinks = self._as_switch(name, options.pop(name))
         self._check_known(options)
@@ -44,7 +46,10 @@ class TemplateOptions:
         return variables | options
 
     def _thinks_by(self, effort: str) -> bool | None:
-        """An effort has a model think that does not by default; else it is the model's own affair."""
+        """Return whether an effort turns reasoning on or off.
+
+        It is turned on only where it is off by default, otherwise None.
+        """
         if effort == NO_EFFORT:
             return False
         return True if self._switch is not None and not self._switch.is_on_by_default else None
@@ -53,7 +58,7 @@ class TemplateOptions:
         if self._switch is not None:
             return self._switch.variables(thinks=thinks)
         if thinks == (self._thoughts is not None):
-            return {}  # as it does anyhow
+            return {}  # the model's only behavior
         does = "always reasons before it answers" if self._thoughts is not None else "does not support reasoning"
         raise BadRequest(
             f"the model {self._model!r} {does}, and its chat template has no switch for it; leave the option out, or "

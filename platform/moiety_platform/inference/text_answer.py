@@ -1,4 +1,4 @@
-"""An answer of text, whole or streamed, in whichever API's words."""
+"""Text answers, complete or streamed, in any API's format."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from moiety_platform.inference.response import HttpResponse
 from moiety_platform.inference.run import Run, Usage
 from moiety_wire.messages import Finished, TokenLogprob
 
-KEEP_ALIVE = b":\n\n"  # a comment, which readers of event streams pass over
-MAX_SILENT_PIECES = 64  # after which a stream says that it is alive, since a call is told once it is whole
+KEEP_ALIVE = b":\n\n"  # a comment, which event stream parsers ignore
+MAX_SILENT_PIECES = 64  # then a keep-alive is sent, since a tool call is sent only when complete
 
 Body = TypeVar("Body", bound=GeneratingBody)
 
 
 class DeltaEncoder(Protocol):
-    """Encodes what comes of one streamed answer, but for its end."""
+    """Encoder of one streamed answer, except for its end."""
 
     def opening(self, index: int) -> bytes:
-        """What a choice begins with; empty if nothing."""
+        """Return the beginning of a choice, which may be empty."""
         ...
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes: ...
 
     def closing(self, index: int, finished: Finished) -> bytes:
-        """What a choice ends with."""
+        """Return the end of a choice."""
         ...
 
 
 class StreamEncoder(DeltaEncoder, Protocol):
-    """Encodes the chunks of one streamed answer."""
+    """Encoder of one streamed answer."""
 
     def end(self, usage: Usage) -> bytes:
-        """What the stream ends with; `usage` is of all choices."""
+        """Return the end of the stream. `usage` is the total of all choices."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextAnswer(Generic[Body]):
-    """How an endpoint answers with text: `whole` makes the body of an answer that is not streamed, `chunks` the events
-    of one that is."""
+    """Text answer of an endpoint.
+
+    `whole` builds the body of an answer that is not streamed, `chunks` the events of a streamed one.
+    """
 
     whole: Callable[[Body, Run, RequestRecord, Sequence[AnswerChoice]], Awaitable[bytes]]
     chunks: Callable[[Body, Run, RequestRecord], Awaitable[StreamEncoder]]
@@ -60,8 +62,10 @@ class TextAnswer(Generic[Body]):
 
 
 async def relay(chunks: DeltaEncoder, run: Run, record: RequestRecord, reply: HttpResponse) -> None:
-    """Stream all choices as they come, to their end. The answer starts with the first tokens, so that a request which
-    an engine refuses still gets its proper status."""
+    """Stream all choices as they arrive, to their end.
+
+    The answer starts with the first tokens, so that a request that an engine refuses still gets its proper status.
+    """
     opened = [False] * run.num_sequences
     num_silent = 0
     async for index, message in run:

@@ -1,4 +1,4 @@
-"""What the tools of every API's bodies are made of, with their bounds."""
+"""Tool fields of all APIs' request bodies, with their limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moiety_platform.json_depth import check_depth
 from moiety_text.tools.json_scanner import MAX_DEPTH
 from moiety_text.tools.offer import Tool
 
-MAX_TOOLS = 1024  # what the settings allow at most
+MAX_TOOLS = 1024  # upper bound of the setting
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -45,8 +45,10 @@ def _check_schema(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]
 
 
 def _check_variables(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    """Variables of a chat template, without those that are null, which stands for the template's default. The best
-    known switch is a boolean in every template."""
+    """Return chat template variables without null values, which mean the template's default.
+
+    The best-known switch, `enable_thinking`, is a boolean in every template.
+    """
     value = {name: one for name, one in value.items() if one is not None}
     if not isinstance(value.get("enable_thinking", True), bool):
         raise refuse("'enable_thinking' must be true or false")
@@ -59,7 +61,7 @@ def _check_object(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_object(value: Any) -> Any:
-    """The arguments of a call as models write them: an object in a string. An empty one is none."""
+    """Parse a call's arguments as models write them: an object in a string. An empty string means no arguments."""
     if not isinstance(value, str):
         raise refuse("it must be a string that holds a JSON object")
     data = value.encode(errors="replace")
@@ -74,7 +76,7 @@ def _parse_object(value: Any) -> Any:
 
 
 def differing(name_of: Callable[[Named], str]) -> AfterValidator:
-    """Of a list of tools: no two have one name."""
+    """Return a validator that requires unique tool names in a list of tools."""
 
     def check(value: list[Named]) -> list[Named]:
         names = [name_of(tool) for tool in value]
@@ -87,7 +89,10 @@ def differing(name_of: Callable[[Named], str]) -> AfterValidator:
 
 
 def require_among(names: Sequence[str], name: str | None) -> None:
-    """Of a choice that one of the tools is called, `name` if it is given. Raises what a validator does."""
+    """Check a tool choice that requires a call: there must be tools, and one named `name` if given.
+
+    Raises a validator's error.
+    """
     if not names:
         raise refuse("there are no tools to choose from; send 'tools' as well")
     if name is not None and name not in names:
@@ -95,7 +100,7 @@ def require_among(names: Sequence[str], name: str | None) -> None:
 
 
 def needs_tools(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON schema: a `tool_choice` of that form has tools to choose from."""
+    """Return a JSON schema that requires tools for a `tool_choice` of that form."""
     return {
         "if": {"required": ["tool_choice"], "properties": {"tool_choice": choice}},
         "then": {"required": ["tools"], "properties": {"tools": {"type": "array", "minItems": 1}}},
@@ -120,10 +125,10 @@ ArgumentsText = Annotated[
 def tool_of(
     name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool | None = None
 ) -> Tool:
-    """As the model is told of it; templates want a description, if only an empty one."""
+    """Return the tool for the model. A missing description becomes empty, since templates need one."""
     return Tool(name, description or "", dict(NO_PARAMETERS) if parameters is None else parameters, bool(strict))
 
 
 def call_for_template(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A call that an earlier answer has made, as chat templates know it."""
+    """Return a tool call of an earlier answer in the format of chat templates."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -37,7 +37,7 @@ def has_called(parts: Parts) -> bool:
 
 
 def finish_reason_of(finished: Finished, has_called: bool) -> str:
-    """Return "tool_calls" for an answer with calls that ended by itself, otherwise the engine's finish reason."""
+    """Return "tool_calls" for an answer with calls and the finish reason STOP, otherwise the engine's finish reason."""
     return CALLED if has_called and finished.reason is FinishReason.STOP else str(finished.reason)
 
 

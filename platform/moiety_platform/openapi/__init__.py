@@ -1,1 +1,1 @@
-"""The OpenAPI: what every route takes and answers, derived from the types that decode and encode it."""
+"""OpenAPI documents: input and output of every route, derived from the types that decode and encode them."""

@@ -1,5 +1,7 @@
-"""`/schema`: the documents, as JSON and as pages to read. Nobody needs a key for them, so they are where operators
-are."""
+"""`/schema`: the OpenAPI documents as JSON and as HTML pages.
+
+They need no API key and are therefore served where operators have access.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ MEDIA_TYPE = "application/vnd.oai.openapi+json"
 
 
 def schema_routes(settings: Callable[[], Any], described: Litestar | None = None) -> list[HTTPRouteHandler]:
-    """The handlers. `settings` tells what bounds bodies; `described` is the application whose routes the documents
-    have, the serving one if it is None."""
+    """Return the handlers.
+
+    `settings` returns the limits on request bodies. `described` is the application whose routes are documented, or None
+    for the application that serves the documents.
+    """
     documents = Documents(settings)
 
     def page_of(part: DocumentPart) -> HTTPRouteHandler:

@@ -1,8 +1,8 @@
-"""What a route says of itself beyond its handler's signature. Pure.
+"""OpenAPI metadata of a route beyond its handler's signature. Pure.
 
-A handler's signature tells path and query parameters, a JSON body and the answer; its docstring the summary; its
-`opt` has what is left, by `describes`. What every route of a kind may answer (401, 503 …) is added where the document
-is made.
+Path and query parameters, a JSON body and the answer come from the handler's signature, the summary from its docstring.
+The rest is in its `opt`, set by `describes`. Errors common to all routes of a kind (401, 503 …) are added when the
+document is built.
 """
 
 from __future__ import annotations
@@ -13,41 +13,46 @@ from typing import Any
 
 from moiety_platform.http_errors import ErrorBody
 
-DESCRIPTION = "openapi"  # its name in a route's `opt`
+DESCRIPTION = "openapi"  # key in a route's `opt`
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
 Contents = Mapping[str, Any]
-"""By media type: a type, or a JSON schema where there is no type for it."""
+"""Content by media type: a type, or a JSON schema where there is no type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """`error` is the type of every error answer. `answers` stand in place of what the signature says, and may be none;
-    `errors` are the statuses beside those of every such route."""
+    """OpenAPI metadata of a route.
+
+    `error` is the type of every error answer. `answers` replace the answer of the signature and may be empty. `errors`
+    are statuses in addition to those of every such route.
+    """
 
     error: type = ErrorBody
     body: Contents = field(default_factory=dict)
     answers: Mapping[int, Contents] | None = None
     errors: tuple[int, ...] = ()
     request_headers: tuple[str, ...] = ()  # names of `headers.REQUEST`
-    answer_headers: tuple[str, ...] = ()  # names of `headers.ANSWER`, of every answer that is no error
+    answer_headers: tuple[str, ...] = ()  # names of `headers.ANSWER`, for every successful answer
 
 
 def describes(described: Described) -> dict[str, Described]:
-    """For a route's `opt`."""
+    """Return the metadata as entries of a route's `opt`."""
     return {DESCRIPTION: described}
 
 
 def fails(*statuses: int) -> dict[str, Described]:
-    """For the `opt` of a route of which the signature says all else."""
+    """Return entries of a route's `opt` that add only error statuses."""
     return describes(Described(errors=statuses))
 
 
 def event_of(*payloads: Any, name: str | None = None, last: str | None = None) -> dict[str, Any]:
-    """The schema of each server-sent event of a stream, whose `data` is one of these as JSON, or the text `last`.
-    Types among them become references."""
+    """Return the schema of a stream's server-sent events.
+
+    Their `data` is one of `payloads` as JSON, or the text `last`. Types among the payloads become references.
+    """
     data: list[dict[str, Any]] = [
         {"type": "string", "contentMediaType": JSON, "contentSchema": payload} for payload in payloads
     ]

@@ -1,4 +1,4 @@
-"""The documents: of the API that clients use, of the one that administrators use, and of both."""
+"""OpenAPI documents of the inference API, of the administration API, and of both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADMIN_PREFIX = "/admin/"
 KEY = "key"
 ANTHROPIC_KEY = "anthropic_key"
 ADMIN_KEY = "admin_key"
-"""How a caller shows who it is: names of `_SECURITY`, for a route's `security`."""
+"""Authentication schemes: names in `_SECURITY`, for a route's `security`."""
 
 _SECURITY: Mapping[str, Any] = {
     KEY: {"type": "http", "scheme": "bearer", "description": "A key of a project, with the scope `inference`."},
@@ -47,7 +47,7 @@ _ABOUT = (
 
 
 class DocumentPart(StrEnum):
-    """Which routes a document is of."""
+    """The routes of a document."""
 
     PUBLIC = "public"
     ADMIN = "admin"
@@ -66,13 +66,16 @@ _TITLES = {
 
 @dataclass(slots=True)
 class Documents:
-    """The documents of one application, each made when it is first asked for. `settings` tells what bounds bodies."""
+    """Documents of one application, built on first use and again after `settings` change.
+
+    `settings` returns the limits on request bodies.
+    """
 
     settings: Callable[[], Any]
     _made: dict[DocumentPart, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
 
     def get(self, app: Litestar, part: DocumentPart) -> dict[str, Any]:
-        """The document, ready to be encoded as JSON."""
+        """Return the document, ready for JSON encoding."""
         settings = self.settings()
         made_for, document = self._made.get(part, (None, {}))
         if made_for != settings:
@@ -82,7 +85,7 @@ class Documents:
 
 
 def make_document(app: Litestar, part: DocumentPart, settings: Any) -> dict[str, Any]:
-    """Raises NameTaken."""
+    """Build a document. Raises NameTaken."""
     schemas, responses, paths = Schemas(settings), dict[str, Any](), dict[str, Any]()
     for path, method, handler in sorted(_shown(app), key=lambda one: one[:2]):
         if part.has(path):
@@ -105,7 +108,7 @@ def make_document(app: Litestar, part: DocumentPart, settings: Any) -> dict[str,
 
 
 def _shown(app: Litestar) -> Iterator[tuple[str, str, HTTPRouteHandler]]:
-    """Path, method and handler of every operation."""
+    """Yield path, method and handler of every operation."""
     for route in app.routes:
         if not isinstance(route, HTTPRoute):
             continue

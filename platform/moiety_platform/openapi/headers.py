@@ -1,4 +1,4 @@
-"""The headers that requests may bring and answers have, by name."""
+"""Request and response headers by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_SPENDING = (
     "RateLimit",
     "RateLimit-Policy",
 )
-"""Of an answer that an engine has given."""
+"""Headers of answers from an engine."""
 
 REQUEST: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -77,14 +77,14 @@ ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 ALWAYS = (REQUEST_ID, MESSAGES_REQUEST_ID, RETRY_AFTER, ETAG, LENGTH)
-"""Those that an answer has wherever they are told of."""
+"""Headers that are always present where they are documented."""
 
 
 def reference(name: str) -> dict[str, str]:
-    """Where a document has the header."""
+    """Return a reference to the header's component."""
     return {"$ref": f"#/components/headers/{name}"}
 
 
 def components() -> dict[str, Any]:
-    """All of them, for a document."""
+    """Return the components of all response headers."""
     return {name: {**header, "required": name in ALWAYS} for name, header in ANSWER.items()}

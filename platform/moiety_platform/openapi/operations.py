@@ -1,4 +1,4 @@
-"""One operation of a document, from the handler that carries it out."""
+"""Builds the OpenAPI operation of a handler."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _WHY = {
     529: "The server has too much to do; try again after `Retry-After`.",
 }
 _WITH_RETRY = (429, 503, 529)
-_BEFORE_THE_ROUTE = (408, 431)  # what a connection is told, which has no id yet
+_BEFORE_THE_ROUTE = (408, 431)  # answered before the request has an id
 
 
 def operation_of(handler: HTTPRouteHandler, schemas: Schemas, responses: dict[str, Any]) -> dict[str, Any]:
-    """The operation; the answers that many share are put into `responses`."""
+    """Return the operation. Shared error answers are added to `responses`."""
     described: Described = handler.opt.get(DESCRIPTION) or Described()
     fields = handler.parsed_fn_signature.parameters
     parameters = [*_parameters(fields, schemas), *_header_parameters(described, fields)]
@@ -69,13 +69,13 @@ def operation_of(handler: HTTPRouteHandler, schemas: Schemas, responses: dict[st
 
 
 def operation_id_of(handler: HTTPRouteHandler) -> str:
-    """The handler's own name; of a path as a name, its words."""
+    """Return the handler's name. A name that is a path is converted to words."""
     name = handler.name or handler.handler_name
     return re.sub(r"\W+", "_", name.removeprefix("/v1/").strip("/"))
 
 
 def _words(handler: HTTPRouteHandler) -> tuple[str, str]:
-    """Summary and description: the first sentence of the docstring, and what follows it."""
+    """Return summary and description: the first sentence of the docstring, and the rest."""
     text = " ".join(cleandoc(handler.description or handler.fn.__doc__ or "").split())
     if handler.summary:
         return handler.summary, text
@@ -127,7 +127,7 @@ def _content(contents: Contents, schemas: Schemas) -> dict[str, Any]:
 
 
 def _answers(handler: HTTPRouteHandler, described: Described, schemas: Schemas) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Those that are no error of ours."""
+    """Yield the answers that are not errors."""
     answers = {handler.status_code: _returned(handler)} if described.answers is None else described.answers
     names = (headers.REQUEST_ID, *described.answer_headers, *((headers.ETAG,) if _is_tagged(handler) else ()))
     for status, contents in answers.items():
@@ -155,7 +155,7 @@ def _is_tagged(handler: HTTPRouteHandler) -> bool:
 def _error_statuses(
     described: Described, parameters: list[dict[str, Any]], body: dict[str, Any] | None, is_secured: bool
 ) -> set[int]:
-    """What may go wrong with every route of the kind."""
+    """Return the error statuses of every route of this kind."""
     statuses = {*described.errors, 431}
     where = {parameter["in"] for parameter in parameters}
     if is_secured:
@@ -172,7 +172,7 @@ def _error_statuses(
 
 
 def _errors(described: Described, statuses: set[int], schemas: Schemas, responses: dict[str, Any]) -> dict[str, Any]:
-    """References to the error answers, which all routes with the same form of errors share."""
+    """Return references to the error answers, which all routes with the same error type share."""
     form = described.error
     for status in statuses:
         responses[f"{form.__name__}{status}"] = {

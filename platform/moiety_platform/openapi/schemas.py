@@ -1,4 +1,4 @@
-"""JSON schemas of types, from what decodes and encodes them: pydantic's models, and whatever msgspec knows."""
+"""JSON schemas of pydantic models and of all types that msgspec supports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 RULES = "rules"
-"""What a msgspec struct may have, as a ClassVar: JSON schemas of what holds between its fields."""
+"""Name of a msgspec struct's optional ClassVar with JSON schemas of the constraints between its fields."""
 
 _EITHER = "either"
 _REFERENCE = "#/components/schemas/"
@@ -20,38 +20,38 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 def shows(**schema: Any) -> Meta:
-    """Of a struct's field that a service checks: what its JSON schema has to say of that."""
+    """Return metadata that adds to the JSON schema of a struct's field, for constraints that a service checks."""
     return Meta(extra_json_schema=schema)
 
 
 def either(*types: type) -> Meta:
-    """Of a field that holds one of these objects, which msgspec's types have no words for."""
+    """Return metadata for a field that holds one of these types. msgspec's types cannot express that."""
     references = [{"$ref": _REFERENCE + one.__name__} for one in types]
     return Meta(extra_json_schema={"anyOf": references}, extra={_EITHER: types})
 
 
 class NameTaken(Exception):
-    """A defect of ours: two types of one name would have one schema; rename one of them."""
+    """Two types with the same name would share one schema. This is a bug: rename one of them."""
 
 
 @runtime_checkable
 class ValidatorRule(Protocol):
-    """What a pydantic validator may be, to say in the schema what it checks. `settings` are the gateway's bounds."""
+    """A pydantic validator that describes its check in the schema. `settings` are the gateway's limits."""
 
     def shown(self, schema: JsonSchemaValue, settings: Any) -> JsonSchemaValue:
-        """The schema of what it lets through, from that of what it is given or gives."""
+        """Return the schema of accepted values, given the schema of the values before or after validation."""
         ...
 
 
 class Schemas:
-    """The schemas of one document: of each type that it is asked for, and of those that these refer to."""
+    """Schemas of one document: the requested types and the types that they refer to."""
 
     def __init__(self, settings: Any) -> None:
         self.components: dict[str, Any] = {}
         self._generator = type("_BodySchema", (_BodySchema,), {"settings": settings})
 
     def of(self, what: Any) -> Any:
-        """The schema of a type; or of a schema, in which types may stand for theirs. Raises NameTaken."""
+        """Return the schema of a type, or a schema in which types are replaced by theirs. Raises NameTaken."""
         if isinstance(what, Mapping):
             return {key: self.of(value) for key, value in what.items()}
         if isinstance(what, list | tuple):
@@ -83,7 +83,7 @@ class Schemas:
 
 
 def _eithers(info: Any) -> Iterator[type]:
-    """The types that fields of `either` have, anywhere in what msgspec knows of a type."""
+    """Yield the types of all `either` fields in msgspec's description of a type."""
     waiting, seen = [info], set[int]()
     while waiting:
         one = waiting.pop()
@@ -97,7 +97,7 @@ def _eithers(info: Any) -> Iterator[type]:
 
 
 class _BodySchema(GenerateJsonSchema):
-    """pydantic's, with what our validators say."""
+    """pydantic's schema generator, extended by the rules of our validators."""
 
     settings: ClassVar[Any]
 

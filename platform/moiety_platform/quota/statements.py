@@ -31,7 +31,7 @@ windows_alone = OverRows(  # to lock them
         select(QuotaWindow.quota_id).where(tuple_(*_OF_WINDOW).in_(given)).order_by(*_OF_WINDOW).with_for_update()
     ),
 )
-leases_of_all = OverRows(  # (quota id, start, replica id, what is left), locked
+leases_of_all = OverRows(  # (quota id, start, replica id, amount left), locked
     _OF_WINDOW,
     lambda given, _: (
         select(*_OF_LEASE, QuotaLease.replica_id, QuotaLease.granted - QuotaLease.settled)

@@ -65,8 +65,10 @@ class ResponseStore:
         return (await session.scalars(wanted)).first()
 
     async def chain(self, session: AsyncSession, whose: Principal, last: StoredResponse) -> Sequence[StoredResponse]:
-        """Return the response and all responses that it continues, the first one first, or nothing if one is
-        missing."""
+        """Return the response and all that it continues, the first one first.
+
+        Returns nothing if one of them is missing.
+        """
         earlier = (
             select(StoredResponse.id, StoredResponse.previous_id, literal(0, BigInteger).label("distance"))
             .where(StoredResponse.id == last.id)

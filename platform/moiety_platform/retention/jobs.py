@@ -33,7 +33,7 @@ from moiety_platform.webhooks.deliveries import forget_alerts, forget_old
 DAY_MS = 24 * 3600 * 1000
 
 
-def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) -> list[RetentionJob]:
+def retention_jobs_of(settings: GatewaySettings, database: Database, now: Now = now_ms) -> list[RetentionJob]:
     """Return the jobs of one gateway process, in this order: rows that other rows refer to are deleted first."""
 
     async def purge_old_windows(session: AsyncSession) -> int:
@@ -49,7 +49,7 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
     async def sum_up_days(session: AsyncSession) -> int:
         return await sum_up_some(session, await _ago(session, timedelta(), now))
 
-    chores = [
+    jobs = [
         RetentionJob("idempotent_requests", KeyStore(now=now).purge),
         RetentionJob("responses", ResponseStore(now).purge),
         RetentionJob("files", Files(database, BatchFiles(database), now).purge),
@@ -63,10 +63,10 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
         RetentionJob("forsaken_limits", purge_forsaken),
     ]
     if settings.keep_files_s is not None:
-        chores.insert(1, RetentionJob("files_without_end", partial(give_ends, keep_s=settings.keep_files_s, now=now)))
+        jobs.insert(1, RetentionJob("files_without_end", partial(give_ends, keep_s=settings.keep_files_s, now=now)))
     if settings.keep_requests_days:
-        chores.append(RetentionJob("usage", purge_old_requests))
-    return chores
+        jobs.append(RetentionJob("usage", purge_old_requests))
+    return jobs
 
 
 async def _ago(session: AsyncSession, span: timedelta, now: Now) -> datetime:

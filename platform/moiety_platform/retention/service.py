@@ -47,7 +47,7 @@ class RetentionService:
         self,
         owner: str,
         database: Database,
-        chores: Sequence[RetentionJob],
+        jobs: Sequence[RetentionJob],
         metrics: RetentionMetrics,
         *,
         interval_s: float,
@@ -57,7 +57,7 @@ class RetentionService:
     ) -> None:
         self._owner = owner
         self._database = database
-        self.chores = chores  # can be changed, for the rounds to come
+        self.jobs = jobs  # can be changed, for the rounds to come
         self._metrics = metrics
         self._interval_s = interval_s
         self._lease_ms = round(lease_s * 1000)
@@ -65,9 +65,9 @@ class RetentionService:
         self._now = now
         self._rounds = PeriodicTask("retention", self.round, interval_s / LOOKS_AN_INTERVAL)
 
-    def use(self, chores: Sequence[RetentionJob], interval_s: float) -> None:
+    def use(self, jobs: Sequence[RetentionJob], interval_s: float) -> None:
         """Use these jobs and this interval from the next round on, which begins now."""
-        self.chores, self._interval_s = chores, interval_s
+        self.jobs, self._interval_s = jobs, interval_s
         self._rounds.every_s = interval_s / LOOKS_AN_INTERVAL
         self._rounds.wake()
 
@@ -81,9 +81,9 @@ class RetentionService:
     async def round(self) -> dict[str, int]:
         """Run every due job to its end; return the number of deleted rows of each. Raises Unavailable."""
         async with self._database.read() as session:
-            names = await due(session, [chore.name for chore in self.chores], self._now)
+            names = await due(session, [chore.name for chore in self.jobs], self._now)
         done = {}
-        for chore in self.chores:
+        for chore in self.jobs:
             if chore.name in names and not self._rounds.is_stopping:
                 done[chore.name] = await self._do(chore)
         return done

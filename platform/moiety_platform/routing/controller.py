@@ -80,7 +80,7 @@ class LoadView(msgspec.Struct, frozen=True):
     attention_waited_seconds_total: float
     experts_waited_seconds_total: float
     running_for_s: float
-    overshot_tokens_total: int
+    tokens_past_stop_total: int
     sleep: SleepState
     sleep_problem: str
     unacknowledged_replicas: list[str]
@@ -89,7 +89,7 @@ class LoadView(msgspec.Struct, frozen=True):
     max_batch_tokens: int
     max_running: int
     step_costs: StepCosts | None
-    handed_over_requests_total: int
+    prefill_done_requests_total: int
     disaggregated_decode_requests_total: int
     lost_transfers_total: int
     speculative_tokens_total: int

@@ -1,1 +1,1 @@
-"""What-if simulations: replay of the last hour's traffic under other settings, in a simulator process."""
+"""Simulations of the last hour's traffic under other settings, by the engine's simulator in a separate process."""

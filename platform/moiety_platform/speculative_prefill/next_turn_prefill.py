@@ -32,7 +32,7 @@ from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Unit
 from moiety_platform.quota.lease import Charge, Hold
 from moiety_platform.randomness import ordered_hex
-from moiety_platform.speculative_prefill.next_turn import has_called, next_turns, num_shared
+from moiety_platform.speculative_prefill.next_turn_prompt import has_called, next_turns, num_shared
 from moiety_platform.tenants.models import SpeculativePrefillMode
 from moiety_platform.usage.row import UsageRow
 from moiety_text.errors import TextError
@@ -194,7 +194,7 @@ class NextTurnPrefill:
             model=record.served_model,
             service_class=SPECULATIVE_PREFILL,
             started_at=self._clock.now(),
-            outcome="foreseen",
+            outcome="speculative",
             http_status=0,
             num_choices=0,
             prompt_tokens=0,
@@ -210,8 +210,7 @@ class NextTurnPrefill:
 
 
 def _turn_of(record: RequestRecord, run: Run) -> _Turn | None:
-    """Return the ended turn, or None if the tenant has disabled speculative prefill or the turn cannot have a next
-    one."""
+    """Return the ended turn if a next turn is possible and the tenant has not disabled speculative prefill."""
     generation = record.generation
     if (
         record.principal.speculative_prefill is SpeculativePrefillMode.OFF
@@ -233,8 +232,10 @@ def _prefills_ahead(card: ModelCard | None) -> bool:
 
 
 def _habit_of(turn: _Turn, answer: Parts) -> str:
-    """Return the group for next-turn statistics: API key, number of turns so far, and whether the answer has tool
-    calls."""
+    """Return the key for next-turn statistics.
+
+    It combines API key, number of turns so far, and whether the answer has tool calls.
+    """
     depth = sum(message["role"] == "assistant" for message in turn.asked.messages)
     kind = "call" if has_called(answer) else "turn"
     return f"{turn.record.principal.root_key_id}:{kind}:{min(depth, MAX_DEPTH)}"

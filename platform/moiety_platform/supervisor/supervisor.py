@@ -163,7 +163,7 @@ class Supervisor:
         while not self._stopping:
             ready = (await ask_readiness(*self._address)).ready
             was_away = was_away or not ready
-            # a gateway that has not yet noticed the loss still says that it is ready
+            # a gateway that has not yet noticed the loss still reports that it is ready
             if ready and (was_away or time.monotonic() - started > HEALTHY_AFTER_S):
                 self._console.say(f"the {name} is back; requests are served again")
                 return

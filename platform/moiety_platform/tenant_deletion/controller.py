@@ -22,7 +22,7 @@ BUDGET_S = 10.0
 _ANSWERS = describes(Described(answers={200: {JSON: TenantDeletionView}, 202: {JSON: TenantDeletionView}}))
 
 
-def erasure_routes(
+def tenant_deletion_routes(
     budget_s: float = BUDGET_S, traces: Database | None = None, on_begun: Callable[[], None] = lambda: None
 ) -> list[HTTPRouteHandler]:
     """Return the handlers, for the admin router to register.

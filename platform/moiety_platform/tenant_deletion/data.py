@@ -28,7 +28,7 @@ from moiety_platform.webhooks.models import Webhook, WebhookDelivery
 Table = type[Base]
 
 ROWS_AT_ONCE = 500
-_ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64, AdapterChunk: 16})  # 64 and 16 chunks: 16 MB each
+_ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64, AdapterChunk: 16})  # of 256 KiB and 1 MiB each
 
 _NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, UsageDay, UsageCut}) | frozenset(
     {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert}

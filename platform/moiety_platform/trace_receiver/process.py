@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 
 def run_trace_store(source: SettingsSource[TraceSettings]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises CannotListen.
+    """Serve until SIGINT or SIGTERM. Raises AddressUnavailable.
 
     SIGHUP reloads the configuration file, if there is one.
     """
@@ -105,8 +105,8 @@ async def build_app(
     registry.register(_Stored(writer))
     store = StoreReadiness(database)
     owner = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
-    chores, counts = chores_of(settings, now), RetentionMetrics(registry)
-    retention = RetentionService(owner, database, chores, counts, interval_s=settings.retention_interval_s, now=now)
+    jobs, counts = retention_jobs_of(settings, now), RetentionMetrics(registry)
+    retention = RetentionService(owner, database, jobs, counts, interval_s=settings.retention_interval_s, now=now)
     app = TraceApp(tokens_of(settings), writer, store, registry, settings.traces_max_body_bytes)
 
     def use(wanted: TraceSettings) -> None:
@@ -114,10 +114,10 @@ async def build_app(
         writer.max_spans = wanted.traces_queue_spans
 
     if live is not None:
-        live.follow(["traces_token", "traces_guest_token", "traces_max_body_bytes", "traces_queue_spans"], use)
+        live.follow(["traces_token", "traces_untrusted_token", "traces_max_body_bytes", "traces_queue_spans"], use)
         live.follow(
             ["keep_traces_days", "retention_interval_s"],
-            lambda wanted: retention.use(chores_of(wanted, now), wanted.retention_interval_s),
+            lambda wanted: retention.use(retention_jobs_of(wanted, now), wanted.retention_interval_s),
         )
     await writer.start()
     await retention.start()
@@ -131,11 +131,11 @@ async def build_app(
 
 
 def tokens_of(settings: TraceSettings) -> TraceTokens:
-    guests = settings.traces_guest_token
+    guests = settings.traces_untrusted_token
     return TraceTokens(settings.traces_token.get_secret_value(), guests.get_secret_value() if guests else None)
 
 
-def chores_of(settings: TraceSettings, now: Now = now_ms) -> list[RetentionJob]:
+def retention_jobs_of(settings: TraceSettings, now: Now = now_ms) -> list[RetentionJob]:
     """Return the retention jobs, spans before the traces that find them."""
     keep_ms = round(settings.keep_traces_days * DAY_MS)
     return [

@@ -30,7 +30,7 @@ class TraceSettings(BaseSettings):
         None, "where spans are kept; none: beside the gateway's database where it is SQLite, else in it"
     )
     traces_token: SecretStr = live(..., "of gateways, whose word on tenants is believed", min_length=16)
-    traces_guest_token: SecretStr | None = live(None, "of anybody else who may send spans", min_length=16)
+    traces_untrusted_token: SecretStr | None = live(None, "of anybody else who may send spans", min_length=16)
 
     traces_max_body_bytes: int = live(4 * 1024 * 1024, "of a request, unpacked", ge=1024)
     traces_queue_spans: int = live(20_000, "spans that wait for the database; beyond: 503", ge=1000)
@@ -41,8 +41,10 @@ class TraceSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:
-        if self.traces_guest_token == self.traces_token:
-            raise ValueError("set traces_guest_token to another text than traces_token: who has the latter is believed")
+        if self.traces_untrusted_token == self.traces_token:
+            raise ValueError(
+                "set traces_untrusted_token to another text than traces_token: who has the latter is believed"
+            )
         return self
 
     @property

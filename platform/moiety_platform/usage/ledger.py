@@ -48,7 +48,7 @@ async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> set[str]:
 def _entry_of(row: UsageRow) -> tuple[Any, ...]:
     return (
         row.request_id,
-        EntryKind.SETTLED.value if row.is_request else EntryKind.FORESEEN.value,
+        EntryKind.SETTLED.value if row.is_request else EntryKind.SPECULATIVE.value,
         0,
         row.tenant_id,
         row.started_at,

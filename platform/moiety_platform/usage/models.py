@@ -61,7 +61,7 @@ class EntryKind(StrEnum):
     SETTLED = "settled"  # the end of the request, as its gateway saw it; sequence 0
     METERED = "metered"  # an engine's count for a request whose gateway died; the sequence is that of the answer
     CORRECTED = "corrected"  # the final record of a gateway that was wrongly taken for dead
-    FORESEEN = "foreseen"  # speculative prefill, computed without a request; sequence 0
+    SPECULATIVE = "speculative"  # speculative prefill, computed without a request; sequence 0
 
 
 class LedgerEntry(Base):

@@ -18,8 +18,10 @@ class NewWebhook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WebhookView(msgspec.Struct, frozen=True):
-    """A webhook and its state: pending events, dead events of the last 30 days, last success, and last failure with its
-    cause.
+    """A webhook and the state of its deliveries.
+
+    `pending` and `dead` count events that wait and events given up in the last 30 days; the others are the times of the
+    last success and the last failure, and the cause of that failure.
     """
 
     id: str

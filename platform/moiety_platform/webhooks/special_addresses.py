@@ -34,9 +34,12 @@ SPECIAL_IPV4: tuple[IPv4Network, ...] = tuple(
 )
 
 GLOBAL_UNICAST_IPV6 = IPv6Network("2000::/3")
-"""All else is loopback, mapped or compatible IPv4 (::/96, ::ffff:0:0/96), NAT64 (64:ff9b::/96, 64:ff9b:1::/48),
+"""The only range of global addresses.
+
+All others are loopback, mapped or compatible IPv4 (::/96, ::ffff:0:0/96), NAT64 (64:ff9b::/96, 64:ff9b:1::/48),
 discard-only (100::/64), segment routing (5f00::/16), unique local (fc00::/7), link-local (fe80::/10), site-local
-(fec0::/10), multicast (ff00::/8) or not assigned (RFC 4291)."""
+(fec0::/10), multicast (ff00::/8) or not assigned (RFC 4291).
+"""
 
 SPECIAL_IPV6: tuple[IPv6Network, ...] = tuple(
     IPv6Network(network)

@@ -147,8 +147,8 @@ FAULTS = [
     (engine_of_another_release, "engine_release"),
     (engines_of_one_name_that_differ, "model_mismatch"),
     (prompts_without_answers, "role_missing"),
-    (server_of_others_that_is_away, "foreign_away"),
-    (server_of_others_with_another_model, "foreign_model"),
+    (server_of_others_that_is_away, "external_engine_away"),
+    (server_of_others_with_another_model, "external_engine_model"),
 ]
 
 

@@ -13,7 +13,7 @@ from tests.conftest import free_port
 
 from moiety_migrations import HEAD, downgrade
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.pepper import pepper_of, turn_of
+from moiety_platform.auth.pepper import pepper_of, pepper_rotation_of
 from moiety_platform.cli.gateway import ensure_first_keys
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
@@ -149,7 +149,7 @@ async def replace_pepper(world):
 async def use_keys(world):
     settings = world.patient.settings
     database = Database.open(settings.store_url)
-    authenticator = Authenticator(database, pepper_of(settings), SystemClock(), turn=turn_of(settings))
+    authenticator = Authenticator(database, pepper_of(settings), SystemClock(), turn=pepper_rotation_of(settings))
     for key in (world.patient.admin_key, world.tenant_key):
         await authenticator.authenticate(f"Bearer {key}")
     await authenticator.rehashing.idle()

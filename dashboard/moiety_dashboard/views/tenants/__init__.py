@@ -1,1 +1,1 @@
-"""The page of tenants: the list, and of one tenant its usage, limits, keys and settings."""
+"""The page of tenants: the list, and for one tenant its usage, limits, keys and settings."""

@@ -1,4 +1,4 @@
-"""A tenant's projects and keys: make, rotate, revoke. A key's text is shown once, to whoever made it."""
+"""A tenant's projects and keys: make, rotate, revoke. A key's text is shown once, to the user who made it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def columns() -> dict[str, Any]:
 
 
 def show_made() -> None:
-    """The text of a key that was just made, until it is put away."""
+    """Show the text of a new key until it is dismissed."""
     text = st.session_state.get(MADE)
     if text is None:
         return
@@ -82,7 +82,7 @@ def ask_new(client: AdminClient, tenant: Mapping[str, Any], projects: list[dict[
 def make(
     client: AdminClient, tenant: Mapping[str, Any], projects: list[dict[str, Any]], project: str, name: str
 ) -> Any:
-    """A key of a project, which is made if there is none of that name."""
+    """Make a key of a project, and the project if there is none of that name."""
     found = next((one["id"] for one in projects if one["name"] == project), None)
     if found is None:
         found = client.change("POST", "/projects", {"tenant_id": tenant["id"], "name": project})["id"]

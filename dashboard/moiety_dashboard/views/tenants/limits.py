@@ -1,4 +1,4 @@
-"""A tenant's limits, its projects' and keys': how they stand, and a change with what it would mean."""
+"""Limits of a tenant, its projects and keys: their usage, and a change with a preview of its effect."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
 
 
 def scopes_of(client: AdminClient, tenant: Mapping[str, Any]) -> dict[Scope, str]:
-    """All that a limit of this tenant can stand on."""
+    """Return all objects of this tenant that can have a limit."""
     found = {("tenant", tenant["id"]): tenant["name"]}
     for project in client.list("/projects", tenant_id=tenant["id"]).data:
         found["project", project["id"]] = project["name"]
@@ -62,7 +62,7 @@ def ask_change(
     by_scope: Mapping[str, limits.Pace],
     now: datetime,
 ) -> None:
-    """Fields that show at once what they would mean."""
+    """Draw fields that show their effect at once."""
     st.markdown("**Set a limit**")
     first, second, third = st.columns(3)
     scope = first.selectbox("On", list(scopes), format_func=lambda scope: f"{scope[0]} {scopes[scope]}")
@@ -86,7 +86,7 @@ def ask_change(
 
 
 def ask_cap(place: Any, kind: str, current: Mapping[str, Any] | None, scope: Scope) -> int:
-    """In the unit of the API; people write dollars."""
+    """Return a cap in the unit of the API; users enter dollars."""
     key = f"cap {scope[1]} {kind}"
     if limits.is_money(kind):
         dollars: float = place.number_input(

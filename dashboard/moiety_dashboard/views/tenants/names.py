@@ -1,4 +1,4 @@
-"""What people call the ids of tenants, projects and keys, and what each used of late."""
+"""Names of tenants, projects and keys by id, and the recent usage of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FRESH_S = 30.0
 
 
 def names_of(client: AdminClient) -> dict[str, str]:
-    """By id. Asked anew after half a minute, since they seldom change and may be many."""
+    """Return names by id, cached for half a minute, since they seldom change and may be many."""
     known: tuple[float, dict[str, str]] | None = st.session_state.get(NAMES)
     if known is not None and time.monotonic() - known[0] < FRESH_S:
         return known[1]
@@ -31,12 +31,12 @@ def names_of(client: AdminClient) -> dict[str, str]:
 
 
 def forget_names() -> None:
-    """Something was made or renamed."""
+    """Clear the cached names after an object is made or renamed."""
     st.session_state.pop(NAMES, None)
 
 
 def read_paces(client: AdminClient, tenant_id: str | None = None) -> tuple[Answer, dict[str, Pace]]:
-    """What tenants, projects and keys used since the beginning of the last whole hour."""
+    """Return the usage of tenants, projects and keys since the start of the last whole hour."""
     now = datetime.now(UTC)
     hour = now.replace(minute=0, second=0, microsecond=0)
     answer = client.get(

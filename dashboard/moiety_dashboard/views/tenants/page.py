@@ -1,4 +1,4 @@
-"""Tenants: who uses how much of what is theirs; and of one of them all that can be set."""
+"""Tenants: usage of each against its entitlement, and all settings of one of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moiety_dashboard.views.windows import series as read_series
 LAST = "last tenant"
 USED = "used by tenant"
 FRESH_S = 60.0
-CHOSEN = "tenant"  # in the page's address too, so that a tenant can be linked to
+CHOSEN = "tenant"  # also in the page's address, so that a tenant can be linked to
 
 
 def draw(page: Page) -> None:
@@ -42,7 +42,7 @@ def draw(page: Page) -> None:
 
 
 def choose(place: Any, names: Mapping[str, str]) -> str | None:
-    """The tenant that is looked at closely: as in the address, else as it was last, else none."""
+    """Return the selected tenant: the one in the address, else the last one, else none."""
     if session.is_of_one_tenant():
         return next(iter(names), None)
     ids = list(names)
@@ -77,8 +77,10 @@ def draw_live(client: AdminClient) -> None:
 
 
 def read_usage(client: AdminClient, window: Window) -> Answer:
-    """By tenant. Of more than a day it is asked for anew once a minute: that is many hours of many tenants, of which
-    little changes."""
+    """Return usage by tenant; for more than a day it is refreshed once a minute.
+
+    A long window covers many hours of many tenants, of which little changes.
+    """
     known: tuple[str, float, Answer] | None = st.session_state.get(USED)
     is_long = window.length > DAY
     if is_long and known is not None and known[0] == window.label and time.monotonic() - known[1] < FRESH_S:
@@ -112,7 +114,7 @@ def columns() -> dict[str, Any]:
         "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f", help="Mean time to the first token"),
         "cost": column.NumberColumn("Cost", format="dollar"),
     }
-    if session.is_of_one_tenant():  # it does not see the others, so a share would say nothing
+    if session.is_of_one_tenant():  # the user does not see the other tenants, so a share has no meaning
         del shown["share"], shown["entitled"]
     return shown
 
@@ -133,7 +135,7 @@ def draw_one(page: Page, client: AdminClient, tenant: dict[str, Any]) -> None:
 
 
 def draw_usage(client: AdminClient, tenant: Mapping[str, Any]) -> None:
-    """The last hour of one tenant, by class."""
+    """Draw the last hour of one tenant, by class."""
     window = LIVE[1]
     span = window.span()
     answer, frame = read_series(client, window, span, ["service_class"], tenant_id=tenant["id"])

@@ -1,1 +1,1 @@
-"""The page of traces: finding them, and one of them."""
+"""The page of traces: the search, and one trace."""

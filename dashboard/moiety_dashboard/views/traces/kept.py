@@ -1,8 +1,8 @@
-"""Which traces there are to see, in words, and how to get more."""
+"""Text about which traces are stored, and how to get more."""
 
 from __future__ import annotations
 
-TRACE = "trace"  # in the address of the page of traces: the id of the one that is looked at
+TRACE = "trace"  # in the address of the traces page: the id of the selected trace
 KEPT = (
     "Kept are requests that failed, missed their class's promise, were preempted or failed over, the first of every "
     "second, and a share of the others: `MOIETY_TRACE_SAMPLE_RATE=1` for the gateway keeps all, "

@@ -1,4 +1,4 @@
-"""One trace: its spans over time, what happened in them, and the batches that it ran in."""
+"""One trace: its spans over time, their events, and the batches that the request ran in."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def draw(client: AdminClient, trace_id: str, names: Mapping[str, str]) -> None:
 
 
 def find(client: AdminClient, trace_id: str) -> Answer | None:
-    """The trace that an address names, whatever it says; None where there is none."""
+    """Return the trace that an address names, whatever its text; None if there is none."""
     if TRACE_ID.fullmatch(trace_id) is None:
         return None
     try:
@@ -62,7 +62,7 @@ def leave() -> None:
 
 
 def draw_request(request: Mapping[str, Any], names: Mapping[str, str], answer: Answer, number: int) -> None:
-    """What the request's own span says."""
+    """Draw the attributes of the request's own span."""
     of = request["attributes"]
     cached = of.get("gen_ai.usage.cache_read.input_tokens")
     kept, chosen = of.get("moiety.sla_attained"), of.get("moiety.service_class", "")
@@ -107,7 +107,7 @@ def draw_spans(answer: Answer, bars: pd.DataFrame, events: pd.DataFrame) -> None
 def draw_steps(answer: Answer, spans: frames.Spans, linked: frames.Spans) -> None:
     steps = frames.steps_frame(linked, frames.origin_ns(spans))
     if not any(span["name"] == "engine.prefill" for span in spans):
-        return  # it got into no batch
+        return  # the request entered no batch
     note = "steps of the engine that it ran in: some of them, a few a second"
     with panels.panel("Batch", note, [answer], key="steps", frame=steps):
         until_ms = (max(span["end_ns"] for span in spans) - frames.origin_ns(spans)) / 1e6
@@ -145,7 +145,7 @@ def span_columns() -> dict[str, Any]:
 
 
 def step_columns(frame: pd.DataFrame) -> dict[str, Any]:
-    """Without those of which nothing is known."""
+    """Return the columns without those that have no data."""
     column = st.column_config
     shown = {
         "number": column.NumberColumn("Step", format="localized"),

@@ -1,4 +1,4 @@
-"""Traces: which requests were kept, by what they are searched by; and one of them, if the address names it."""
+"""Traces: a search over the stored requests, and one trace if the address names it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ OUTCOMES = {
     "rejected": "refused", "failed": "failed",
 }  # fmt: skip
 REASONS = (
-    *("failed", "sla_missed", "preempted", "failed_over", "first", "rate"),  # why a trace is kept
+    *("failed", "sla_missed", "preempted", "failed_over", "first", "rate"),  # reasons why a trace is kept
     *("accepted_late", "predicted_late", "kv_peak", "queue_full", "tenant_queue_full", "shed"),  # the scheduler's
-    *("quota_exceeded", "engine_failed", "engine_refused", "model_not_found"),  # codes of errors
+    *("quota_exceeded", "engine_failed", "engine_refused", "model_not_found"),  # error codes
 )
 KEYS = ("trace window", "trace tenant", "trace class", "trace outcome", "trace reason", "trace min", "trace request")
 
 
 def draw(page: Page) -> None:
-    for key in KEYS:  # what was searched for outlasts a look at one of the traces
+    for key in KEYS:  # the search stays as it is while one of the traces is open
         if key in st.session_state:
             st.session_state[key] = st.session_state[key]
     picked = st.session_state.pop(PICKED, None)
@@ -53,7 +53,7 @@ def draw(page: Page) -> None:
 
 
 def choose(client: AdminClient, names: Mapping[str, str]) -> dict[str, Any]:
-    """What is searched for, as the API's parameters."""
+    """Return the search as the API's parameters."""
     classes = [terms["name"] for terms in client.get("/classes").data["data"]]
     columns = st.columns([1.2, 2, 1.6, 1.6, 2, 1.2, 2.4])
     window = columns[0].selectbox("Window", list(WINDOWS), 1, key="trace window")
@@ -109,7 +109,7 @@ EMPTY = f"No such request was kept in this time. Send one, look back further, or
 
 
 def pick(row: int) -> None:
-    """A line of the table as it was drawn when it was clicked."""
+    """Open a row of the table as it was drawn when it was clicked."""
     shown: list[str] = st.session_state.get(SHOWN, [])
     if row < len(shown):
         st.session_state[PICKED] = shown[row]
@@ -136,7 +136,7 @@ def columns(frame: pd.DataFrame) -> dict[str, Any]:
 
 
 def turn(older: str | None, cursor: str | None, searched: Mapping[str, Any]) -> None:
-    """To older ones and back, and what has come meanwhile."""
+    """Draw the buttons to older traces, back, and to new ones."""
     left, right, _ = st.columns([1, 1, 3])
     if left.button("Older", icon=":material/chevron_left:", disabled=older is None, width="stretch"):
         st.session_state[PLACE] = (searched, older)

@@ -1,7 +1,7 @@
-"""Reading a Hugging Face config.json into a ModelSpec, one module a kin of families. Knows no tensor.
+"""Readers of a Hugging Face config.json into a ModelSpec, one module per group of related families.
 
-Takes the keys of the original releases (`rope_theta`, `rope_scaling`, `num_experts`, `torch_dtype`) and those that
-transformers 5 writes (`rope_parameters`, `num_local_experts`, `dtype`).
+They accept the keys of the original releases (`rope_theta`, `rope_scaling`, `num_experts`, `torch_dtype`) and those
+that transformers 5 writes (`rope_parameters`, `num_local_experts`, `dtype`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
 }
-# What is unusual in the rest of the model, outside its layers.
+# Readers of a family's special features outside the layers.
 WHOLE: dict[str, Callable[[Config], Features]] = {
     "deepseek_v2": deepseek_v2_features,
     "deepseek_v3": deepseek_v3_features,
@@ -71,17 +71,17 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "granitemoe": granite_features,
     "phimoe": phimoe_features,
 }
-# The part of a config.json that describes the text model, where it is not the whole.
+# Readers of the part of a config.json that describes the text model, if that is not the whole file.
 TEXT_PART: dict[str, Callable[[Config], Config]] = {"gemma3": gemma3_text_config}
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The spec of the checkpoint in `folder`; raises ConfigError or UnsupportedModelError."""
+    """Return the spec of the checkpoint in `folder`. Raises ConfigError or UnsupportedModelError."""
     return spec_from_config(_read(folder))
 
 
 def ignored_keys(folder: Path) -> list[str]:
-    """What config.json says that reading its spec ignores, and that may matter. Raises as `read_spec` does."""
+    """Return the keys of config.json that reading the spec ignores and that may matter. Raises like `read_spec`."""
     stated = _text_part(_read(folder))
     config = Noting(filled(stated, stated["model_type"]))
     _spec_of(config)
@@ -89,7 +89,7 @@ def ignored_keys(folder: Path) -> list[str]:
 
 
 def kv_cache_scheme(folder: Path) -> Any:
-    """What config.json says of a KV cache in few bits; None if nothing. Raises as `read_spec` does."""
+    """Return config.json's settings of a quantized KV cache; None if it has none. Raises like `read_spec`."""
     settings = quantization_settings(_text_part(_read(folder)))
     return settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
 
@@ -108,13 +108,13 @@ def _read(folder: Path) -> Config:
 
 
 def spec_from_config(config: Config) -> ModelSpec:
-    """The spec that a parsed config.json describes; raises ConfigError or UnsupportedModelError."""
+    """Return the spec that a parsed config.json describes. Raises ConfigError or UnsupportedModelError."""
     stated = _text_part(config)
     return _spec_of(filled(stated, stated["model_type"]))
 
 
 def _text_part(config: Config) -> Config:
-    """Return what the file says of the text model, under the family's own names. Raises UnsupportedModelError."""
+    """Return the text model's configuration under the family's own key names. Raises UnsupportedModelError."""
     family = config.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -124,7 +124,7 @@ def _text_part(config: Config) -> Config:
 
 
 def _check_layer_types(config: Config) -> None:
-    """Raises ConfigError where the file names the types of more layers than there are, or of fewer."""
+    """Raise ConfigError if `layer_types` has more or fewer entries than the model has layers."""
     kinds, num_layers = config.get("layer_types"), config["num_hidden_layers"]
     if isinstance(kinds, list) and len(kinds) != num_layers:
         raise ConfigError(

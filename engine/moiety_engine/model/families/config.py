@@ -1,4 +1,4 @@
-"""What the families' config.json files have in common: keys under several names, rotary parameters, heads, routing."""
+"""Common parts of the families' config.json files: alternative keys, rotary parameters, heads, routing."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import LayerSpec
 
 Config = dict[str, Any]
-Features = dict[str, Any]  # fields of a ModelSpec that a family does not have from the usual keys
+Features = dict[str, Any]  # fields of a ModelSpec that a family reads in its own way
 
 ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
 def first(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
-    """The first of `keys` that is present and not null."""
+    """Return the value of the first of `keys` that is present and not null."""
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
 def need(config: Mapping[str, Any], *keys: str) -> Any:
-    """Like `first`, but raises KeyError naming the first key."""
+    """Return the value like `first`, but raise KeyError with the first key if all are absent."""
     value = first(config, *keys)
     if value is None:
         raise KeyError(keys[0])
@@ -48,7 +48,7 @@ def need(config: Mapping[str, Any], *keys: str) -> Any:
 
 
 def read_rope(config: Config, head_dim: int) -> RopeSpec:
-    """The rotary embedding of `head_dim` entries of each head, the same in all layers."""
+    """Return the rotary embedding of heads of width `head_dim`, the same in all layers."""
     parameters = rope_parameters(config)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedModelError("rotary parameters by layer type are not supported")
@@ -56,13 +56,13 @@ def read_rope(config: Config, head_dim: int) -> RopeSpec:
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:
-    """Return what the configuration says of the rotary embedding beside its base; of two forms the first releases'."""
+    """Return the rotary parameters except the base; `rope_scaling` of the first releases precedes `rope_parameters`."""
     parameters: dict[str, Any] = config.get("rope_scaling") or first(config, "rope_parameters", default={})
     return parameters
 
 
 def rope_from(config: Config, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
-    """The rotary embedding that one set of parameters describes; what they lack stands in the configuration."""
+    """Return the rotary embedding of one set of parameters; the configuration supplies missing ones."""
     theta = float(first(parameters, "rope_theta") or need(config, "rope_theta"))
     partial = first(parameters, "partial_rotary_factor", default=first(config, "partial_rotary_factor", default=1.0))
     return RopeSpec(theta, int(head_dim * partial), _rope_scaling(config, parameters))
@@ -70,7 +70,7 @@ def rope_from(config: Config, parameters: Mapping[str, Any], head_dim: int) -> R
 
 def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling | None:
     kind = first(parameters, "rope_type", "type", default="default")
-    if kind in ("default", "dynamic"):  # dynamic: it changes nothing before max_position_embeddings, where we end
+    if kind in ("default", "dynamic"):  # dynamic has no effect below max_position_embeddings, the engine's limit
         return None
     if kind == "linear":
         return LinearScaling(float(parameters["factor"]))
@@ -119,25 +119,28 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """YaRN's growth of scores with the factor by which contexts grew."""
+    """Return YaRN's attention factor, 0.1 · weight · ln(factor) + 1, for contexts extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def quantization_settings(config: Config) -> Config:
-    """Return how weights are quantized on disk; older compressed-tensors write it under another name."""
+    """Return the quantization settings; older versions of compressed-tensors write them under another key."""
     settings: Config = first(config, "quantization_config", "compression_config", default={})
     return settings
 
 
 def checkpoint_dtype(config: Config) -> str:
-    """The type of the weights on disk, by name; of what is kept in few bits, the type that it stands for."""
+    """Return the name of the type of the weights on disk; for quantized weights, that of the original weights."""
     unsaid = "bfloat16" if quantization_settings(config) else "float32"
     return str(first(config, "dtype", "torch_dtype", default=unsaid)).removeprefix("torch.")
 
 
 def read_mtp(config: Config, read_layer: Callable[[Config, int], LayerSpec]) -> Features:
-    """The first of the layers after the last, which draft tokens, if there are any; without drafts all are left on
-    disk."""
+    """Return the features of multi-token prediction (MTP).
+
+    These are the spec of the first MTP layer, if there is one, and the prefixes of all MTP layers, which decoding
+    ignores.
+    """
     last, drafting = config["num_hidden_layers"], first(config, "num_nextn_predict_layers", "num_mtp_layers", default=0)
     return {
         "ignored_prefixes": tuple(f"model.layers.{last + index}." for index in range(drafting)),
@@ -146,7 +149,7 @@ def read_mtp(config: Config, read_layer: Callable[[Config, int], LayerSpec]) -> 
 
 
 def require(config: Config, family: str, **only: Any) -> None:
-    """What a model of the family would have to have computed otherwise is refused by name."""
+    """Raise UnsupportedModelError if a key has another value than the one supported in the family."""
     for key, value in only.items():
         said = first(config, key, default=value)
         if said != value:
@@ -162,7 +165,7 @@ def read_activation(config: Config, key: str = "hidden_act") -> Activation:
 
 
 def read_attention(config: Config, **features: Any) -> AttentionSpec:
-    """The attention; `features` override what follows from the heads, such as `scale`."""
+    """Return the attention; `features` override defaults that follow from the heads, such as `scale`."""
     heads = config["num_attention_heads"]
     head_dim = first(config, "head_dim", default=config["hidden_size"] // heads)
     kv_heads = first(config, "num_key_value_heads", default=heads)
@@ -176,8 +179,7 @@ def read_attention(config: Config, **features: Any) -> AttentionSpec:
 def read_routing(
     config: Config, experts_key: str, *, top_k_key: str = "num_experts_per_tok", renormalize: bool, **features: Any
 ) -> RoutingSpec:
-    """Return the routing; the keys are the family's own. Raises ConfigError, and KeyError for a key that is
-    missing."""
+    """Return the routing, read from the family's own keys. Raises ConfigError, and KeyError for a missing key."""
     experts, top_k = need(config, experts_key), need(config, top_k_key)
     if not 0 < top_k <= experts:
         raise ConfigError(f"{top_k_key} {top_k} must be between 1 and {experts_key} {experts}")
@@ -188,8 +190,11 @@ def read_routing(
 
 
 def read_sigmoid_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
-    """The feed-forwards of DeepSeek-V3 as other families have them: experts scored by a sigmoid, chosen from the best
-    groups with a bias, beside shared ones; the first layers are dense."""
+    """Return the feed-forward of a layer in the style of DeepSeek-V3, which other families use too.
+
+    Experts are scored by a sigmoid and chosen from the best groups with a selection bias, with shared experts in
+    addition; the first layers are dense.
+    """
     activation = read_activation(config)
     if index < config["first_k_dense_replace"]:
         return DenseSpec(config["intermediate_size"], activation=activation)

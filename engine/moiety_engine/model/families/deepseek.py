@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and DeepSeek-V3, and what is built like them."""
+"""DeepSeek-V2, DeepSeek-V3 and models with the same architecture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def deepseek_v3_features(config: Config) -> Features:
 
 
 def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
-    """The feed-forwards of DeepSeek-V2."""
+    """Return the feed-forward of a DeepSeek-V2 layer."""
     activation, bias = read_activation(config), bool(config["mlp_bias"])
     if index < config["first_k_dense_replace"]:
         return DenseSpec(config["intermediate_size"], bias, activation)
@@ -84,7 +84,7 @@ def _attention(config: Config, *, interleaved: bool) -> LatentAttentionSpec:
 
 
 def _score_growth(config: Config) -> float:
-    """What YaRN makes of queries and of keys by `mscale_all_dim`, apart from cosines and sines."""
+    """Return YaRN's factor of queries and of keys from `mscale_all_dim`, in addition to that of cosines and sines."""
     parameters = rope_parameters(config)
     weight = parameters.get("mscale_all_dim")
     if first(parameters, "rope_type", "type", default="default") == "default" or not weight:

@@ -1,10 +1,9 @@
-"""Default values of config.json keys, family by family, as transformers' configuration class of the `model_type` has
-them. Knows no ModelSpec.
+"""Default values of config.json keys per family, equal to those of transformers' class for the `model_type`.
 
-A config.json may leave out every key whose value is the default of the class that wrote it. `DEFAULTS` therefore has a
-value for each key that a family's reader looks up and that its class gives a value. Keys without an entry are derived
-from others (`layer_types`, `head_dim`), are off when absent, or have no default at all; a reader then refuses a
-config.json without them by name. `tests/model/test_defaults.py` compares every entry with transformers.
+A config.json may omit every key whose value is the default of the class that wrote it. `DEFAULTS` therefore has a value
+for each key that a family's reader looks up and that its class has a default for. Keys without an entry are derived
+from others (`layer_types`, `head_dim`), are off when absent, or have no default; a reader then rejects a config.json
+without them and names the key. `tests/model/test_defaults.py` compares every entry with transformers.
 """
 
 from __future__ import annotations
@@ -293,7 +292,7 @@ DEFAULTS: dict[str, Config] = {
         "num_experts": 128,
     },
 }
-# Other names that a family's class takes for a key of `DEFAULTS`, by that key: transformers' `attribute_map`.
+# Other names that a family's class accepts for a key of `DEFAULTS`, by that key: transformers' `attribute_map`.
 OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "deepseek_v2": {"n_routed_experts": ("num_experts",)},
     "deepseek_v3": {"n_routed_experts": ("num_local_experts",), "num_nextn_predict_layers": ("num_mtp_layers",)},
@@ -308,16 +307,20 @@ OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def under_own_names(config: Config, family: str) -> Config:
-    """Return the configuration with the family's own name for each key that it has under another one. As in
-    transformers, the other name decides where both are there."""
+    """Return the configuration with the family's own name for each key that it has under another name.
+
+    As in transformers, the other name takes precedence if both are present.
+    """
     own = {other: key for key, others in OTHER_NAMES.get(family, {}).items() for other in others}
     renamed = {own[key]: value for key, value in config.items() if key in own}
     return {key: value for key, value in config.items() if key not in own} | renamed if renamed else config
 
 
 def filled(config: Config, family: str) -> Config:
-    """Return the configuration, which has the family's own names, with the default for each key that it lacks. A null
-    stays, but for rotary parameters: the classes take a null there for absence."""
+    """Return the configuration, which has the family's own names, with the default for each absent key.
+
+    A null is kept, except for rotary parameters, where the classes treat null as absent.
+    """
     absent = {key: value for key, value in DEFAULTS[family].items() if key not in config}
     if config.get("rope_parameters") is None and "rope_parameters" in DEFAULTS[family]:
         absent["rope_parameters"] = DEFAULTS[family]["rope_parameters"]

@@ -1,4 +1,4 @@
-"""dots.llm1."""
+"""Reader of dots.llm1 configurations."""
 
 from __future__ import annotations
 

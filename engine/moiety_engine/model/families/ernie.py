@@ -1,4 +1,4 @@
-"""ERNIE 4.5's mixtures of text."""
+"""ERNIE 4.5 text MoE models."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def _is_mixture(config: Config, index: int) -> bool:
 
 
 def ernie_features(_config: Config) -> Features:
-    """Return the prefix of the layers that draft tokens, which are left on disk."""
+    """Return the prefix of the MTP layers, which are not loaded."""
     return {"ignored_prefixes": ("model.mtp_",)}

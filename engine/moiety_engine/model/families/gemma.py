@@ -1,4 +1,4 @@
-"""Gemma 3: the text models, and the text part of those that also see."""
+"""Gemma 3: the text models, and the text part of the multimodal models."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from moiety_engine.model.families.config import (
 )
 from moiety_engine.model.spec import DenseSpec, LayerSpec, NormSpec, RopeSpec
 
-# "sliding_attention" and "full_attention" layers turn by angles of their own
+# "sliding_attention" and "full_attention" layers have different rotary frequencies
 THETA_KEYS = {"sliding_attention": "rope_local_base_freq", "full_attention": "rope_theta"}
 NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 def gemma3_text_config(config: Config) -> Config:
-    """Return the text model's configuration, with what is said once for the whole model."""
+    """Return the text model's configuration, with the keys that apply to the whole model."""
     shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "compression_config")
     around = {key: config[key] for key in shared if key in config}
     text: Config = config.get("text_config", config)
@@ -58,19 +58,19 @@ def _rope(config: Config, kind: str) -> RopeSpec:
     by_kind = config.get("rope_parameters")
     if by_kind is not None and kind in by_kind:
         parameters: dict[str, Any] = by_kind[kind]
-    else:  # as first released: what scales is of the layers that see everything
+    else:  # as in the first releases: scaling applies to full-attention layers only
         parameters = first(config, "rope_scaling", default={}) if kind == "full_attention" else {}
     return rope_from(config, {"rope_theta": need(config, THETA_KEYS[kind])} | parameters, config["head_dim"])
 
 
 def gemma3_features(config: Config) -> Features:
-    """Scaled embeddings, norms whose weights are kept less one, bounded logits."""
+    """Return the features of Gemma 3: scaled embeddings, norm weights stored minus one, soft-capped logits."""
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if config.get(key):
             raise UnsupportedModelError(f"{key} is not supported, which no released model of this family has")
     scale = torch.tensor(config["hidden_size"] ** 0.5)
     if checkpoint_dtype(config) == "bfloat16":
-        scale = scale.bfloat16()  # as rounded as it was in training
+        scale = scale.bfloat16()  # rounded as in training
     return {
         "norm": NormSpec(float(config["rms_norm_eps"]), weight_offset=1.0),
         "embedding_multiplier": scale.item(),

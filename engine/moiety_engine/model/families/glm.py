@@ -1,4 +1,4 @@
-"""GLM-4.5 and its kin."""
+"""GLM-4.5 and related models."""
 
 from __future__ import annotations
 

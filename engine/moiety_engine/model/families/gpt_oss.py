@@ -1,4 +1,4 @@
-"""gpt-oss."""
+"""Reader of gpt-oss configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def gpt_oss(config: Config, index: int) -> LayerSpec:
     attention = read_attention(
         config, qkv_bias=bias, output_bias=bias, sinks=True, window=config["sliding_window"] if local else None
     )
-    require(config, "gpt_oss", hidden_act="silu")  # which its activation is made of
+    require(config, "gpt_oss", hidden_act="silu")  # the base of its clipped activation
     limit, alpha = float(config["swiglu_limit"]), float(config["swiglu_alpha"])
     mixture = MoeSpec(
         config["intermediate_size"],

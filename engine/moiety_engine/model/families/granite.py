@@ -1,4 +1,4 @@
-"""Granite, with experts and without."""
+"""Granite, with and without experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _attention(config: Config) -> AttentionSpec:
 
 
 def granite_features(config: Config) -> Features:
-    """What embeddings, the halves of layers and logits are multiplied by."""
+    """Return the multipliers of embeddings, of the layers' residual contributions, and of logits."""
     return {
         "embedding_multiplier": float(config["embedding_multiplier"]),
         "residual_multiplier": float(config["residual_multiplier"]),

@@ -1,4 +1,4 @@
-"""Which keys of a config.json nobody looks at: a checkpoint may say something there that its model hangs on."""
+"""Detection of config.json keys that no reader looks up, since the model may depend on them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from moiety_engine.model.families.config import Config
 
-# What any configuration of transformers may say, and what concerns training or the drawing of tokens.
+# Keys that any transformers configuration may have, and keys of training and of sampling.
 _GENERIC = frozenset({
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
     "dtype", "eos_token_id", "id2label", "initializer_range", "label2id", "model_type", "pad_token_id",
@@ -21,7 +21,7 @@ _DRAWING = frozenset({
     "num_beam_groups", "num_beams", "num_return_sequences", "repetition_penalty", "temperature", "top_k", "top_p",
     "typical_p"
 })  # fmt: skip
-# Sizes that a model may have no use for; what is wrong with those that it has, the tensors' shapes show.
+# Sizes that a model may not use; errors in those that it uses show in the tensors' shapes.
 _SIZES = frozenset({
     "experts_per_token", "head_dim", "initial_context_length", "intermediate_size", "num_key_value_heads",
     "qk_head_dim"
@@ -29,11 +29,11 @@ _SIZES = frozenset({
 _HARMLESS = _GENERIC | _TRAINING | _DRAWING | _SIZES
 _OF_WINDOWS = frozenset({"sliding_window", "max_window_layers", "layer_types"})
 _OF_LAYERS = frozenset({"max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"})
-_OFF: tuple[object, ...] = (None, False, 0, "", [], {})  # as if it were not there
+_OFF: tuple[object, ...] = (None, False, 0, "", [], {})  # values that mean absence
 
 
 class Noting(dict[str, Any]):
-    """A configuration that notes which keys are looked at; so does what is made of it by `|`."""
+    """Configuration that records which keys are looked up; results of `|` record into the same set."""
 
     def __init__(self, config: Config, seen: set[str] | None = None) -> None:
         super().__init__(config)
@@ -59,8 +59,10 @@ class Noting(dict[str, Any]):
 
 
 def ignored_of(stated: Config, seen: set[str]) -> list[str]:
-    """Return the keys of the file that were not looked at, but for those that say nothing, or nothing of how the model
-    computes."""
+    """Return the keys of the file that were not looked up.
+
+    Keys with empty values, and keys without effect on the model's computation, are left out.
+    """
     harmless = _HARMLESS
     if not stated.get("use_sliding_window", True):
         harmless |= _OF_WINDOWS

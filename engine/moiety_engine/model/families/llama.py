@@ -7,7 +7,7 @@ from moiety_engine.model.spec import DenseSpec, LayerSpec
 
 
 def llama(config: Config, _index: int) -> LayerSpec:
-    """The layer `_index` of a Llama model."""
+    """Return the spec of a Llama layer."""
     bias = bool(config["attention_bias"])
     attention = read_attention(config, qkv_bias=bias, output_bias=bias)
     mlp_bias = bool(config["mlp_bias"])

@@ -21,7 +21,7 @@ def phimoe(config: Config, _index: int) -> LayerSpec:
 
 
 def phimoe_features(config: Config) -> Features:
-    """Normalisation by mean and variance, and a bias of the head."""
+    """Return the features of Phi-3.5-MoE: layer norm, and a bias of the output head."""
     return {
         "norm": NormSpec(float(config["rms_norm_eps"]), "layer"),
         "head_bias": bool(config["lm_head_bias"]),

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3 and their mixtures."""
+"""Qwen2, Qwen3 and their MoE models."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpe
 
 
 def _window(config: Config, index: int) -> int | None:
-    """Return how many positions the layer attends to, or None for all. Raises UnsupportedModelError for `layer_types`
-    that ask for a window which `use_sliding_window` turns off: no reading of the two agrees with transformers, whose
-    window has no positions then."""
-    by_layer = config["model_type"] != "qwen3_moe"  # whose class has no layer_types: all layers are alike
+    """Return the number of positions that the layer attends to, or None for all.
+
+    Raises UnsupportedModelError if `layer_types` asks for a window that `use_sliding_window` turns off: no
+    interpretation agrees with transformers, whose window then has no positions.
+    """
+    by_layer = config["model_type"] != "qwen3_moe"  # its class has no layer_types: all layers are alike
     kinds = config.get("layer_types") if by_layer else None
     used = bool(config["use_sliding_window"])
     if kinds is not None:

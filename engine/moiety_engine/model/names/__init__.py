@@ -1,6 +1,6 @@
-"""Which tensor on disk goes to which part of which weight. Knows names and shapes; reads no file.
+"""Mapping of tensor names on disk to parts of weights. Handles names and shapes; reads no file.
 
-Models for embeddings are often saved without their head, and then without `model.` before every name.
+Embedding models are often saved without their head, and then without the prefix `model.`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ignorable", "placements"]
 
-# Of models for embeddings, of the text part of models that also see as published and as transformers 5 names it.
+# Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5.
 _ROOTS = ("model.", "", "language_model.model.", "model.language_model.")
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # tables that some old checkpoints carry
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # tables in some old checkpoints
 
 
 def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dict[str, TensorMapping | Shares]:
-    """Name on disk → where it goes. Of several ways to name a thing the one that is `present` is taken."""
+    """Return the mapping of each tensor, by name on disk. Of alternative names the one in `present` is used."""
     root = next((root for root in _ROOTS if f"{root}embed_tokens.weight" in present), "model.")
     found: dict[str, TensorMapping | Shares] = dict(_around(spec, weights, root))
     layers = zip(spec.layers, weights.layers, strict=True)
@@ -40,19 +40,19 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
 
 
 def ignorable(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor that has no place may be in the checkpoint all the same."""
+    """Return whether a checkpoint may contain this tensor although no weight uses it."""
     copied_head = spec.tie_word_embeddings and name in ("lm_head.weight", "language_model.lm_head.weight")
     return copied_head or name.endswith(_IGNORED_SUFFIXES + KV_SCALES) or name.startswith(spec.ignored_prefixes)
 
 
 def _around(spec: ModelSpec, weights: ModelWeights, root: str) -> Iterator[Named]:
-    """What comes before the layers and after them."""
-    joining = weights.joining
-    if joining is not None:
+    """Yield the names and mappings of the weights outside the layers."""
+    mtp_input = weights.mtp_input
+    if mtp_input is not None:
         prefix = f"{root}layers.{spec.mtp_after}."
-        yield from _norm(f"{prefix}enorm", joining.token_norm)
-        yield from _norm(f"{prefix}hnorm", joining.before_norm)
-        yield f"{prefix}eh_proj.weight", whole(joining.projection_DJ)
+        yield from _norm(f"{prefix}enorm", mtp_input.token_norm)
+        yield from _norm(f"{prefix}hnorm", mtp_input.before_norm)
+        yield f"{prefix}eh_proj.weight", whole(mtp_input.projection_DJ)
         yield from _norm(f"{prefix}shared_head.norm", weights.final_norm)
         return
     outside = "language_model." if root == "language_model.model." else ""

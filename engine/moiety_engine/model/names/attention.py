@@ -1,5 +1,7 @@
-"""The names of an attention's tensors. C the widths of all heads' queries, keys and values, d head width, H heads,
-L width of a latent row."""
+"""Names of attention tensors.
+
+C the widths of all heads' queries, keys and values, d head width, H heads, L width of a latent row.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 def attention_places(
     spec: AttentionSpec | LatentAttentionSpec, weights: AttentionWeights | LatentAttentionWeights
 ) -> Iterator[Named]:
-    """Names relative to the layer's, and where the tensors go."""
+    """Yield the names, relative to the layer's, and mappings of attention tensors."""
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         yield from _latent(spec, weights)
@@ -50,7 +52,10 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights) -> Iterator[Named]:
 
 
 def _from_neighbours(rows_C: Tensor, spec: AttentionSpec) -> TensorMapping:
-    """On disk the two rows of a rotated pair are neighbours; here each head has all first ones, then all second."""
+    """Return a mapping that reorders rotated pairs.
+
+    On disk the two rows of a pair are adjacent; in the weight each head has all first rows, then all second rows.
+    """
     split = rows_C.view(-1, 2, spec.head_dim // 2, *rows_C.shape[1:])
     return reshaped(split.transpose(1, 2), tuple(rows_C.shape))
 
@@ -75,8 +80,10 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
 
 
 def _with_rotated_ends(rows_C: Tensor, spec: LatentAttentionSpec, heads: int) -> TensorMapping:
-    """Each head's last rows are rotated; on disk the two rows of a pair may be neighbours, here all first ones come
-    before all second ones."""
+    """Return a mapping that reorders the rotated rows at the end of each head.
+
+    On disk the two rows of a pair may be adjacent; in the weight all first rows come before all second rows.
+    """
     if not spec.rope.interleaved or not heads:
         return whole(rows_C)
     width = rows_C.shape[0] // heads
@@ -87,7 +94,10 @@ def _with_rotated_ends(rows_C: Tensor, spec: LatentAttentionSpec, heads: int) ->
 
 
 def _up(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Shares:
-    """Out of the latent space to each head's key and value; the way of keys is kept as queries go it, inwards."""
+    """Return the mapping of the projection from the latent space to each head's key and value.
+
+    The keys' part is stored transposed, since it projects queries into the latent space.
+    """
     height = spec.nope_width + spec.value_width
 
     def parts(source: Tensor) -> tuple[Tensor, Tensor]:

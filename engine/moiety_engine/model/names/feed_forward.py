@@ -1,8 +1,8 @@
-"""The names of a feed-forward's tensors, with experts and without.
+"""Names of feed-forward tensors, with and without experts.
 
-Experts are written in three ways: one matrix each as Qwen, OLMoE, DeepSeek and GLM publish them, Mixtral's and Phi's
-w1/w3/w2, and all of a layer stacked with gate and up fused, as Granite publishes them and as transformers 5 holds all
-of them in memory. gpt-oss stacks them in a way of its own.
+Experts are stored in three forms: one matrix each (Qwen, OLMoE, DeepSeek, GLM), w1/w3/w2 (Mixtral, Phi), and all
+experts of a layer stacked with gate and up fused (Granite, and all families in memory in transformers 5). gpt-oss has
+its own stacked form.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _SELECTION_BIASES = (
 
 
 def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
-    """Names relative to the layer's, and where the tensors go; `present` are the names that the checkpoint has."""
+    """Yield the names, relative to the layer's, and mappings of feed-forward tensors.
+
+    `present`: the names in the checkpoint.
+    """
     if not isinstance(weights, MoeWeights):
         yield from _dense("mlp.", weights)
         return
@@ -44,14 +47,14 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
 
 
 def expert_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
-    """Those of routed experts alone."""
+    """Yield the names and mappings of routed experts only."""
     block, local = _block(present)
     for name, place in _experts(weights, local) if isinstance(weights, MoeWeights) else ():
         yield block + name, place
 
 
 def _block(present: set[str]) -> tuple[str, set[str]]:
-    """What the names of a mixture begin with, and those that do, without it."""
+    """Return the name prefix of an MoE block, and the names with that prefix, without it."""
     block = "mlp." if any(name.startswith("mlp.") for name in present) else "block_sparse_moe."
     return block, {name.removeprefix(block) for name in present if name.startswith(block)}
 
@@ -102,7 +105,7 @@ def _experts(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
 
 
 def _interwoven(gate_up_E2FD: Tensor, bias_E2F: Tensor) -> Iterator[Named]:
-    """As gpt-oss has them: inputs before outputs, and outputs that are by turns of the gate and of the up product."""
+    """Yield the names and mappings of gpt-oss's gate and up tensors: transposed, with interleaved outputs."""
     experts, both, width = gate_up_E2FD.shape
     gate_up = gate_up_E2FD.view(experts, 2, both // 2, width).permute(0, 3, 2, 1)
     yield "experts.gate_up_proj", reshaped(gate_up, (experts, width, both))
@@ -117,5 +120,5 @@ def _shared(weights: SharedWeights, present: set[str]) -> Iterator[Named]:
 
 
 def _which(names: tuple[str, ...], present: set[str]) -> str:
-    """The name that is there; the first if none is, for the complaint that it lacks."""
+    """Return the name that is present; the first if none is, so that the error names it as missing."""
     return next((name for name in names if name in present), names[0])

@@ -1,4 +1,4 @@
-"""Where a tensor of a checkpoint goes. Knows no name and no family."""
+"""Mappings of a checkpoint's tensors to weights. Independent of names and model families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Of a tensor that stacks so many experts, those in `which`."""
+    """Selection of the experts `which` from a tensor that stacks `among` experts."""
 
     which: slice | list[int]
     among: int
@@ -23,8 +23,10 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class TensorMapping:
-    """`view` takes what `arrange` makes of a tensor that has `shape` on disk; without `arrange`, the tensor itself. Of
-    one that stacks experts those that are `chosen`; the shape is then theirs."""
+    """Mapping of a tensor with `shape` on disk to `view`, through `arrange` if given.
+
+    `chosen`: experts to select first from a tensor that stacks experts; `shape` is then that of the selection.
+    """
 
     view: Tensor
     shape: tuple[int, ...]
@@ -32,49 +34,49 @@ class TensorMapping:
     chosen: Chosen | None = None
 
     def fill(self, source: Tensor) -> None:
-        """Copy what was read from disk to where it belongs."""
+        """Copy a tensor read from disk into the weight."""
         self.view.copy_(source if self.arrange is None else self.arrange(source))
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The `views` take what `divide` makes of a tensor that has `shape` on disk."""
+    """Mapping of a tensor with `shape` on disk to several `views`, which get the parts that `divide` returns."""
 
     views: tuple[Tensor, ...]
     shape: tuple[int, ...]
     divide: Callable[[Tensor], tuple[Tensor, ...]]
 
     def fill(self, source: Tensor) -> None:
-        """Copy what was read from disk to where it belongs."""
+        """Copy a tensor read from disk into the weights."""
         for view, part in zip(self.views, self.divide(source), strict=True):
             view.copy_(part)
 
 
 def addresses(place: TensorMapping | Shares) -> set[int]:
-    """Where the memory begins that it fills."""
+    """Return the addresses of the storages that the mapping fills."""
     views = (place.view,) if isinstance(place, TensorMapping) else place.views
     return {view.untyped_storage().data_ptr() for view in views}
 
 
 def plain(weight: Weight) -> Tensor:
-    """The weight as it is filled; only then is it put into few bits."""
+    """Return a weight as a plain tensor; weights are filled before they are quantized."""
     assert isinstance(weight, Tensor)
     return weight
 
 
 def whole(view: Tensor) -> TensorMapping:
-    """The view takes the tensor as it is."""
+    """Return the mapping of a tensor, unchanged, to the view."""
     return TensorMapping(view, tuple(view.shape))
 
 
 def raised(place: TensorMapping, offset: float) -> TensorMapping:
-    """The view takes the tensor plus `offset`."""
+    """Return the mapping that adds `offset` to the tensor."""
     return TensorMapping(place.view, place.shape, lambda source: source.to(place.view.dtype) + offset)
 
 
 def reshaped(view: Tensor, shape: tuple[int, ...]) -> TensorMapping:
-    """The view takes the tensor, which has another shape on disk, in the order of its elements."""
+    """Return the mapping of a tensor with another shape on disk, reshaped in element order."""
     return TensorMapping(view, shape, lambda source: source.reshape(view.shape))
 
 
-Named = tuple[str, TensorMapping | Shares]  # the name on disk, which may be relative to the layer's
+Named = tuple[str, TensorMapping | Shares]  # name on disk, possibly relative to the layer's

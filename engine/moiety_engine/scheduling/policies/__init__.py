@@ -1,4 +1,4 @@
-"""The policies that a scheduler can follow, by name."""
+"""Scheduling policies, by name."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}
 
 
 def make_policy(name: str, context: PolicyContext) -> Policy:
-    """A policy of this name. Raises KeyError where there is none; check against POLICIES first."""
+    """Return a new policy of this name. Raises KeyError if there is none; check against POLICIES first."""
     return POLICIES[name](context)

@@ -1,9 +1,9 @@
-"""Which decoding requests are part of the next step, so that worse ranks do not slow the best rank down.
+"""Choice of the requests that decode in a step, so that worse ranks do not slow the best rank down.
 
-One step gives each request in it one token, and takes longer the more requests it has. Where a step with all of them
-would take longer than the best rank's promises allow, requests of worse ranks take turns. The best rank is in every
-step. Requests of worse ranks whose next token is due are in the step as well, up to a fixed part of the worse ranks
-per step, which bounds how long each of them waits for a token.
+One step gives each of its requests one token, and takes longer the more requests it has. If a step with all of them
+would take longer than the best rank's SLOs allow, requests of worse ranks take turns. The best rank is in every step.
+Requests of worse ranks whose next token is due are in the step as well, up to a fixed part of the worse ranks per step,
+which bounds how long each of them waits for a token.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
 
 
 class DecodePacing:
-    """Choose the decodes of a step."""
+    """Chooses the decodes of a step."""
 
     def __init__(self, tuning: Tuning, pace: SloTracker, step_time: StepTimeModel) -> None:
         self._tuning = tuning
         self._pace = pace
         self._step_time = step_time
-        self.limit_s = math.inf  # of the newest step, where worse ranks are held to the best rank's pace
-        self.leaves_floor = True  # whether prompts of worse ranks get their least number of tokens in the newest step
+        self.limit_s = math.inf  # limit of the newest step if worse ranks are held to the best rank's pace
+        self.leaves_floor = True  # whether prompts of worse ranks get their minimum of tokens in the newest step
         self._num_turns = 0  # steps in which the floor of worse ranks takes turns
 
     def select(self, decoding: list[Chunk], now_s: float, *, best_waits: bool) -> list[Chunk]:
-        """Return the chunks that decode in the next step, in the order given. `best_waits`: prompts of the best rank
-        wait for the step, or are part of it.
+        """Return the chunks that decode in the next step, in the given order.
 
-        All chunks are returned where the step is predicted to be short enough, or where only the best rank decodes.
-        Otherwise O(n log n) in the number of chunks.
+        `best_waits` means that prompts of the best rank wait for the step or are part of it. All chunks are returned if
+        the step is predicted to be short enough, or if only the best rank decodes. Otherwise O(n log n) in the number
+        of chunks.
         """
         pace, self.limit_s, self.leaves_floor = self._pace, math.inf, True
         if pace.best_tpot_s == math.inf and pace.best_ttft_s == math.inf:
@@ -69,8 +69,11 @@ class DecodePacing:
         self.leaves_floor = self._num_turns % self._tuning.steps_of_floor == 0
 
     def _longest_decode_s(self, *, best_is_there: bool) -> float:
-        """Return how long a step may take: a part of the best rank's promised pace while any of it is in the step, else
-        a part of its promised first token, since whoever comes meanwhile waits for the step to end."""
+        """Return how long a step may take.
+
+        The limit is a part of the best rank's TPOT target while any of it is in the step, else a part of its TTFT
+        target, since a request that arrives meanwhile waits for the step to end.
+        """
         to_first_token_s = self._tuning.tight_ttft_part * self._pace.best_ttft_s
         if not best_is_there:
             return to_first_token_s
@@ -89,6 +92,6 @@ class DecodePacing:
         return math.ceil(self._tuning.least_decode_part * num_worse)
 
     def _wanted_at_s(self, chunk: Chunk) -> float:
-        """Return when the request's next token is due; where none is due, a fixed time after its newest token."""
+        """Return when the request's next token is due; without a deadline, a fixed time after its newest token."""
         sequence = chunk.sequence
         return min(sequence.next_due_s, sequence.last_token_s + self._tuning.unpromised_token_s)

@@ -1,9 +1,9 @@
-"""Whether all that is promised can be kept: the work that is due by some time, against what can be done until then.
+"""Feasibility of all deadlines: the work that is due by some time against the work that can be done until then.
 
-The demand bound of deadline scheduling (Baruah, Mok, Rosier, "Preemptively scheduling hard-real-time sporadic tasks on
-one processor", RTSS 1990), with what waits and the rates of late in place of periods: by a time T from now are due all
-of a class that wait, if its promise is shorter than T, else a part of them as T is of it; and what is yet to come of it
-and due by then.
+This is the demand bound of deadline scheduling (Baruah, Mok, Rosier, "Preemptively scheduling hard-real-time sporadic
+tasks on one processor", RTSS 1990), with pending work and recent arrival rates in place of periods. By a time T from
+now, all pending tokens of a class are due if its target is shorter than T, otherwise the fraction T / target; in
+addition, the future arrivals of the class that are due by then.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from moiety_engine.scheduling.admission import PromptInflow
 from moiety_wire.classes import ServiceClass
 
-_MEAN_S = 60.0  # time constant of the rates: of promises that are far off, and not of a burst
+_MEAN_S = 60.0  # time constant of the rates: long, since far deadlines do not depend on a burst
 _SHORTEST_S = 60.0
-_NEGLIGIBLE = 0.001  # of what is served
-_AHEAD = 4.0  # times the longest promise, up to which one looks
+_NEGLIGIBLE = 0.001  # fraction of the service rate
+_AHEAD = 4.0  # horizon, as a multiple of the longest target
 
 
 class DeadlineDemand:
-    """Of all classes of late. O(1) for a request; what was demoted is due no more."""
+    """Demand of all classes seen recently. O(1) per request; demoted requests are not counted."""
 
     def __init__(self) -> None:
         self._classes: dict[str, tuple[ServiceClass, PromptInflow]] = {}
@@ -31,12 +31,15 @@ class DeadlineDemand:
         inflow.came(num_tokens, now_s)
 
     def left(self, service: ServiceClass, num_tokens: int) -> None:
-        """So many tokens wait no longer, or for nothing."""
+        """Record tokens that no longer wait or were demoted."""
         self._classes[service.name][1].pending_tokens -= num_tokens
 
     def overload(self, rank: int, served_per_s: float, now_s: float) -> float:
-        """The most tokens of this rank and better ones that are due by any time, as a multiple of what is served until
-        then."""
+        """Return the peak demand of this rank and better ones, relative to the service.
+
+        It is the largest ratio, over all times, of the tokens that are due by then to the tokens that are served until
+        then.
+        """
         self._fade(_NEGLIGIBLE * served_per_s, now_s)
         flows = [
             (max(_SHORTEST_S, service.ttft_s or service.completion_s or 0.0), inflow)
@@ -48,7 +51,7 @@ class DeadlineDemand:
         return max(_due(flows, until_s) / (served_per_s * until_s) for until_s in times_s)
 
     def _fade(self, negligible_per_s: float, now_s: float) -> None:
-        """Let time pass over the rates, and forget classes of which nothing waits and hardly anything comes."""
+        """Decay the rates, and drop classes without pending tokens and with a negligible arrival rate."""
         for _, inflow in self._classes.values():
             inflow.fade(now_s)
         self._classes = {
@@ -59,7 +62,7 @@ class DeadlineDemand:
 
 
 def _due(flows: list[tuple[float, PromptInflow]], until_s: float) -> float:
-    """Tokens that are due by then, of (promised within so long, flow)."""
+    """Return the tokens that are due by `until_s`. Each flow is (target in seconds, inflow)."""
     return sum(
         inflow.pending_tokens * min(1.0, until_s / within_s) + inflow.arriving_per_s * max(0.0, until_s - within_s)
         for within_s, inflow in flows

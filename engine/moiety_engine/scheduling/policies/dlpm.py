@@ -1,13 +1,14 @@
 """Deficit longest prefix match: "Locality-aware Fair Scheduling in LLM Serving" (arXiv 2501.14312), for one replica.
 
-Requests start in order of the longest prefix that the cache holds, as far as their tenant has deficit left. What a
-request starts with (prompt tokens that no cache held) and every output token, by its weight, is taken off its tenant's
-deficit, which may go below zero. When no tenant that waits has any left, each is given quanta, its weight times
-`quantum` tokens, until one has. A tenant without waiting requests is given none. What has started goes on before others
-start. The quantum is ours to choose: a step's tokens; a larger one favours locality, a smaller one fairness.
+Requests start in order of the longest cached prefix, as long as their tenant has deficit left. The uncached prompt
+tokens of a request at its start, and every output token times its weight, are subtracted from its tenant's deficit,
+which may become negative. When no waiting tenant has any deficit left, each gets quanta of its weight times `quantum`
+tokens, until one has. A tenant without waiting requests gets none. Started requests continue before others start. The
+quantum is a free choice, here the tokens of a step; a larger one favours locality, a smaller one fairness.
 
-The paper sorts the queue before each batch. Here a tenant's requests stand in a heap by the prefix last found: it is
-found again when they come up, since blocks may have gone, and when a block has been computed for which they waited.
+The paper sorts the queue before each batch. Here, each tenant has a heap ordered by the last known prefix length. The
+prefix is searched again when a request reaches the top, since blocks may have been evicted, and when a block that it
+lacked has been computed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policy import Policy, PolicyContext
 from moiety_engine.sequence import Sequence, SequenceState
 
-_NEW, _WAITING = range(2)  # a sequence's `bucket`: whether its client counts it
-_MAX_IDLE = 1024  # tenants remembered beyond those that have requests
+_NEW, _WAITING = range(2)  # a sequence's `bucket`: whether its tenant counts it as waiting
+_MAX_IDLE = 1024  # idle tenants that are remembered
 
 
 class DlpmTenant:
-    """One tenant."""
+    """Scheduling state of one tenant."""
 
     __slots__ = ("active", "deficit", "heap", "num_waiting", "version", "weight")
 
@@ -32,30 +33,30 @@ class DlpmTenant:
         self.weight = 1.0
         self.deficit = 0.0
         self.active = 0  # requests that have not ended
-        self.num_waiting = 0  # of them, those that have entered the queue and have not started
+        self.num_waiting = 0  # requests that have entered the queue and have not started
         self.heap = EntryHeap()  # by minus the cached tokens
-        self.version = 0  # raised when its place in the order is a new one
+        self.version = 0  # incremented when its position in the order changes
 
 
 class Dlpm(Policy):
-    """By cached prefix among tenants with deficit left; what has started comes before all that has not."""
+    """Policy ordered by cached prefix, among tenants with deficit left; started requests come first."""
 
     name = "dlpm"
 
     def __init__(self, context: PolicyContext) -> None:
-        super().__init__(context)  # its heap holds those that have started
+        super().__init__(context)  # its heap holds the started sequences
         self.quantum = context.max_batch_tokens
         self._clients: dict[str, DlpmTenant] = {}
         self._waiting: dict[int, DlpmTenant] = {}  # by id, those with requests that wait to start
         self._order: list[
             tuple[int, int, int, int, DlpmTenant]
-        ] = []  # (a heap's first key and order, tie, version, client)
-        self._waiting_for: dict[bytes, dict[int, Sequence]] = {}  # by hash of the first block that the cache lacked
-        self._lacks: dict[int, bytes] = {}  # the same by sequence
+        ] = []  # (first key and order of a heap, tie, version, client)
+        self._waiting_for: dict[bytes, dict[int, Sequence]] = {}  # by the hash of the first block that the cache lacked
+        self._lacks: dict[int, bytes] = {}  # by sequence key, the same hash
         self._ties = 0
         self._forget_at = 2 * _MAX_IDLE
 
-    # ── the queue ──
+    # ── prefill queue ──
 
     def key(self, sequence: Sequence, now_s: float) -> int:
         return sequence.order
@@ -87,7 +88,7 @@ class Dlpm(Policy):
             self._num_queued -= sequence.leave_queue()
 
     def _enter(self, sequence: Sequence) -> None:
-        """Into its client's heap, with the prefix that the cache now holds."""
+        """Push the sequence to its tenant's heap, keyed by the prefix that the cache now holds."""
         cached = self.context.cached_tokens(sequence)
         self._note_lack(sequence, cached)
         client: DlpmTenant = sequence.account
@@ -97,7 +98,7 @@ class Dlpm(Policy):
             self._place(client)
 
     def _place(self, client: DlpmTenant) -> None:
-        """A client that has a new first, or deficit again, has a new place in the order."""
+        """Enter a tenant anew in the order, after its first request or its deficit changed."""
         client.version += 1
         first = client.heap.first()
         if first is not None and client.deficit > 0:
@@ -105,8 +106,10 @@ class Dlpm(Policy):
             heappush(self._order, (*first[:2], self._ties, client.version, client))
 
     def _best(self) -> Sequence | None:
-        """The request with the longest prefix of the clients with deficit left, out of its client's heap. None also
-        where those have only requests that were taken in this step and found no room."""
+        """Remove and return the request with the longest prefix, of the tenants with deficit left.
+
+        Return None also if these tenants have only requests that were taken in this step and could not join.
+        """
         while True:
             while self._order:
                 key, order, tie, version, client = self._order[0]
@@ -124,7 +127,10 @@ class Dlpm(Policy):
                 return None
 
     def _refill(self) -> bool:
-        """As many quanta to each client that waits as it takes for one of them to have deficit left. False: one has."""
+        """Give each waiting tenant as many quanta as it takes for one of them to have deficit left.
+
+        Return False if no tenant waits or one has deficit left.
+        """
         clients = self._waiting.values()
         if not clients or any(client.deficit > 0 for client in clients):
             return False
@@ -137,7 +143,7 @@ class Dlpm(Policy):
     # ── prefixes ──
 
     def _note_lack(self, sequence: Sequence, num_cached: int) -> None:
-        """Remember which block would lengthen the prefix that the cache holds, if there is one that can be shared."""
+        """Record the next block that would extend the cached prefix, if it can be shared."""
         self._forget_lack(sequence)
         size = self.context.block_size
         if num_cached + size < len(sequence.tokens):
@@ -154,17 +160,17 @@ class Dlpm(Policy):
                 del self._waiting_for[lacked]
 
     def _published(self, sequence: Sequence) -> None:
-        """The sequence's blocks can be hit: those that lacked one of them have a longer prefix now."""
+        """Reorder the requests that lacked one of the sequence's blocks, which can be hit now."""
         for index in range(sequence.num_sealed):
             for other in list(self._waiting_for.get(sequence.hash_at(index, self.context.block_size), {}).values()):
-                other.entry += 2  # its old place is void
+                other.entry += 2  # its old entry is void
                 self._enter(other)
 
-    # ── what happened ──
+    # ── events ──
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
         client = self._clients.pop(sequence.tenant, None) or DlpmTenant()
-        self._clients[sequence.tenant] = client  # the last to come stands last
+        self._clients[sequence.tenant] = client  # moved to the end: most recent arrival last
         if len(self._clients) > self._forget_at:
             self._forget_idle()
         client.weight = max(1e-6, sequence.submit.tenant_weight)
@@ -197,7 +203,7 @@ class Dlpm(Policy):
             del self._waiting[id(client)]
 
     def _forget_idle(self) -> None:
-        """Of the tenants without requests, those that came last are remembered."""
+        """Drop all tenants without requests except those that arrived last."""
         idle = [name for name, client in self._clients.items() if client.active == 0]
         for name in idle[:-_MAX_IDLE]:
             del self._clients[name]

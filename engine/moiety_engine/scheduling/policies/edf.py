@@ -1,9 +1,10 @@
-"""Earliest deadline first, with a fixed number of tokens a step: the baseline that QoServe (arXiv 2503.22562) calls
-Sarathi-EDF.
+"""Earliest deadline first with a fixed number of tokens per step.
 
-Prefill goes to the earliest deadline, that of the first token or, for a class that promises an end, of the last one;
-chunks of several prompts may interleave as deadlines have it. Known for breaking down at overload: what is late has the
-earliest deadline, and makes all others late.
+This is the baseline that QoServe (arXiv 2503.22562) calls Sarathi-EDF.
+
+Prefill goes to the earliest deadline: that of the first token or, for a class with a completion target, of the last
+one. Chunks of several prompts may interleave by deadline. The policy is known to break down at overload: late requests
+have the earliest deadlines, and make all others late.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from moiety_engine.sequence import Sequence
 
 
 def deadline_s(sequence: Sequence) -> float:
-    """When the first token is due, or, if the class promises no pace, the last."""
+    """Return the deadline of the first token, or of the last one if the class has no TTFT target."""
     return sequence.completion_deadline_s if sequence.service.ttft_s is None else sequence.first_deadline_s
 
 
 class Edf(Policy):
-    """By deadline, then by arrival; the latest deadline gives way."""
+    """Policy ordered by deadline, then by arrival; the latest deadline is preempted first."""
 
     name = "edf"
 
@@ -31,5 +32,5 @@ class Edf(Policy):
         self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
     ) -> list[Sequence]:
         if beneficiary is not None:
-            return []  # prefill is interleaved, decoding is not interrupted for it
+            return []  # prefill is interleaved; decoding is not interrupted for it
         return sorted(running, key=lambda s: (self.key(s, now_s), s.order), reverse=True)

@@ -1,4 +1,4 @@
-"""First come, first served: what most engines do. Who needs blocks takes them from the youngest."""
+"""First come, first served, as in most engines. The youngest sequences are preempted for blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from moiety_engine.sequence import Sequence
 
 
 class Fcfs(Policy):
-    """By arrival; a preempted sequence keeps its place; nobody overtakes a head that waits for blocks."""
+    """Policy ordered by arrival.
+
+    A preempted sequence keeps its position. No request overtakes the head of the queue while it waits for blocks.
+    """
 
     name = "fcfs"
 

@@ -1,4 +1,4 @@
-"""KvAdmission on blocks: who may join, whose share is full, who is protected and who gives way."""
+"""Admission to the batch by KV blocks: tenants' shares, predicted peaks, reservations and preemption victims."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from moiety_engine.scheduling.policy import BatchView, PolicyContext
 from moiety_engine.sequence import Sequence
 
 _MEAN_S = 20.0
-_LEARNING = 0.01  # of all blocks a second, that overcommitment moves by
+_LEARNING = 0.01  # change of the overcommitment per second, as a fraction of all blocks
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Places in the batch that a rank's requests hold."""
+    """Batch slots that a rank's requests hold."""
 
     held: Counter[TenantCounter]
-    of_weight: float  # places that are the share of a unit of weight
-    over: set[TenantCounter]  # tenants that hold their share without one of theirs
+    of_weight: float  # slots per unit of weight
+    over: set[TenantCounter]  # tenants that hold at least their share of slots even with one slot less
 
 
 class KvAdmission:
-    """Judges by predictions, shares and reservations; takes nothing itself."""
+    """Decides by predictions, shares and reservations; takes no blocks itself."""
 
     def __init__(self, context: PolicyContext, tuning: Tuning, accounts: dict[int, TenantCounters]) -> None:
         self._context = context
         self._tuning = tuning
         self._accounts = accounts  # by rank
         self._guarantees = KvReservations(context.num_blocks, context.block_size)
-        self._overcommit = 1.0  # of all blocks, that the batch may be predicted to want
-        self._preemption_share = 0.0  # of the time, that preemptions cost; running mean
-        self._held_back = False  # whether the predicted peak kept anybody from joining of late
+        self._overcommit = 1.0  # predicted demand of the batch that is allowed, as a fraction of all blocks
+        self._preemption_share = 0.0  # fraction of the time that preemptions cost; running mean
+        self._held_back = False  # whether the predicted peak recently kept a request from mtp_input
         self._places: dict[int, _Places] = {}  # by rank, as counted in this step
-        self._sharing_s = 0.0  # what may be spent on giving tenants their share
+        self._sharing_s = 0.0  # time that may be spent on preemptions for tenants' shares
 
     def time_passed(self, seconds: float) -> None:
         tuning = self._tuning
@@ -53,11 +53,11 @@ class KvAdmission:
         self._held_back = False
 
     def places_changed(self) -> None:
-        """Count places anew: a step begins, or somebody joined or left the batch."""
+        """Discard the slot counts: a step begins, or a sequence joined or left the batch."""
         self._places.clear()
 
     def has_places_to_share(self, rank: int, running: Iterable[Sequence]) -> bool:
-        """Return whether a tenant of the rank holds more than its share of places."""
+        """Return whether a tenant of the rank holds more than its share of slots."""
         return bool(self._places_of(rank, running).over)
 
     def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
@@ -71,30 +71,32 @@ class KvAdmission:
     def ended(self, sequence: Sequence) -> None:
         self._guarantees.forget(sequence)
 
-    # ── joining ──
+    # ── mtp_input ──
 
     def reserve(self, sequence: Sequence) -> None:
-        """What the sequence may hold without losing its protection, if its class gives it any."""
+        """Reserve blocks for the sequence if its class may not be preempted."""
         if not sequence.service.preemptible:
             self._guarantees.reserve(sequence, self._predicted_peak(sequence))
 
-    def keeps_guarantees(self, joining: Sequence) -> bool:
-        """Whether what is promised to those who are protected, and to the newcomer if it is one, can be kept."""
-        if not joining.service.preemptible:
-            return self._guarantees.can_join(joining, max(self._predicted_peak(joining), joining.reserved_tokens))
-        return joining.num_preemptions < self._tuning.max_preemptions or self._guarantees.can_join(joining, 0)
+    def keeps_guarantees(self, mtp_input: Sequence) -> bool:
+        """Return whether all reservations, including that of the mtp_input sequence if it has one, can be honoured."""
+        if not mtp_input.service.preemptible:
+            return self._guarantees.can_join(mtp_input, max(self._predicted_peak(mtp_input), mtp_input.reserved_tokens))
+        return mtp_input.num_preemptions < self._tuning.max_preemptions or self._guarantees.can_join(mtp_input, 0)
 
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
-        """Of those that need one more block now, who must wait until others have ended."""
+        """Return the sequences, of those that need one more block now, that must wait until others have ended."""
         return self._guarantees.waiting_for_others(growing)
 
     def over_share(self, sequence: Sequence, view: BatchView, num_blocks: int) -> bool:
-        """Whether its tenant would hold more than its share of blocks with so many more."""
+        """Return whether its tenant would exceed its share of blocks with `num_blocks` more."""
         return view.tenant_blocks(sequence.tenant) + num_blocks > self._share(sequence) * view.blocks_total
 
     def has_its_places(self, newcomer: Sequence) -> bool:
-        """Whether its tenant has its share of places in the batch and has not been served less than those that wait,
-        while there are others."""
+        """Return whether its tenant holds its share of slots and has been served no less than the waiting tenants.
+
+        Always False if the tenant is the only one of its rank, or if the sequence was scheduled before.
+        """
         account: TenantCounter = newcomer.account
         share = self._share(newcomer)
         if newcomer.scheduled_unix_ns or share == 1.0 or account.num_begun < share * self._context.max_running:
@@ -102,20 +104,23 @@ class KvAdmission:
         return account.counter >= self._accounts[newcomer.service.rank].floor()
 
     def far_over_share(self, sequence: Sequence, view: BatchView) -> bool:
-        """Whether its tenant holds so much more than its share of blocks that its requests wait for each other."""
+        """Return whether its tenant exceeds its share of blocks so far that its requests wait for each other."""
         held = view.tenant_blocks(sequence.tenant)
         return held > self._tuning.waits_for_itself_at * self._share(sequence) * view.blocks_total
 
-    def peak_fits(self, view: BatchView, joining: Sequence) -> bool:
-        """Whether the batch with the newcomer finds its blocks at its predicted peak (Past-Future, 2507.10150): when
-        one of the sequences ends, those that last longer have grown as much as it, and those before it are gone."""
+    def peak_fits(self, view: BatchView, mtp_input: Sequence) -> bool:
+        """Return whether the predicted peak of the batch with the mtp_input sequence fits its blocks.
+
+        When one of the sequences ends, those that last longer have grown as much as it, and those before it are gone
+        (Past-Future, arXiv 2507.10150).
+        """
         size = self._context.block_size
         total = self._overcommit * view.blocks_total * size
-        held = (view.blocks_total - view.blocks_free) * size + len(joining.tokens)
-        if held + view.predicted_output() + joining.predicted_output <= total:
-            return True  # even if all of them ended together
+        held = (view.blocks_total - view.blocks_free) * size + len(mtp_input.tokens)
+        if held + view.predicted_output() + mtp_input.predicted_output <= total:
+            return True  # even if all ended together
         batch = [(s.predicted_output - len(s.tokens) + s.num_prompt, len(s.tokens)) for s in view.peers]
-        batch.append((joining.predicted_output - joining.num_output, len(joining.tokens)))
+        batch.append((mtp_input.predicted_output - mtp_input.num_output, len(mtp_input.tokens)))
         batch.sort(reverse=True)
         held = 0
         for position, (left, num_tokens) in enumerate(batch, start=1):
@@ -126,19 +131,25 @@ class KvAdmission:
         return True
 
     def may_reclaim(self, sequence: Sequence, view: BatchView) -> bool:
-        """Whether others of its rank would give way to it, since they hold more than their share and its tenant little
-        of its own: it joins though the batch's peak does not fit."""
+        """Return whether sequences of its rank would be preempted for it.
+
+        They hold more than their tenants' shares and its tenant holds little; it then joins although the batch's peak
+        does not fit.
+        """
         return bool(self._over_their_share(view.peers, sequence))
 
-    # ── giving way ──
+    # ── preemption ──
 
     def victims(
         self, running: Iterable[Sequence], beneficiary: Sequence | None, *, takes_blocks: bool
     ) -> list[Sequence]:
-        """Who may be preempted, the first to go first: lowest class, then what cannot keep its promise, then the latest
-        deadline, then what gave way least often, then what has done least of what it is predicted to do, then the
-        youngest. For a mere place in the batch a stream need not be at risk to go before a worse rank, since the victim
-        keeps its blocks; for the same reason what was preempted as often as allowed may pause, last of all."""
+        """Return the sequences that may be preempted, the first victim first.
+
+        The order is: lowest class, then demoted requests, then the latest deadline, then the fewest preemptions and
+        pauses, then the smallest completed part of the predicted work, then the youngest. If only a batch slot is
+        needed, the victim keeps its blocks. So a stream need not be at risk to take a slot from a worse rank, and
+        sequences that were preempted as often as allowed may pause as well, after all others.
+        """
         if beneficiary is None:
             batch = list(running)
         else:
@@ -155,10 +166,12 @@ class KvAdmission:
         return victims + [s for s in batch if owes(s)] + self._over_their_places(running, beneficiary)
 
     def _over_their_places(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
-        """Sequences of the beneficiary's rank whose tenants hold at least their share of the rank's places without
-        them, while the beneficiary's tenant holds less than its own; those that paused least often first, then the
+        """Return sequences of the beneficiary's rank whose tenants hold at least their share of slots without them.
+
+        Empty unless the beneficiary's tenant holds less than its own share. The order is the fewest pauses, then the
         youngest. A pause takes no blocks, so classes that are not preempted pause as well; a sequence that was
-        preempted as often as allowed does not."""
+        preempted as often as allowed does not.
+        """
         if not self._tuning.fairness or self._share(beneficiary) == 1.0:
             return []
         places = self._places_of(beneficiary.service.rank, running)
@@ -169,7 +182,7 @@ class KvAdmission:
         return sorted(may_pause, key=lambda s: (s.num_pauses, -s.order))
 
     def _places_of(self, rank: int, running: Iterable[Sequence]) -> _Places:
-        """Count the rank's places, once a step or until one changes hands."""
+        """Count the rank's slots, once per step or until one changes its owner."""
         places = self._places.get(rank)
         if places is None:
             held = Counter(s.account for s in running if s.service.rank == rank)
@@ -179,8 +192,10 @@ class KvAdmission:
         return places
 
     def _over_their_share(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
-        """Sequences of the beneficiary's rank whose tenants hold their share of blocks without them, while the
-        beneficiary's will hold no more than its own."""
+        """Return sequences of the beneficiary's rank whose tenants hold their share of blocks without them.
+
+        Empty unless the beneficiary's tenant will hold no more than its own share.
+        """
         if not self._tuning.fairness or self._sharing_s <= 0:
             return []
         rank, own = beneficiary.service.rank, beneficiary.account
@@ -188,7 +203,7 @@ class KvAdmission:
         blocks: dict[TenantCounter, int] = {}
         for s in same:
             blocks[s.account] = blocks.get(s.account, 0) + len(s.blocks)
-        each = self._context.num_blocks / max(1e-9, self._accounts[rank].total_weight)  # a unit of weight
+        each = self._context.num_blocks / max(1e-9, self._accounts[rank].total_weight)  # blocks per unit of weight
         wanted = -(-len(beneficiary.tokens) // self._context.block_size)
         if blocks.get(own, 0) + wanted > self._tuning.reclaims_up_to * each * own.weight:
             return []
@@ -202,7 +217,7 @@ class KvAdmission:
         return over
 
     def _share(self, sequence: Sequence) -> float:
-        """Of all blocks or places, that its tenant may hold while others of its rank want some."""
+        """Return the fraction of all blocks or slots that its tenant may hold while others of its rank need some."""
         account: TenantCounter = sequence.account
         return account.weight / max(account.weight, self._accounts[sequence.service.rank].total_weight)
 

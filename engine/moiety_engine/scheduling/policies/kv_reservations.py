@@ -1,12 +1,13 @@
-"""Who must never lack blocks, and what that forbids others.
+"""KV reservations: requests that must never lack blocks, and the resulting limits for others.
 
-*Reserved*: a request of a class that is not preempted holds back its predicted peak from the time it joins; it grows up
-to it undisturbed, and beyond it is protected no more. *Owed*: a request that was preempted as often as anyone may be,
-and can ask for its prompt and all of `max_tokens`. To hold all of that back would leave most of it unused, so the owed
-get blocks by the banker's rule (Dijkstra, "Cooperating sequential processes", 1965): only while there is an order in
-which each of them can grow to the most that it may ask for, and end, on what is free and what those before it gave
-back. Everything else can be preempted, so it counts as free. An order is not enough to go on at a good pace, so the
-owed join only where all of them find room for their predicted ends, and one for the most that it may ask for.
+*Reserved*: a request of a class that is not preempted reserves its predicted peak from the time it joins; it grows up
+to the peak undisturbed, and is not protected beyond it. *Owed*: a request that was preempted as often as allowed, and
+may need blocks for its prompt and all of `max_tokens`. Reserving all of these would leave most of them unused, so owed
+requests get blocks by the banker's algorithm (Dijkstra, "Cooperating sequential processes", 1965): only while there is
+an order in which each of them can grow to its maximum and end, on the free blocks and those that the requests before it
+released. Everything else can be preempted, so it counts as free. The existence of an order does not ensure good
+progress, so owed requests join only if the blocks suffice for the predicted ends of all of them, and for the maximum of
+one.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from moiety_engine.sequence import Sequence, SequenceState
 
 
 class KvReservations:
-    """Holds no blocks itself; of what is promised, only who runs in the batch counts, and has its blocks in the same
-    group of ranks."""
+    """Reservations of one policy; holds no blocks itself.
+
+    Reservations count only for running sequences, and for those in the same rank group.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
         self._size = block_size
         self._reserved: dict[Sequence, int] = {}  # blocks
         self._reserved_total = 0
-        self._owed: dict[Sequence, int] = {}  # the most blocks that it may ask for
+        self._owed: dict[Sequence, int] = {}  # maximum number of blocks that it may need
 
     def protects(self, sequence: Sequence) -> bool:
-        """Whether its blocks may not be taken."""
+        """Return whether its blocks may not be taken."""
         return sequence in self._owed or (sequence in self._reserved and self._within(sequence))
 
     def owes(self, sequence: Sequence) -> bool:
@@ -36,27 +39,29 @@ class KvReservations:
         return sequence in self._owed
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        """Hold back so many tokens' blocks for it, from its start on."""
+        """Reserve blocks for `num_tokens` tokens, from its start on."""
         sequence.reserved_tokens = num_tokens
         self._reserved[sequence] = -(-num_tokens // self._size)
         self._reserved_total += self._reserved[sequence]
 
     def owe(self, sequence: Sequence) -> None:
-        """It may not be preempted again."""
+        """Protect the sequence from further preemption."""
         self._reserved_total -= self._reserved.pop(sequence, 0)
         self._owed[sequence] = -(-(sequence.num_prompt + sequence.submit.max_tokens) // self._size)
 
     def forget(self, sequence: Sequence) -> None:
-        """It is over."""
+        """Remove a sequence that has ended."""
         self._reserved_total -= self._reserved.pop(sequence, 0)
         self._owed.pop(sequence, None)
 
     def can_join(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether it can be given blocks for so many tokens, or, if it is owed, to its predicted end, and every
-        guarantee be kept. Alone it always can."""
+        """Return whether the sequence can join without breaking a reservation.
+
+        It needs blocks for `num_tokens` tokens, or up to its predicted end if it is owed. Alone it can always join.
+        """
         needed = -(-max(num_tokens, len(sequence.tokens)) // self._size)
         if not self._owed and self._reserved_total + needed <= self._num_blocks:
-            return True  # even if all that was ever reserved ran now
+            return True  # even if all reserved requests ran now
         firm = self._firm(sequence.group)
         owed = self._owed_of(sequence.group)
         if not firm and not owed:
@@ -70,7 +75,10 @@ class KvReservations:
         return firm + sum(ends) + unlikely <= self._num_blocks
 
     def waiting_for_others(self, growing: Iterable[Sequence]) -> list[Sequence]:
-        """Of those of one group that need one more block now, the owed that must wait until others have ended."""
+        """Return the owed sequences among these that must wait for others to end.
+
+        `growing` are sequences of one group that need one more block now.
+        """
         asking = [s for s in growing if s in self._owed]
         if not asking:
             return []
@@ -86,13 +94,13 @@ class KvReservations:
                 held_up.append(s)
         return held_up
 
-    # ── within ──
+    # ── internal ──
 
     def _owed_of(self, group: int) -> list[Sequence]:
         return [s for s in self._owed if s.place is SequenceState.RUNNING and s.group == group]
 
     def _firm(self, group: int) -> int:
-        """Blocks held back for those with a reservation."""
+        """Return the blocks held by reservations in the group."""
         running = [(s, n) for s, n in self._reserved.items() if s.place is SequenceState.RUNNING and s.group == group]
         return sum(n for s, n in running if self._within(s))
 
@@ -100,12 +108,12 @@ class KvReservations:
         return len(sequence.tokens) <= sequence.reserved_tokens
 
     def _predicted(self, sequence: Sequence) -> int:
-        """Blocks that it is predicted to end with."""
+        """Return the number of blocks with which it is predicted to end."""
         num_output = max(sequence.predicted_output, sequence.num_output + 1.0)
         return min(self._owed[sequence], -(-(sequence.num_prompt + int(num_output)) // self._size))
 
     def _state(self, sequence: Sequence) -> tuple[int, int]:
-        """(blocks that it may still ask for, blocks that it holds or will hold once its tokens are computed)."""
+        """Return (blocks that it may still need, blocks that it holds once its tokens are computed)."""
         held = len(sequence.blocks) if sequence.decoding else -(-len(sequence.tokens) // self._size)
         return max(0, self._owed[sequence] - held), held
 

@@ -1,16 +1,16 @@
-"""Our own policy: every class its promise, every tenant its share.
+"""Default policy: meets the SLO of every class and gives every tenant its fair share.
 
-Who wants prefill stands in one of three buckets. *At risk*: its deadline is near enough that it must go now. *Safe*:
-there is time. *Demoted*: its promise can hardly be kept any more, and it must not drag others down. Those at risk go
-first, the better rank before the worse; then, rank by rank, the others. Within a rank the tenant with the lowest
-virtual token counter goes first; of a tenant, the earliest deadline, blended with remaining work as the load grows, and
-last of all what was demoted. A small part of the time is kept for those who have waited beyond their class's bound
-and for tenants that have not been served for long, so that nobody starves (`urgency`).
+Sequences that need prefill are in one of three buckets. *At risk*: the deadline is so near that it must run now.
+*Safe*: there is time. *Demoted*: the SLO can hardly be met any more, and the request must not delay others. Requests at
+risk go first, better ranks before worse; then the others, rank by rank. Within a rank the tenant with the lowest
+virtual token counter goes first; within a tenant, the earliest deadline, blended with remaining work as the load grows,
+and demoted requests last. A small part of the time is kept for requests that have waited beyond their class's bound and
+for tenants that have not been served for long, so that none starves (`urgency_queue`).
 
 A step lasts no longer than the running requests' next tokens can wait, and no request joins whose decoding would make
-steps too long for the pace that classes of these minutes were promised (`pace`). Where decoding alone takes longer than
-the best rank's promises allow, worse ranks take turns (`decode_pacing`). Blocks are shared out by reservations,
-predicted peaks and shares (`claims`), and requests let in by predicted waiting times (`admission`).
+steps too long for the TPOT targets of the recent classes (`slo_tracker`). If decoding alone takes longer than the best
+rank's SLOs allow, worse ranks take turns (`decode_pacing`). Blocks are divided by reservations, predicted peaks and
+shares (`kv_admission`), and requests are admitted by predicted waiting times (`admission`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moiety_wire.notes import Reason
 
 
 class Moiety(Policy):
-    """See the module's text."""
+    """The `moiety` policy; see the module's docstring."""
 
     name = "moiety"
     sizes_chunks = True
@@ -43,14 +43,14 @@ class Moiety(Policy):
         super().__init__(context)
         self.tuning = tuning or Tuning()
         self._accounts: dict[int, TenantCounters] = {}  # by rank
-        self._unreckoned_s = 0.0  # time for which accounts have not been told
+        self._unreckoned_s = 0.0  # time that is not yet passed to the accounts
         self._flow = PromptFlow(context.step_time, context.max_batch_tokens)
         self._pace = SloTracker(self.tuning, self._flow)
         self._queue = UrgencyQueue(self.tuning, self._pace, self._accounts, context.tally)
         self._claims = KvAdmission(context, self.tuning, self._accounts)
         self._pacing = DecodePacing(self.tuning, self._pace, context.step_time)
 
-    # ── the queue ──
+    # ── prefill queue ──
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         self._queue.push(sequence, now_s)
@@ -65,7 +65,7 @@ class Moiety(Policy):
     def num_queued(self) -> int:
         return self._queue.num_queued
 
-    # ── what happened ──
+    # ── events ──
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
         service = sequence.service
@@ -133,13 +133,13 @@ class Moiety(Policy):
         self._claims.ended(sequence)
 
     def _waits_no_more(self, sequence: Sequence) -> None:
-        """It starts, or ends without having started."""
+        """Record that the sequence starts, or ends without having started."""
         sequence.account.pending_tokens -= sequence.num_uncached
         self._flow.left(sequence.service.rank, sequence.num_uncached)
         if not sequence.demoted:
             self._pace.demand.left(sequence.service, sequence.num_uncached)
 
-    # ── letting in ──
+    # ── admission ──
 
     def admit(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
         self._pace.refresh(now_s)
@@ -206,14 +206,14 @@ class Moiety(Policy):
         if self._slows_too_much(sequence, view):
             return Reason.BATCH_FULL
         if self._crowds_out(sequence, view):
-            self._queue.hold(sequence.account, sequence.service.rank)  # whatever it has waiting, in this step
+            self._queue.hold(sequence.account, sequence.service.rank)  # covers all of its waiting requests in this step
             return Reason.SHARE_FULL
         return self._lacks_blocks(sequence, view, num_blocks)
 
     def may_overtake(self, blocked: Sequence, view: BatchView, now_s: float) -> bool:
         if self._claims.far_over_share(blocked, view):
-            return True  # it waits for its own tenant's to end
-        if blocked.boosted:  # it takes what gets free, unless the best rank wants it
+            return True  # it waits for other requests of its own tenant
+        if blocked.boosted:  # it gets the blocks that become free, unless the best rank needs them
             return blocked.service.rank > self._pace.best_rank and self._queue.has_at_risk(self._pace.best_rank)
         return blocked.num_overtaken < self.tuning.max_overtaken
 
@@ -223,8 +223,10 @@ class Moiety(Policy):
         return self._claims.victims(running, beneficiary, takes_blocks=takes_blocks)
 
     def looks_past_full_batch(self, blocked: Sequence, running: Iterable[Sequence]) -> bool:
-        """Pass over the tenant of `blocked` for this step where others of its rank wait, who may be below their share
-        of places."""
+        """Skip the tenant of `blocked` in this step if other tenants of its rank wait.
+
+        These may hold less than their share of batch slots. Return False if none can gain a slot.
+        """
         rank = blocked.service.rank
         if not self.tuning.fairness or not self._accounts[rank].others_wait(blocked.account):
             return False
@@ -236,10 +238,10 @@ class Moiety(Policy):
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
         return self._claims.waiting_for_others(growing)
 
-    # ── within ──
+    # ── internal ──
 
     def _lacks_blocks(self, sequence: Sequence, view: BatchView, num_blocks: int) -> Reason | None:
-        """Whether blocks, or its tenant's share of them, keep it from joining."""
+        """Return the reason if blocks, or its tenant's share of them, keep the sequence from mtp_input; else None."""
         if not self._claims.keeps_guarantees(sequence):
             return Reason.NO_BLOCKS
         if view.somebody_lacks_blocks and self._claims.over_share(sequence, view, num_blocks):
@@ -247,13 +249,15 @@ class Moiety(Policy):
         if view.blocks_free - num_blocks >= view.blocks_total / 2:
             return None
         if sequence.bucket == AT_RISK and view.worst_rank > sequence.service.rank:
-            return None  # those give way
+            return None  # these are preempted
         fits = self._claims.peak_fits(view, sequence) or self._claims.may_reclaim(sequence, view)
         return None if fits else Reason.NO_BLOCKS
 
     def _slows_too_much(self, sequence: Sequence, view: BatchView) -> bool:
-        """Whether decoding with the newcomer would take too much of the pace that running requests still keep. The best
-        rank is never held back by it, nor who has waited too long, nor a request at risk for worse ranks' sake."""
+        """Return whether decoding with the sequence would take too much of the TPOT that running requests still meet.
+
+        This never delays the best rank, boosted requests, or a request at risk in favour of worse ranks.
+        """
         tpot_s, rank = self._pace.tpot_s, sequence.service.rank
         if math.inf in (view.slack_s, tpot_s) or rank <= self._pace.best_rank or sequence.boosted:
             return False
@@ -264,21 +268,25 @@ class Moiety(Policy):
         return self._decode_s(view, sequence) > self.tuning.decode_part * tpot_s
 
     def _crowds_out(self, sequence: Sequence, view: BatchView) -> bool:
-        """Whether a tenant that has its share of places would make decoding so long with one more that prompts of those
-        who ask for less wait for it."""
+        """Return whether a tenant with its share of slots would make decoding too long with one more request.
+
+        Prompts of tenants with smaller demand would then wait for it.
+        """
         tpot_s = sequence.service.tpot_s
         if tpot_s is None or not view.running or not self._claims.has_its_places(sequence):
             return False
         return self._decode_s(view, sequence) > self.tuning.decode_part_beyond_share * tpot_s
 
     def _decode_s(self, view: BatchView, newcomer: Sequence) -> float:
-        """How long a step is predicted to take that decodes all who run, and the newcomer."""
+        """Return the predicted duration of a step that decodes all running sequences and the mtp_input one."""
         shape = StepShape(len(view.running) + 1, 0, view.shape.decode_context + len(newcomer.tokens), 0)
         return self.context.step_time.predict_s(shape)
 
     def _places_of_tenant(self, rank: int) -> float:
-        """Of those in the queue, how many one tenant's requests of this rank may take. What is of a worse rank makes
-        room when it must."""
+        """Return how many queue slots one tenant's requests of this rank may take.
+
+        Worse ranks do not count as taken, since they are shed when necessary.
+        """
         taken = sum(accounts.num_queued for other, accounts in self._accounts.items() if other <= rank)
         return self.tuning.tenant_queue * max(0, self.context.max_waiting - taken)
 

@@ -1,16 +1,15 @@
-"""QoServe (arXiv 2503.22562, first called Niyama), and its parts one by one, as its ablation adds them to earliest
-deadline first.
+"""QoServe (arXiv 2503.22562, first called Niyama) and its parts, as its ablation adds them to earliest deadline first.
 
-*Dynamic chunking*: a step takes in as much prefill as is predicted to end before the first token that a running request
-still owes in time; the paper errs towards smaller chunks, as here by a tenth. *Eager demotion*: a request that is
-predicted to miss its deadline is set aside, and goes on when nothing else wants prefill. Importance is the class's
-rank: for an important request that would be late, a less important one is set aside in its stead. *Hybrid priority*:
-arrival + target + α · tokens left to compute (for a promised end, those predicted to be decoded too), which is earliest
-deadline first at α = 0 and shortest work first at large α; 8 ms a token is what the paper's sweep chose for fixed
-rates. Prefill that has begun is put off for another only while a step's delay does not make it late.
+*Dynamic chunking*: a step takes as much prefill as is predicted to end before the first deadline of a running request
+that is still on time; the paper errs towards smaller chunks, here by a tenth. *Eager demotion*: a request that is
+predicted to miss its deadline is demoted, and continues when nothing else needs prefill. Importance is the class's
+rank: instead of an important request that would be late, a less important one is demoted. *Hybrid priority*: arrival +
+target + α · tokens left to compute (for a completion target, including the predicted output), which is earliest
+deadline first at α = 0 and shortest job first at large α; the paper's sweep chose 8 ms per token for fixed rates.
+Started prefill is delayed for another request only while a step's delay does not make it late.
 
-The paper estimates an answer's length by the mean and two standard deviations of the application's; here it is the
-quantile at which these stand in a normal distribution, of the tenant's. It knows no tenants otherwise.
+The paper estimates the output length by the mean plus two standard deviations of the application's outputs; here it is
+the corresponding quantile of a normal distribution, of the tenant's outputs. Otherwise the policy ignores tenants.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.notes import EventKind, Reason
 
 _SLACK_USED = 0.9
-_ALPHA_S = 0.008  # a token
+_ALPHA_S = 0.008  # per token
 _LONG_ANSWER = 0.977  # quantile
-_SPARED = 1  # a sequence's `bucket`: another has been set aside in its stead
-_SEEN_STEPS = 0.05  # weight of the newest in the mean time of a step
+_SPARED = 1  # a sequence's `bucket`: another request was demoted instead of it
+_SEEN_STEPS = 0.05  # weight of the newest step in the mean time of a step
 
 
 class QoserveChunking(Edf):
-    """Earliest deadline first with dynamic chunks."""
+    """Earliest deadline first with dynamic chunking."""
 
     name = "qoserve-chunking"
     sizes_chunks = True
@@ -43,7 +42,7 @@ class QoserveChunking(Edf):
 
 
 class QoserveDemotion(QoserveChunking):
-    """With eager demotion as well."""
+    """Earliest deadline first with dynamic chunking and eager demotion."""
 
     name = "qoserve-demotion"
 
@@ -53,7 +52,7 @@ class QoserveDemotion(QoserveChunking):
         self._demoted = EntryHeap()
         self._step_s = 0.0  # running mean
 
-    # ── the queue ──
+    # ── prefill queue ──
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         self._num_queued += sequence.enter_queue()
@@ -70,7 +69,10 @@ class QoserveDemotion(QoserveChunking):
         heap.push(self.key(sequence, now_s), sequence)
 
     def _choose(self, now_s: float) -> Sequence | None:
-        """The first that is not set aside. On the way those are that will be late, or others in their stead."""
+        """Return the first request that is not demoted.
+
+        Requests that will be late, or substitutes, are demoted before.
+        """
         while True:
             firsts = [first for heap in self._of_rank.values() if (first := heap.first()) is not None]
             if not firsts:
@@ -80,18 +82,18 @@ class QoserveDemotion(QoserveChunking):
                 return chosen
             least = max((first[3] for first in firsts), key=lambda s: s.service.rank)
             if least.service.rank <= chosen.service.rank:
-                self._relegate(chosen, now_s)
+                self._demote(chosen, now_s)
                 continue
-            if chosen.bucket != _SPARED:  # one in its stead, once
+            if chosen.bucket != _SPARED:  # at most one substitute per request
                 chosen.bucket = _SPARED
-                self._relegate(least, now_s)
+                self._demote(least, now_s)
             return chosen
 
-    def _relegate(self, sequence: Sequence, now_s: float) -> None:
+    def _demote(self, sequence: Sequence, now_s: float) -> None:
         sequence.demoted = True
         sequence.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
         self.context.tally.of(sequence.service.name).demoted += 1
-        sequence.entry += 2  # its place in the other heap is void
+        sequence.entry += 2  # its entry in the other heap is void
         self._enter(sequence, now_s)
 
     # ── predictions ──
@@ -107,7 +109,7 @@ class QoserveDemotion(QoserveChunking):
         return now_s > self._latest_start_s(sequence)
 
     def _latest_start_s(self, sequence: Sequence) -> float:
-        """When prefill must go on for the deadline to be met; never too late for what decodes already."""
+        """Return the latest time to continue prefill for the deadline to be met; infinite for decoding requests."""
         if sequence.num_output:
             return math.inf
         model, full = self.context.step_time, self.context.max_batch_tokens
@@ -117,7 +119,7 @@ class QoserveDemotion(QoserveChunking):
             need_s += sequence.predicted_output * self._step_s
         return deadline_s(sequence) - need_s
 
-    # ── what to do ──
+    # ── decisions ──
 
     def victims(
         self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
@@ -132,13 +134,13 @@ class QoserveDemotion(QoserveChunking):
 
 
 class Qoserve(QoserveDemotion):
-    """All of it."""
+    """QoServe with all parts: dynamic chunking, eager demotion and hybrid priority."""
 
     name = "qoserve"
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._begun = EntryHeap()  # prefill that has begun, by when it can be put off no longer
+        self._begun = EntryHeap()  # started prefill, by the time up to which it can be delayed
 
     def key(self, sequence: Sequence, now_s: float) -> float:
         tokens: float = sequence.num_uncomputed

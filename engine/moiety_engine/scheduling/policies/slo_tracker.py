@@ -1,4 +1,4 @@
-"""What classes of these minutes were promised, and how fast the engine is: figures that a step's decisions share."""
+"""SLOs of recently seen classes and the engine's speed: the figures that a step's decisions share."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _REFRESH_S = 1.0
 
 
 class SloTracker:
-    """Refreshed once a second; a class that is new is reckoned with at once."""
+    """SLO and speed figures. Refreshed once a second; a new class is included at once."""
 
     def __init__(self, tuning: Tuning, flow: PromptFlow) -> None:
         self._tuning = tuning
         self._flow = flow
-        self._seen: dict[str, tuple[float, ServiceClass]] = {}  # when last
+        self._seen: dict[str, tuple[float, ServiceClass]] = {}  # last arrival and class, by name
         self._refresh_at_s = 0.0
-        self.tpot_s = math.inf  # the shortest promised of late
+        self.tpot_s = math.inf  # shortest TPOT target of the recent classes
         self.ttft_s = math.inf
         self.best_rank = 0
-        self.best_tpot_s = math.inf  # the shortest that the best rank was promised of late
+        self.best_tpot_s = math.inf  # shortest TPOT target of the best rank's recent classes
         self.best_ttft_s = math.inf
-        self.token_s = 0.0  # predicted, of a prompt token in a full step
+        self.token_s = 0.0  # predicted seconds of a prompt token in a full step
         self.step_s = 0.0  # running mean
         self.blend = 0.0  # seconds that a deadline moves for each second of work
-        self.by_work: dict[int, float] = {}  # the same for ranks that promise paces and ends, where some wait very long
+        self.by_work: dict[int, float] = {}  # the same, by rank with mixed targets and a long wait
         self.demand = DeadlineDemand()
 
     @property
     def longest_step_s(self) -> float:
-        """Of a step's time, as much as a request that comes meanwhile can wait."""
+        """Longest step time that an arriving request can wait for."""
         if self.ttft_s == math.inf == self.tpot_s:
             return self._tuning.unpromised_step_s
         shortest_s, longest_s = self._tuning.step_range_s
@@ -45,7 +45,7 @@ class SloTracker:
         return [service for _, service in self._seen.values()]
 
     def saw(self, service: ServiceClass, now_s: float) -> None:
-        """A request of this class came."""
+        """Record a request of this class."""
         self._seen[service.name] = (now_s, service)
         self._reckon_with(service)
 
@@ -53,7 +53,7 @@ class SloTracker:
         self.step_s += 0.05 * (seconds - self.step_s)
 
     def refresh(self, now_s: float) -> None:
-        """Forget classes that were not seen of late, and price a token again."""
+        """Drop classes that were not seen recently, and update the figures."""
         if now_s < self._refresh_at_s:
             return
         self._refresh_at_s = now_s + _REFRESH_S

@@ -1,8 +1,8 @@
-"""Strict priority: the better class first, whatever it does to the others.
+"""Strict priority: better classes always go first, whatever the effect on others.
 
-What `--scheduling-policy priority` of vLLM does: the queue is ordered by priority, then by arrival, the head is waited
-for when blocks are short, and of the running sequences the worst in that order gives way so that others can decode.
-Nobody gives way to a request that waits. There is no bound on how long the last class waits.
+This is `--scheduling-policy priority` of vLLM: the queue is ordered by priority, then by arrival; when blocks are
+short, the queue waits for its head, and the running sequence that is last in this order is preempted so that others can
+decode. No sequence is preempted for a waiting request. The wait of the last class is unbounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moiety_engine.sequence import Sequence
 
 
 class StrictPriority(Policy):
-    """By rank, then by arrival; it does not know tenants and deadlines."""
+    """Policy ordered by rank, then by arrival; ignores tenants and deadlines."""
 
     name = "strict-priority"
 

@@ -1,12 +1,11 @@
-"""Tenants' virtual token counters, and queues that serve the tenant with the lowest one first.
+"""Virtual token counters of tenants, and queues that serve the tenant with the lowest counter first.
 
-The virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): what a tenant was
-served, prompt tokens that no cache held plus twice the output tokens, over its weight. A tenant that had nothing
-waiting is lifted to a little below the lowest counter among those that had: idleness earns the credit for a short
-burst, and no more.
+The virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024) is a tenant's service,
+uncached prompt tokens plus twice the output tokens, divided by its weight. A tenant that had no waiting requests is
+lifted to slightly below the lowest counter among those that had: idleness earns credit for a short burst only.
 
-A part of an answer's expected length is charged ahead, when it starts, and set right when it ends: otherwise a tenant
-that is behind is given so many places at once that it is far ahead when they have run.
+A part of an output's expected length is charged in advance, when the request starts, and corrected when it ends.
+Otherwise a tenant that is behind gets so many slots at once that it is far ahead when its requests have run.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from moiety_engine.scheduling.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence
 
 _RATE_MEAN_S = 10.0
-_MAX_LOOKED_AT = 64  # tenants; of more, regularly chosen ones stand for all
-OUTPUT_WEIGHT = 2.0  # an output token's cost against a prompt token's, as in VTC
+_MAX_LOOKED_AT = 64  # tenants; of more, regularly chosen ones are a sample of all
+OUTPUT_WEIGHT = 2.0  # cost of an output token relative to a prompt token, as in VTC
 
 
 class TenantCounter:
-    """One tenant among those of one rank."""
+    """Counter of one tenant within one rank."""
 
     __slots__ = (
         "active",
@@ -41,31 +40,31 @@ class TenantCounter:
         self.tenant = tenant
         self.weight = 1.0
         self.counter = 0.0
-        self.active = 0  # requests here that have not ended
+        self.active = 0  # requests of this rank that have not ended
         self.num_queued = 0
-        self.num_begun = 0  # those that have started and have not ended
+        self.num_begun = 0  # requests that have started and have not ended
         self.pending_tokens = 0  # prompt tokens of requests that have not started
         self.last_served_s = 0.0
-        self.version = 0  # raised when the counter falls: queues hold an entry at the old, higher one
+        self.version = 0  # incremented when the counter falls: queues hold an entry at the old, higher value
 
 
 class TenantCounters:
-    """The accounts of one rank. Those that are idle and hold nothing worth keeping are forgotten."""
+    """Accounts of one rank. Idle accounts without relevant state are dropped."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, TenantCounter] = {}
         self._waiting: list[tuple[float, str]] = []  # a heap; counters may have changed since
-        self._floor = 0.0  # the lowest counter among tenants with something waiting, as last seen
+        self._floor = 0.0  # lowest counter among tenants with waiting requests, as last seen
         self.total_weight = 0.0  # of active tenants
-        self.num_queued = 0  # requests, of all tenants
-        self.credit = 0.0  # what a tenant keeps while it has nothing waiting
-        self._charged = 0.0  # since credit was last reckoned
-        self._rate = 0.0  # charged a second, running mean
-        self._queued: dict[TenantCounter, None] = {}  # those with something waiting
-        self._charge = 1.0  # a prompt token, with what is charged for the answer to it: a running mean
+        self.num_queued = 0  # requests of all tenants
+        self.credit = 0.0  # credit that a tenant keeps while it has no waiting requests
+        self._charged = 0.0  # since the last update of the credit
+        self._rate = 0.0  # charged per second, running mean
+        self._queued: dict[TenantCounter, None] = {}  # accounts with waiting requests
+        self._charge = 1.0  # charge per prompt token including the output that follows; running mean
 
     def arrived(self, tenant: str, sequence: Sequence, now_s: float) -> TenantCounter:
-        """A request of the tenant's came: its account."""
+        """Record a request of the tenant and return its account."""
         account = self._accounts.get(tenant)
         if account is None:
             account = self._accounts[tenant] = TenantCounter(tenant)
@@ -79,7 +78,7 @@ class TenantCounters:
         return account
 
     def queued(self, account: TenantCounter) -> None:
-        """One more of the account's requests waits."""
+        """Record one more waiting request of the account."""
         account.num_queued += 1
         self.num_queued += 1
         if account.num_queued > 1:
@@ -88,28 +87,31 @@ class TenantCounters:
         heappush(self._waiting, (account.counter, account.tenant))
 
     def unqueued(self, account: TenantCounter) -> None:
-        """One of them waits no longer."""
+        """Record that one of the account's requests no longer waits."""
         account.num_queued -= 1
         self.num_queued -= 1
         if account.num_queued == 0:
             del self._queued[account]
 
     def charge(self, account: TenantCounter, num_prompt: int, num_output: float) -> None:
-        """The account is served a prompt, and an answer that is expected to be so long."""
+        """Charge the account for a prompt and for an output of the expected length."""
         cost = num_prompt + OUTPUT_WEIGHT * num_output
         account.counter += cost / account.weight
         self._charged += cost
         self._charge += 0.01 * (cost / max(1, num_prompt) - self._charge)
 
     def time_passed(self, seconds: float, burst_s: float, most: float) -> None:
-        """Reckon the credit that idleness leaves: what the rank is served in `burst_s`, or `most` if that is less."""
+        """Update the credit for idleness: the rank's service in `burst_s` seconds, at most `most`."""
         self._rate += min(1.0, seconds / _RATE_MEAN_S) * (self._charged / seconds - self._rate)
         self._charged = 0.0
         self.credit = min(most, burst_s * self._rate)
 
     def ahead_of(self, account: TenantCounter | None, weight: float) -> float:
-        """Waiting prompt tokens that will be served before the next request of this account, by the counters: its own,
-        and of each other as much as brings its counter up to where its own will be by then."""
+        """Return the waiting prompt tokens that will be served before the account's next request, by the counters.
+
+        These are its own, and those of each other account that raise its counter to the value that this account's
+        counter will have by then.
+        """
         own = 0 if account is None else account.pending_tokens
         counter = self.floor() - self.credit / weight
         if account is not None:
@@ -132,7 +134,7 @@ class TenantCounters:
             self._forget_idle()
 
     def floor(self) -> float:
-        """The lowest counter among tenants with something waiting; the last such where there is none."""
+        """Return the lowest counter among tenants with waiting requests, or its last value if there are none."""
         heap = self._waiting
         while heap:
             counter, tenant = heap[0]
@@ -154,21 +156,21 @@ class TenantCounters:
         return len(self._queued) > (account in self._queued)
 
     def _forget_idle(self) -> None:
-        """What is not above the floor says nothing that an arrival would not say."""
+        """Drop idle accounts with counters at or below the floor, near which a new account starts."""
         if len(self._accounts) > 64 and len(self._accounts) > 4 * len(self._waiting):
             floor = self.floor()
             self._accounts = {t: a for t, a in self._accounts.items() if a.active or a.counter > floor}
 
 
 class FairQueue:
-    """Sequences by tenant: the tenant with the lowest counter first, within a tenant by key."""
+    """Queue of sequences by tenant: the tenant with the lowest counter first, within a tenant by key."""
 
     def __init__(self) -> None:
         self._heaps: dict[TenantCounter, EntryHeap] = {}
         self._order: list[tuple[float, int, int, TenantCounter]] = []  # (counter, tie, version, account)
         self._ties = 0
         self._held: set[TenantCounter] = set()
-        self._passed: dict[TenantCounter, int] = {}  # of them, those whose place in the order was given up; its version
+        self._passed: dict[TenantCounter, int] = {}  # held accounts taken out of the order, with their version
 
     def __bool__(self) -> bool:
         return bool(self._order)
@@ -181,12 +183,12 @@ class FairQueue:
         heap.push(key, sequence)
 
     def fell(self, account: TenantCounter) -> None:
-        """The account's counter was lowered (its version raised): it gets a new place in the order."""
+        """Enter the account anew in the order after its counter fell and its version was incremented."""
         if account in self._heaps:
             self._enter(account)
 
     def pop(self) -> Sequence | None:
-        """The first, out of the queue; None if there is none."""
+        """Remove and return the first sequence; None if there is none."""
         while self._order:
             counter, tie, version, account = self._order[0]
             heap = self._heaps.get(account)
@@ -207,19 +209,19 @@ class FairQueue:
         return None
 
     def hold(self, account: TenantCounter) -> None:
-        """Pass over the account until `release`."""
+        """Skip the account until `release`."""
         self._held.add(account)
 
     def release(self) -> None:
-        """Nobody is held any more."""
+        """End all holds."""
         for account, version in self._passed.items():
-            if version == account.version:  # else it has got a new place already
+            if version == account.version:  # else it is already entered anew
                 self.fell(account)
         self._passed.clear()
         self._held.clear()
 
     def pop_of(self, account: TenantCounter) -> Sequence | None:
-        """The first of one tenant's, out of its turn; None if it has none here."""
+        """Remove and return the tenant's first sequence out of turn; None if it has none here."""
         heap = self._heaps.get(account)
         return None if heap is None else heap.pop()
 

@@ -1,9 +1,11 @@
-"""The queue of our own policy: those at risk before the others, in each the ranks, in each rank those that gave way
-or are nearly done, and the tenants by their counters; of a tenant, what cannot keep its promise any more goes last.
+"""Queue of the `moiety` policy.
 
-A request moves between buckets at times that are known when it enters, so that nothing is looked at before its time.
-Beside the order stands a lane of its own, with a small part of the engine's time: for requests that have waited beyond
-their class's bound and for tenants that have gone without service for long.
+Requests at risk go before others, then by rank; within a rank, preempted or nearly complete requests go first, then the
+tenants by their counters; within a tenant, demoted requests go last.
+
+A request moves between buckets at times that are known when it enters, so that it is not examined earlier. Beside this
+order, a boost lane has a small part of the engine's time, for requests that have waited beyond their class's bound and
+for tenants that have not been served for long.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.notes import EventKind, Reason
 
 AT_RISK, SAFE, DEMOTED = range(3)
-_AFTER_ALL = 1e12  # a key behind every deadline
-_PATIENT_S = 60.0  # a promise this far off lets others go before it without harm
+_AFTER_ALL = 1e12  # a key after every deadline
+_PATIENT_S = 60.0  # a request with a deadline this far away can let others pass without harm
 
 
 class UrgencyQueue:
-    """Who wants prefill. O(log n) to enter, to move and to leave."""
+    """Queue of sequences that need prefill. O(log n) to enter, move and leave."""
 
     def __init__(
         self, tuning: Tuning, pace: SloTracker, accounts: dict[int, TenantCounters], tally: ClassCounters
@@ -35,13 +37,13 @@ class UrgencyQueue:
         self._accounts = accounts  # by rank
         self._tally = tally
         self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, has not begun)
-        self._levels: list[tuple[tuple[int, int, bool], FairQueue]] = []  # the same, in the order of their turns
+        self._levels: list[tuple[tuple[int, int, bool], FairQueue]] = []  # the same, in the order of service
         self._holding: list[FairQueue] = []
-        self._moves = EntryHeap()  # when who goes into the next bucket
-        self._waited = EntryHeap()  # when who has waited too long
-        self._hungry: list[tuple[float, int, TenantCounter]] = []  # when which tenant will have gone without for long
-        self._lane_s = 0.0  # what the lane may spend
-        self._on_lane: dict[Sequence, int] = {}  # who took from it in this step, and what it lacked then
+        self._moves = EntryHeap()  # by the time of the next change of bucket
+        self._waited = EntryHeap()  # by the time at which the wait becomes too long
+        self._starved: list[tuple[float, int, TenantCounter]] = []  # when a tenant lacked service for too long
+        self._lane_s = 0.0  # time that the lane may spend
+        self._on_lane: dict[Sequence, int] = {}  # taken by the lane in this step, with the tokens lacking then
         self._ties = 0
         self.num_queued = 0
 
@@ -52,12 +54,12 @@ class UrgencyQueue:
             self._accounts[sequence.service.rank].queued(account)
             if account.num_queued == 1:
                 self._ties += 1
-                heappush(self._hungry, (account.last_served_s + self._tuning.hungry_s, self._ties, account))
+                heappush(self._starved, (account.last_served_s + self._tuning.starved_s, self._ties, account))
         self._enter(sequence, now_s)
 
     def pop(self, now_s: float) -> Sequence | None:
         while (sequence := self._moves.pop_until(now_s)) is not None:
-            sequence.enter_queue()  # its old place is void
+            sequence.enter_queue()  # its old entry is void
             self._enter(sequence, now_s)
         found = self._pop_lane(now_s) if self._lane_s > 0 else None
         if found is None:
@@ -73,27 +75,27 @@ class UrgencyQueue:
             self._leave(sequence)
 
     def counter_fell(self, account: TenantCounter, rank: int) -> None:
-        """The account's counter was lowered: its place in every queue of its rank is a new one."""
+        """Renew the account's position in all queues of the rank after its counter was lowered."""
         account.version += 1
         for level, queue in self._levels:
             if level[1] == rank:
                 queue.fell(account)
 
     def hold(self, account: TenantCounter, rank: int) -> None:
-        """Whoever is popped until `release` is not one of this account's, unless by the lane."""
+        """Skip the account's requests until `release`, except on the boost lane."""
         for level, queue in self._levels:
             if level[1] == rank:
                 queue.hold(account)
                 self._holding.append(queue)
 
     def release(self) -> None:
-        """Nobody is held any more."""
+        """End all holds."""
         for queue in self._holding:
             queue.release()
         self._holding.clear()
 
     def time_passed(self, seconds: float) -> None:
-        """A step is over: give the lane its part, and back what was taken from it and not used."""
+        """Give the boost lane its part of a step's time, and refund time that it took and did not use."""
         unused = sum(
             min(lacked, s.num_uncomputed) for s, lacked in self._on_lane.items() if s.place is not SequenceState.ENDED
         )
@@ -102,7 +104,7 @@ class UrgencyQueue:
         self._lane_s = min(self._tuning.lane_saved_s, self._lane_s)
 
     def has_at_risk(self, rank: int) -> bool:
-        """Whether anything of this rank may be at risk."""
+        """Return whether a request of this rank may be at risk."""
         queues = self._queues
         return bool(queues.get((AT_RISK, rank, False)) or queues.get((AT_RISK, rank, True)))
 
@@ -111,7 +113,7 @@ class UrgencyQueue:
         self._accounts[sequence.service.rank].unqueued(sequence.account)
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
-        """Into the queue of its bucket, with the time at which it moves on. An older place of it is void."""
+        """Add the sequence to the queue of its bucket, and schedule its move to the next. Voids older entries."""
         bucket, moves_at_s = self._bucket(sequence, now_s)
         if bucket == DEMOTED and not sequence.demoted:
             sequence.demoted = True
@@ -121,27 +123,27 @@ class UrgencyQueue:
             self._tally.of(sequence.service.name).demoted += 1
         sequence.bucket = bucket
         rank = sequence.service.rank
-        # a stream of the best rank stays among the first though demoted: it yields to its own tenant's, not to others
+        # a demoted stream of the best rank stays in the first bucket: it yields only to its own tenant's requests
         first = bucket == AT_RISK or self._is_best_stream(sequence)
         level = (AT_RISK if first else SAFE, rank, not self._goes_on(sequence))
         queue = self._queues.get(level)
         if queue is None:
             queue = self._queues[level] = FairQueue()
-            self._levels = sorted(self._queues.items())  # those at risk first, rank by rank
+            self._levels = sorted(self._queues.items())  # those at risk first, then rank by rank
         queue.push(sequence.account, sequence, self._key(sequence))
         has_begun = sequence.scheduled_unix_ns > 0
         if not sequence.boosted:
             since_s = now_s if has_begun else sequence.arrival_s
             self._waited.push(since_s + sequence.service.max_queue_s, sequence)
         elif sequence.place is SequenceState.RUNNING:
-            self._waited.push(0.0, sequence)  # the lane ends what it began: half of a prompt only holds a place
+            self._waited.push(0.0, sequence)  # the lane completes what it began: half of a prompt only occupies a slot
         else:
             self._waited.push(now_s, sequence)
         if moves_at_s < math.inf:
             self._moves.push(moves_at_s, sequence)
 
     def _bucket(self, sequence: Sequence, now_s: float) -> tuple[int, float]:
-        """(bucket, when it moves on)."""
+        """Return (bucket, time of the next move)."""
         beyond_repair = DEMOTED if self._tuning.demotion else AT_RISK
         need_s = sequence.num_uncomputed * self._pace.token_s
         if sequence.service.ttft_s is not None:
@@ -160,14 +162,17 @@ class UrgencyQueue:
             return beyond_repair, math.inf
         demotes_at_s = late_s if self._tuning.demotion else math.inf
         rank = sequence.service.rank
-        if rank in self._pace.by_work:  # nobody of it goes first for being nearly late
+        if rank in self._pace.by_work:  # no request of the rank goes first for being nearly late
             return (AT_RISK if rank <= self._pace.best_rank else SAFE), (risk_s if now_s < risk_s else demotes_at_s)
         if now_s >= risk_s or self._is_best_stream(sequence):
             return AT_RISK, demotes_at_s
         return SAFE, risk_s
 
     def _key(self, sequence: Sequence) -> float:
-        """Earliest deadline first, moved by the work that is left as the load grows; beyond repair, by arrival."""
+        """Return the sort key within a tenant.
+
+        It is the deadline, moved by the remaining work as the load grows; for demoted requests, the arrival.
+        """
         if sequence.bucket == DEMOTED:
             return _AFTER_ALL + sequence.arrival_s
         interactive = sequence.service.ttft_s is not None
@@ -178,7 +183,7 @@ class UrgencyQueue:
         return deadline_s + blend * sequence.num_uncomputed * self._pace.token_s
 
     def _goes_on(self, sequence: Sequence) -> bool:
-        """Whether it has begun and comes before what has not: it gave way, or a step or so will complete it."""
+        """Return whether it has begun and precedes those that have not: it was preempted or is nearly complete."""
         if sequence.scheduled_unix_ns == 0:
             return False
         need_s = sequence.num_uncomputed * self._pace.token_s
@@ -188,7 +193,7 @@ class UrgencyQueue:
         rank = sequence.service.rank
         return sequence.service.ttft_s is not None and rank <= self._pace.best_rank and rank not in self._pace.by_work
 
-    # ── the lane ──
+    # ── the boost lane ──
 
     def _pop_lane(self, now_s: float) -> Sequence | None:
         found = self._pop_hungry(now_s) or self._pop_waited(now_s)
@@ -198,7 +203,7 @@ class UrgencyQueue:
         return found
 
     def _pop_waited(self, now_s: float) -> Sequence | None:
-        """For a request that has waited too long: itself if it was demoted, else the first of its rank."""
+        """Pop for a request that has waited too long: itself if it was demoted, else the first of its rank."""
         sequence = self._waited.pop_until(now_s)
         if sequence is None:
             return None
@@ -207,23 +212,23 @@ class UrgencyQueue:
             return sequence
         found = self._pop_rank(sequence.service.rank)
         if found is not sequence:
-            self._waited.push(now_s, sequence)  # its turn is to come
+            self._waited.push(now_s, sequence)  # it is still waiting
         return found
 
     def _pop_hungry(self, now_s: float) -> Sequence | None:
-        """For a tenant that has gone without for long: the first of its own."""
-        while self._hungry and self._hungry[0][0] <= now_s:
-            _, _, account = heappop(self._hungry)
+        """Pop the first request of a tenant that has not been served for long."""
+        while self._starved and self._starved[0][0] <= now_s:
+            _, _, account = heappop(self._starved)
             if account.num_queued == 0:
                 continue
-            due_s = account.last_served_s + self._tuning.hungry_s
+            due_s = account.last_served_s + self._tuning.starved_s
             if due_s <= now_s:
-                due_s = now_s + self._tuning.hungry_s
+                due_s = now_s + self._tuning.starved_s
                 found = self._pop_of(account)
             else:
                 found = None
             self._ties += 1
-            heappush(self._hungry, (due_s, self._ties, account))
+            heappush(self._starved, (due_s, self._ties, account))
             if found is not None:
                 self._boost(found, now_s)
                 return found

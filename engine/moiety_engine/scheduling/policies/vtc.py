@@ -1,10 +1,10 @@
-"""The virtual token counter: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), with its weights.
+"""Virtual token counter: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), with its weights.
 
-A tenant's counter grows by the prompt tokens of its requests when they start (those that no cache held) and by two for
-each output token when it is made, over the tenant's weight. The tenant with the lowest counter starts its oldest
-request next. A tenant that had nothing queued and comes back is lifted to the lowest counter of those that have; if
-nobody has, to that of the tenant whose request was the last to leave the queue. What has started is not interrupted,
-and goes on before others start. Classes and deadlines mean nothing here.
+A tenant's counter grows by the uncached prompt tokens of its requests when they start, and by two for each output token
+when it is generated, divided by the tenant's weight. The tenant with the lowest counter starts its oldest request next.
+A tenant that had no queued requests and gets one is lifted to the lowest counter of the tenants that have some; if
+there are none, to that of the tenant whose request was the last to leave the queue. Started requests are not
+interrupted, and continue before others start. The policy ignores classes and deadlines.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policy import Policy, PolicyContext
 from moiety_engine.sequence import Sequence, SequenceState
 
-_NEW, _QUEUED = range(2)  # a sequence's `bucket`: whether its client counts it as queued
-_MAX_IDLE = 1024  # clients remembered beyond those that have requests, before it is seen who can be forgotten
+_NEW, _QUEUED = range(2)  # a sequence's `bucket`: whether its tenant counts it as queued
+_MAX_IDLE = 1024  # remembered tenants above which idle ones are dropped
 
 
 class VtcTenant:
-    """One tenant: its counter, and by arrival what it has queued."""
+    """Counter of one tenant, and its queued requests by arrival."""
 
     __slots__ = ("active", "counter", "heap", "num_queued", "weight")
 
@@ -29,26 +29,26 @@ class VtcTenant:
         self.weight = 1.0
         self.counter = 0.0
         self.active = 0  # requests that have not ended
-        self.num_queued = 0  # of them, those that have entered the queue and have not started
+        self.num_queued = 0  # requests that have entered the queue and have not started
         self.heap = EntryHeap()
 
 
 class Vtc(Policy):
-    """By counter, then by arrival; what has started comes before all that has not."""
+    """Policy ordered by counter, then by arrival; started requests come first."""
 
     name = "vtc"
 
     def __init__(self, context: PolicyContext) -> None:
-        super().__init__(context)  # its heap holds those that have started
+        super().__init__(context)  # its heap holds the started sequences
         self._clients: dict[str, VtcTenant] = {}
         self._by_counter: list[
             tuple[float, int, VtcTenant]
-        ] = []  # one for each with a heap; the counter may have grown
+        ] = []  # one entry per client with a heap; the counter may have grown
         self._left_last: VtcTenant | None = None
         self._ties = 0
         self._forget_at = _MAX_IDLE
 
-    # ── the queue ──
+    # ── prefill queue ──
 
     def key(self, sequence: Sequence, now_s: float) -> int:
         return sequence.order
@@ -76,7 +76,7 @@ class Vtc(Policy):
         return sequence
 
     def _lowest(self) -> VtcTenant | None:
-        """Of the clients that have something to start, the one with the lowest counter."""
+        """Return the client with the lowest counter, of those that have a request to start."""
         order = self._by_counter
         while order:
             counter, tie, client = order[0]
@@ -93,7 +93,7 @@ class Vtc(Policy):
         if lowest is not None:
             client.counter = max(client.counter, lowest.counter)
 
-    # ── what happened ──
+    # ── events ──
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
         client = self._clients.get(sequence.tenant)
@@ -122,13 +122,13 @@ class Vtc(Policy):
             self._left(client)
 
     def _left(self, client: VtcTenant) -> None:
-        """One of the client's requests is queued no longer."""
+        """Record that one of the client's requests is no longer queued."""
         client.num_queued -= 1
         if client.num_queued == 0:
             self._left_last = client
 
     def _forget_idle(self) -> None:
-        """A client whose counter is not above what it would be lifted to is as good as new."""
+        """Drop idle clients whose counter is not above the value to which they would be lifted."""
         lowest = self._lowest() or self._left_last
         if lowest is not None:
             floor = lowest.counter

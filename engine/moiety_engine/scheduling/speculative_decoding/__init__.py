@@ -1,2 +1,4 @@
-"""Drafts of what sequences will say next, and whether verifying them pays. A draft changes how many tokens a step
-brings, never which."""
+"""Speculative decoding: drafts of the next tokens, and the decision whether verifying them pays.
+
+A draft changes how many tokens a step yields, never which ones.
+"""

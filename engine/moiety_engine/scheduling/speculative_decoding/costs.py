@@ -1,5 +1,7 @@
-"""What a step takes with drafted rows in it, where a regression that is straight in the rows is wrong: a few rows more
-may cost nothing, or read as many experts more."""
+"""Step durations with drafted rows, for which a regression that is linear in the rows is wrong.
+
+A few more rows may cost nothing, or read as many more experts.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,21 @@ from bisect import bisect_left
 from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
 from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
 
-MOST_BEHIND = 256  # tokens that a draft model takes in beside one step
-SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of steps with drafts: few sizes, since what replays a step is made for each
+MOST_BEHIND = 256  # tokens that a draft model processes beside one step
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of steps with drafts; few sizes, since each needs a captured graph
 _WEIGHT = 0.1  # of a step
-_MOST, _LEAST = 1.5, 0.67  # a step may say that the figure is wrong by so much, and no more
-_FORGET = 0.998  # a step: what was not tried for long is tried again
+_MOST, _LEAST = 1.5, 0.67  # bounds on the correction by a single step
+_FORGET = 0.998  # decay per step: sizes that were not tried for long are tried again
 _PER_CONTEXT = 10_000  # tokens, the unit of the model's coefficient
 _CONTEXT_TERM = 4
 
 
 class RowCosts:
-    """Steps without drafts are the regression's business. What more rows take is measured before the first request,
-    and corrected by what steps with drafts took."""
+    """Costs of decode rows.
+
+    Steps without drafts follow the step-time model. The cost of additional rows is measured before the first request,
+    and corrected by the durations of steps with drafts.
+    """
 
     def __init__(self, step_time: StepTimeModel) -> None:
         self._step_time = step_time
@@ -28,12 +33,15 @@ class RowCosts:
         self._wrong = dict.fromkeys((0, *SIZES), 1.0)  # measured ÷ predicted, by rows; 0: steps without drafts
 
     def measured(self, seconds: list[float]) -> None:
-        """A step of decodes took so long at each of the first SIZES; larger ones are not for drafts."""
+        """Set the measured seconds of a decode step at each of the first SIZES.
+
+        Larger sizes are not used for drafts.
+        """
         self._measured_s = seconds
         self.sizes = SIZES[: len(seconds)]
 
     def seconds(self, shape: StepShape, num_drafted: int) -> float:
-        """Of a step of this shape, of whose decoding rows so many are to be drafted in addition."""
+        """Return the predicted seconds of a step of this shape with `num_drafted` additional decode rows."""
         plain_s = self._step_time.predict_s(shape) * self._wrong[0]
         if not num_drafted:
             return plain_s
@@ -41,7 +49,7 @@ class RowCosts:
         return self._with_drafts_s(shape, plain_s, num_drafted) * self._wrong[rows + num_drafted]
 
     def observe(self, shape: StepShape, num_drafted: int, seconds: float) -> None:
-        """A step of this shape, which counts the drafted rows, took so long."""
+        """Train the costs with the duration of a step; its shape includes the drafted rows."""
         if shape.prefill_rows or seconds <= 0:
             return
         for rows, wrong in self._wrong.items():
@@ -72,26 +80,26 @@ class RowCosts:
 
 
 class PassCosts:
-    """What the passes of a draft model take, by their rows; nothing where there is none."""
+    """Costs of a draft model's passes by number of rows; zero without a draft model."""
 
     def __init__(self) -> None:
         self._measured_s: list[float] = []  # by size
         self._wrong = 1.0  # measured ÷ predicted
-        self._predicted_s = self._taken_s = 0.0  # of the step that was planned last
+        self._predicted_s = self._taken_s = 0.0  # of the last planned step
 
     def measured(self, seconds: list[float]) -> None:
-        """A pass took so long at each of the first SIZES."""
+        """Set the measured seconds of a pass at each of the first SIZES."""
         self._measured_s = seconds
 
     def seconds(self, rows: int) -> float:
         return between(self._measured_s, rows) * self._wrong if self._measured_s and rows else 0.0
 
     def expect(self, seconds: float) -> None:
-        """Those of the step that is planned are predicted to take so long."""
+        """Set the predicted seconds of the passes in the planned step."""
         self._predicted_s = seconds
 
     def took(self, seconds: float) -> None:
-        """They took so long."""
+        """Train the costs with the actual seconds of these passes."""
         self._taken_s += seconds
         if self._predicted_s > 0 and seconds > 0:
             found = self._wrong * seconds / self._predicted_s
@@ -99,15 +107,17 @@ class PassCosts:
             self._wrong += _WEIGHT * (found - self._wrong)
 
     def take_s(self) -> float:
-        """Seconds that passes took since the last call."""
+        """Return the seconds that passes took since the last call."""
         taken_s, self._taken_s = self._taken_s, 0.0
         return taken_s
 
 
 class Drafting:
-    """What one step's drafts take of a draft model, as one guessed token after the other is added. The first of a
-    sequence has it take in the tokens that it is behind; what that takes in one step is bounded, and all of it counts
-    little by little, over the tokens that the answer still has."""
+    """Cost of one step's drafts on the draft model, as one draft token after the other is added.
+
+    The first token of a sequence makes the draft model process the tokens that it is behind. The number of these per
+    step is bounded, and their cost is spread over the tokens that the output still has.
+    """
 
     def __init__(self, costs: PassCosts, guesses: list[Proposal]) -> None:
         self._costs, self._guesses = costs, guesses
@@ -115,7 +125,7 @@ class Drafting:
         self._passes_s = self._behind_s = self._share_s = 0.0
 
     def add(self, place: int, depth: int) -> None:
-        """The token number `depth` of the sequence at this place."""
+        """Add draft token number `depth` of the sequence at index `place`."""
         guess = self._guesses[place]
         if not guess.num_behind:
             return
@@ -131,17 +141,17 @@ class Drafting:
 
     @property
     def seconds(self) -> float:
-        """Of this step."""
+        """Predicted seconds of the draft model in this step."""
         return self._passes_s + self._behind_s
 
     @property
     def counted_s(self) -> float:
-        """Of them, and of other steps', what the step's tokens should bring in."""
+        """Predicted seconds that the step's tokens must pay for, including a share of the catch-up in other steps."""
         return self._passes_s + self._share_s
 
 
 def between(measured_s: list[float], rows: int) -> float:
-    """Measured at the first SIZES, or on a straight line between what was."""
+    """Interpolate linearly between the measurements at the first SIZES."""
     at = bisect_left(SIZES, rows, hi=len(measured_s))
     if at == len(measured_s):
         return measured_s[-1] * rows / SIZES[at - 1]

@@ -1,5 +1,8 @@
-"""Guesses by a second, small model. What it will say is not known before it is asked, which costs passes of it, so how
-often it is right is learned from drafts that were verified, and where none pay one is tried now and then."""
+"""Proposals of a second, small model.
+
+Its tokens are unknown until it runs, which costs passes. So its acceptance rate is learned from verified drafts, and if
+no drafts pay, one is tried now and then.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from moiety_engine.scheduling.speculative_decoding.proposal import Proposal, Pro
 from moiety_engine.sequence import PENDING, Sequence
 
 _FIRST_CHANCE = 0.6
-_LEAST_WEIGHT = 0.1  # of the newest token for its sequence: the last ten or so count
+_LEAST_WEIGHT = 0.1  # of the newest token for its sequence: about the last ten count
 _LEAST_WEIGHT_FOR_ALL = 0.02
-_FEW = 4  # tokens of its own with which a sequence counts as much as all others do
+_FEW = 4  # own tokens at which a sequence counts as much as all others
 _TRIED_TOKENS = 3
-_PAUSE, _LONGEST_PAUSE = 64, 4096  # looks from one try to the next
-_LONGER = 4  # times, where one was in vain: what tries take in all is soon little
+_PAUSE, _LONGEST_PAUSE = 64, 4096  # calls between two attempts
+_LONGER = 4  # factor after a failed attempt, so that attempts soon cost little in all
 
 
 class _AcceptanceRate:
-    """That a drafted token is right, where all before it are: of the newest ones."""
+    """Probability that a draft token is accepted if all before it are; a mean of the newest tokens."""
 
     __slots__ = ("_least_weight", "num_seen", "value")
 
@@ -31,20 +34,20 @@ class _AcceptanceRate:
 
 
 class DraftModelProposer:
-    """A Guesser."""
+    """Proposer that uses a draft model."""
 
     def __init__(self, kv: DraftedKv, max_context: int) -> None:
-        """`max_context`: tokens that the draft model can read."""
+        """Create the proposer. `max_context` is the context length of the draft model, in tokens."""
         self.passes = PassCosts()
         self._kv = kv
         self._max_context = max_context
         self._of_all = _AcceptanceRate(_LEAST_WEIGHT_FOR_ALL)
         self._pause = 1
-        self._num_idle = 0  # looks since a draft was verified
-        self._tried = -1  # key of the sequence whose draft was no more than tried
+        self._num_idle = 0  # calls since a draft was verified
+        self._tried = -1  # key of the sequence whose draft was an attempt
 
     def guess(self, sequence: Sequence, count: int) -> Proposal:
-        """Tokens that are yet to be said."""
+        """Return a proposal whose tokens the draft model has yet to generate."""
         own: _AcceptanceRate | None = sequence.history
         if own is None:
             own = sequence.history = _AcceptanceRate(_LEAST_WEIGHT)
@@ -68,7 +71,7 @@ class DraftModelProposer:
         self._tried, self._num_idle = -1, 0
 
     def attempt(self, sequences: list[Sequence], guesses: list[Proposal]) -> ProposalAttempt | None:
-        """A short draft of whoever is nearest."""
+        """Propose a short draft of the sequence that the draft model is least behind."""
         self._num_idle += 1
         if self._num_idle < self._pause:
             return None

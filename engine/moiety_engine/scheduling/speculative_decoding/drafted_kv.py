@@ -1,9 +1,9 @@
-"""Which tokens' KV a draft model has in its cache.
+"""KV cache contents of a draft model.
 
-Its cache has a block for each of the model's, by the same number, and what is where is known by contents: the hash of
-the tokens that a block of the draft's holds, and of those before them. So nobody tells it when blocks change hands, are
-swapped, evicted, shared or filled from another engine: what it does not have by its hash it takes in again. The chain
-of a hash starts from the tenant's salt, as the model's own does.
+The draft model's cache has one block for each block of the target model, with the same number. Its contents are
+identified by hash: the tokens of the draft model's block and all tokens before them. So it needs no notice when blocks
+change owner, are swapped, evicted, shared or loaded from another engine: it processes again what it does not have by
+hash. As with the target model, the hash chain starts from the tenant's salt.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ _PRUNED_FROM = 512  # sequences
 
 
 class _SequenceKv:
-    """Of one sequence: its first `num_there` tokens' KV is in `blocks`, the list as it was looked at; it is another one
-    once the sequence has lost its blocks. `guessed` are tokens after those, whose KV is there if they come true."""
+    """Draft model's KV of one sequence.
+
+    The KV of the first `num_there` tokens is in `blocks`, the sequence's block list when last examined; a sequence that
+    lost its blocks has another list. `guessed` holds draft tokens after those, whose KV is valid if they are accepted.
+    """
 
     __slots__ = ("blocks", "guessed", "num_marked", "num_there")
 
@@ -25,18 +28,21 @@ class _SequenceKv:
 
 
 class DraftedKv:
-    """Of one engine. Used by the step loop's thread only. What reads each token beside the one after it (`lag` 1) has
-    one less to take in; the last place of a block hangs on the next block, and is written by whoever shares it. What it
-    says after its own guesses, it says otherwise than once they came true."""
+    """Draft model's KV of one engine. Used by the step loop's thread only.
+
+    A draft model that reads each token together with the next one (`lag` 1) has one token less to process. The last
+    position of a block then depends on the next block, and is written by each sequence that shares it. Its KV for its
+    own draft tokens is not reused, since it differs from their KV after acceptance.
+    """
 
     def __init__(self, block_size: int, lag: int = 0) -> None:
         self._block_size, self.lag = block_size, lag
-        self._hash_of: dict[int, bytes] = {}  # of blocks that are full of it
+        self._hash_of: dict[int, bytes] = {}  # of blocks that are full
         self._held: dict[Sequence, _SequenceKv] = {}
         self._pruned_from = _PRUNED_FROM
 
     def num_there(self, sequence: Sequence) -> int:
-        """How many of the sequence's tokens need not be taken in again; never its newest one that it reads."""
+        """Return how many of the sequence's tokens need no processing; never the newest one that it reads."""
         held = self._held.get(sequence)
         if held is None or held.blocks is not sequence.blocks:
             held = self._found(sequence)
@@ -46,11 +52,11 @@ class DraftedKv:
         return min(held.num_there, len(sequence.tokens) - self.lag - 1)
 
     def num_behind(self, sequence: Sequence) -> int:
-        """How many are to be taken in before a token after the newest one can be said; at least one."""
+        """Return how many tokens must be processed before a token after the newest one can be drafted; at least one."""
         return len(sequence.tokens) - self.lag - self.num_there(sequence)
 
     def took_in(self, sequence: Sequence, first: int, end: int, guessed: list[int]) -> None:
-        """Its tokens `first` to `end` - 1 have been taken in, after `num_there`, and guesses after them."""
+        """Record that tokens `first` to `end` - 1 were processed, and then the draft tokens `guessed`."""
         held = self._held[sequence]
         assert held.blocks is sequence.blocks and first <= held.num_there, "taken in after something that is not there"
         held.num_there, held.guessed = end, [] if self.lag else guessed
@@ -60,12 +66,12 @@ class DraftedKv:
         held.num_marked = min(held.num_marked, first_block)
 
     def forget(self) -> None:
-        """The cache's contents are lost."""
+        """Drop all records: the cache's contents are lost."""
         self._hash_of.clear()
         self._held.clear()
 
     def _found(self, sequence: Sequence) -> _SequenceKv:
-        """By the hashes of its blocks, from the first on."""
+        """Look up the sequence's blocks by their hashes, from the first on."""
         self._prune()
         count, hash_of, size = 0, self._hash_of, self._block_size
         for block in sequence.blocks[: sequence.num_known // size]:
@@ -85,7 +91,7 @@ class DraftedKv:
             held.num_there += 1
 
     def _mark(self, sequence: Sequence, held: _SequenceKv) -> None:
-        """Whoever gets a block that is full by now finds it so."""
+        """Record the hashes of the blocks that are full by now, so that other sequences can use them."""
         size = self._block_size
         for index in range(held.num_marked, min(held.num_there, sequence.num_known) // size):
             self._hash_of[held.blocks[index]] = sequence.hash_at(index, size)

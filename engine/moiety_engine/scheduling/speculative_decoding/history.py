@@ -1,4 +1,4 @@
-"""What has been guessed for one request, and how often that came true."""
+"""History of one request's n-gram proposals and their acceptance."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from moiety_engine.scheduling.speculative_decoding.ngrams import NgramIndex, con
 from moiety_engine.sequence import Sequence
 
 _FIRST_CHANCE = 0.5
-_LEAST_WEIGHT = 0.1  # of the newest token: the last ten or so count
+_LEAST_WEIGHT = 0.1  # of the newest token: about the last ten count
 
 
 class AcceptanceHistory:
-    """Guesses are compared with what comes also where nothing of them was computed, which costs nothing: so a text that
-    begins to repeat itself is noticed. One that ended on LONG words is counted apart from one on SHORT words."""
+    """Acceptance of one request's n-gram proposals.
+
+    Proposals are compared with the actual tokens even if they were not drafted, at no cost, so that a text that starts
+    to repeat itself is noticed. Matches of LONG and of SHORT tokens are counted separately.
+    """
 
     __slots__ = ("_chances", "_counts", "_guess", "_guessed_at", "_index", "_kind")
 
@@ -24,7 +27,7 @@ class AcceptanceHistory:
         self._kind = 0
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
-        """Up to `count` tokens that may follow those that are known; none if its last words are new."""
+        """Return up to `count` tokens that may follow the known ones; empty if the newest tokens are new."""
         tokens, num_known = sequence.tokens, sequence.num_known
         self._compare(tokens, num_known)
         found = self._index.find(tokens, num_known)
@@ -37,7 +40,7 @@ class AcceptanceHistory:
 
     @property
     def chance(self) -> float:
-        """That a guessed token is right, where all before it are."""
+        """Probability that a proposed token is accepted if all before it are."""
         return self._chances[self._kind]
 
     def _compare(self, tokens: list[int], num_known: int) -> None:

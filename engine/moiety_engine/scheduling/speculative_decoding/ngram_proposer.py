@@ -1,4 +1,4 @@
-"""Guesses by looking up what the text said before. They cost nothing, and are compared with what comes in any case."""
+"""Proposals by n-gram lookup in the text. They cost nothing, and are always compared with the actual tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from moiety_engine.sequence import Sequence
 
 
 class NgramProposer:
-    """A Guesser."""
+    """Proposer that uses n-gram lookup."""
 
     def __init__(self) -> None:
         self.passes = PassCosts()
 
     def guess(self, sequence: Sequence, count: int) -> Proposal:
-        """The token that the running step samples is guessed, too, and not drafted."""
+        """Return a proposal. The token that the running step samples is proposed too, but not drafted."""
         history: AcceptanceHistory | None = sequence.history
         if history is None:
             history = sequence.history = AcceptanceHistory()
@@ -26,7 +26,7 @@ class NgramProposer:
         return Proposal(draft[:count], first, chance)
 
     def verified(self, sequence: Sequence, num_right: int, *, one_wrong: bool) -> None:
-        """The text itself will tell."""
+        """Do nothing: the history compares proposals with the text."""
 
     def attempt(self, sequences: list[Sequence], guesses: list[Proposal]) -> ProposalAttempt | None:
         return None

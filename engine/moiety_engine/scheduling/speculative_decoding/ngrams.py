@@ -1,19 +1,21 @@
-"""Where a text has said its newest words before, and what followed: prompt look-up (Saxena, 2023; Yang et al.,
-"Inference with Reference", 2023)."""
+"""Index of earlier occurrences of a text's newest tokens, for prompt lookup.
+
+Sources: Saxena, 2023; Yang et al., "Inference with Reference", 2023.
+"""
 
 from __future__ import annotations
 
 from itertools import islice
 
-SHORT, LONG = 2, 4  # tokens that must agree
-MOST_AT_ONCE = 4096  # tokens indexed by one look, so that a long prompt delays nobody
+SHORT, LONG = 2, 4  # tokens that must match
+MOST_AT_ONCE = 4096  # tokens indexed per call, so that a long prompt delays no step
 _BITS = 21  # of a token id
 _SHORT_MASK = (1 << _BITS * SHORT) - 1
 _LONG_MASK = (1 << _BITS * LONG) - 1
 
 
 class NgramIndex:
-    """Of one growing list of tokens: where each run of SHORT and of LONG tokens ended last."""
+    """Index of one growing list of tokens: the end of the last occurrence of each run of SHORT and of LONG tokens."""
 
     __slots__ = ("_key", "_long", "_num_read", "_short")
 
@@ -24,8 +26,11 @@ class NgramIndex:
         self._key = 0  # of the last LONG tokens that were read
 
     def find(self, tokens: list[int], num_known: int) -> tuple[int, bool] | None:
-        """After which of the first `num_known` tokens their last words stood before, and whether LONG words agree. None
-        if they are new, or the index has not come as far yet."""
+        """Return (end of the last earlier occurrence of the newest tokens, whether LONG tokens match).
+
+        Only the first `num_known` tokens count. Return None if there is no match, or the index has not reached
+        `num_known` yet.
+        """
         short, long, key = self._short, self._long, self._key
         end = self._num_read
         for token in islice(tokens, end, min(num_known, end + MOST_AT_ONCE)):
@@ -45,8 +50,7 @@ class NgramIndex:
 
 
 def continuation(tokens: list[int], num_known: int, begin: int, count: int) -> list[int]:
-    """`count` tokens that would follow if what was said from `begin` on were said again; what repeats itself goes on
-    doing so."""
+    """Return `count` tokens that follow if the text from `begin` repeats; a periodic text continues periodically."""
     found = tokens[begin : min(num_known, begin + count)]
     for i in range(len(found), count):
         found.append(found[i - (num_known - begin)])

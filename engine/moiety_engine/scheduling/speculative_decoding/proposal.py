@@ -1,4 +1,4 @@
-"""What may follow a sequence's newest token."""
+"""Proposals of the tokens that follow a sequence's newest token."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from typing import NamedTuple
 
 
 class Proposal(NamedTuple):
-    """`first`: the chance that its first token is right; `chance`: that one is right after others that are. Tokens that
-    a draft model is to say are PENDING."""
+    """Proposed tokens.
+
+    `first` is the probability that the first token is accepted, `chance` that of each later token if all before it are.
+    Tokens that a draft model has yet to generate are PENDING.
+    """
 
     token_ids: list[int]
     first: float = 0.0
     chance: float = 0.0
-    num_behind: int = 0  # tokens that a draft model must take in before it says the first; 0: no model says it
-    num_left: int = 1  # tokens that the answer may still have
+    num_behind: int = 0  # tokens that a draft model must process before the first one; 0: no draft model
+    num_left: int = 1  # tokens that the output may still have
 
 
 class ProposalAttempt(NamedTuple):
-    """A draft of so many tokens, of the sequence at this place."""
+    """Draft of `num_tokens` tokens for the sequence at index `place`, to learn its acceptance."""
 
     place: int
     num_tokens: int

@@ -1,4 +1,4 @@
-"""Who says what may follow a sequence's newest token."""
+"""Interface of proposers, which predict the tokens after a sequence's newest token."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from moiety_engine.sequence import Sequence
 
 
 class Proposer(Protocol):
-    """What drafts come from. One scheduler's."""
+    """Source of drafts. Each scheduler has its own."""
 
     @property
     def passes(self) -> PassCosts:
-        """What drafts cost; nothing where no model says them."""
+        """Costs of drafts; zero without a draft model."""
         ...
 
     def guess(self, sequence: Sequence, count: int) -> Proposal:
-        """Up to `count` tokens, after the one that the running step samples if there is one."""
+        """Return up to `count` tokens that follow the newest token, or the pending one if there is one."""
         ...
 
     def verified(self, sequence: Sequence, num_right: int, *, one_wrong: bool) -> None:
-        """So many tokens of a draft came true, and the one after them did or did not."""
+        """Record the result of a verified draft: `num_right` accepted tokens, and whether the next one was rejected."""
         ...
 
     def attempt(self, sequences: list[Sequence], guesses: list[Proposal]) -> ProposalAttempt | None:
-        """Where nothing pays by what is known: what to try all the same, now and then, to know more."""
+        """Return a draft to try now and then when no draft is known to pay, to learn more; None for no attempt."""
         ...

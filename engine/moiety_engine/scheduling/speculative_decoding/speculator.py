@@ -1,8 +1,8 @@
-"""Which sequences of a step get drafts, and how long: what is predicted to bring the most tokens a second.
+"""Choice of the sequences of a step that get drafts, and of the drafts' lengths, by predicted tokens per second.
 
-A drafted token costs a row of the step and comes true with a chance. Both are learned: chances by request, rows by what
-steps took. So drafts shrink where they are wrong, and where the batch is large enough that a row more costs as much as
-it brings, there are none.
+A draft token costs a row of the step and is accepted with some probability. Both are learned: acceptance by request,
+row costs from the durations of steps. So drafts shrink where they are wrong, and there are none when the batch is so
+large that one more row costs as much as it yields.
 """
 
 from __future__ import annotations
@@ -16,33 +16,36 @@ from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 
-# Tokens a second, times those without drafts: less is lost in looking for guesses, and on wrong ones; and where several
-# share a step, those that get ahead leave the others to steps that fewer share.
+# Required gain in tokens per second over a step without drafts. It covers the cost of proposals and of wrong ones; and
+# in a shared step, sequences with drafts get ahead and leave the others to steps that fewer share.
 _GAIN_ALONE, _GAIN_TOGETHER = 1.2, 1.5
 _LEAST_CHANCE = 0.05
-_HOPE = 0.97  # a draft is tried only where one that is so likely to come true would pay
-_OTHERS_WAIT = 1.25  # times a step without drafts: what one's draft may delay others who are late anyway
-_SMALL = 1  # sequences, up to which looking costs next to nothing
+_HOPE = 0.97  # acceptance assumed for an attempt: it is made only where this would pay
+_OTHERS_WAIT = 1.25  # times a step without drafts: how much a draft may delay others that are late anyway
+_SMALL = 1  # sequences up to which proposals cost almost nothing
 _LONGEST_PAUSE = 16  # steps
-_REST_EVERY = 16  # looks, so that it stays known what a step takes without them
+_REST_EVERY = 16  # proposals, so that steps without drafts are still measured
 
 
 class Speculator:
-    """Extends the decodes of a planned step by drafts. One scheduler's."""
+    """Extends the decodes of a planned step by drafts. Each scheduler has its own."""
 
     def __init__(self, num_tokens: int, step_time: StepTimeModel, proposer: Proposer) -> None:
-        """`num_tokens`: the longest draft."""
+        """Create the speculator. `num_tokens` is the longest draft."""
         self._num_tokens = num_tokens
         self._proposer = proposer
         self.costs = RowCosts(step_time)
         self._pause = self._num_in_vain = self._num_looks = 0  # steps
-        self._last: tuple[int, StepShape, int] | None = None  # of the step before: when planned, shape, drafted tokens
+        self._last: tuple[int, StepShape, int] | None = None  # previous step: planning time, shape, draft tokens
 
     def extend(self, planner: StepPlanner, slack_s: float, now_ns: int, *, overlaps: bool) -> None:
-        """Give decodes of the step drafts, where that pays. `slack_s`: until the first token is due that is owed in
-        time. `overlaps`: the next step is planned while this one runs, without those that have a draft in it."""
+        """Add drafts to decodes of the step where that pays.
+
+        `slack_s` is the time until the first deadline of a request that is on time. `overlaps` means that the next step
+        is planned while this one runs, without the sequences that have a draft in it.
+        """
         drafting_s = self._proposer.passes.take_s()
-        if self._last is not None:  # from plan to plan: what is done with a step's tokens takes time, too
+        if self._last is not None:  # from plan to plan: processing the tokens takes time, too
             planned_ns, shape, num_drafted = self._last
             self.costs.observe(shape, num_drafted, (now_ns - planned_ns) / 1e9 - drafting_s)
         looks = not self._pause
@@ -50,11 +53,11 @@ class Speculator:
             self._extend(planner, slack_s, overlaps=overlaps)
         else:
             self._pause -= 1
-        in_vain = looks and not planner.num_drafted and len(planner.decodes) > _SMALL  # no measure of what goes without
+        in_vain = looks and not planner.num_drafted and len(planner.decodes) > _SMALL  # no measure of plain steps
         self._last = None if planner.empty or in_vain else (now_ns, planner.shape, planner.num_drafted)
 
     def verified(self, sequence: Sequence, num_right: int, *, one_wrong: bool) -> None:
-        """So many tokens of a draft came true, and the one after them did or did not."""
+        """Record the result of a verified draft: `num_right` accepted tokens, and whether the next one was rejected."""
         self._proposer.verified(sequence, num_right, one_wrong=one_wrong)
 
     def _extend(self, planner: StepPlanner, slack_s: float, *, overlaps: bool) -> None:
@@ -77,7 +80,7 @@ class Speculator:
             self._pause = max(rest, min(self._num_in_vain, _LONGEST_PAUSE))
 
     def _give(self, planner: StepPlanner, guesses: list[Proposal], lengths: list[int]) -> None:
-        """Drafts of these lengths. Whose draft model is too far behind has it take in some tokens first."""
+        """Give the step drafts of these lengths; a draft model that is too far behind first processes some tokens."""
         room, passes, piece_s = MOST_BEHIND, self._proposer.passes, 0.0
         drafting = Drafting(passes, guesses)
         for place, (guess, length) in enumerate(zip(guesses, lengths, strict=True)):
@@ -94,8 +97,10 @@ class Speculator:
         passes.expect(piece_s + drafting.seconds)
 
     def _guess(self, sequence: Sequence) -> Proposal:
-        """Answers that are held to a form are not guessed: what their guide lets through after a guess is not known
-        before it comes true."""
+        """Return a proposal for a sequence.
+
+        Structured outputs get none: the grammar's mask after a proposed token is unknown before the token is accepted.
+        """
         room = min(sequence.credit_tokens, sequence.submit.max_tokens) - sequence.num_output - 1
         if sequence.guide is not None or room <= 0:
             return Proposal([])
@@ -103,7 +108,7 @@ class Speculator:
         return guess._replace(token_ids=guess.token_ids[:room])
 
     def _lengths(self, planner: StepPlanner, guesses: list[Proposal], slack_s: float, missed: float) -> list[int]:
-        """Of each sequence's draft."""
+        """Return the length of each sequence's draft."""
         likeliest = _by_chance(guesses)[: planner.rows_left]
         lengths = [0] * len(guesses)
         best = self._best(planner.shape, likeliest, Drafting(self._proposer.passes, guesses), slack_s, missed)
@@ -119,8 +124,10 @@ class Speculator:
         slack_s: float,
         missed: float,
     ) -> int:
-        """How many of the drafted tokens bring the most tokens a second. `missed`: what a sequence with a draft loses
-        of the step after this."""
+        """Return how many of the draft tokens give the most tokens per second.
+
+        `missed` is what a sequence with a draft loses in the following step.
+        """
         rows = shape.decode_rows
         seconds = self.costs.seconds(shape, 0)
         longest_s = max(slack_s, _OTHERS_WAIT * seconds) if rows > 1 else math.inf
@@ -138,8 +145,10 @@ class Speculator:
 
 
 def _by_chance(guesses: list[Proposal]) -> list[tuple[float, int, int]]:
-    """Of each guessed token the chance that it and all before it are right, whose it is, and how many are before it;
-    the likeliest first."""
+    """Return (probability that the token and all before it are accepted, sequence index, depth) of each proposed token.
+
+    The most likely comes first.
+    """
     found = []
     for place, guess in enumerate(guesses):
         all_right = guess.first

@@ -3,9 +3,9 @@
 It runs below all classes and is designed to cost requests nothing:
 
 - A step computes speculatively only if there is no request, and only so much that a request that arrives meanwhile
- waits no longer than CHUNK_S, as far as predictable, or for one block.
+  waits no longer than CHUNK_S, as far as predictable, or for one block.
 - It uses only blank blocks and blocks of the same conversation that cannot be hit any more. Between two steps it holds
- none. The blocks that it filled are the first to be evicted.
+  none. The blocks that it filled are the first to be evicted.
 - The next tenant is the one with the fewest computed tokens in proportion to its weight.
 
 The caller predicts the prompts (see `SpeculativePrefillRequest`); `ReturnPatterns` predicts whether they arrive.
@@ -22,13 +22,13 @@ from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv_groups import KvGroups
 from moiety_engine.scheduling.kv_ledger import Hit, KvLedger
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.scheduling.speculative_prefill.account import SpeculativePrefillAccount
-from moiety_engine.scheduling.speculative_prefill.habits import (
+from moiety_engine.scheduling.speculative_prefill.return_patterns import (
     HORIZON_S,
     ConversationWatch,
     ReturnPatterns,
     WatchedConversation,
 )
+from moiety_engine.scheduling.speculative_prefill.speculative_account import SpeculativePrefillAccount
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.scheduling.step_time_model import StepTimeModel
 from moiety_engine.sequence import Sequence
@@ -121,7 +121,7 @@ class SpeculativePrefill:
             self._end(wanted, None, now_ns)
 
     def joined(self, sequence: Sequence, now_ns: int) -> None:
-        """Record that a request joined the batch for the first time, with its hits, and check whether it was predicted."""
+        """Record the first join of a request, with its prefix hits, and check whether it was predicted."""
         if not self._watch and not self.account.open_tokens:
             return
         now_s = now_ns / 1e9

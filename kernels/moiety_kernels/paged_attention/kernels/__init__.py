@@ -1,1 +1,1 @@
-"""The Triton kernels of attention: a running softmax over paged keys, for chunks of prompts and for decoding."""
+"""The Triton kernels of attention: a running softmax over paged keys, for prefill chunks and for decode."""

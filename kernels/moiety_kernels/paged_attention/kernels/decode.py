@@ -1,5 +1,8 @@
-"""The Triton kernels for decoding: one query a sequence, whose context is split over programs, and the splits' merging.
-Constants as in `softmax.py`; a split has LEAST positions or more, a sequence MOST splits or fewer."""
+"""The Triton kernels for decode, which split each query's context over programs and merge the splits.
+
+Each sequence has one query. Constants as in `softmax.py`; a split has at least LEAST positions, a sequence at most MOST
+splits.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from moiety_kernels.paged_attention.kernels.softmax import LOG2_E, UNSEEN, atten
 
 @triton.jit
 def _visible(context, window, WINDOWED: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BN: tl.constexpr):
-    """(first position that a decode query sees, positions a split, splits). The sequence's own length decides alone, so
-    that it is split alike in every batch."""
+    """Return (first position that a decode query sees, positions per split, splits).
+
+    They depend only on the sequence's own length, so that it is split alike in every batch.
+    """
     lowest = tl.maximum(context - window, 0) if WINDOWED else context * 0
     seen = context - lowest
     length = tl.maximum(((seen + MOST - 1) // MOST + BN - 1) // BN * BN, LEAST)
@@ -21,7 +26,10 @@ def _visible(context, window, WINDOWED: tl.constexpr, LEAST: tl.constexpr, MOST:
 
 @triton.jit
 def _place(split, b_splits, b_end):
-    """(sequence, split within it) of a split of the batch, where sequences with `b_splits` splits end at `b_end`."""
+    """Return (sequence, split within it) of a split of the batch.
+
+    `b_splits` holds each sequence's number of splits and `b_end` the end of its splits.
+    """
     m_before = b_end <= split
     return tl.sum(m_before.to(tl.int32), 0), split - tl.sum(tl.where(m_before, b_splits, 0), 0)
 
@@ -75,7 +83,10 @@ def decode(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Items are (sequence, split, key-value head, tile of its rows); each program takes one in `num_programs`."""
+    """Compute attention of the items (sequence, split, key-value head, tile of its rows).
+
+    Each program takes every `num_programs`-th item.
+    """
     TILES: tl.constexpr = (GROUP + BM - 1) // BM
     i_sequence = tl.arange(0, SPAN)
     m_sequence = i_sequence < num_sequences
@@ -118,14 +129,14 @@ def decode(
             *(p_table + sequence.to(tl.int64) * table_row, k_block, k_place, v_block, v_place),
             *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, False, False, SCALED),
         )
-        b_total = tl.where(b_total > 0, b_total, 1.0)  # nothing is seen in a context of nothing
+        b_total = tl.where(b_total > 0, b_total, 1.0)  # an empty context has no visible position
         b_scale = 1.0 / b_total
         b_sum0 *= b_scale[:, None]
         b_sum1 *= b_scale[:, None]
         i_part = (sequence.to(tl.int64) * num_splits + split) * num_heads + i_query_head
         p_row = p_out + (token * num_heads + i_query_head) * V
         direct = splits == 1
-        if SHARED:  # rows so wide that there are no registers for two ways out
+        if SHARED:  # rows so wide that registers do not suffice for two outputs
             direct = False
         if direct:
             store_rows(p_row, m_row, b_sum0, b_sum1, V, V0, V1)
@@ -154,7 +165,7 @@ def merge(
     BN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The sum of a sequence's splits by their weights, always in their order."""
+    """Sum a sequence's splits by their weights, always in their order."""
     sequence = tl.program_id(0)
     context = tl.load(p_context + sequence)
     _, _, splits = _visible(context, window, WINDOWED, LEAST, MOST, BN)

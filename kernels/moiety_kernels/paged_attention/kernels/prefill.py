@@ -1,4 +1,4 @@
-"""The Triton kernel for chunks of prompts. Constants as in `softmax.py`.
+"""The Triton kernel for prefill chunks. Constants as in `softmax.py`.
 
 A tile's rows are queries × the query heads that share a key-value head: row r is query r // GROUP, head r % GROUP.
 """
@@ -13,8 +13,11 @@ from moiety_kernels.paged_attention.kernels.softmax import LOG2_E, UNSEEN, atten
 
 @triton.jit
 def _locate(p_start, tile, num_sequences, GROUP: tl.constexpr, BM: tl.constexpr):
-    """(sequence, tile within it) of a tile of the batch. Sequence s has the tiles from floor(its first row / BM) + s
-    on: as many as it needs, perhaps one more, and nobody has to count them."""
+    """Return (sequence, tile within it) of a tile of the batch.
+
+    Sequence s has the tiles from floor(its first row / BM) + s on: as many as it needs, possibly one more, without a
+    count.
+    """
     base = tl.load(p_start)
     low = 0
     high = num_sequences
@@ -70,7 +73,7 @@ def prefill(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """One program a tile of rows and key-value head, the last tiles, which see most, first."""
+    """Compute one tile of rows and one key-value head per program; the last tiles, which see most keys, run first."""
     num_kv_heads = num_heads // GROUP
     i_head = tl.program_id(0) % num_kv_heads
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads
@@ -104,8 +107,8 @@ def prefill(
     p_table += sequence.to(tl.int64) * table_row
     first = earlier + tile * BM // GROUP
     last = earlier + (tl.minimum(num_rows, (tile + 1) * BM) - 1) // GROUP
-    # Keys come in blocks at fixed positions: at first some that not all rows see any more, then such that all rows see,
-    # at last some that not all rows see yet. Where registers are short, one loop for all of them.
+    # Keys are processed in blocks at fixed positions: first those that some rows no longer see, then those that all
+    # rows see, last those that some rows do not see yet. Where registers are short, one loop handles all three.
     lowest = first * 0
     if WINDOWED:
         lowest = tl.maximum(first + 1 - window, 0)

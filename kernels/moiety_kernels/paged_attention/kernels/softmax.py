@@ -1,7 +1,8 @@
-"""What the attention kernels are made of: loading rows, a running softmax over a paged cache, storing rows.
+"""Building blocks of the attention kernels: row loads, a running softmax over a paged cache, row stores.
 
-`D` is the width of a key and `V` of a value, each cut in two parts that are powers of two, the second perhaps 0.
-`SHARED`: a value is the first part of its key. BM rows of queries, BN keys at once, PLACES a block of the cache.
+`D` is the width of a key and `V` of a value, each cut in two parts that are powers of two, the second possibly 0.
+`SHARED`: a value is the first part of its key. BM rows of queries, BN keys at once, PLACES slots per block of the
+cache.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ def load_rows(
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr = True,
 ):
-    """Entries FIRST … FIRST + SIZE of rows with WIDTH entries; zeros for those that are not there, and for rows not in
-    `m_row`."""
+    """Load entries FIRST … FIRST + SIZE of rows with WIDTH entries.
+
+    Entries beyond the width and rows not in `m_row` are zero.
+    """
     i_entry = FIRST + tl.arange(0, SIZE)
     p = p_row[:, None] + i_entry[None, :]
     if MASKED:
@@ -47,7 +50,7 @@ def store_rows(p_row, m_row, b_sum0, b_sum1, V: tl.constexpr, V0: tl.constexpr, 
 
 @triton.jit
 def start_sums(BM: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
-    """Sums of values, in their two parts, before the first key."""
+    """Return the sums of values before the first key, in their two parts."""
     b_sum0 = tl.zeros([BM, V0], tl.float32)
     b_sum1 = tl.zeros([BM, V1 if V1 else V0], tl.float32)
     return b_sum0, b_sum1
@@ -70,8 +73,11 @@ def scores(
     MASKED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Products of queries and keys, of which the first part is here already. If SCALED, a key has a scale; if SHARED,
-    too, its first part, which is its value, has the value's and the rest the key's."""
+    """Return products of queries and keys; the keys' first part is already loaded.
+
+    If SCALED, a key has a scale. If SHARED as well, its first part, the value, has the value's scale and the rest the
+    key's.
+    """
     b_score = tl.dot(b_q0, tl.trans(b_k0), input_precision="ieee")  # [BM, BN]
     if SCALED and SHARED:
         b_score *= tl.load(p_v_scale + i_slot, mask=m_key, other=0.0)[None, :]
@@ -124,10 +130,12 @@ def attend(
     WINDOWED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Add the keys at begin … end to the rows' sums of values, greatest scores and totals of weights. Weights are
-    powers of 2. Unless MASKED every key is there and seen by every row; if it is CAUSAL too, a row sees those up to its
-    position; if it is WINDOWED, not more than `window` of them, and nothing below `lowest` is read. If SCALED, each key
-    and value has a scale, `scale_block` of them a block."""
+    """Add the keys at begin … end to the rows' sums of values, greatest scores and totals of weights.
+
+    Weights are powers of 2. Unless MASKED, every key exists and every row sees it. With MASKED and CAUSAL, a row sees
+    keys up to its position; with WINDOWED, at most `window` of them, and nothing below `lowest` is read. If SCALED,
+    each key and value has a scale, `scale_block` per block.
+    """
     for start in range(begin, end, BN):
         i_key = start + tl.arange(0, BN)
         m_key = i_key < end

@@ -1,1 +1,1 @@
-"""Kernels that an operation is made of beside its own."""
+"""Helper kernels of the routing operation."""

@@ -1,6 +1,6 @@
-"""Grouping token–expert pairs in Triton, without waiting for the device, and in the same order every time.
+"""Grouping of token–expert pairs in Triton, without a host synchronisation and in the same order every time.
 
-T tokens, K experts a token, R = T · K pairs, E experts, N tiles at most, B blocks of pairs.
+T tokens, K experts per token, R = T · K pairs, E experts, N tiles at most, B blocks of pairs.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from moiety_kernels.route.groups import Groups, most_tiles
 
 MAX_EXPERTS = 1024
 _FEW_PAIRS = 8192  # up to here every expert's program reads all pairs; beyond, blocks are counted first
-_CHUNK, _SMALL_CHUNK = 4096, 256  # pairs that such a program reads at once; two sizes, each compiled at its first use
-_BLOCK = 1024  # pairs of one program where there are many
-_CHANGING = ["num_pairs", "most_tiles", "num_blocks"]  # with the step, for which nothing is compiled anew
-_COUNT_ROWS = 16  # blocks' counts read at once
+_CHUNK, _SMALL_CHUNK = 4096, 256  # pairs that this program reads at once; each size compiles at its first use
+_BLOCK = 1024  # pairs per program where there are many
+_CHANGING = ["num_pairs", "most_tiles", "num_blocks"]  # vary per step without recompilation
+_COUNT_ROWS = 16  # rows of block counts read at once
 
 
 def fits(expert_TK: Tensor, num_experts: int) -> bool:
-    """Whether `group` takes these."""
+    """Return whether `group` supports these pairs."""
     return expert_TK.dtype is torch.int32 and expert_TK.is_contiguous() and num_experts <= MAX_EXPERTS
 
 
 def group(
     expert_TK: Tensor, num_experts: int, tile_rows: int, *, few_pairs: int = _FEW_PAIRS, block: int = _BLOCK
 ) -> Groups:
-    """The pairs grouped by expert; those of a negative id are of none, and their places at the end undefined."""
+    """Return the pairs grouped by expert; pairs with a negative id have no expert and come last, in undefined order."""
     pairs = expert_TK.numel()
     groups = _empty_groups(expert_TK, num_experts, tile_rows)
     tensors = groups.order_R, groups.starts_E1, groups.tiles_N2, groups.num_tiles_1
@@ -74,7 +74,7 @@ def _group_few(
     TILE_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Program e counts all pairs and places those of expert e, in their order, so that nothing is left to chance."""
+    """Count all pairs and place those of expert e in order (program e), so that the result is deterministic."""
     expert = tl.program_id(0)
     counts = tl.zeros([BINS], tl.int32)
     for first in range(0, num_pairs, CHUNK):
@@ -117,7 +117,7 @@ def _group_blocks(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program b places the pairs of block b, sorted by expert; the programs after those write one expert's tiles."""
+    """Place the pairs of block b, sorted by expert (program b); each later program writes one expert's tiles."""
     block = tl.program_id(0)
     i_bin = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
@@ -137,7 +137,7 @@ def _group_blocks(
         i_pair = block * BLOCK + i_here
         expert = tl.load(p_expert + i_pair, mask=i_pair < num_pairs, other=-1)
         expert = tl.where(expert < 0, BINS, expert)
-        key = tl.sort(expert * BLOCK + i_here)  # distinct, so that equal experts stay in order
+        key = tl.sort(expert * BLOCK + i_here)  # distinct, so that the sort is stable
         expert = key // BLOCK
         here = tl.load(p_counts + block.to(tl.int64) * BINS + i_bin)
         shift = tl.cumsum(counts, axis=0) - counts + before - (tl.cumsum(here, axis=0) - here)
@@ -158,7 +158,7 @@ def _write_tiles(
     BINS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """By the counts of all experts, the tiles of one of them; expert 0's program writes what belongs to none."""
+    """Write one expert's tiles from the counts of all experts; expert 0's program also writes the shared fields."""
     i_bin = tl.arange(0, BINS)
     tiles = tl.cdiv(counts, TILE_ROWS)
     place = tl.sum(tl.where(i_bin < expert, tiles, 0), axis=0)
@@ -178,7 +178,7 @@ def _write_tiles(
 
 @triton.jit
 def _write_unused(p_tiles, p_num_tiles, num_tiles, most_tiles):
-    """How many tiles there are, and -1 in those that there are not."""
+    """Write the number of tiles, and -1 in the unused ones."""
     tl.store(p_num_tiles, num_tiles)
     i_lane = tl.arange(0, 128)
     for first in range(2 * num_tiles, 2 * most_tiles, 128):
@@ -186,7 +186,7 @@ def _write_unused(p_tiles, p_num_tiles, num_tiles, most_tiles):
 
 
 def grouping_cases() -> list[CompileCase]:
-    """Few and many experts, few and many pairs."""
+    """Return the cases for few and many experts, few and many pairs."""
     pointers = dict.fromkeys(("p_expert", "p_order", "p_starts", "p_tiles", "p_num_tiles", "p_counts"), "*i32")
     numbers = dict.fromkeys(("num_pairs", "most_tiles", "num_blocks"), "i32")
     odd = frozenset(_CHANGING)

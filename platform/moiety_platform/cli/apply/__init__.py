@@ -1,4 +1,5 @@
-"""`moiety apply`: makes a deployment's classes, tenants, limits and prices what a file says, and nothing else.
+"""Command `moiety apply`: declarative configuration of classes, tenants, limits and prices from a file.
 
-document → spec (what the file wants) · current (what there is) → plan, a pure function → carry_out, over the admin API.
+document → spec (wanted state of the file) · current (state of the gateway) → plan, a pure function → execution over the
+admin API.
 """

@@ -1,4 +1,4 @@
-"""`moiety apply`: options, the plan as a table, the summary."""
+"""Command `moiety apply`: options, the plan as a table, the summary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from moiety_platform.reloading.source import mark_of
 
 PAUSE_S = 0.5
 LOOK_EVERY_S = 1.0
-LOOKS_UNTIL_AGAIN = 10  # after what the gateway refused, or could not do then
+LOOKS_UNTIL_AGAIN = 10  # after an error that the gateway reported
 COLUMNS = {"does": "does", "kind": "what", "name": "name", "field": "field", "before": "is", "after": "becomes",
            "why": "why"}  # fmt: skip
 
@@ -55,10 +55,10 @@ def apply(
         Path, typer.Option(help="Folder with the pod's token, namespace and certificate.", hidden=True)
     ] = ACCOUNT,
 ) -> None:
-    """Make classes, tenants, limits, prices and webhooks what a file says. What was made by hand is left alone.
+    """Make classes, tenants, limits, prices and webhooks match a file. Objects made by hand are left alone.
 
-    A second run changes nothing. Each thing is done whole or not at all; ends with 1 if one was not. With --watch it
-    goes on until it is stopped; what fails is told, and done again when the file changes or the gateway is back.
+    A second run changes nothing. Each object is applied whole or not at all; ends with 1 if one was not. With --watch
+    it continues until it is stopped; errors are reported, and retried when the file changes or the gateway is back.
     """
 
     def once() -> None:
@@ -73,9 +73,9 @@ def apply(
 
 
 def follow(file: Path, once: Callable[[], None]) -> None:
-    """Now, and whenever the file has changed and rested from one look to the next. Until the process is stopped."""
+    """Call `once` now, and after each change of the file that lasts from one look to the next; endless."""
     taken = seen = mark_of([])
-    looks_until_again = -1  # none: all was done, or the file must change first
+    looks_until_again = -1  # -1: everything was done, or the file must change first
     while True:
         mark = mark_of([file])
         rests, seen = mark == seen, mark
@@ -86,7 +86,7 @@ def follow(file: Path, once: Callable[[], None]) -> None:
                 once()
             except FileError as exc:
                 say(f"Error: {exc}", err=True)
-            except CommandError as exc:  # nothing is wrong with the file
+            except CommandError as exc:  # the file itself is valid
                 say(f"Error: {exc}", err=True)
                 looks_until_again = 1 if isinstance(exc, NotReachable) else LOOKS_UNTIL_AGAIN
             sys.stdout.flush()
@@ -125,7 +125,7 @@ def _apply_once(
 
 
 def is_revoked(client: AdminClient, key_id: str) -> bool:
-    """Whether there is such a key, and it counts no more."""
+    """Return whether the key exists and is revoked."""
     try:
         return bool(client.get(path_of("keys", key_id))["status"] == "revoked")
     except Refused:
@@ -133,7 +133,7 @@ def is_revoked(client: AdminClient, key_id: str) -> bool:
 
 
 def wait_for_gateway(http: httpx.Client, wait_s: float) -> None:
-    """Until it answers. Raises NotReachable at the first question after the time."""
+    """Wait up to `wait_s` until the gateway answers; after that, the first call raises NotReachable."""
     end = time.monotonic() + wait_s
     while time.monotonic() < end:
         with contextlib.suppress(CommandError):
@@ -156,7 +156,7 @@ def _show(steps: list[PlanStep], outcome: ApplyOutcome, *, dry_run: bool) -> Non
 
 
 def _rows(step: PlanStep) -> list[dict[str, Any]]:
-    """One a field that changes; names are said once."""
+    """Return one row per changed field; the names are only in the first."""
     head = {"does": str(step.action), "kind": step.kind, "name": step.name, "why": step.why}
     rows = [
         {
@@ -177,7 +177,7 @@ def _rows(step: PlanStep) -> list[dict[str, Any]]:
 
 
 def _shown(step: PlanStep, field: str, value: Any) -> str:
-    """Whole, however small; money in dollars."""
+    """Return a value with all its digits; money in dollars."""
     if field == "cap" and isinstance(value, int) and ": money" in step.name:
         return f"$ {dollars(value)}"
     return f"{value:.6g}" if isinstance(value, float) else show_value(value)
@@ -205,7 +205,7 @@ def _report(document: Document, steps: list[PlanStep], outcome: ApplyOutcome, *,
 
 
 def _complaints(document: Document, steps: list[PlanStep], outcome: ApplyOutcome) -> list[str]:
-    """Each with file and line, where the file has the thing."""
+    """Return the complaints, each with file and line, if the file has the object."""
     by_place = {(step.kind, step.name): step for step in steps}
     told = []
     for place, why in outcome.failed.items():

@@ -1,4 +1,4 @@
-"""What there is at the gateway, by the names that a file would give it."""
+"""Current state of the gateway, by the names that a file would use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Place = tuple[str, str]  # kind and name
 
 @dataclass(frozen=True)
 class DeclaredEntry:
-    """An entry of the ledger of declared things."""
+    """Entry of the ledger of declared objects."""
 
     source: str
     object_id: str | None
@@ -23,14 +23,14 @@ class DeclaredEntry:
 
 @dataclass(frozen=True)
 class Current:
-    """Things as the admin API shows them; `claims` is the ledger."""
+    """Objects as the admin API shows them; `claims` is the ledger."""
 
     rows: dict[Place, dict[str, Any]]
     claims: dict[Place, DeclaredEntry]
 
 
 def read_current(client: AdminClient) -> Current:
-    """Raises CommandError."""
+    """Read the current state. Raises CommandError."""
     ledger = client.get("/declarations")["data"]
     claims = {(one["kind"], one["name"]): DeclaredEntry(one["source"], one["object_id"]) for one in ledger}
     known = {(kind, claim.object_id): name for (kind, name), claim in claims.items() if claim.object_id is not None}
@@ -39,7 +39,7 @@ def read_current(client: AdminClient) -> Current:
         rows["price", price_name(row["model"], row["service_class"])] = row
     scopes: dict[Place, str] = {}  # level and id → name
     tenants = list(client.pages("/tenants"))
-    # what is in the ledger keeps its name there, also where somebody has given it another
+    # an object in the ledger keeps its name there, even if it was renamed since
     for row in sorted(tenants, key=lambda row: ("tenant", row["id"]) in known):
         name = scopes["tenant", row["id"]] = known.get(("tenant", row["id"]), row["name"])
         rows["tenant", name] = row

@@ -1,4 +1,4 @@
-"""A YAML file as plain data that knows on which line each part stands."""
+"""YAML file as plain data that knows the line of each part."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ ROOT = "$"
 
 
 class FileError(CommandError):
-    """Something in the file is wrong: where, and what to do."""
+    """Error in the file; the message says where, and what to do."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """`lines` has the line of each part, by its path such as `$.tenants[0].name`."""
+    """Parsed file. `lines` has the line of each part, by its path such as `$.tenants[0].name`."""
 
     path: Path
     data: Any
     lines: dict[str, int]
 
     def line(self, path: str) -> int:
-        """Of the part, or of what it would stand in."""
+        """Return the line of a part, or of the closest part around it."""
         while path not in self.lines and path != ROOT:
             path = path[: max(path.rfind("."), path.rfind("["))]
         return self.lines.get(path, 1)
@@ -37,7 +37,7 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Raises FileError."""
+    """Read and parse the file. Raises FileError."""
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as exc:

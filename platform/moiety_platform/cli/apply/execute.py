@@ -1,7 +1,9 @@
-"""Carries out a plan over the admin API: each thing whole or not at all. What fails is told, and what needs it skipped.
+"""Execution of a plan over the admin API: each object whole or not at all.
 
-A thing is claimed in the ledger before it is made, and its id noted after: killed in between, the next run finds the
-claim and goes on. A change brings the ETag of what it was planned for.
+Errors are recorded, and steps that depend on a failed one are skipped.
+
+An object is claimed in the ledger before it is created, and its id is recorded after that: if the process is killed in
+between, the next run finds the claim and continues. A change sends the ETag of the state that it was planned for.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ ONLY_NEW = {"If-None-Match": "*"}
 
 @dataclass
 class ApplyOutcome:
-    """What was done. `failed` has a sentence for each thing that was not; `texts` of new keys that no Secret has."""
+    """Result of an execution.
+
+    `failed` has a sentence for each object that was not applied; `texts` has new keys that are in no Secret.
+    """
 
     done: int = 0
     failed: dict[Place, str] = field(default_factory=dict)
@@ -32,7 +37,7 @@ class ApplyOutcome:
 
 
 class PlanExecutor:
-    """Owns the outcome, and the ids of what is there."""
+    """Executor of a plan; it owns the outcome, and the ids of existing objects."""
 
     def __init__(self, client: AdminClient, secrets: KeySecrets, current: Current, source: str) -> None:
         self._client, self._secrets, self._source = client, secrets, source
@@ -44,7 +49,7 @@ class PlanExecutor:
         self.outcome = ApplyOutcome()
 
     def carry_out(self, steps: list[PlanStep]) -> ApplyOutcome:
-        """Raises NotReachable or NotAllowed, where nothing more can be done."""
+        """Run the steps. Raises NotReachable or NotAllowed, after which nothing more can be done."""
         for step in steps:
             place = step.kind, step.name
             if step.action in IDLE:
@@ -68,12 +73,12 @@ class PlanExecutor:
         try:
             self._ids[one.place] = self._make(one)
         except (Refused, ClusterError):
-            self._release(step)  # or what is made by hand under this name would pass for the file's
+            self._release(step)  # else a later object made by hand under this name would count as the file's
             raise
         self._claim(one, self._ids[one.place])
 
     def _make(self, one: Wanted) -> str:
-        """The new thing's id."""
+        """Create the object; return its id."""
         if one.kind in ("key", "webhook"):
             return self._make_text(one)
         if one.kind == "limit":
@@ -99,7 +104,7 @@ class PlanExecutor:
         return made
 
     def _make_text(self, one: Wanted) -> str:
-        """A key, or a webhook with the secret of its signatures: it counts only if its text was kept."""
+        """Create a key, or a webhook with its signing secret, and keep the text; undo it if the text cannot be kept."""
         if one.kind == "key":
             body = {"name": one.own, "project_id": self._parent(one), **one.fields}
             made = self._call("POST", "/keys", body)
@@ -177,7 +182,10 @@ class PlanExecutor:
         self._call("PUT", "/declarations", {**ledger, "tenant_id": tenant or None})
 
     def _tag(self, path: str, step: PlanStep, **parameters: Any) -> dict[str, str]:
-        """The precondition that the thing is as it was when the plan was made. Raises CommandError where it is not."""
+        """Return the precondition that the object is unchanged since the plan.
+
+        Raises CommandError if it has changed.
+        """
         now, tag = self._client.tagged(path, **parameters)
         if any(now.get(name) != before for name, (before, _) in step.changes.items()):
             raise CommandError("somebody changed it after this had looked: it was left as it is; apply again")

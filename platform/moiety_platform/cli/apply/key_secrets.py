@@ -1,5 +1,4 @@
-"""The Secrets that declared keys are put into. Nobody else is asked for one, so that a file without keys needs no
-cluster."""
+"""Secrets of the cluster that declared keys are put into; a file without keys needs no cluster."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from moiety_platform.cluster.secrets_api import SecretsApi
 
 
 class KeySecrets:
-    """Owns the connection to the cluster, which is made when it is first needed."""
+    """Owner of the connection to the cluster, which is made at first use."""
 
     def __init__(self, environment: Mapping[str, str], account: Path, is_revoked: Callable[[str], bool]) -> None:
-        """`is_revoked` says of a key, by its id, whether it is one of the gateway's that counts no more."""
+        """Create it unconnected; `is_revoked` returns whether an id is that of a revoked key of the gateway."""
         self._environment, self._account, self._is_revoked = environment, account, is_revoked
         self._stack = ExitStack()
         self._connected: SecretsApi | None = None
@@ -33,11 +32,11 @@ class KeySecrets:
         self._stack.close()
 
     def put(self, name: str, text: str) -> None:
-        """Raises ClusterError."""
+        """Put a text into a Secret. Raises ClusterError."""
         put_key(self._api(), name, text)
 
     def look(self, wanted: Sequence[Wanted], current: Current) -> dict[Place, bool | str]:
-        """Of each thing with a Secret, whether that has its text; or why it is not known."""
+        """Return for each object with a Secret whether that has its text, or why this is unknown."""
         found: dict[Place, bool | str] = {}
         for one in wanted:
             if one.key_secret is not None:
@@ -53,8 +52,9 @@ class KeySecrets:
         text = "" if secret is None else secret.entries.get(KEY_ENTRY, b"").decode(errors="replace")
         key = parse_key(text)
         is_ours = row is not None and (one.kind != "key" or (key is not None and key.key_id == row["id"]))
-        begun = row is None and one.place in current.claims  # and perhaps killed before its id was noted
-        is_stale = key is not None and self._is_revoked(key.key_id)  # of a key that was declared once
+        # the process may have been killed before the id was recorded
+        begun = row is None and one.place in current.claims
+        is_stale = key is not None and self._is_revoked(key.key_id)  # the text of a key that was declared earlier
         if text and not is_ours and not begun and not is_stale:
             return (
                 f"the Secret {name} has an entry {KEY_ENTRY!r} that is not this {one.kind}'s, and was left as it is: "

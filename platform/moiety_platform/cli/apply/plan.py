@@ -1,4 +1,4 @@
-"""What to do so that what there is becomes what the file wants. Pure."""
+"""Plan of the steps that turn the current state into the wanted state. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from moiety_platform.cli.apply.current import Current, Place
 from moiety_platform.cli.apply.spec import Wanted
 
-MAKING = ("class", "price", "tenant", "project", "key", "limit", "webhook")  # what others need goes first
+MAKING = ("class", "price", "tenant", "project", "key", "limit", "webhook")  # dependencies come first
 TAKING = ("limit", "key", "webhook", "price", "project", "tenant", "class")
 
 
 class PlanAction(StrEnum):
     CREATE = "create"
     CHANGE = "change"
-    REPLACE = "replace"  # made anew, since it cannot be changed or its text was lost
+    REPLACE = "replace"  # created again, since it cannot be changed or its text was lost
     KEEP = "unchanged"
-    ADOPT = "adopt"  # as it was declared, and the file's from now on
+    ADOPT = "adopt"  # unchanged, and owned by the file from now on
     DELETE = "delete"
-    SUSPEND = "suspend"  # of tenants, which are not deleted
-    RELEASE = "let go"  # it stays, and is nobody's declaration
-    LEFT = "left"  # it left the file, and stays until --prune
+    SUSPEND = "suspend"  # for tenants, which are not deleted
+    RELEASE = "let go"  # it stays, and is not declared any more
+    LEFT = "left"  # it was removed from the file, and stays until --prune
     REFUSE = "refused"
 
 
@@ -32,7 +32,7 @@ IDLE = frozenset({PlanAction.KEEP, PlanAction.LEFT, PlanAction.REFUSE})
 
 @dataclass(frozen=True)
 class PlanStep:
-    """One thing and what becomes of it. `changes` are field → (before, after); `row` is what there is."""
+    """One object and the action on it. `changes` are field → (before, after); `row` is the current state."""
 
     action: PlanAction
     kind: str
@@ -45,8 +45,11 @@ class PlanStep:
 
 @dataclass(frozen=True)
 class PlanTerms:
-    """How to plan. `kept` says of a declared thing with a Secret whether that has its text; a sentence says why it
-    cannot be known. `shows_keys`: new keys are printed."""
+    """Options of the plan.
+
+    `kept` says for a declared object with a Secret whether that has its text; a string is the reason why this is
+    unknown. `shows_keys`: new keys are printed.
+    """
 
     source: str
     prune: bool = False
@@ -56,7 +59,7 @@ class PlanTerms:
 
 
 def make_plan(wanted: Sequence[Wanted], current: Current, terms: PlanTerms) -> list[PlanStep]:
-    """Steps in the order in which they can be taken."""
+    """Return the steps in executable order."""
     ordered = sorted(wanted, key=lambda one: (MAKING.index(one.kind), *_rank(one)))
     steps = [_step(one, current, terms) for one in ordered]
     steps += _of_gone({one.place for one in wanted}, current, terms)
@@ -64,7 +67,7 @@ def make_plan(wanted: Sequence[Wanted], current: Current, terms: PlanTerms) -> l
 
 
 def _rank(one: Wanted) -> tuple[float, ...]:
-    """Of classes: those that others fall back to go first."""
+    """Return the sort key among classes, in which fallback classes come first."""
     return (-float(one.fields.get("rank", 0)),) if one.kind == "class" else ()
 
 
@@ -93,7 +96,7 @@ def _step(one: Wanted, current: Current, terms: PlanTerms) -> PlanStep:
 
 
 def _step_of_text(one: Wanted, row: dict[str, Any] | None, terms: PlanTerms) -> PlanStep:
-    """Of a key or a webhook, whose text is shown once: it is made once, and never changed."""
+    """Return the step of a key or a webhook, whose text is shown once: it is created once, and never changed."""
     changes = {name: (None if row is None else row.get(name), value) for name, value in one.fields.items()}
     kept = terms.kept.get(one.place, True)
     if isinstance(kept, str):
@@ -117,7 +120,7 @@ def _step_of_text(one: Wanted, row: dict[str, Any] | None, terms: PlanTerms) -> 
 
 
 def _of_gone(wanted: Iterable[Place], current: Current, terms: PlanTerms) -> list[PlanStep]:
-    """Of what this file declared once and declares no more."""
+    """Return the steps for objects that this file declared earlier and does not any more."""
     still = frozenset(wanted)
     gone = [place for place, claim in current.claims.items() if claim.source == terms.source and place not in still]
     steps = []
@@ -126,7 +129,7 @@ def _of_gone(wanted: Iterable[Place], current: Current, terms: PlanTerms) -> lis
         claim = current.claims[kind, name]
         ours = row is not None and claim.object_id in (None, identity(kind, row))
         if kind == "tenant" and row is not None and ours and row["status"] != "active":
-            continue  # done: it stays in the ledger, so that it is ours if it is declared again
+            continue  # done: it stays in the ledger, and is ours if it is declared again
         action, why = _farewell(kind, row if ours else None)
         if not terms.prune:
             action, why = PlanAction.LEFT, "left the file: --prune takes it away"
@@ -147,12 +150,12 @@ def _farewell(kind: str, row: dict[str, Any] | None) -> tuple[PlanAction, str]:
 
 
 def differences(fields: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Of the fields that the file gives."""
+    """Return the changes of the fields that the file gives."""
     return {name: (row.get(name), value) for name, value in fields.items() if row.get(name) != value}
 
 
 def identity(kind: str, row: Mapping[str, Any] | None) -> str | None:
-    """What the ledger knows a thing by: its id; of classes and prices, which have none, their kind."""
+    """Return the object's identity in the ledger: its id; for classes and prices, which have none, their kind."""
     if row is None:
         return None
     return kind if kind in ("class", "price") else str(row["id"])

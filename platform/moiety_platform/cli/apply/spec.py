@@ -1,4 +1,4 @@
-"""What a file may declare, and what it comes to: a flat list of things, each with the fields that the file gives."""
+"""Schema of a declaration file, and its conversion to a flat list of objects with the fields that the file gives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ClassSpec(ClassChange, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class PriceSpec(msgspec.Struct, **_STRICT):
-    """Dollars a million tokens."""
+    """Prices in dollars per million tokens."""
 
     model: str
     input: Amount
@@ -54,7 +54,7 @@ class LimitSpec(msgspec.Struct, **_STRICT):
 
 
 class KeySpec(msgspec.Struct, **_STRICT, rename={"key_secret": "keySecret"}):
-    """A key for clients. Its text is never in the file: it goes into the Secret `keySecret`."""
+    """A key for clients. The file never holds its text, which goes into the Secret `keySecret`."""
 
     name: str
     models: list[str] | None = None
@@ -69,7 +69,7 @@ class ProjectSpec(msgspec.Struct, **_STRICT):
 
 
 class TenantSpec(msgspec.Struct, **_STRICT):
-    """`models` are those of its keys that name none themselves; `service_class` is the best that it may use."""
+    """A tenant. `models` apply to its keys without models of their own; `service_class` is the best that it may use."""
 
     name: str
     service_class: str | None = None
@@ -81,7 +81,7 @@ class TenantSpec(msgspec.Struct, **_STRICT):
 
 
 class WebhookSpec(msgspec.Struct, **_STRICT, rename={"key_secret": "keySecret"}):
-    """An address that alerts go to; the secret that they are signed with goes into the Secret `keySecret`."""
+    """An address for alerts; the secret that signs them goes into the Secret `keySecret`."""
 
     name: str
     url: str
@@ -98,8 +98,11 @@ PARTS: dict[str, type[msgspec.Struct]] = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """One thing that the file declares. `name` is its own among all of its kind, `own` what the API calls it; `parent`
-    is (kind, name) of what it belongs to. `fields` are those that the file gives, as the admin API names them."""
+    """An object that the file declares.
+
+    `name` is unique among its kind, `own` is its name in the API; `parent` is (kind, name) of the object that it
+    belongs to. `fields` are those that the file gives, as the admin API names them.
+    """
 
     kind: str
     name: str
@@ -108,7 +111,7 @@ class Wanted:
     fields: dict[str, Any]
     parent: tuple[str, str] | None = None
     key_secret: str | None = None
-    also: dict[str, Any] = field(default_factory=dict)  # by which it is found: a price's model, a limit's kind
+    also: dict[str, Any] = field(default_factory=dict)  # identifying fields: a price's model, a limit's kind
 
     @property
     def place(self) -> tuple[str, str]:
@@ -116,7 +119,7 @@ class Wanted:
 
 
 def read_wanted(document: Document) -> list[Wanted]:
-    """All things of the file, parents before children. Raises CommandError that lists everything that is wrong."""
+    """Return all objects of the file, parents before children. Raises CommandError that lists all errors."""
     if not isinstance(document.data, dict):
         raise document.wrong(ROOT, f"must hold lists at the top: {', '.join(PARTS)}")
     wrong = [
@@ -174,7 +177,7 @@ def _convert(document: Document, raw: Any, form: type[T], path: str) -> T:
 
 
 def _known(form: Any, inner: str) -> list[str]:
-    """The fields of the struct at this place inside `form`."""
+    """Return the fields of the struct at this path inside `form`."""
     for name in re.findall(r"\.(\w+)", inner):
         fields = {one.encode_name: one.type for one in msgspec.structs.fields(form)}
         form = getattr(fields[name], "__args__", (fields[name],))[0]
@@ -200,7 +203,7 @@ def _price(document: Document, path: str, raw: dict[str, Any], spec: PriceSpec) 
 
 def _tenant(document: Document, path: str, raw: dict[str, Any], spec: TenantSpec) -> Iterator[Wanted]:
     fields = {name: raw[name] for name in ("service_class", "weight", "status") if raw.get(name) is not None}
-    name = unicodedata.normalize("NFC", spec.name)  # as the gateway keeps it
+    name = unicodedata.normalize("NFC", spec.name)  # as the gateway stores it
     tenant = Wanted("tenant", spec.name, spec.name, path, {"name": name, **fields})
     yield tenant
     yield from _limits(document, tenant, spec.limits)
@@ -237,7 +240,7 @@ def _limits(document: Document, of: Wanted, spec: LimitSpec) -> Iterator[Wanted]
 
 
 def _dollars(document: Document, path: str, amount: Amount) -> tuple[str, int]:
-    """As the API writes them, and in nano-dollars."""
+    """Return an amount as the API writes it, and in nano-dollars."""
     try:
         nano = parse_dollars(str(amount))
         return dollars(nano), nano

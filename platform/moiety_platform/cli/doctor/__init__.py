@@ -1,1 +1,1 @@
-"""`moiety doctor`: what is wrong with a deployment, and what mends it. Looks, and changes nothing."""
+"""Command `moiety doctor`: find the problems of a deployment and their remedies. Changes nothing."""

@@ -1,4 +1,4 @@
-"""`moiety doctor`: options, the checks in order, and what they found."""
+"""Command `moiety doctor`: options, the checks in order, and their findings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MARKS = {Severity.OK: "✓", Severity.WARNING: "!", Severity.WRONG: "✗"}
 
 @dataclass(frozen=True)
 class DoctorContext:
-    """What is looked at. `only` are the areas, all of them if it is empty."""
+    """Deployment to check. `only` are the areas; all areas if it is empty."""
 
     settings: GatewaySettings
     url: str
@@ -61,11 +61,11 @@ def doctor(
     only: Annotated[list[str] | None, typer.Option(help=f"One area: {', '.join(AREAS)}; repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
-    """Look for what is wrong with a deployment, and say what mends it. Changes nothing; ends with 1 if something is.
+    """Look for problems of a deployment, and suggest remedies. Changes nothing; ends with 1 if something is wrong.
 
-    Give it what the gateway is given: the same environment, configuration file or options.
+    Give it the same environment, configuration file or options as the gateway.
     """
-    patient = patient_of(config, data_dir, database_url, engine, url, admin_key, dashboard, only)
+    patient = doctor_context_of(config, data_dir, database_url, engine, url, admin_key, dashboard, only)
     findings = asyncio.run(examine(patient, SystemClock()))
     counts = Counter(finding.level for finding in findings)
     if as_json:
@@ -84,7 +84,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def patient_of(
+def doctor_context_of(
     config: Path | None,
     data_dir: Path | None,
     database_url: str | None,
@@ -94,7 +94,7 @@ def patient_of(
     dashboard: str | None,
     only: list[str] | None,
 ) -> DoctorContext:
-    """From the options of a command. Raises typer.BadParameter or CommandError."""
+    """Return the context from the options of a command. Raises typer.BadParameter or CommandError."""
     if unknown := set(only or ()) - set(AREAS):
         raise typer.BadParameter(f"there is no area {', '.join(sorted(unknown))}; there are: {', '.join(AREAS)}")
     flags = {"data_dir": data_dir, "database_url": database_url, "engines": tuple(engine) if engine else None}
@@ -112,7 +112,7 @@ def patient_of(
 
 
 async def examine(patient: DoctorContext, clock: Clock) -> list[Finding]:
-    """All checks of the areas that were asked for."""
+    """Run all checks of the chosen areas."""
     return [finding async for finding in _look(patient, clock)]
 
 
@@ -155,7 +155,7 @@ def curve_of(settings: GatewaySettings) -> CurveKeys | None:
 
 
 def show(finding: Finding) -> None:
-    """A line, and below it what to do."""
+    """Print a finding in one line, and the advice below it."""
     say(f"{MARKS[finding.level]} {finding.area}: {finding.found}")
     if finding.advice:
         say(f"    {finding.advice}")

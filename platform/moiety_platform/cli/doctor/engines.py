@@ -1,4 +1,4 @@
-"""The engines, each asked over its own address as a gateway would."""
+"""Checks of the engines, each contacted over its own address as a gateway would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 import zmq
 
 from moiety_platform.cli.doctor.finding import Finding, ok, wrong
-from moiety_platform.engine_addresses import ExternalAddress, is_foreign, is_name
+from moiety_platform.engine_addresses import ExternalAddress, is_external, is_name
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.errors import UndecodableMessage
@@ -24,27 +24,27 @@ AREA = "engines"
 TIMEOUT_S = 3.0
 GREETING_BYTES = 64
 SIGNATURE, MECHANISM = slice(0, 1), slice(12, 32)  # of ZMTP's greeting
-VERSION = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"  # no more than it takes to be told the other's mechanism
+VERSION = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"  # just enough to receive the peer's mechanism
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a gateway is told of its engines. `foreign_key` is for servers of others whose address names no file."""
+    """Engine settings of a gateway. `external_engine_key` is for external engines whose address names no key file."""
 
     addresses: Sequence[str]
     curve: CurveKeys | None
-    foreign_key: str | None = None
+    external_engine_key: str | None = None
 
 
 def look_at_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
-    """Whether each answers, and whether those of one model agree."""
+    """Check that each engine answers, and that those of one model agree."""
     if not settings.addresses:
         advice = "give the gateway its engines: --engine, MOIETY_ENGINES, or `engines` in the configuration file"
         yield wrong(AREA, "no_engines", "no engine is configured", advice)
     cards: list[tuple[str, ModelCard]] = []
     for address in settings.addresses:
-        if is_foreign(address):
-            yield _look_at_foreign(address, settings.foreign_key, timeout_s)
+        if is_external(address):
+            yield _check_external_engine(address, settings.external_engine_key, timeout_s)
             continue
         places = list(_resolve(address)) if is_name(address) else [address]
         if not places:
@@ -90,7 +90,7 @@ def _ask(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard |
 
 
 def _greet(address: str, timeout_s: float) -> bytes:
-    """The first bytes of whatever listens. Raises OSError."""
+    """Return the first bytes that the listener sends. Raises OSError."""
     parts = urlsplit(address)
     if parts.scheme == "ipc":
         connection = socket.socket(socket.AF_UNIX)
@@ -108,12 +108,12 @@ def _greet(address: str, timeout_s: float) -> bytes:
             while len(received) < GREETING_BYTES and (more := connection.recv(GREETING_BYTES)):
                 received += more
         except TimeoutError:
-            pass  # it does not speak first, as an engine does
+            pass  # it does not speak first, unlike an engine
         return received
 
 
 def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard | Finding:
-    """The card, as a gateway gets it."""
+    """Return the model card as a gateway receives it, or a finding."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         if curve is not None:
@@ -140,7 +140,7 @@ def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard
 
 
 def _of_this_release(address: str, card: ModelCard) -> ModelCard | Finding:
-    """The card, if a gateway of this release can take the engine."""
+    """Return the card if a gateway of this release can use the engine, else a finding."""
     if card.protocol_version == PROTOCOL_VERSION:
         return card
     told = f"{address}: the engine speaks protocol {card.protocol_version}, this release {PROTOCOL_VERSION}"
@@ -149,7 +149,7 @@ def _of_this_release(address: str, card: ModelCard) -> ModelCard | Finding:
     return wrong(AREA, "engine_release", told, advice)
 
 
-def _look_at_foreign(text: str, default_key: str | None, timeout_s: float) -> Finding:
+def _check_external_engine(text: str, default_key: str | None, timeout_s: float) -> Finding:
     try:
         address = ExternalAddress.parse(text)
         key = default_key if address.key_file is None else address.key_file.read_text().strip()
@@ -161,15 +161,15 @@ def _look_at_foreign(text: str, default_key: str | None, timeout_s: float) -> Fi
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)]
     except (OSError, ValueError, KeyError, TypeError, httpx.HTTPError) as exc:
         advice = "start that server, or correct the address, key_file or model in it"
-        return wrong(AREA, "foreign_away", f"{text}: {exc}", advice)
+        return wrong(AREA, "external_engine_away", f"{text}: {exc}", advice)
     if address.model not in names:
         advice = f"name one of: {', '.join(names)}"
-        return wrong(AREA, "foreign_model", f"{address.base_url} does not serve {address.model!r}", advice)
+        return wrong(AREA, "external_engine_model", f"{address.base_url} does not serve {address.model!r}", advice)
     return ok(AREA, "engine", f"{address.base_url}: {address.model}")
 
 
 def _disagreements(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
-    """Engines of one model among which a request could not move."""
+    """Yield engines of one model that requests cannot move between."""
     first: dict[str, tuple[str, ModelCard]] = {}
     for address, card in cards:
         other_address, other = first.setdefault(card.model, (address, card))
@@ -190,7 +190,7 @@ def _disagreements(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
 
 
 def _half_pools(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
-    """Models of which engines compute prompts, and none goes on with them."""
+    """Yield models whose engines only prefill, without an engine that decodes."""
     able = {card.model for _, card in cards if card.role is not EngineRole.PREFILL}
     for model in sorted({card.model for _, card in cards} - able):
         told = f"all engines of {model!r} compute prompts only (--role prefill)"
@@ -198,6 +198,6 @@ def _half_pools(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
 
 
 def local_engine(data_dir: Path) -> tuple[str, ...]:
-    """The engine of a local serve, if one has run there."""
+    """Return the address of the engine of a local serve, if one has run there."""
     place = data_dir.absolute() / "run" / "engine.sock"
     return (f"ipc://{place}",) if place.exists() else ()

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Findings of a check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`code` is stable, for programs. `advice` says what to do; `command` does it, where one command can."""
+    """Result of one check. `code` is stable, for programs; `advice` says what to do; `command` does it, if one can."""
 
     area: str
     code: str

@@ -1,4 +1,4 @@
-"""This machine and what is installed on it."""
+"""Checks of this machine and of the installed packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from moiety_platform.cli.doctor.finding import Finding, ok, warn, wrong
 
 AREA = "machine"
-PARTS = ("gateway", "engine", "dashboard", "deepspeed", "plot", "grpc")  # extras of what serves
+PARTS = ("gateway", "engine", "dashboard", "deepspeed", "plot", "grpc")  # extras of serving parts
 MIN_FILES = 4096  # a stream is a connection; each engine, database connection and journal is one more
 GOOD_FILES = 65_536
 MIN_FREE_BYTES = 1 << 30
@@ -29,7 +29,7 @@ PACKAGES = ("moiety", "torch", "triton", "litestar", "sqlalchemy", "pyzmq")
 
 
 def look_at_machine(data_dir: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> Iterator[Finding]:
-    """Packages, GPU, data directory, disk, open files, shared memory."""
+    """Check packages, GPU, data directory, disk, open files and shared memory."""
     yield _packages()
     yield from _gpu()
     yield from _data_dir(data_dir)
@@ -39,7 +39,7 @@ def look_at_machine(data_dir: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> 
 
 
 def versions() -> dict[str, str | None]:
-    """Of what matters; None for what is not installed."""
+    """Return the versions of the relevant packages; None for those that are not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
     for name in PACKAGES:
         try:
@@ -50,7 +50,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _packages() -> Finding:
-    """Those that are there, against what this release asks for; of a part that is not installed nothing is asked."""
+    """Check the installed packages against this release's requirements; missing ones are ignored."""
     try:
         wanted = [Requirement(text) for text in requires("moiety") or ()]
     except PackageNotFoundError:
@@ -100,7 +100,7 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _data_dir(data_dir: Path) -> Iterator[Finding]:
-    """Whether who asks may write it and the journal in it; asked as the user that the gateway runs as."""
+    """Check that the current user, who should be the gateway's, may write the data directory and the usage journal."""
     for folder in (data_dir, data_dir / "usage-journal"):
         if folder.exists() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=EFFECTIVE):
             yield _closed(folder)

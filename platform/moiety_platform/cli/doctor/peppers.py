@@ -1,4 +1,4 @@
-"""The pepper: whether the stored keys were hashed with it, and while it is replaced, who still needs the one before."""
+"""Check of the pepper: whether it hashed the stored keys, and during a rotation, which keys need the old one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.keys import hash_key, hashes_match, mark_of, parse_key
-from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME, BadPepper, PepperRotation, pepper_of, turn_of
+from moiety_platform.auth.pepper import (
+    FILE_NAME,
+    PREVIOUS_FILE_NAME,
+    BadPepper,
+    PepperRotation,
+    pepper_of,
+    pepper_rotation_of,
+)
 from moiety_platform.cli.doctor.finding import Finding, ok, warn, wrong
 from moiety_platform.clock import Clock
 from moiety_platform.settings import GatewaySettings
@@ -23,7 +30,10 @@ NUM_NAMED = 5  # keys
 async def look_at_pepper(
     session: AsyncSession, settings: GatewaySettings, admin_key: str | None, clock: Clock
 ) -> Finding:
-    """By the marks of the stored keys; of those from before there were marks, by the administrator's alone."""
+    """Check the pepper by the marks of the stored keys.
+
+    Of older keys without marks, only the administrator's is checked.
+    """
     working = ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > clock.now())
     keys = (await session.scalars(select(ApiKey).where(*working).order_by(ApiKey.created_at, ApiKey.name))).all()
     file = settings.data_dir / FILE_NAME
@@ -33,7 +43,7 @@ async def look_at_pepper(
         advice = f"put the pepper of the backup back at {file} (or in MOIETY_KEY_PEPPER); without it every key is lost"
         return wrong(AREA, "pepper_missing", f"{len(keys)} keys are stored, and there is no pepper", advice)
     try:
-        pepper, turn = pepper_of(settings), turn_of(settings)
+        pepper, turn = pepper_of(settings), pepper_rotation_of(settings)
     except BadPepper as exc:
         return wrong(AREA, "pepper_bad", str(exc), "put the pepper of the backup back")
     return (

@@ -1,4 +1,4 @@
-"""What speaks HTTP: the gateway, its admin API, the issuer of logins, the trace store, the dashboard."""
+"""Checks of HTTP services: the gateway, its admin API, the OIDC issuer, the trace store, the dashboard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SKEW_S = 5.0  # a Date header has whole seconds
 
 
 def look_at_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[Finding]:
-    """Whether it lives, can serve, and takes the key."""
+    """Check that the gateway is alive and ready, and accepts the admin key."""
     try:
         health = httpx.get(f"{url}/healthz", timeout=TIMEOUT_S)
         ready = httpx.get(f"{url}/readyz", timeout=TIMEOUT_S)
@@ -68,7 +68,7 @@ def _look_at_key(url: str, admin_key: str) -> Finding:
 
 
 async def look_at_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
-    """Whether its keys can be read, as a gateway reads them."""
+    """Check that the OIDC issuer's keys can be read, as a gateway reads them."""
     issuer = settings.oidc_issuer
     if issuer is None:
         yield ok(LOGIN, "issuer", "administrators come with keys; no issuer of tokens is configured")
@@ -103,7 +103,7 @@ def _unreadable(issuer: str, failure: Exception) -> Finding:
 
 
 def look_at_traces(settings: GatewaySettings) -> Iterator[Finding]:
-    """Whether it takes what gateways send: nothing at all, under their token."""
+    """Check that the trace store accepts an empty request with the gateways' token."""
     if settings.traces_endpoint is None or settings.traces_token is None:
         yield ok(TRACES, "traces", "no trace store is configured")
         return

@@ -1,4 +1,4 @@
-"""The database: whether it is there and at the right revision, its clock, pepper and keys; whether the books agree."""
+"""Checks of the database: reachability, revision, clock, pepper, owners' keys, prices, and usage records."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from moiety_platform.usage.set_aside import SetAside
 
 AREA = "store"
 MAX_SKEW_S = 2.0
-DRIFT_HOURS = 48  # so that a whole day is in it, whose sums can be compared
+DRIFT_HOURS = 48  # includes a whole day, whose sums can be compared
 MIGRATE_TIMEOUT_S = 30
 
 
 async def look_at_store(settings: GatewaySettings, admin_key: str | None, clock: Clock) -> AsyncIterator[Finding]:
-    """What needs the tables is asked only where they are right."""
+    """Run the checks of the store; those that need the tables only run if the revision is right."""
     revision = look_at_revision(settings.store_url)
     yield revision
     for finding in look_at_journal(settings.usage_journal_dir):
@@ -63,9 +63,9 @@ async def look_at_store(settings: GatewaySettings, admin_key: str | None, clock:
 
 
 def look_at_revision(url: str) -> Finding:
-    """By the migrations' own program, which this package does not import."""
+    """Check the revision with the migrations' own program, which this package does not import."""
     asked = [sys.executable, "-P", "-m", "moiety_migrations", "current", "--json"]
-    environment = {**os.environ, "MOIETY_DATABASE_URL": url}  # not an argument: those can be read by everybody
+    environment = {**os.environ, "MOIETY_DATABASE_URL": url}  # not an argument, which every user can read
     done = subprocess.run(
         asked, env=environment, capture_output=True, text=True, timeout=MIGRATE_TIMEOUT_S, check=False
     )
@@ -87,7 +87,7 @@ def look_at_revision(url: str) -> Finding:
 
 
 async def look_at_clock(session: AsyncSession, clock: Clock) -> Finding:
-    """Leases and expiries go by the database's clock, deadlines by the machines'."""
+    """Compare the clocks: leases and expiries use the database's clock, deadlines the machines'."""
     theirs = (await session.scalar(select(now_ms()))) or 0
     skew_s = clock.now().timestamp() - theirs / 1000
     told = f"this machine's clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the database's"
@@ -110,7 +110,7 @@ async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:
 
 
 async def look_at_prices(session: AsyncSession, clock: Clock) -> Finding:
-    """What has no price is refused to whoever has a limit in money."""
+    """Check that used models have a price; without one, tenants with a limit in money are refused."""
     money = [kind for kind in LimitKind if kind.unit is Unit.MONEY]
     limits = await session.scalar(select(func.count()).select_from(Quota).where(Quota.kind.in_(money))) or 0
     if not limits:
@@ -126,7 +126,7 @@ async def look_at_prices(session: AsyncSession, clock: Clock) -> Finding:
 
 
 async def look_at_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Finding]:
-    """Requests, ledger, sums and limits."""
+    """Check that requests, ledger, sums and limits agree."""
     until = clock.now()
     report = await reconcile(session, until - timedelta(hours=DRIFT_HOURS), until)
     again = "look again in a minute, since what ends just now may be half stored; if it stays, keep a support bundle"
@@ -151,7 +151,7 @@ async def look_at_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Fi
 
 
 def look_at_journal(folder: Path) -> Iterator[Finding]:
-    """Usage that no living gateway will store."""
+    """Find journals of usage that no running gateway will store."""
     left = [path.name for path in sorted(folder.glob("*.jsonl")) if path.stat().st_size and not _is_held(path)]
     if left:
         told = f"usage of a gateway that was killed lies in {folder}: {', '.join(left)}"
@@ -160,7 +160,7 @@ def look_at_journal(folder: Path) -> Iterator[Finding]:
 
 
 def look_at_set_aside(folder: Path) -> Iterator[Finding]:
-    """Usage that nobody bills."""
+    """Find usage that was set aside and is not billed."""
     report = SetAside(folder).report()
     if report.total:
         told = (

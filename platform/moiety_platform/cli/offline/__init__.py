@@ -1,1 +1,1 @@
-"""`moiety batch run`: a file of requests answered by an engine in this process, in OpenAI's form."""
+"""Command `moiety batch run`: offline inference on a file of requests, in OpenAI's form and in this process."""

@@ -1,5 +1,7 @@
-"""The output of a run: one answer a line, each written at once, so that whatever ends the process cuts at most one line
-off, and the next run goes on after the last whole one."""
+"""Output file of a run: one answer per line, each written at once.
+
+However the process ends, at most one line is incomplete, and the next run continues after the last complete one.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,20 @@ _BEGINNING = b'{"id":"' + ID_PREFIX.encode()
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What an answer is known by."""
+    """Identifying fields of an answer."""
 
     id: str
     custom_id: str
 
 
 class AnswerFile:
-    """Owns the open file and its lock. `keys` has what is in it: the line's key of each custom_id."""
+    """Output file, open and locked. `keys` has the line key of each answered custom_id."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, which may hold answers. Raises CommandError where it holds anything else, or another run
-        writes it."""
+        """Open the file, which may hold answers.
+
+        Raises CommandError if it holds anything else, or another run writes it.
+        """
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -53,7 +57,7 @@ class AnswerFile:
         os.close(self._fd)
 
     def add(self, line: bytes) -> None:
-        """Raises CommandError where there is no room."""
+        """Append a line. Raises CommandError if the file cannot be written."""
         rest = memoryview(line + b"\n")
         try:
             while rest:
@@ -81,7 +85,7 @@ class AnswerFile:
         return keys
 
     def _cut(self, end: int, torn: bytes) -> None:
-        """Drop the line that a run was ended in the middle of; nothing else is ever dropped."""
+        """Remove the last, incomplete line, in which a run ended; nothing else is ever removed."""
         if not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
             raise CommandError(f"{self.path} ends with what is no answer; give another --output")
         os.ftruncate(self._fd, end)

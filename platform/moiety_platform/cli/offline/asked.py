@@ -1,4 +1,4 @@
-"""One line on its way: from its text to what the engine is to run, and from what came of that to the line's answer."""
+"""Offline processing of one line: from its text to the engine's sequences, and from their results to the answer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from moiety_text.reasoning import AnswerReader
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Failed, Finished, ModelCard, Submit, Tokens
 
-MAX_SEQUENCES = 4096  # of one line
+MAX_SEQUENCES = 4096  # per line
 OWNER = "offline"
 _UNBOUNDED = 2**31 - 1
 
 
 @dataclass(slots=True)
 class OfflineLine:
-    """A line that is being answered. It is what its answer is made from (`whole.EndedRun`)."""
+    """A line in progress; its answer is made from it (`whole.EndedRun`)."""
 
     work: Work
     endpoint: BatchEndpoint
@@ -71,7 +71,7 @@ class OfflineLine:
         )
 
     def take(self, index: int, message: Tokens | Finished | Failed) -> None:
-        """What came of one of its sequences."""
+        """Apply a message about one of its sequences."""
         choice = self.choices[index]
         if isinstance(message, Failed):
             self.failure = self.failure or message
@@ -86,7 +86,7 @@ class OfflineLine:
             self.output_ids[index] += message.token_ids
 
     async def answer(self) -> bytes:
-        """The line of the output, once every sequence has ended."""
+        """Return the output line, once every sequence has ended."""
         if self.failure is not None:
             return refusal(self.work, self.endpoint.id_prefix, error_of(self.failure))
         request_id = self.endpoint.id_prefix + self.work.key
@@ -113,7 +113,7 @@ class OfflineLine:
 
 
 async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> OfflineLine | bytes:
-    """What the engine is to run of a line, or the line's answer where it cannot be asked."""
+    """Return the line with the sequences for the engine, or the answer of an invalid line."""
     prefix = ""
     try:
         line = read_line(RawLine(work.number, work.start, data), MAX_LINE_BYTES, MAX_JSON_DEPTH)
@@ -150,9 +150,9 @@ async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> Offl
 
 
 def refusal(work: Work, id_prefix: str, error: PlatformError) -> bytes:
-    """The answer to a line that cannot be served: what a client would have been told."""
+    """Return the answer to a line that cannot be served: the error that a client would have received."""
     return refused(work.key, work.custom_id, id_prefix + work.key, error)
 
 
 _CHOSEN = ChosenClass(BATCH, None)
-_TIER = "flex"  # OpenAI has no other word for what nobody waits for
+_TIER = "flex"  # OpenAI has no other tier for work without a waiting client

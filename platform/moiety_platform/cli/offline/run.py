@@ -1,6 +1,7 @@
-"""Answers a file of requests to its end, by a replica in this process.
+"""Offline inference: answers a whole file of requests with a replica in this process.
 
-The engine steps in a thread; meanwhile lines are read, checked and tokenized for its next steps, and answers written.
+The engine steps in a thread; meanwhile lines are read, checked and tokenized for its next steps, and answers are
+written.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from moiety_text.errors import TextError
 from moiety_wire.messages import Accepted, Failed, Finished, Submit, ToGateway, Tokens
 from moiety_wire.replica import Replica
 
-FULL_BATCHES = 2  # that are kept at the engine, so that none of its steps waits for more
-INLINE_BYTES = 64 * 1024  # of prompts; more are tokenized in a thread
+FULL_BATCHES = 2  # kept at the engine, so that no step waits for requests
+INLINE_BYTES = 64 * 1024  # of prompts; longer ones are tokenized in a thread
 EXIT_INTERRUPTED = 130
 
 
 @dataclass(slots=True)
 class _LineCounts:
-    """What came of the lines of this run."""
+    """Counts of the lines of this run."""
 
     answered: int = 0
     failed: int = 0
@@ -47,8 +48,10 @@ class _LineCounts:
 def run_file(
     file: Path, output: Path | None, *, model: str, open_replica: Callable[[], Replica], as_json: bool
 ) -> None:
-    """Answer the lines of `file` that `output` has no answer to. The replica, which calls itself `model`, is opened
-    only if there are any. Raises CommandError."""
+    """Answer the lines of `file` that have no answer in `output`.
+
+    The replica, which serves `model`, is opened only if there are any. Raises CommandError.
+    """
     path = output or file.with_name(f"{file.stem}.answers.jsonl")
     if path.resolve() == file.resolve():
         raise CommandError(f"{path} is the file of requests; give another --output")
@@ -69,7 +72,7 @@ def run_file(
 
 
 def _left(work: list[Work], answers: AnswerFile, file: Path) -> list[Work]:
-    """The lines without an answer. Raises CommandError where the file is not the one that was answered."""
+    """Return the lines without an answer. Raises CommandError if the answers belong to another file or model."""
     keys = {one.custom_id: one.key for one in work}
     for custom_id, key in answers.keys.items():
         if keys.get(custom_id) != key:
@@ -91,7 +94,7 @@ def _report(model: str, file: Path, path: Path, lines: int, answered_before: int
 
 
 def _answer(replica: Replica, left: list[Work], file: Path, answers: AnswerFile) -> dict[str, Any]:
-    """What there is to report of it."""
+    """Answer the lines, and return the run's figures."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     begin_s = time.perf_counter()
@@ -120,7 +123,7 @@ def _answer(replica: Replica, left: list[Work], file: Path, answers: AnswerFile)
 
 @dataclass(slots=True)
 class Answering:
-    """One run's lines: read ahead, at the engine, answered."""
+    """Lines of one run: reading ahead, running at the engine, writing answers."""
 
     replica: Replica
     data: BinaryIO
@@ -130,7 +133,7 @@ class Answering:
     _open: dict[str, tuple[OfflineLine, int]] = field(default_factory=dict)  # by the sequence's id
 
     async def run(self, left: list[Work]) -> None:
-        """To the end. Raises CommandError, and what the replica raises."""
+        """Answer all lines. Raises CommandError, and the replica's errors."""
         ahead: asyncio.Queue[OfflineLine | None] = asyncio.Queue(self._most_open())
         try:
             text = await asyncio.to_thread(ModelText, self.replica.card, INLINE_BYTES)
@@ -140,7 +143,7 @@ class Answering:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_ahead(left, text, ahead))
                 tasks.create_task(self._run_engine(ahead))
-        except ExceptionGroup as group:  # the first has ended the other
+        except ExceptionGroup as group:  # the first error has cancelled the other task
             raise group.exceptions[0] from None
 
     def _most_open(self) -> int:
@@ -154,7 +157,7 @@ class Answering:
                 await ahead.put(asked)
             else:
                 self._note(asked, failed=True)
-            await asyncio.sleep(0)  # a short line needs no waiting, and the engine's turn may have ended
+            await asyncio.sleep(0)  # a short line involves no waiting, and the engine's step may have ended
         await ahead.put(None)
 
     async def _run_engine(self, ahead: asyncio.Queue[OfflineLine | None]) -> None:

@@ -1,4 +1,4 @@
-"""The lines of an input file that are to be answered, in the order in which they fill a batch best."""
+"""Lines of an input file that are to be answered, in the order that fills a batch best."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from moiety_platform.openai_api.schemas import COMPLETION_DEFAULT_MAX_TOKENS
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_JSON_DEPTH = 128
 PIECE_BYTES = 1024 * 1024
-SHOWN = 10  # wrong lines that are named
+SHOWN = 10  # invalid lines that are listed
 
 _BYTES_A_TOKEN = 4
-_OUTPUT_TOKENS = 256  # of a chat that says no most
+_OUTPUT_TOKENS = 256  # of a chat without a maximum
 _CHATTY = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A line's place in the file, and about how many tokens it is. The key stands for the line's text and the model: a
-    line that was changed has another."""
+    """A line's place in the file, and its approximate number of tokens.
+
+    The key is a hash of the line's text and the model, so a changed line has another key.
+    """
 
     number: int
     start: int
@@ -40,7 +42,7 @@ class Work:
 
 
 class _Sizes(msgspec.Struct, frozen=True):
-    """What a body says of its answer's length, if it is as it should be."""
+    """Length parameters of a body, if they are valid."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -48,8 +50,10 @@ class _Sizes(msgspec.Struct, frozen=True):
 
 
 def read_work(file: Path, model: str) -> list[Work]:
-    """Every line, the longest first: what is left at the end is short, so the batch stays full. Raises CommandError,
-    which names the lines that have no id of their own, since their answers could not be told apart."""
+    """Return every line, the longest first: the last lines are short, so the batch stays full.
+
+    Raises CommandError that names the lines without an id of their own, since their answers could not be told apart.
+    """
     found: list[Work] = []
     wrong: list[str] = []
     seen: dict[str, int] = {}
@@ -77,13 +81,13 @@ def _lines(file: Path) -> Iterator[RawLine]:
 
 
 def _predict_tokens(line: Line) -> int:
-    """Without a tokenizer, for the order alone."""
+    """Predict the tokens of a line without a tokenizer, for the order only."""
     num_input = len(bytes(line.body)) // _BYTES_A_TOKEN
     if line.url == EMBEDDINGS.path or line.url not in ENDPOINTS:
         return num_input
     try:
         sizes = msgspec.json.decode(bytes(line.body), type=_Sizes)
-    except msgspec.MsgspecError:  # its answer will say so
+    except msgspec.MsgspecError:  # its answer reports the error
         return num_input
     unsaid = _OUTPUT_TOKENS if line.url == _CHATTY else COMPLETION_DEFAULT_MAX_TOKENS
     return num_input + (sizes.max_completion_tokens or sizes.max_tokens or unsaid) * (sizes.n or 1)

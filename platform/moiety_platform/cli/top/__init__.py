@@ -1,1 +1,1 @@
-"""`moiety top`: engines, classes and tenants as they are now, in a terminal."""
+"""Command `moiety top`: the current engines, classes and tenants, in a terminal."""

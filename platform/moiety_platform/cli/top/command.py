@@ -1,4 +1,4 @@
-"""`moiety top`: options, and the loop of the live view."""
+"""Command `moiety top`: options, and the loop of the live view."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from moiety_platform.cli.top.keyboard import keys_of_terminal
 from moiety_platform.cli.top.reading import Reader, Report
 from moiety_platform.cli.top.view import ViewChoice, screen
 
-LOOK_S = 0.1  # how often the screen looks for news
-BETWEEN_S = 1.0  # two readings of one report: engines' rates are their difference
+LOOK_S = 0.1  # how often the screen checks for reports and keys
+BETWEEN_S = 1.0  # between the two readings of one report: engines' rates are their difference
 
 
 @admin_command
@@ -31,9 +31,9 @@ def top(
         bool, typer.Option("--once", help="Print one report and end; so too in a pipe, and --json.")
     ] = False,
 ) -> None:
-    """Show engines, classes and tenants as they are now, again and again.
+    """Show the current engines, classes and tenants, refreshed periodically.
 
-    Keys: q quits, tab goes to the next table, < and > choose the column to sort by, r turns the order round.
+    Keys: q quits, tab selects the next table, < and > choose the column to sort by, r reverses the order.
     """
     reader = Reader(admin.client)
     report = reader.read()
@@ -49,7 +49,7 @@ def top(
 
 
 def watch(reader: Reader, report: Report, interval_s: float) -> None:
-    """Until q or Ctrl-C. What is wrong while it runs is shown beside the last report."""
+    """Show reports until q or Ctrl-C. Errors are shown beside the last report."""
     news: queue.SimpleQueue[Report | CommandError] = queue.SimpleQueue()
     threading.Thread(target=read_on, args=(reader, interval_s, news), name="readings", daemon=True).start()
     console, choice, note, pressed = Console(), ViewChoice(), "", ""
@@ -71,12 +71,12 @@ def watch(reader: Reader, report: Report, interval_s: float) -> None:
 
 
 def read_on(reader: Reader, interval_s: float, news: queue.SimpleQueue[Report | CommandError]) -> None:
-    """Read for ever, in a thread of its own: a gateway that is slow leaves the keys alive."""
+    """Read endlessly, in a separate thread, so that a slow gateway does not block the keys."""
     while True:
         time.sleep(interval_s)
         try:
             news.put(reader.read())
         except CommandError as error:
             news.put(error)
-        except Exception as error:  # the root of a thread: shown, and tried again
+        except Exception as error:  # last resort of the thread: show it, and try again
             news.put(CommandError(f"what the gateway answered cannot be shown: {error!r}"))

@@ -12,18 +12,20 @@ from collections.abc import Callable, Iterator
 try:
     import termios
     import tty
-except ImportError:  # not on this system: then there are no keys
+except ImportError:  # not on this system: no keys then
     termios = None  # type: ignore[assignment]
 
 RIGHT, LEFT = "\x1b[C", "\x1b[D"
 
-ReadKeys = Callable[[float], str]  # wait so many seconds at most; the keys pressed
+ReadKeys = Callable[[float], str]  # (longest wait in seconds) → the keys pressed
 
 
 @contextlib.contextmanager
 def keys_of_terminal() -> Iterator[ReadKeys]:
-    """What reads keys while the context lasts; the terminal is as before afterwards. Where standard input is no
-    terminal it only waits."""
+    """Yield a function that reads keys within the context; the terminal is restored afterwards.
+
+    If standard input is no terminal, the function only waits.
+    """
     if termios is None or not sys.stdin.isatty():
         yield _only_wait
         return

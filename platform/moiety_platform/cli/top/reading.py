@@ -1,7 +1,7 @@
-"""What `moiety top` shows, read from the admin API: engines at this moment, classes and tenants over the last minutes.
+"""Data of `moiety top` from the admin API: current engines, and classes and tenants over the last minutes.
 
-Rates of engines come of two readings; what belongs to tenants and classes of the sums that the gateway keeps by minute.
-A key that may not see engines gets the rest.
+Rates of engines are the difference of two readings; figures of tenants and classes come from the gateway's sums by
+minute. A key without access to engines gets the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """One reading. `engines` is None where the key may not see them; their rates are None at the first reading."""
+    """One reading. `engines` is None if the key has no access to them; their rates are None at the first reading."""
 
     at: datetime
     window_s: float  # of classes and tenants
@@ -36,13 +36,13 @@ class Report:
 
 @dataclass
 class Reader:
-    """Reads again and again, and remembers the last time's counters."""
+    """Reader of successive reports; it keeps the previous counters."""
 
     client: AdminClient
     _before: dict[str, tuple[datetime, Mapping[str, Any]]] = field(default_factory=dict)
 
     def read(self) -> Report:
-        """Raises NotReachable, NotAllowed or CommandError."""
+        """Read a report. Raises NotReachable, NotAllowed or CommandError."""
         now = datetime.now(UTC)
         since = (now - WINDOW).replace(second=0, microsecond=0)  # sums are of whole minutes
         window_s = (now - since).total_seconds()
@@ -75,7 +75,7 @@ class Reader:
         }
 
     def _rates(self, address: str, load: Mapping[str, Any], now: datetime) -> Row:
-        """Since the last reading of this very engine; None where there is none."""
+        """Return the rates since the last reading of the same engine; None without one."""
         before_at, before = self._before.get(address, (now, {}))
         self._before[address] = now, load
         passed_s = (now - before_at).total_seconds()
@@ -93,7 +93,7 @@ class Reader:
 
 
 def state_of(engine: Mapping[str, Any]) -> str:
-    """In one word."""
+    """Return the engine's state in one word."""
     load = engine["load"] or {}
     if not engine["healthy"]:
         return "lost"
@@ -108,7 +108,7 @@ def class_rows(
     engines: Sequence[Mapping[str, Any]],
     window_s: float,
 ) -> list[Row]:
-    """The deployment's classes in their order, best first."""
+    """Return the rows of the deployment's classes, best first."""
     totals = {one["group"]["service_class"]: one["totals"] for one in sums}
     loads = [load for engine in engines for load in (engine["load"] or {}).get("classes", ())]
 
@@ -127,7 +127,7 @@ def class_rows(
 
 
 def tenant_rows(sums: Sequence[Mapping[str, Any]], window_s: float) -> list[Row]:
-    """Those that asked for something, with their share of all tokens."""
+    """Return the rows of the tenants with requests, with their share of all tokens."""
     tokens = {one["group"]["tenant_id"]: tokens_of(one["totals"]) for one in sums}
     whole = sum(tokens.values())
     return [
@@ -142,7 +142,7 @@ def tenant_rows(sums: Sequence[Mapping[str, Any]], window_s: float) -> list[Row]
 
 
 def of_window(totals: Mapping[str, Any], window_s: float) -> Row:
-    """What ended in the window, a second or a minute; None where nothing has the figure."""
+    """Return the figures of requests that ended in the window, per second or minute; None where there is none."""
     return {
         "requests_per_min": totals.get("requests", 0) * 60 / window_s,
         "prompt_tokens_per_s": totals.get("prompt_tokens", 0) / window_s,

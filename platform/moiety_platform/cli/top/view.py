@@ -1,4 +1,4 @@
-"""How `moiety top` shows a report: three tables, sorted as one chose, cut to the terminal's height."""
+"""View of `moiety top`: three sorted tables, cut to the terminal's height."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moiety_platform.cli.top.reading import WINDOW, Report, Row
 KEYS = "q quit · tab table · < > column · r reverse"
 FRAME_LINES = 2  # the line above and the one below
 TABLE_LINES = 2  # a table's title and its headings
-FEWEST_ROWS = 2  # that every table gets, however low the terminal is
+FEWEST_ROWS = 2  # rows that every table gets, however low the terminal is
 STATE_STYLES = {"ready": "green", "lost": "red", "draining": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`form` is text, count, rate, share or ms."""
+    """Column of a table; `form` is text, count, rate, share or ms."""
 
     field: str
     heading: str
@@ -64,14 +64,14 @@ TABLES = tuple(COLUMNS)
 
 @dataclass
 class ViewChoice:
-    """What the user has chosen: the table that the keys are for, and by table the column and direction."""
+    """The user's choices: the selected table, and the sort column and direction of each table."""
 
     table: str = "tenants"
     sorted_by: dict[str, int] = field(default_factory=lambda: {"engines": 0, "classes": -1, "tenants": 1})
     downwards: dict[str, bool] = field(default_factory=lambda: {"engines": False, "classes": False, "tenants": True})
 
     def press(self, key: str) -> None:
-        """Do what a key says; nothing for one that says nothing."""
+        """Apply a key; ignore unknown keys."""
         table = self.table
         if key == "\t":
             self.table = TABLES[(TABLES.index(table) + 1) % len(TABLES)]
@@ -82,7 +82,7 @@ class ViewChoice:
             self.downwards[table] = not self.downwards[table]
 
     def sort(self, table: str, rows: Sequence[Row]) -> list[Row]:
-        """What has no figure comes last. Classes stay in their order until a column is chosen."""
+        """Return sorted rows; those without a value come last. Classes keep their order until a column is chosen."""
         index = self.sorted_by[table]
         if index < 0:
             return list(rows)
@@ -93,7 +93,7 @@ class ViewChoice:
 
 
 def screen(report: Report, choice: ViewChoice, height: int | None, note: str = "", keys: bool = True) -> RenderableType:
-    """All of it. `height` is the terminal's; None shows every row."""
+    """Return the whole screen. `height` is the terminal's; None shows every row."""
     rows = {"engines": report.engines, "classes": report.classes, "tenants": report.tenants}
     room = room_of({name: len(of or ()) for name, of in rows.items()}, height)
     minutes = f"{WINDOW.seconds // 60} min"
@@ -109,7 +109,7 @@ def screen(report: Report, choice: ViewChoice, height: int | None, note: str = "
 
 
 def room_of(wanted: dict[str, int], height: int | None) -> dict[str, int]:
-    """How many rows each table may have: a few each, and what is left to those that want more, in their order."""
+    """Return the number of rows of each table: at first a few each, then the rest in order to those that need more."""
     if height is None:
         return wanted
     left = max(0, height - FRAME_LINES - TABLE_LINES * len(wanted))
@@ -125,7 +125,7 @@ def room_of(wanted: dict[str, int], height: int | None) -> dict[str, int]:
 def section(
     name: str, title: str, rows: Sequence[Row] | None, room: int, choice: ViewChoice, *, marked: bool | None
 ) -> list[RenderableType]:
-    """A title and a table, or a line that says why there is none. `marked` is None off the terminal."""
+    """Return a title and a table, or a line that says why there is none. `marked` is None outside a terminal."""
     heading = Text(title, style="reverse" if marked else "underline")
     if rows is None:
         return [heading, Text("this key may not see engines", style="dim")]
@@ -156,6 +156,6 @@ def cell(value: object, column: Column) -> Text:
 
 
 def brief(name: str) -> str:
-    """An address by its end, where addresses differ; any other name as it is. No control characters."""
+    """Return the end of an address, where addresses differ; any other name unchanged. No control characters."""
     found = name.rsplit("/", 1)[-1] if "://" in name else name
     return "".join(letter if letter.isprintable() else "?" for letter in found)

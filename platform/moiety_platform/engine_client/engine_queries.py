@@ -1,4 +1,4 @@
-"""EngineQueries to an engine and their answers, over one connection. Knows nothing of what is asked."""
+"""Queries to an engine and their answers, over one connection."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from moiety_platform.errors import Unavailable
 from moiety_wire.experts import AskExperts, ExpertLoad
 
-ANSWER_WAIT_S = 3.0  # longer than most steps: an engine answers between two
+ANSWER_WAIT_S = 3.0  # longer than most steps, since an engine answers between steps
 
 
 class EngineQueries:
-    """Owns those that are open."""
+    """Owner of the open queries."""
 
     def __init__(self, send: Callable[[AskExperts], None]) -> None:
         self._send = send
@@ -20,7 +20,7 @@ class EngineQueries:
         self._num_asked = 0
 
     async def ask(self, minutes: int, tenant_id: str | None) -> ExpertLoad:
-        """Raises Unavailable where no answer comes in time."""
+        """Query the expert load. Raises Unavailable if no answer arrives in time."""
         self._num_asked += 1
         ask_id = self._num_asked
         answer: asyncio.Future[ExpertLoad] = asyncio.get_running_loop().create_future()
@@ -35,13 +35,13 @@ class EngineQueries:
             del self._open[ask_id]
 
     def take(self, load: ExpertLoad) -> None:
-        """One that comes too late is dropped."""
+        """Deliver an answer. An answer that is too late is dropped."""
         answer = self._open.get(load.ask_id)
         if answer is not None and not answer.done():
             answer.set_result(load)
 
     def close(self) -> None:
-        """Nothing is answered any more."""
+        """Fail all open queries."""
         for answer in self._open.values():
             if not answer.done():
                 answer.set_exception(Unavailable("the engine is gone; try again shortly", retry_after_s=1))
