@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -126,15 +126,15 @@ async def _gateway(folder: Path, engine: str) -> AsyncIterator[tuple[int, str]]:
     async with assembled(source) as (_, server, _):
         serving = asyncio.create_task(server.serve([listener]))
         port = listener.getsockname()[1]
-        async with httpx.AsyncClient() as client:
-            while (await client.get(f"http://127.0.0.1:{port}/readyz")).status_code != httpx.codes.OK:
-                await asyncio.sleep(0.1)
+        await asyncio.to_thread(_wait_ready, port)
         yield port, keys.tenant_key
         server.request_exit()
         await serving
 
 
-_connections = threading.local()
+def _wait_ready(port: int) -> None:
+    while httpx.get(f"http://127.0.0.1:{port}/readyz").status_code != httpx.codes.OK:
+        time.sleep(0.1)
 
 
 def _ask(port: int, key: str) -> None:

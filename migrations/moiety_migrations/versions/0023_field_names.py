@@ -20,8 +20,8 @@ def upgrade() -> None:
     for table, columns in COLUMNS.items():
         for present, former in columns.items():
             op.execute(f"ALTER TABLE {table} RENAME COLUMN {former} TO {present}")
-    for table, columns in VALUES.items():
-        for column, words in columns.items():
+    for table, stored in VALUES.items():
+        for column, words in stored.items():
             for present, former in words.items():
                 _replace(table, column, former, present)
 
@@ -36,5 +36,5 @@ def downgrade() -> None:
 
 
 def _replace(table: str, column: str, old: str, new: str) -> None:
-    field = sa.column(column)
+    field: sa.ColumnClause[str] = sa.column(column)
     op.execute(sa.update(sa.table(table, field)).where(field == old).values({column: new}))

@@ -43,7 +43,7 @@ class TraceSettings(BaseSettings):
     def _check_tokens(self) -> Self:
         if self.traces_untrusted_token == self.traces_token:
             raise ValueError(
-                "set traces_untrusted_token to another text than traces_token: who has the latter is believed"
+                "traces_untrusted_token and traces_token must differ: spans sent with the latter are trusted"
             )
         return self
 
