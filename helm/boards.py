@@ -185,7 +185,7 @@ def decisions() -> list[list[Panel]]:
                   "Late beyond repair and put behind; waited too long and put before."),
             Panel("Tokens computed for nothing", "short",
                   [(f"sum by (service_class) ({recomputed})", "{{service_class}} recomputed"),
-                   (of_engine("moiety_engine_overshot_tokens_total"), "{{engine}} overshot"),
+                   (of_engine("moiety_engine_tokens_past_stop_total"), "{{engine}} overshot"),
                    (wrong_guesses, "{{engine}} wrong guesses")],
                   "Again after preemptions; for requests that had ended; guessed, and not come true. Per second."),
         ],

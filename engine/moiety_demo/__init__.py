@@ -1,4 +1,4 @@
-"""A small mixture-of-experts language model that we train ourselves: its tasks, training, evaluation and weights."""
+"""The demo model, a small mixture-of-experts language model: its tasks, training, evaluation and weights."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -7,5 +7,5 @@ __all__ = ["checkpoint_path"]
 
 
 def checkpoint_path() -> Path:
-    """The folder of the bundled checkpoint, in Hugging Face's format."""
+    """Return the folder of the bundled checkpoint, in Hugging Face's format."""
     return Path(str(files(__name__).joinpath("checkpoint")))

@@ -1,4 +1,4 @@
-"""`python -m moiety_demo`."""
+"""Entry point of `python -m moiety_demo`."""
 
 from moiety_demo.cli import app
 

@@ -1,7 +1,7 @@
-"""The routers' auxiliary losses: experts evenly used over a batch, few of them used by one conversation.
+"""Auxiliary losses of the routers: even use of experts over a batch, few experts per conversation.
 
-Neither loss knows a domain. Together they raise the mutual information between a conversation and its experts.
-T tokens, E experts, K top-k, N conversations.
+Neither loss knows a domain. Together they raise the mutual information between a conversation and its experts. T
+tokens, E experts, K top-k, N conversations.
 """
 
 import math
@@ -14,7 +14,10 @@ from moiety_demo.network import Routing
 
 
 def balance_loss(routings: Sequence[Routing], sequence_T: Tensor) -> Tensor:
-    """E * sum(f_E * p_E) over the whole batch, a layer's mean; 1 when even (Switch Transformer, Fedus et al. 2021)."""
+    """Return E * sum(f_E * p_E) over the batch, averaged over layers; 1 when even (Switch Transformer, Fedus et al.
+
+    2021).
+    """
     keep = sequence_T >= 0
     losses = []
     for routing in routings:
@@ -27,9 +30,9 @@ def balance_loss(routings: Sequence[Routing], sequence_T: Tensor) -> Tensor:
 
 
 def focus_loss(routings: Sequence[Routing], sequence_T: Tensor, floor: float = 0.0) -> Tensor:
-    """Entropy of a conversation's mean routing, from 0 (one expert) to 1 (all alike), above `floor`.
+    """Return the entropy of a conversation's mean routing, from 0 (one expert) to 1 (uniform), above `floor`.
 
-    Averaged over conversations and layers. What is focused enough is left alone.
+    Averaged over conversations and layers. The loss is zero below the floor.
     """
     keep = sequence_T >= 0
     sequence = sequence_T[keep]

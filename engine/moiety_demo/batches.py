@@ -1,4 +1,4 @@
-"""Training batches: conversations as token ids, grouped by length so that little is padded. Knows no network."""
+"""Training batches: conversations as token ids, grouped by length to limit padding. Knows no network."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ NUM_GROUPS = 10
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Rectangles of token ids [B, S] each, and flat facts about their tokens laid end to end.
+    """Rectangles of token ids [B, S] each, and flat data about their concatenated tokens.
 
     `answer_at` are the flat positions that predict an answer's token, `answer_ids` those tokens, `sequence_T` the
-    number of the conversation a token is of (-1 for padding).
+    conversation number of each token (-1 for padding).
     """
 
     groups: list[Tensor]
@@ -30,7 +30,7 @@ class TrainingBatch:
 
 
 class BatchSource:
-    """An endless, seeded supply of batches; owns its random generator."""
+    """Endless, seeded source of batches; owns its random generator."""
 
     def __init__(self, tokenizer: Tokenizer, batch_tokens: int, seed: int) -> None:
         self._encoder = TrainingEncoder(tokenizer)
@@ -47,7 +47,7 @@ class BatchSource:
 
 
 class TrainingEncoder:
-    """Conversations to token ids and a mask of what is learned: the answers and the ends of their turns."""
+    """Encoder of conversations to token ids and a mask of learned tokens: the answers and the ends of their turns."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -73,7 +73,7 @@ class TrainingEncoder:
 
 
 def collate(rows: Sequence[tuple[list[int], list[bool]]], padding_id: int) -> TrainingBatch:
-    """Sorts encoded conversations by length into a few rectangles."""
+    """Sort encoded conversations by length into a few rectangles."""
     ordered = sorted(rows, key=lambda row: len(row[0]))
     step = -(-len(ordered) // NUM_GROUPS)
     groups, learned, sequence = [], [], []

@@ -1,4 +1,4 @@
-"""The commands of the demo model: train it, evaluate it, see what it is asked."""
+"""Commands of the demo model: train it, evaluate it, sample its tasks."""
 
 import json
 import math

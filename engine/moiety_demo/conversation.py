@@ -32,14 +32,14 @@ DOMAIN_SHARES = {
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is said, in order; `system` is empty where there is no system message."""
+    """Turns of a conversation in order; `system` is empty where there is no system message."""
 
     system: str
     turns: Sequence[Task]
 
 
 def sample_conversation(rng: Random) -> Conversation:
-    """One conversation of tasks from the training split."""
+    """Return one conversation of tasks from the training split."""
     domains = rng.choices(tuple(DOMAIN_SHARES), tuple(DOMAIN_SHARES.values()), k=_num_turns(rng))
     system = rng.choice(SYSTEM_MESSAGES) if rng.random() < SYSTEM_SHARE else ""
     return Conversation(system, [DOMAINS[domain](rng, Split.TRAIN) for domain in domains])

@@ -1,4 +1,4 @@
-"""Measures a model folder: exact answers to held-out prompts, and which experts each domain uses.
+"""Evaluation of a model folder: exact answers to held-out prompts, and the experts that each domain uses.
 
 N domains, L layers, E experts.
 """
@@ -25,7 +25,7 @@ SEED_OF_EVALUATION = 1234
 
 @dataclass(frozen=True, slots=True)
 class KindResult:
-    """One kind of task within a domain."""
+    """Result of one kind of task within a domain."""
 
     num_prompts: int
     num_exact: int
@@ -33,7 +33,10 @@ class KindResult:
 
 @dataclass(frozen=True, slots=True)
 class DomainResult:
-    """`expert_counts[l][e]`: how often layer l sent a token of this domain's prompts and answers to expert e."""
+    """Result of one domain.
+
+    `expert_counts[l][e]`: number of tokens of this domain's prompts and answers that layer l sent to expert e.
+    """
 
     num_prompts: int
     num_exact: int
@@ -45,11 +48,11 @@ class DomainResult:
 
 @dataclass(frozen=True, slots=True)
 class Specialisation:
-    """How much a token's expert tells of its domain, a layer; domains weigh the same.
+    """Information of a token's expert about its domain, per layer; domains have equal weight.
 
-    `mutual_information_bits` is 0 when every domain uses the experts alike, and at most log2 of the smaller of the
+    `mutual_information_bits` is 0 when all domains use the experts equally, and at most log2 of the smaller of the
     numbers of domains and experts. `total_variation` is the mean distance of a domain's use of the experts from the
-    mean use: 0 alike, 1 disjoint.
+    mean use: 0 equal, 1 disjoint.
     """
 
     mutual_information_bits: list[float]
@@ -58,7 +61,7 @@ class Specialisation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """What `evaluate` finds; `domains` are in their fixed order."""
+    """Result of `evaluate`; `domains` are in their fixed order."""
 
     environment: Mapping[str, str]
     settings: Mapping[str, str | int]
@@ -75,9 +78,9 @@ def evaluate(
     seed: int = SEED_OF_EVALUATION,
     on_domain: Callable[[str], None] = lambda domain: None,
 ) -> EvaluationReport:
-    """Asks `per_domain` distinct held-out prompts of every domain, greedily, with the weights as stored.
+    """Answer `per_domain` distinct held-out prompts of every domain, greedily, with the stored weights.
 
-    Raises CheckpointError where `model_dir` is no demo model.
+    Raises DemoCheckpointError where `model_dir` is no demo model.
     """
     start = time.monotonic()
     network, tokenizer = load_folder(model_dir)
@@ -98,7 +101,7 @@ def evaluate(
 
 
 def measure_specialisation(expert_counts: list[list[list[int]]]) -> Specialisation:
-    """The figures of `expert_counts` [N][L][E], of which no row of experts may be all zero."""
+    """Return the specialisation from `expert_counts` [N][L][E]; no row of experts may be all zero."""
     counts_NLE = torch.tensor(expert_counts, dtype=torch.float64)
     share_NLE = counts_NLE / counts_NLE.sum(-1, keepdim=True)
     mean_LE = share_NLE.mean(0)
@@ -136,5 +139,5 @@ def _environment() -> dict[str, str]:
 
 
 def _log2(share: Tensor) -> Tensor:
-    """The logarithm of what is above zero; zero elsewhere, where it is weighed by zero."""
+    """Return the logarithm of values above zero; zero elsewhere, where its weight is zero."""
     return torch.where(share > 0, share, 1.0).log2()

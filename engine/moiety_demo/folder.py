@@ -1,4 +1,4 @@
-"""The model on disk: a Hugging Face Qwen3-MoE folder, written so that a reader never meets half a file."""
+"""The model on disk: a Hugging Face Qwen3-MoE folder, written so that a reader never sees a partial file."""
 
 import json
 import os
@@ -17,11 +17,11 @@ WEIGHTS = "model.safetensors"
 
 
 class DemoCheckpointError(Exception):
-    """A folder that does not hold a demo model."""
+    """The folder does not hold a demo model."""
 
 
 def save_folder(network: DemoNetwork, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes or replaces the model in `folder`: bfloat16 weights, each file atomically and the weights last."""
+    """Write or replace the model in `folder`: bfloat16 weights, each file atomically and the weights last."""
     folder.mkdir(parents=True, exist_ok=True)
     config = network.config
     turn_end, padding = token_id(tokenizer, TURN_END), token_id(tokenizer, END_OF_TEXT)
@@ -35,7 +35,7 @@ def save_folder(network: DemoNetwork, tokenizer: Tokenizer, folder: Path) -> Non
 
 
 def load_folder(folder: Path) -> tuple[DemoNetwork, Tokenizer]:
-    """The network, in float32 with the values stored, and its tokenizer.
+    """Return the network, in float32 with the stored values, and its tokenizer.
 
     Raises DemoCheckpointError where the folder lacks a file or holds another architecture.
     """

@@ -1,4 +1,4 @@
-"""Greedy answers to many prompts at once, and which experts their tokens took. Knows no domains."""
+"""Greedy answers to many prompts at once, and the experts of their tokens. Knows no domains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ BATCH_SIZE = 100
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers in the order of the prompts; `expert_counts` [layers, experts] over all tokens read and written."""
+    """Answers in the order of the prompts; `expert_counts` [layers, experts] over all prompt and output tokens."""
 
     texts: list[str]
     expert_counts: Tensor
@@ -24,7 +24,7 @@ class Answers:
 def answer_prompts(
     network: DemoNetwork, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 48
 ) -> Answers:
-    """Greedy decoding of one-turn conversations until the turn ends."""
+    """Decode one-turn conversations greedily until the turn ends."""
     encoded = [tokenizer.encode(render_prompt([("user", prompt)])).ids for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(encoded[i]))
     texts = [""] * len(prompts)
@@ -68,7 +68,7 @@ def _count_experts(network: DemoNetwork, rows: list[list[int]]) -> Tensor:
 
 
 def _pad(rows: list[list[int]]) -> tuple[Tensor, list[int]]:
-    """A rectangle filled up on the right, where causal attention does not look, and the true lengths."""
+    """Return a rectangle padded on the right, where causal attention does not look, and the true lengths."""
     lengths = [len(row) for row in rows]
     width = max(lengths)
     return torch.tensor([row + [0] * (width - len(row)) for row in rows]), lengths

@@ -1,7 +1,7 @@
-"""Muon: momentum, made orthogonal, for the matrices of the hidden layers (Jordan et al., 2024).
+"""Muon: orthogonalized momentum for the matrices of the hidden layers (Jordan et al., 2024).
 
-Updates are scaled as by Liu et al. (2025), so that one learning rate serves these matrices and AdamW's parameters.
-Matrices of one shape, or of its transpose, are made orthogonal together, which many small experts need.
+Updates are scaled as in Liu et al. (2025), so that one learning rate serves these matrices and AdamW's parameters.
+Matrices of one shape, or of its transpose, are orthogonalized together, which many small experts need.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ UPDATE_RMS = 0.2
 
 
 class Muon:
-    """Owns the momenta of the matrices it is given; the caller sets `lr` before each step."""
+    """Optimizer that owns the momenta of its matrices; the caller sets `lr` before each step."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], weight_decay: float, momentum: float = 0.95) -> None:
         self.lr = 0.0
@@ -32,7 +32,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update from the parameters' gradients, which must be there."""
+        """Update the parameters once from their gradients, which must exist."""
         for matrices, momenta in self._groups:
             gradients = torch.stack([_wide(_gradient(matrix)) for matrix in matrices])
             momenta.lerp_(gradients, 1 - self._momentum)
@@ -44,7 +44,10 @@ class Muon:
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly: singular values near 1. `matrices` [N, short, long]."""
+    """Return approximately the nearest semi-orthogonal matrices: singular values near 1.
+
+    `matrices` [N, short, long].
+    """
     a, b, c = NEWTON_SCHULZ
     x: Tensor = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):

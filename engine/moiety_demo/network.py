@@ -1,7 +1,7 @@
 """A differentiable Qwen3-MoE in plain torch, with the parameter names of Hugging Face's files.
 
-Knows no text and no files. Sequences are processed without padding between groups: a batch is a list of groups, each
-a rectangle of token ids; everything but attention runs on the rectangles' rows laid end to end.
+Knows no text and no files. Sequences are processed without padding between groups: a batch is a list of groups, each a
+rectangle of token ids; everything but attention runs on the concatenated rows of the rectangles.
 
 T tokens, B sequences, S positions, D model, F expert hidden, E experts, K top-k, H heads, G key-value heads, C head
 dimension, V vocabulary.
@@ -16,13 +16,13 @@ from torch.nn import functional
 
 from moiety_demo.primitives import normalize, rotate
 
-# Wide enough that tokens are routed apart from the first step on.
+# Wide enough that tokens are routed to different experts from the first step on.
 ROUTER_INIT_STD = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkConfig:
-    """The dimensions of the network; the defaults are the bundled model's."""
+    """Dimensions of the network; the defaults are the bundled model's."""
 
     vocab_size: int
     hidden_size: int = 128
@@ -41,7 +41,7 @@ class NetworkConfig:
 
 @dataclass(slots=True)
 class Routing:
-    """What one layer's router did with a batch: its probabilities and its choice."""
+    """Routing of a batch by one layer's router: its probabilities and its choice."""
 
     probability_TE: Tensor
     expert_TK: Tensor
@@ -95,7 +95,7 @@ class Expert(nn.Module):
 
 
 class SparseMoe(nn.Module):
-    """Softmax over all experts, the top k renormalised; the rows of each expert are gathered and run at once."""
+    """Softmax over all experts, with the top k renormalized; the rows of each expert are gathered and run at once."""
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
 
 
 class DemoNetwork(nn.Module):
-    """The causal language model; input and output embeddings are one matrix."""
+    """The causal language model; input and output embeddings share one matrix."""
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class DemoNetwork(nn.Module):
                 nn.init.normal_(parameter, std=ROUTER_INIT_STD)
 
     def forward(self, groups: Sequence[Tensor]) -> tuple[Tensor, list[Routing]]:
-        """Hidden states [T, D] of the groups' tokens (int64 [B, S] each), end to end, and each layer's routing."""
+        """Return hidden states [T, D] of the groups' concatenated tokens (int64 [B, S] each), and each routing."""
         shapes = [(group.shape[0], group.shape[1]) for group in groups]
         position_T = torch.cat([torch.arange(group.shape[1]).repeat(group.shape[0]) for group in groups])
         cos_TC, sin_TC = rotary_tables(position_T, self.config)
@@ -170,19 +170,19 @@ class DemoNetwork(nn.Module):
         return self.model.norm(x_TD), routings
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, V] of hidden states; ask only for the rows that are needed."""
+        """Return logits [T, V] of hidden states; pass only the rows that are needed."""
         return functional.linear(hidden_TD, self.model.embed_tokens.weight)
 
 
 def rotary_tables(position_T: Tensor, config: NetworkConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, 1, C / 2] of the rotary embedding."""
+    """Return cosines and sines [T, 1, C / 2] of the rotary embedding."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angle = (position_T.float()[:, None] * config.rope_theta**-exponent)[:, None]
     return angle.cos(), angle.sin()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Causal attention within each of a rectangle's sequences: [B*S, H, C] to [B*S, H*C]."""
+    """Apply causal attention within each of a rectangle's sequences: [B*S, H, C] to [B*S, H*C]."""
     q, k, v = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(2).flatten(0, 1)

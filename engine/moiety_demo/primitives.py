@@ -1,4 +1,4 @@
-"""RMSNorm and the rotary embedding with backward passes of our own, which touch memory less than the composed ones.
+"""RMSNorm and rotary embedding with custom backward passes, which touch memory less than the composed ones.
 
 T tokens, H heads, C head dimension.
 """
@@ -42,13 +42,16 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotary embedding of queries or keys [T, H, C] by tables [T, 1, C / 2]; pairs are the halves of C (NeoX)."""
+    """Apply the rotary embedding to queries or keys [T, H, C].
+
+    Tables are [T, 1, C / 2]; pairs are the halves of C (NeoX).
+    """
     rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return rotated
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension (Zhang and Sennrich, 2019)."""
+    """Apply RMSNorm over the last dimension (Zhang and Sennrich, 2019)."""
     out: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out
 

@@ -1,4 +1,4 @@
-"""An evaluation as tables for a terminal."""
+"""Tables of an evaluation for a terminal."""
 
 from rich.console import Group
 from rich.table import Table
@@ -10,7 +10,7 @@ SHADES = " ·░▒▓█"
 
 
 def render_report(report: EvaluationReport) -> Group:
-    """Accuracy a domain, and a map of expert use a domain for every layer."""
+    """Return the accuracy per domain, and a map of expert use per domain for every layer."""
     num_layers = len(report.specialisation.total_variation)
     return Group(_accuracy(report), *(_expert_use(report, layer) for layer in range(num_layers)))
 
@@ -30,7 +30,7 @@ def _weakest(result: DomainResult) -> str:
 
 
 def _expert_use(report: EvaluationReport, layer: int) -> Table:
-    """One row a domain: its share of each expert as shades (█ is the layer's highest), and its top experts."""
+    """Return one row per domain: its share of each expert as shades (█ is the layer's highest), and its top experts."""
     information = report.specialisation.mutual_information_bits[layer]
     distance = report.specialisation.total_variation[layer]
     title = f"Layer {layer}: {information:.2f} bits about the domain, total variation {distance:.2f}"

@@ -1,7 +1,7 @@
-"""The demo model's tokenizer: byte-level BPE whose merges only ever start at a space or a capital letter.
+"""Tokenizer of the demo model: byte-level BPE whose merges start only at a space or a capital letter.
 
-So the words of a sentence are single tokens, while a word in quotes, which is what string tasks are about, is read
-letter by letter, and numbers digit by digit. Owns the chat template as well.
+So the words of a sentence are single tokens, while a quoted word, the subject of string tasks, is read letter by
+letter, and numbers digit by digit. The module owns the chat template as well.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
-# A role and its newline are one token each: they head every turn and would be spelt out otherwise.
+# A role and its newline are one token each: they begin every turn and would otherwise take several tokens.
 ROLE_TOKENS = ("system\n", "user\n", "assistant\n")
 VOCAB_SIZE = 2048
 SURVEY_CONVERSATIONS = 12_000
@@ -28,14 +28,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# A digit; the separator of a list of numbers; a word with its space; a capitalised word; a mark; anything else.
+# A digit; the separator of a list of numbers; a word with its space; a capitalized word; a mark; anything else.
 PRE_TOKEN_PATTERN = r"\d|, (?=\d)| ?\p{Ll}+|\p{Lu}\p{Ll}+| ?[^\s\p{L}\d]|\s|\p{L}"
 
-_SPACE = "\u0120"  # how the byte-level alphabet writes a space
+_SPACE = "\u0120"  # a space in the byte-level alphabet
 
 
 def build_tokenizer(seed: int = 0) -> Tokenizer:
-    """A tokenizer over the words of the training conversations; the same seed gives the same vocabulary."""
+    """Return a tokenizer over the words of the training conversations; the same seed gives the same vocabulary."""
     rng = Random(f"tokenizer {seed}")
     words = _count_words(sample_conversation(rng) for _ in range(SURVEY_CONVERSATIONS))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -51,7 +51,7 @@ def build_tokenizer(seed: int = 0) -> Tokenizer:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that the tokenizer must have; ValueError where it has not."""
+    """Return the id of a token. Raises ValueError where the tokenizer does not have it."""
     found = tokenizer.token_to_id(token)
     if found is None:
         raise ValueError(f"the tokenizer has no token {token!r}; build it with moiety_demo.tokenizer")
@@ -59,12 +59,12 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def render_turn(role: str, content: str) -> str:
-    """One message as the chat template writes it."""
+    """Return one message in the format of the chat template."""
     return f"{TURN_START}{role}\n{content}{TURN_END}\n"
 
 
 def render_prompt(messages: Iterable[tuple[str, str]]) -> str:
-    """(role, content) pairs as the chat template writes them, ready for the assistant's answer."""
+    """Return (role, content) pairs in the format of the chat template, ready for the assistant's answer."""
     return "".join(render_turn(role, content) for role, content in messages) + f"{TURN_START}assistant\n"
 
 
@@ -78,7 +78,7 @@ def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 
 
 def _count_words(conversations: Iterable[Conversation]) -> Counter[str]:
-    """How often each mergeable word, in the byte-level alphabet, occurs."""
+    """Count the occurrences of each mergeable word, in the byte-level alphabet."""
     pre_tokenizer, counts = _pre_tokenizer(), Counter[str]()
     for conversation in conversations:
         for text in _texts(conversation):
@@ -94,12 +94,12 @@ def _texts(conversation: Conversation) -> Iterator[str]:
 
 
 def _may_merge(word: str) -> bool:
-    """Whether a word may become one token: not if it starts with a small letter, which may belong to a task."""
+    """Return whether a word may become one token: not if it starts with a small letter, which may belong to a task."""
     return len(word) > 1 and not word[0].islower()
 
 
 def _chain_merges(words: Counter[str], num_merges: int) -> list[tuple[str, str]]:
-    """Merges that grow the most frequent words letter by letter from their start."""
+    """Return merges that grow the most frequent words letter by letter from their start."""
     merges: dict[tuple[str, str], None] = {}
     for word, _ in sorted(words.items(), key=lambda item: (-item[1], item[0])):
         chain = [(word[:i], word[i]) for i in range(1, len(word))]

@@ -1,6 +1,6 @@
-"""Trains the demo model from nothing: Muon and AdamW, loss on answers only, a checkpoint at intervals.
+"""Training of the demo model: Muon and AdamW, loss on answers only, checkpoints at intervals.
 
-Knows no terminal; whoever calls it is told of the progress.
+Knows no terminal; a callback receives the progress.
 """
 
 import math
@@ -28,7 +28,9 @@ Optimizers = tuple[Muon, torch.optim.AdamW]
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """What a run depends on. With `minutes` at infinity the result depends on nothing else.
+    """Settings of a training run.
+
+    With infinite `minutes`, the result depends on nothing else.
 
     The learning rate follows the steps done or the minutes spent, whichever is further along.
     """
@@ -52,7 +54,7 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainProgress:
-    """Where a run stands; `accuracy` of each domain is there only at a checkpoint."""
+    """Progress of a run; `accuracy` of each domain is present only at a checkpoint."""
 
     step: int
     fraction: float
@@ -73,10 +75,10 @@ def train(
     dimensions: Mapping[str, int] | None = None,
     start: Path | None = None,
 ) -> TrainProgress:
-    """Trains and writes the model's folder, at intervals and at the end; the last progress is returned.
+    """Train a model and write its folder, at intervals and at the end; return the last progress.
 
-    `dimensions` overrides fields of NetworkConfig. `start` is a model's folder to go on from, instead of from nothing.
-    Raises CheckpointError where `start` is no such folder.
+    `dimensions` overrides fields of NetworkConfig. `start` is a model's folder to continue from, instead of from
+    scratch. Raises DemoCheckpointError where `start` is no demo model's folder.
     """
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
@@ -116,7 +118,7 @@ def train(
 
 
 def check_domains(network: DemoNetwork, tokenizer: Tokenizer, num_prompts: int) -> dict[str, float]:
-    """The share of exact answers a domain, on a few held-out prompts."""
+    """Return the share of exact answers per domain, on a few held-out prompts."""
     accuracy = {}
     for domain in DOMAINS if num_prompts else ():
         tasks = list(sample_tasks(domain, Split.HELD_OUT, num_prompts, seed=1))
@@ -129,7 +131,7 @@ def check_domains(network: DemoNetwork, tokenizer: Tokenizer, num_prompts: int) 
 def _learn(
     network: DemoNetwork, optimizers: Optimizers, batch: TrainingBatch, settings: TrainSettings, rate: float
 ) -> tuple[float, float, float]:
-    """One step; the answers' mean cross-entropy, the balance loss and the focus loss."""
+    """Run one step; return the answers' mean cross-entropy, the balance loss and the focus loss."""
     muon, adam = optimizers
     muon.lr = rate * settings.matrix_rate_factor
     for group in adam.param_groups:
@@ -153,7 +155,7 @@ def _learning_rate(settings: TrainSettings, step: int, fraction: float) -> float
 
 
 def _optimizers(network: DemoNetwork, settings: TrainSettings) -> Optimizers:
-    """Muon for the matrices of attention and experts, AdamW for embeddings, norms and routers."""
+    """Return Muon for the matrices of attention and experts, AdamW for embeddings, norms and routers."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in network.named_parameters():

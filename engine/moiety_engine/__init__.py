@@ -1,7 +1,7 @@
-"""One model replica: a front process that speaks to gateways and a core process that runs the step loop.
+"""One model replica: a server process that communicates with gateways and a core process that runs the step loop.
 
-Importing this package imports no torch; only the core's modules (`model`, `runner`, `sampling`, …) do, and `LLM`, which
-is both in the calling process.
+Importing this package imports no torch; only the core's modules do (`model`, `runner`, `sampling`, …), and `LLM`, which
+runs both in the calling process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From a configuration to a model that is loaded: on one rank, or each rank's share on each of several.
+"""Assembly of a loaded model from a configuration: on one rank, or a share on each of several ranks.
 
-Whoever calls `assemble` is rank 0, or alone; whoever calls `follow` is another rank, and does what rank 0 says until
-the group ends.
+The caller of `assemble` is rank 0, or the only rank; the caller of `follow` is another rank, and executes rank 0's
+commands until the group ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.rank_group import RankGroup
     from moiety_engine.model.transformer import Transformer
 
-# settings in which ranks may differ
+# settings that may differ between ranks
 _OF_ONE_RANK = (
     "model",
     "name",
@@ -57,8 +57,8 @@ _OF_ONE_RANK = (
     "allow_unauthenticated_ranks",
     "exclude_rank_after_s",
     "rank_failure_log",
-    "mask_after_losses",
-    "rank_losses_within_s",
+    "exclude_rank_after_failures",
+    "rank_failures_within_s",
 )
 
 log = structlog.get_logger()
@@ -66,18 +66,21 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A model on its ranks. `rank_group` is None where there is one only."""
+    """A model on its ranks. `rank_group` is None where there is only one rank."""
 
     model: Transformer
     rank_group: RankGroup | None
-    local_ranks: int  # on this host, those with a cache
+    local_ranks: int  # ranks on this host that have a KV cache
 
 
 def assemble(
     config: EngineConfig, meeting: Rendezvous | None, progress: Callable[[int, int], None] | None = None
 ) -> Assembled:
-    """The model, loaded on all ranks. `meeting`: what a launcher said; without one, other ranks are started here.
-    Raises EngineError, which the other ranks are told."""
+    """Load the model on all ranks and return it.
+
+    `meeting`: the launcher's rendezvous; without one, the other ranks are started here. Raises EngineError, which the
+    other ranks receive.
+    """
     layout = layout_of(config)
     if meeting is None and layout.num_ranks == 1:
         return Assembled(_load(config, Rendezvous(0, 1), ALONE, progress).transformer(), None, 1)
@@ -99,11 +102,13 @@ def assemble(
 
 
 def follow(config: EngineConfig, meeting: Rendezvous) -> None:
-    """Be another rank than the first. Returns when the group has ended in order. Raises EngineError, which the others
-    are told."""
+    """Run as a rank other than the first, until the group ends regularly.
+
+    Raises EngineError, which the other ranks receive.
+    """
     rank_group = _join(config, meeting)
     rank_group.lifeline.guard()
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then all end
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then all ranks end
         signal.signal(number, signal.SIG_IGN)
     with telling(rank_group):
         share = _load(config, meeting, rank_group.ranks, None)
@@ -124,13 +129,13 @@ def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig) -
 
 @contextlib.contextmanager
 def telling(rank_group: RankGroup | None) -> Iterator[None]:
-    """What is raised within ends the group, and the others are told why."""
+    """Abandon the group on an error within, and send the reason to the other ranks."""
     try:
         yield
     except EngineError as exc:
         if rank_group is None:
             raise
-        own = isinstance(exc, CheckpointError | OutOfMemory)  # what else is wrong is so on all ranks
+        own = isinstance(exc, CheckpointError | OutOfMemory)  # all other errors occur on all ranks
         if not rank_group.masked or isinstance(exc, RanksError):
             rank_group.abandon(str(exc), own=own)
             raise
@@ -141,7 +146,7 @@ def telling(rank_group: RankGroup | None) -> Iterator[None]:
 
 
 def _tell_of_masked(rank_group: RankGroup, before: Layout, model: Transformer) -> None:
-    """What it costs to do without them."""
+    """Log the effect of running without the excluded ranks."""
     now, costs = rank_group.ranks.seat.layout, {}
     if model.experts is not None and now.masked:
         num_experts = model.experts.num_experts
@@ -161,7 +166,7 @@ def _named(ranks: tuple[int, ...]) -> str:
 
 
 def _spawn(config: EngineConfig) -> tuple[RankGroup, Rendezvous]:
-    """Start the other ranks on this host, and meet them."""
+    """Start the other ranks on this host and join them."""
     layout = layout_of(config)
     own = Rendezvous(0, layout.num_ranks, local_num_ranks=layout.num_ranks)
     _device(config, own)
@@ -181,7 +186,7 @@ def _spawn(config: EngineConfig) -> tuple[RankGroup, Rendezvous]:
 
 
 def _lead(config: EngineConfig, meeting: Rendezvous) -> RankGroup:
-    """Meet those that a launcher has started."""
+    """Join the ranks that a launcher has started."""
     losses, given_up = losses_of(config, layout_of(config), meeting)
     return _join(config, meeting, losses=losses, gone=lambda: given_up)
 
@@ -223,8 +228,10 @@ def _join(
 def losses_of(
     config: EngineConfig, layout: Layout, meeting: Rendezvous
 ) -> tuple[RankFailureLog | None, dict[int, str]]:
-    """Rank 0's file of them, and the ranks that are not to take part, by it, with the reason: those that were lost
-    most often, as long as the others can do without."""
+    """Return rank 0's rank-failure log, and the ranks that it excludes, with the reason.
+
+    The ranks with the most losses are excluded, as long as the others can run without them.
+    """
     if not config.rank_failure_log:
         return None, {}
     within_s, given_up = config.losses_within_s, dict[int, str]()
@@ -272,7 +279,7 @@ def _load(
 
 
 def _device(config: EngineConfig, meeting: Rendezvous) -> str:
-    """Raises InvalidConfig where a host has fewer GPUs than ranks."""
+    """Return this rank's device. Raises InvalidConfig where a host has fewer GPUs than ranks."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     if device == "cpu" or meeting.num_ranks == 1:
         return device

@@ -1,4 +1,4 @@
-"""From what the user calls a model to a folder with its files. Reads no weights and imports no torch."""
+"""Resolution of a user's model argument to a checkpoint folder. Reads no weights and imports no torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from moiety_engine.errors import CheckpointError
 
 NEEDED_FILES = ("*.json", "*.safetensors", "*.jinja")
 UNNEEDED_FILES = ("original/*", "consolidated*", "onnx/*")
-MOST_HEADER_BYTES = 100 << 20  # of a safetensors file, as its format says
+MOST_HEADER_BYTES = 100 << 20  # limit of a safetensors header, by its format
 _SAMPLE_BYTES, _MOST_SAMPLES = 4096, 4096
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_checkpoint(model: str, needed: tuple[str, ...] = NEEDED_FILES) -> Path:
-    """The folder of a checkpoint: `model` as a path or as a hub id, of which the files that are `needed` are downloaded
-    if they are not in the cache; "" is the bundled demo model. Raises CheckpointError."""
+    """Return the folder of a checkpoint.
+
+    `model` is a path, a hub id, whose `needed` files are downloaded if they are not in the cache, or "" for the bundled
+    demo model. Raises CheckpointError.
+    """
     if not model:
         return _existing(moiety_demo.checkpoint_path(), "the bundled demo model")
     folder = Path(model).expanduser()
@@ -33,13 +36,14 @@ def resolve_checkpoint(model: str, needed: tuple[str, ...] = NEEDED_FILES) -> Pa
 
 
 def fingerprint(folder: Path) -> str:
-    """Two copies of a checkpoint have the same, wherever they lie: that of config.json, of which tensors there are, of
-    the sizes of the files, and of some KiB from the middle of each tensor, or of 4,096 of them, evenly spread, where
-    there are more.
+    """Return a fingerprint that is equal for copies of a checkpoint, wherever they are.
 
-    So it finds weights that another training has made in the same shapes, and a file that is not of the others'
-    version. It does not find that a few rows of a tensor were changed, nor a tensor of very many alone: who has to
-    know that reads everything, as the disk cache does once.
+    It covers config.json, the list of tensors, the sizes of the files, and some KiB from the middle of each tensor, or
+    of 4,096 evenly spread tensors where there are more.
+
+    So it detects weights of another training run in the same shapes, and a file of another version. It does not detect
+    a change of a few rows of a tensor, nor of one tensor among very many: a caller that needs this must read
+    everything, as the disk cache does once.
     """
     digest = hashlib.sha256()
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors.index.json")]):
@@ -61,8 +65,10 @@ def fingerprint(folder: Path) -> str:
 
 
 def _places(header: bytes) -> list[tuple[int, int]]:
-    """Where tensors begin and end after a file's header; nothing where it is none, of which whoever loads it says
-    more."""
+    """Return the begin and end of tensors after a file's header; empty where it is invalid.
+
+    The loader of the file reports an invalid header in detail.
+    """
     try:
         found = [one["data_offsets"] for name, one in json.loads(header).items() if name != "__metadata__"]
         return sorted((begin, end) for begin, end in found if 0 <= int(begin) <= int(end))
@@ -71,7 +77,7 @@ def _places(header: bytes) -> list[tuple[int, int]]:
 
 
 def model_name(model: str) -> str:
-    """What clients call a model if no name is given."""
+    """Return the name of the model for clients if no name is given."""
     return Path(model).name if model else "moiety-demo"
 
 

@@ -1,4 +1,4 @@
-"""Errors of commands on the terminal. Their text may hold names from a checkpoint, a trace or a batch file."""
+"""Errors of commands on the terminal. Their text may contain names from a checkpoint, a trace or a batch file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from rich.text import Text
 
 
 def print_error(command: str, error: Exception) -> None:
-    """Write one error to standard error, in which nothing is rich's markup or an escape sequence of the terminal."""
+    """Write one error to standard error, without rich markup or terminal escape sequences in its text."""
     told = "".join(one if one.isprintable() or one in "\n\t" else f"\\u{ord(one):04x}" for one in str(error))
     Console(stderr=True).print(Text.assemble((f"{command}:", "red"), " ", told), highlight=False, soft_wrap=True)

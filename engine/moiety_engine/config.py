@@ -188,8 +188,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_unauthenticated_ranks: bool = False  # ranks of several hosts talk over links without keys
     exclude_rank_after_s: float | None = None  # and for those that can be done without; None: for all of them alike
     rank_failure_log: str = ""  # rank 0's file of which ranks were lost; "": none
-    mask_after_losses: int | None = None  # a rank that is in it so often, of late, is done without; None: three times
-    rank_losses_within_s: float | None = None  # what is of late; None: ten minutes
+    exclude_rank_after_failures: int | None = (
+        None  # a rank that is in it so often, of late, is done without; None: three times
+    )
+    rank_failures_within_s: float | None = None  # what is of late; None: ten minutes
     transfer: TransferConfig = TransferConfig()
     offload: OffloadConfig = OffloadConfig()
     grammar: GrammarLimits = GrammarLimits()
@@ -288,16 +290,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def masked_after_losses(self) -> int:
-        return MASK_AFTER_LOSSES if self.mask_after_losses is None else self.mask_after_losses
+        return MASK_AFTER_LOSSES if self.exclude_rank_after_failures is None else self.exclude_rank_after_failures
 
     @property
     def losses_within_s(self) -> float:
-        return LOSSES_WITHIN_S if self.rank_losses_within_s is None else self.rank_losses_within_s
+        return LOSSES_WITHIN_S if self.rank_failures_within_s is None else self.rank_failures_within_s
 
     def _check_masking(self) -> None:
-        if not self.rank_failure_log and (self.mask_after_losses is not None or self.rank_losses_within_s is not None):
+        if not self.rank_failure_log and (
+            self.exclude_rank_after_failures is not None or self.rank_failures_within_s is not None
+        ):
             raise InvalidConfig(
-                "--mask-after-losses and --rank-failure-log-within-s are for the file that --rank-failure-log "
+                "--exclude-rank-after-failures and --rank-failures-within-s are for the file that --rank-failure-log "
                 "names: name one, "
                 "or leave them out"
             )
@@ -318,9 +322,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"and no more than --join-timeout-s, which is {self.join_timeout_s:g}: nobody waits longer than that"
             )
         if self.masked_after_losses < 1:
-            raise InvalidConfig(f"--mask-after-losses must be at least 1, not {self.mask_after_losses}")
+            raise InvalidConfig(
+                f"--exclude-rank-after-failures must be at least 1, not {self.exclude_rank_after_failures}"
+            )
         if not self.losses_within_s > 0:
-            raise InvalidConfig(f"--rank-failure-log-within-s must be more than 0, not {self.rank_losses_within_s}")
+            raise InvalidConfig(f"--rank-failures-within-s must be more than 0, not {self.rank_failures_within_s}")
 
     def _check_disk_cache(self) -> None:
         if not self.disk_cache:

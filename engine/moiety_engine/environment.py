@@ -1,4 +1,4 @@
-"""What a loop's figures depend on besides its settings."""
+"""Environment of a loop: what its figures depend on besides its settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moiety_kernels.environment import describe_environment
 
 
 def environment(loop: EngineLoop) -> dict[str, Any]:
-    """Versions, device, threads and the type of the weights."""
+    """Return the versions, the device, the threads and the type of the weights."""
     on_cpu = loop.model.device.type == "cpu"
     return describe_environment() | {
         "torch": torch.__version__,

@@ -11,7 +11,7 @@ EngineError
 
 
 class EngineError(Exception):
-    """Root of what the engine raises on purpose."""
+    """Root of the engine's errors."""
 
 
 class InvalidConfig(EngineError):

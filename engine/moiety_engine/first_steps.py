@@ -1,7 +1,7 @@
-"""Which requests a core computes the first token of, in memory that outlives it.
+"""Keys of the requests whose first token a core is computing, in memory that outlives the core.
 
-A core that dies in the first step of a request may have died of that request. The core writes the keys before each such
-step; the front reads them after the core's death.
+A core that dies in the first step of a request may have died because of that request. The core writes the keys before
+each of these steps; the server reads them after the core's death.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from itertools import islice
 MAX_KEYS = 4095
 _BYTES = 8 * (MAX_KEYS + 2)
 _NAME = "moiety-first-steps"
-_IS_OPEN, _COUNT, _FIRST = 0, 1, 2  # places of 64-bit words
+_IS_OPEN, _COUNT, _FIRST = 0, 1, 2  # indices of 64-bit words
 
 
 class FirstSteps:
-    """One process's view. The front makes it and gives its descriptor to the core."""
+    """One process's view of the memory. The server creates it and passes its descriptor to the core."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """`fd`: of the memory that the front has made, which this object closes. None makes new memory."""
+        """Map the memory. `fd`: the server's memory, owned by this object; None creates new memory."""
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, _BYTES)
@@ -30,7 +30,7 @@ class FirstSteps:
             self._words[_IS_OPEN] = 1
 
     def write(self, keys: Iterable[int]) -> None:
-        """Say whose first token is being computed from now on. What is beyond MAX_KEYS is left out."""
+        """Record the requests whose first token is being computed from now on. Keys beyond MAX_KEYS are dropped."""
         told = list(islice(keys, MAX_KEYS))
         self._words[_COUNT] = 0
         for i, key in enumerate(told, _FIRST):
@@ -38,13 +38,13 @@ class FirstSteps:
         self._words[_COUNT] = len(told)
 
     def read(self) -> frozenset[int] | None:
-        """What the core wrote last; None if it has never opened the memory."""
+        """Return the keys that the core wrote last; None if it has never opened the memory."""
         if not self._words[_IS_OPEN]:
             return None
         return frozenset(self._words[_FIRST : _FIRST + self._words[_COUNT]])
 
     def close(self) -> None:
-        """Give back the descriptor. The memory goes with the object."""
+        """Close the descriptor. The memory is freed with the object."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,4 +1,4 @@
-"""How the engine's processes log: one line of JSON an event, on standard error."""
+"""Logging of the engine's processes: one line of JSON per event, on standard error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import structlog
 
 
 def configure_logs() -> None:
-    """For an entry point, once."""
+    """Configure logging. Called once by an entry point."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

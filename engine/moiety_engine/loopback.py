@@ -1,4 +1,4 @@
-"""Addresses that only processes of this machine reach. Imports no torch."""
+"""Loopback addresses, which only processes of this machine reach. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def is_loopback(host: str) -> bool:
 
 
 def keep_collectives_on_loopback() -> None:
-    """Have gloo and NCCL listen on the loopback interface, unless the environment names another interface.
+    """Make gloo and NCCL listen on the loopback interface, unless the environment names another interface.
 
-    Both read the interface from the environment of their process, and nowhere else.
+    Both read the interface only from the environment of their process.
     """
     interface = next(
         (

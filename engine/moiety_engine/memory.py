@@ -1,4 +1,4 @@
-"""How much memory a device has and has left."""
+"""Total and available memory of a device."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ class Memory(NamedTuple):
 
 
 def device_memory(device: torch.device) -> Memory:
-    """What this process may still take of the device's memory, and what it has in all."""
+    """Return the device's memory that this process may still use, and its total."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps for later allocations is free to us
+        torch.cuda.empty_cache()  # memory that torch keeps for later allocations counts as free
         return Memory(*torch.cuda.mem_get_info(device))
     return Memory(available_bytes(), psutil.virtual_memory().total)
 
 
 def available_bytes(cgroups: Path = CGROUPS) -> int:
-    """Memory that this process may still take: the machine's, or what is left of its container's limit if less. Pages
-    of files that were read or written, such as a checkpoint's, are given up where memory is needed: they count as free.
+    """Return the memory that this process may still use: the machine's, or less under a container's limit.
+
+    Page-cache pages, for instance of a checkpoint's files, are released under memory pressure: they count as free.
     """
     left = [psutil.virtual_memory().available]
     for folder, limit_name, used_name, of_all in (
-        (cgroups, "memory.max", "memory.current", ""),  # version 2
-        (cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # version 1
+        (cgroups, "memory.max", "memory.current", ""),  # cgroup version 2
+        (cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # cgroup version 1
     ):
         limit_file, used_file = folder / limit_name, folder / used_name
         if limit_file.exists() and used_file.exists() and (limit := limit_file.read_text().strip()) != "max":

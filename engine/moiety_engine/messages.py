@@ -1,7 +1,7 @@
-"""What the engine's front and its core say to each other (msgpack over a ZeroMQ PAIR socket on ipc).
+"""Messages between the engine server and its core (msgpack over a ZeroMQ PAIR socket on ipc).
 
-The front names requests by an integer `key` that it never reuses, so that two gateways may use the same request id.
-A batch of commands or of outputs travels as one frame: `list[ToCore]` one way, one `CoreStep` a step the other way.
+The server names requests by an integer `key` that it never reuses, so that two gateways may use the same request id. A
+batch of commands or of outputs is one frame: `list[ToCore]` in one direction, one `CoreStep` per step in the other.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moiety_wire.roles import KvHandoff, KvTransferTimes
 
 
 class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
-    """A request, validated by the front. Stop strings stay with the front."""
+    """A request, validated by the server. The server matches stop strings itself."""
 
     key: int
     tenant_id: str
     service: ServiceClass
     prompt_ids: list[int]
     sampling: Sampling
-    max_tokens: int  # output tokens; those beyond the context are not made
+    max_tokens: int  # output tokens; those beyond the context are not generated
     min_tokens: int
     stop_token_ids: list[int]  # end-of-sequence ids included unless ignore_eos
     credit_tokens: int
@@ -35,18 +35,18 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     arrival_unix_ns: int
     deadline_unix_ns: int | None = None
     tenant_weight: float = 1.0
-    fallback: ServiceClass | None = None  # where `service` says downgrade at overload
+    fallback: ServiceClass | None = None  # class after a downgrade, where `service` downgrades on overload
     resumed_ids: list[int] | None = None  # output of another engine, which had admitted it; fewer than max_tokens
     embed: bool = False  # ends with its prefill; `max_tokens` is 0
-    sibling_tokens: int = 0  # prompt tokens beside its own that the promise allows time for
-    guide: GrammarSpec | None = None  # what its answer must be
-    hand_over: KvHandoff | None = None  # where its KV goes; it ends with its next token, unless that was its last
-    transfer_id: str = ""  # under which its KV comes
-    adapter: str = ""  # "": the model as it is
+    sibling_tokens: int = 0  # prompt tokens besides its own that the SLO allows time for
+    guide: GrammarSpec | None = None  # grammar of its answer
+    hand_over: KvHandoff | None = None  # target of its KV; it ends with its next token, unless that was its last
+    transfer_id: str = ""  # id of the incoming KV transfer
+    adapter: str = ""  # "": the base model
     speculative_prefill: SpeculativePrefillRequest | None = (
-        None  # ends without output, when its prompt is computed or is not going to be
+        None  # ends without output, once its prompt is computed or dropped
     )
-    keep_s: float = 0.0  # for which what it leaves in the prefix cache is evicted after other things
+    keep_s: float = 0.0  # time in which its prefix-cache blocks are evicted after others
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -57,7 +57,9 @@ class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
 
 class CoreAbort(msgspec.Struct, frozen=True, tag="abort"):
     """End the request before the next step; answered by an output with `finish` unless it had already ended.
-    `reason` stop: the front found a stop string; abort: the client or gateway left."""
+
+    `reason` stop: the server found a stop string; abort: the client or gateway disconnected.
+    """
 
     key: int
     reason: FinishReason
@@ -68,20 +70,20 @@ class CoreShutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class CoreSleep(msgspec.Struct, frozen=True, tag="rest"):
-    """Give the device's memory back, while no request is open, or take it again. Answered by CoreSlept."""
+    """Free the device's memory, while no request is open, or allocate it again. Answered by CoreSlept."""
 
     asleep: bool
 
 
 class CoreAdapter(msgspec.Struct, frozen=True, tag="adapter"):
-    """From now on there is an adapter of this name, in a folder that stays while requests use it."""
+    """Register an adapter of this name, in a folder that remains while requests use it."""
 
     name: str
     folder: str
 
 
 class CoreForget(msgspec.Struct, frozen=True, tag="forget"):
-    """Nothing that these tenants have left in the cache is kept any more, whether it was or not."""
+    """Delete these tenants' cached KV on every tier, and cache none of it from now on."""
 
     tenant_ids: list[str]
 
@@ -96,7 +98,7 @@ class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoreEvent(msgspec.Struct, frozen=True, array_like=True):
-    """A decision about a request; `other` is the key of the one that profited, 0 if none."""
+    """A decision about a request; `other` is the key of the request that benefited, 0 if none."""
 
     unix_ns: int
     kind: EventKind
@@ -105,7 +107,7 @@ class CoreEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoreAdmission(msgspec.Struct, frozen=True, array_like=True):
-    """The scheduler's word that a request will be served."""
+    """The scheduler's decision to serve a request."""
 
     key: int
     served_class: str
@@ -125,29 +127,31 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     events: list[CoreEvent]
     num_recomputed_tokens: int
     embedding: bytes = b""  # a unit vector, little-endian float32
-    num_drafted_tokens: int = 0  # guessed and computed
-    num_accepted_tokens: int = 0  # of them, those that came true
+    num_drafted_tokens: int = 0  # drafted and computed
+    num_accepted_tokens: int = 0  # drafted tokens that were accepted
     arrival: KvTransferTimes | None = None
     num_speculative_tokens: int = 0
 
 
 class CoreScores(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of the prompt's tokens from that one on. A part may come again, after a preemption."""
+    """Log-probabilities of the prompt's tokens from `position` on. A part may repeat after a preemption."""
 
     position: int
     logprobs: list[CoreLogprob]
 
 
 class CoreOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one step brought for one request: new tokens, and possibly its end. With the first tokens comes how much of
-    the prompt the prefix cache held."""
+    """Output of one step for one request: new tokens, and possibly its end.
+
+    The first output reports how much of the prompt was in the prefix cache.
+    """
 
     key: int
     token_ids: list[int]
     logprobs: list[CoreLogprob] | None = None
     finish: CoreFinish | None = None
     num_cached_tokens: int = 0
-    scores: CoreScores | None = None  # in an output of their own
+    scores: CoreScores | None = None  # in a separate output
 
 
 class CoreFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -161,17 +165,17 @@ class CoreFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoreLoad(Figures, frozen=True, array_like=True):
-    """The core's figures, of which new ones come some times a second; without names, since these are many."""
+    """Figures of the core, updated some times per second; an array without field names, since there are many."""
 
 
 class CoreState(StrEnum):
     LOADING = "loading"
     READY = "ready"
-    REFUSED = "refused"  # `message` says why; the core ends
+    REFUSED = "refused"  # `message` contains the reason; the core ends
 
 
 class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
-    """The core's progress while it loads, and at last what the front puts on the model card."""
+    """Progress of the core while it loads, and finally the data for the model card."""
 
     state: CoreState
     message: str = ""
@@ -181,10 +185,10 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     max_num_logprobs: int = 0
     dtype: str = ""
     device: str = ""
-    embedding_width: int = 0  # 0: this core makes no embeddings
+    embedding_width: int = 0  # 0: this core computes no embeddings
     follows_grammars: bool = False
     hands_over: bool = False
-    kv_address: str = ""  # where it takes KV from other engines
+    kv_address: str = ""  # address for KV from other engines
     kv_host: str = ""
     kv_secret: str = ""
     takes_adapters: bool = False
@@ -192,14 +196,14 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):
-    """A step that was looked at, and whose requests ran in it; the front knows their classes."""
+    """A traced step, and the keys of its requests; the server knows their classes."""
 
     step: StepNote
     keys: list[int]
 
 
 class CoreStep(msgspec.Struct, frozen=True, tag="step"):
-    """`load`: None where the one that was told last may stand a moment longer, since nobody came or went."""
+    """Outputs of one step. `load`: None where the previous load is still valid, since no request came or ended."""
 
     outputs: list[CoreOutput]
     failures: list[CoreFailure]
@@ -209,7 +213,7 @@ class CoreStep(msgspec.Struct, frozen=True, tag="step"):
 
 
 class CoreSlept(msgspec.Struct, frozen=True, tag="rested"):
-    """Whether the core sleeps now. `problem`: why it does not do what it was told."""
+    """Answer to CoreSleep: whether the core sleeps now. `problem`: why it did not follow the command."""
 
     asleep: bool
     problem: str = ""

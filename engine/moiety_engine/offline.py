@@ -1,4 +1,4 @@
-"""Runs a set of requests through a loop in this process, to the end: for benchmarks, evaluation and tests."""
+"""Offline runs of a set of requests on a loop in this process, for benchmarks, evaluation and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
 
 @dataclass(slots=True)
 class Result:
-    """What came of one request. Times are monotonic seconds."""
+    """Outcome of one request. Times are monotonic seconds."""
 
     submitted_s: float
     token_ids: list[int] = field(default_factory=list)
@@ -25,8 +25,10 @@ class Result:
 def run_all(
     loop: EngineLoop, submits: Iterable[CoreSubmit], *, on_step: Callable[[int], None] | None = None
 ) -> dict[int, Result]:
-    """Submit everything at once and step until all have ended. `on_step` gets the number that have ended so far.
-    Raises EngineError if the engine refuses a request."""
+    """Submit all requests at once and step until all have ended.
+
+    `on_step` gets the number of ended requests. Raises EngineError if the engine refuses a request.
+    """
     results: dict[int, Result] = {}
     for submit in submits:
         results[submit.key] = Result(time.perf_counter())
@@ -34,7 +36,7 @@ def run_all(
     num_open = len(results)
     while num_open:
         if not loop.step() and (loop.scheduler.num_waiting or loop.waits_for_others):
-            time.sleep(0.001)  # for company, or for threads, which need the interpreter meanwhile
+            time.sleep(0.001)  # waits for a batch or for other threads, which need the interpreter meanwhile
         step = loop.take_outputs()
         if step is None:
             continue

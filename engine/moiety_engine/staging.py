@@ -1,9 +1,8 @@
-"""Between a step's Python values and the device, without waiting for it.
+"""Transfer of a step's Python values to and from the device, without waiting for the device.
 
-Beside a GPU a copy is only queued if the host's memory is page-locked; from other memory it first waits for all work on
-the device. What a step uploads goes through memory that is locked once, two halves used in turn: a half is written
-anew when the step that used it has been collected, since at most two are on their way. On a CPU there is nothing to
-copy, and nothing is.
+With a GPU, a copy is only queued if the host's memory is page-locked; from other memory it first waits for all work on
+the device. A step's uploads pass through memory that is locked once, in two alternating halves: a half is rewritten
+after the step that used it has been collected, since at most two steps are in flight. On a CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Upload = Callable[[np.ndarray], Tensor]
 
 
 class Staging:
-    """Uploads, downloads and the mark that says when they are done. Used by the step loop's thread only."""
+    """Uploads, downloads and completion marks. Used by the step loop's thread only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,30 +31,30 @@ class Staging:
         self._used = 0
 
     def turn(self) -> None:
-        """A new step begins: what the step before the last one uploaded has arrived."""
+        """Begin a new step: the uploads of the step before the last one have arrived."""
         self._half = 1 - self._half
         self._used = 0
 
     def upload(self, values: np.ndarray) -> Tensor:
-        """The values on the device, for work that is queued after this. The caller does not change them any more."""
+        """Return the values on the device, for work queued after this. The caller must not change them any more."""
         if not self._on_cuda:
             return torch.from_numpy(values)
         return self._through_locked(values).to(self._device, non_blocking=True)
 
     def upload_into(self, target: Tensor, values: np.ndarray) -> None:
-        """The values into a tensor of their shape, whose address stays."""
+        """Copy the values into a tensor of their shape, whose address does not change."""
         source = self._through_locked(values) if self._on_cuda else torch.from_numpy(values)
         target.copy_(source, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
-        """The tensor in host memory, there once a mark that is set after this has been passed."""
+        """Return the tensor in host memory, valid after a later mark has passed."""
         if not self._on_cuda:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # from torch's own pool of locked memory
         return host.copy_(tensor, non_blocking=True)
 
     def mark(self) -> DeviceMark:
-        """Passed when all that has been queued so far is done."""
+        """Return a mark that passes when all work queued so far is done."""
         return DeviceMark(torch.cuda.current_stream(self._device).record_event() if self._on_cuda else None)
 
     def _through_locked(self, values: np.ndarray) -> Tensor:
@@ -82,7 +81,7 @@ class DeviceMark:
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Until it has been passed; other threads may run meanwhile."""
+        """Wait until the mark has passed; other threads may run meanwhile."""
         if self._event is not None:
             self._event.synchronize()
 

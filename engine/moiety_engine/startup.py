@@ -1,4 +1,4 @@
-"""From a configuration to a loop, which is only to be warmed up: the checkpoint read, on all ranks that there are."""
+"""Startup of a loop from a configuration: the checkpoint is read on all ranks; only the warm-up remains."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ def load_loop(
     progress: Callable[[int, int], None] | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> EngineLoop:
-    """Load the checkpoint folder that the configuration names and make a loop of it, as rank 0 if there are several.
-    `meeting`: what a launcher said of the others, who are started here without one. `progress(done, total)` in bytes.
-    Raises EngineError with what to do."""
+    """Load the configured checkpoint folder and return a loop of it, as rank 0 if there are several ranks.
+
+    `meeting`: the launcher's rendezvous; without one, the other ranks are started here. `progress(done, total)` in
+    bytes. Raises EngineError with advice.
+    """
     grammars = GrammarServiceStart(Path(config.model), config.grammar)
     assembled = assemble(config, meeting, progress)
     rank_group, local_ranks = assembled.rank_group, assembled.local_ranks

@@ -1,8 +1,8 @@
-"""A placement in the making: its slots, and the small changes that relieve the heaviest rank of each layer.
+"""Mutable placement: its slots, and small changes that relieve the heaviest rank of each layer.
 
-Dimensions beside the package's: A those layers that are looked at, H ranks of the heaviest rank's node, Q slots of
-these, J slots that may be overwritten, B experts of the heaviest rank. A change is judged by the largest load among the
-ranks that it touches.
+Dimensions besides the package's: A the examined layers, H ranks of the heaviest rank's node, Q their slots, J slots
+that may be overwritten, B experts of the heaviest rank. A change is judged by the largest load among the ranks that it
+touches.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from moiety_placement.placement import Floats, Ints, count_replicas, loads_of_slots, sum_by_rank
 
-_HOTTEST = 4  # of the heaviest rank's experts: those that are worth one more replica
+_HOTTEST = 4  # hottest experts of the heaviest rank: candidates for one more replica
 
 
 @dataclass(slots=True)
 class Board:
-    """Owned by whoever improves it. `num_nodes`: changes stay within a node."""
+    """Slots of a placement, owned by the improving caller. `num_nodes`: changes stay within a node."""
 
     slots_LR: Ints
     counts_LE: Ints
@@ -42,7 +42,7 @@ class Board:
         return View(slots_AR, counts_AE, load_AE, slot_load_AR, load_AG, heaviest_A, rows_A1, ranks_of_node)
 
     def largest_loads(self) -> Floats:
-        """[L]: of the heaviest rank."""
+        """Return [L]: the load of the heaviest rank."""
         return np.asarray(self.look_at(np.arange(len(self.slots_LR))).load_AG.max(axis=1))
 
     def swap(self, layers: Ints, slots: Ints, others: Ints) -> None:
@@ -58,7 +58,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """Some layers of a board as they are now. `rows_A1` numbers them, for indexing."""
+    """Current state of some layers of a board. `rows_A1` numbers them, for indexing."""
 
     slots_AR: Ints
     counts_AE: Ints
@@ -78,44 +78,49 @@ class View:
         return int(self.slots_AR.shape[1] // self.load_AG.shape[1])
 
     def slots_of_heaviest(self) -> Ints:
-        """[A, S]"""
+        """Return [A, S]: the slots of the heaviest rank."""
         return self.heaviest_A[:, None] * self.slots_of_rank + np.arange(self.slots_of_rank)
 
     def ranks_beside_heaviest(self) -> Ints:
-        """[A, H]: of its node, itself among them."""
+        """Return [A, H]: the ranks of the heaviest rank's node, itself included."""
         node_A = self.heaviest_A // self.ranks_of_node
         return node_A[:, None] * self.ranks_of_node + np.arange(self.ranks_of_node)
 
 
 def best_swap(view: View) -> tuple[Floats, Ints, Ints]:
-    """By layer: the gain, a slot of the heaviest rank and another of its node, that relieve it most when they exchange
-    their experts. A gain of 0 or less is none."""
+    """Return the best exchange of experts in each layer.
+
+    Per layer: the gain, a slot of the heaviest rank and another slot of its node. A gain of 0 or less is none.
+    """
     num_slots = view.slots_of_rank
     ranks_AH, mine_AS = view.ranks_beside_heaviest(), view.slots_of_heaviest()
     theirs_AQ = (ranks_AH[:, :, None] * num_slots + np.arange(num_slots)).reshape(len(mine_AS), -1)
     loads_AH = view.load_AG[view.rows_A1, ranks_AH]
     gaps_AQ = np.repeat(loads_AH.max(axis=1, keepdims=True) - loads_AH, num_slots, axis=1)
-    gaps_AQ[view.slots_AR[view.rows_A1, theirs_AQ] < 0] = -np.inf  # nothing there to have in exchange
+    gaps_AQ[view.slots_AR[view.rows_A1, theirs_AQ] < 0] = -np.inf  # nothing to exchange
     mine_load_AS, their_load_AQ = view.slot_load_AR[view.rows_A1, mine_AS], view.slot_load_AR[view.rows_A1, theirs_AQ]
     moved_ASQ = mine_load_AS.astype(np.float32)[:, :, None] - their_load_AQ.astype(np.float32)[:, None, :]
     left_ASQ = gaps_AQ.astype(np.float32)[:, None, :] - moved_ASQ
     best_A = np.minimum(moved_ASQ, left_ASQ, out=left_ASQ).reshape(len(mine_AS), -1).argmax(axis=1)
     rows_A, at_A, other_A = view.rows_A1[:, 0], *np.divmod(best_A, theirs_AQ.shape[1])
     moved_A = mine_load_AS[rows_A, at_A] - their_load_AQ[rows_A, other_A]
-    gain_A = np.minimum(moved_A, gaps_AQ[rows_A, other_A] - moved_A)  # of which float32 only found the place
+    gain_A = np.minimum(moved_A, gaps_AQ[rows_A, other_A] - moved_A)  # exact: float32 only located it
     return gain_A, mine_AS[rows_A, at_A], theirs_AQ[rows_A, other_A]
 
 
 def best_overwrite(view: View) -> tuple[Floats, Ints, Ints]:
-    """By layer: the gain, a slot of the heaviest rank's node and an expert of that rank, that relieve it most when the
-    slot is given to the expert. The slot's own expert keeps another replica."""
+    """Return the best overwrite in each layer.
+
+    Per layer: the gain, a slot of the heaviest rank's node and an expert of that rank that replaces the slot's expert.
+    The replaced expert keeps another replica.
+    """
     slots_AJ, may_AJ = _spare_slots(view)
     hot_AB = _hottest_experts(view)
     ranks_AJ = slots_AJ // view.slots_of_rank
     old_AJ = view.slots_AR[view.rows_A1, slots_AJ]
     held_AGE = _replicas_by_rank(view)
     held_AJG = held_AGE.transpose(0, 2, 1)[view.rows_A1, old_AJ]
-    left_AJ = _share(view, old_AJ, -1)  # what each other replica of the old expert will carry
+    left_AJ = _share(view, old_AJ, -1)  # load of each remaining replica of the old expert
     raised_AJG = view.load_AG[:, None, :] + (left_AJ - _share(view, old_AJ, 0))[:, :, None] * held_AJG
     by_expert = []
     for hot_A1 in np.split(hot_AB, hot_AB.shape[1], axis=1):
@@ -128,7 +133,7 @@ def best_overwrite(view: View) -> tuple[Floats, Ints, Ints]:
         np.put_along_axis(after_AJG, at_AJ1, here, axis=2)
         np.put_along_axis(touched_AJG, at_AJ1, values=True, axis=2)
         worst_AJ = np.max(after_AJG, axis=2, where=touched_AJG, initial=0.0)
-        worst_AJ[~may_AJ | (has_AG[view.rows_A1, ranks_AJ] > 0)] = np.inf  # a second one there is no help
+        worst_AJ[~may_AJ | (has_AG[view.rows_A1, ranks_AJ] > 0)] = np.inf  # a second one there does not help
         by_expert.append(worst_AJ)
     worst = np.stack(by_expert, axis=1).reshape(len(slots_AJ), -1)
     best_A = worst.argmin(axis=1)
@@ -138,8 +143,10 @@ def best_overwrite(view: View) -> tuple[Floats, Ints, Ints]:
 
 
 def _spare_slots(view: View) -> tuple[Ints, NDArray[np.bool_]]:
-    """Slots in the heaviest rank's node whose expert has another replica; in layers with fewer than others, some that
-    are not, as the mask says."""
+    """Return slots in the heaviest rank's node whose expert has another replica.
+
+    In layers with fewer such slots than others, the list is padded with other slots, as the mask shows.
+    """
     slots_AR = view.slots_AR
     counts_AR = view.counts_AE[view.rows_A1, slots_AR]
     nodes_R = np.arange(slots_AR.shape[1]) // (view.slots_of_rank * view.ranks_of_node)
@@ -159,7 +166,7 @@ def _hottest_experts(view: View) -> Ints:
 
 
 def _replicas_by_rank(view: View) -> Ints:
-    """[A, G, E]."""
+    """Return [A, G, E]: the number of each rank's replicas of each expert."""
     num_layers, num_slots = view.slots_AR.shape
     rank_R = np.arange(num_slots) // view.slots_of_rank
     num_experts = view.load_AE.shape[1]
@@ -170,6 +177,6 @@ def _replicas_by_rank(view: View) -> Ints:
 
 
 def _share(view: View, experts: Ints, more: int) -> Floats:
-    """What a replica of each expert would carry if there were so many more of them."""
+    """Return the load of one replica of each expert if there were `more` more replicas of it."""
     counts = view.counts_AE[view.rows_A1, experts] + more
     return view.load_AE[view.rows_A1, experts] / np.maximum(counts, 1)

@@ -1,5 +1,8 @@
-"""How many replicas each layer gets of a total over all layers, after CRAFT's observation that layers differ in what
-replicas do for them: a layer whose experts are used alike gains nothing, one with a few hot experts a lot."""
+"""Division of a total number of replicas over the layers, after CRAFT.
+
+CRAFT observes that layers gain differently from replicas: a layer whose experts are used evenly gains nothing, one with
+a few hot experts gains a lot.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,14 @@ def replica_budgets(
     num_ranks: int,
     most_replicas: int | None = None,
 ) -> Ints:
-    """[L]: the replicas of each layer that make the sum over layers of the largest rank load smallest, each a multiple
-    of `num_ranks`, together at most `total_replicas`; for `plan`, which is tried here on every number that a layer may
-    get.
+    """Return [L]: the replicas of each layer that minimize the sum over layers of the largest rank load.
 
-    `most_replicas`: of one layer, by default twice the least. A rank keeps room for as many slots as the layer that has
-    most. Raises BadLoad or BadNumbers."""
+    Each is a multiple of `num_ranks`, together at most `total_replicas`; for `plan`, which is tried here on every
+    number that a layer may get.
+
+    `most_replicas`: maximum per layer, by default twice the least. A rank reserves as many slots as the layer with the
+    most needs. Raises BadLoad or BadNumbers.
+    """
     loads = check_load(load_LE)
     num_layers, num_experts = loads.shape
     least = -(-num_experts // num_ranks) * num_ranks
@@ -46,11 +51,13 @@ def replica_budgets(
 
 
 def _spend(largest_LB: Floats, spare: int) -> Ints:
-    """[L]: how many of `spare` steps each layer takes so that the sum of what they reach is smallest: exact, since a
-    layer's second step may gain more than its first."""
+    """Return [L]: the number of `spare` steps for each layer that minimizes the sum of the reached loads.
+
+    The solution is exact, since a layer's second step may gain more than its first.
+    """
     num_layers, num_levels = largest_LB.shape
     spare = min(spare, num_layers * (num_levels - 1))
-    reached = np.zeros(spare + 1)  # the smallest sum of the layers so far, by steps spent
+    reached = np.zeros(spare + 1)  # smallest sum of the layers so far, by steps spent
     taken_LP = np.zeros((num_layers, spare + 1), dtype=np.int64)
     for layer, largest_B in enumerate(largest_LB):
         sums = np.full((num_levels, spare + 1), np.inf)

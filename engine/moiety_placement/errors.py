@@ -8,7 +8,7 @@ PlacementError
 
 
 class PlacementError(ValueError):
-    """Root of what this package raises on purpose."""
+    """Root of this package's errors."""
 
 
 class BadLoad(PlacementError):

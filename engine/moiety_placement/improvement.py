@@ -1,4 +1,4 @@
-"""A plan made better by small changes, each of which relieves the heaviest rank of a layer, until none does."""
+"""Improvement of a plan by small changes that each relieve the heaviest rank of a layer, until none does."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy as np
 from moiety_placement.board import Board, best_overwrite, best_swap
 from moiety_placement.placement import Ints
 
-_LEAST_GAIN = 1e-9  # of the largest load: less is rounding
+_LEAST_GAIN = 1e-9  # of the largest load; less is rounding
 
 
 def improve_by_swaps(board: Board, layers_A: Ints, rounds: int) -> None:
-    """One exchange a layer and round. The largest load never grows."""
+    """Apply one exchange per layer and round. The largest load never grows."""
     for _ in range(rounds):
         if not len(layers_A):
             return
@@ -23,7 +23,7 @@ def improve_by_swaps(board: Board, layers_A: Ints, rounds: int) -> None:
 
 
 def improve(board: Board, layers_A: Ints, rounds: int) -> None:
-    """As above, and slots may be given to other experts too."""
+    """Apply exchanges, as above, and overwrites of slots with other experts."""
     for _ in range(rounds):
         if not len(layers_A):
             return
@@ -31,8 +31,10 @@ def improve(board: Board, layers_A: Ints, rounds: int) -> None:
 
 
 def step(board: Board, layers_A: Ints) -> Ints:
-    """In each layer the one change that gains most for a weight moved: an exchange moves two, an overwriting one.
-    Returns the layers that were changed."""
+    """Apply in each layer the change with the most gain per moved weight; return the changed layers.
+
+    An exchange moves two weights, an overwrite one.
+    """
     view = board.look_at(layers_A)
     swap_gain_A, slot_A, other_A = best_swap(view)
     write_gain_A, written_A, expert_A = best_overwrite(view)

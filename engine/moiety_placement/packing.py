@@ -1,6 +1,7 @@
-"""The greedy parts of a plan: how many replicas each expert has, and which pack each item lies in.
+"""Greedy parts of a plan: the number of replicas of each expert, and the pack of each item.
 
-After DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB), all layers at once. X is any number of independent rows.
+After DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB), for all layers at once. X is any number of independent
+rows.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from moiety_placement.placement import Floats, Ints
 
 
 def pack(weight_XI: Floats, num_packs: int) -> Ints:
-    """[X, packs, I / packs]: the items of each pack, of equal number. The heaviest item left goes to the lightest pack
-    that has room."""
+    """Return [X, packs, I / packs]: the items of each pack, of equal number.
+
+    The heaviest remaining item goes to the lightest pack with a free slot.
+    """
     num_rows, num_items = weight_XI.shape
     room = num_items // num_packs
     order_XI = np.argsort(-weight_XI, axis=1, kind="stable")
@@ -33,10 +36,12 @@ def pack(weight_XI: Floats, num_packs: int) -> Ints:
 
 
 def replicate(load_XE: Floats, num_replicas: int, head_start: float = 0.0) -> Ints:
-    """[X, E]: replicas of each expert. One more goes, again and again, to the largest load ÷ (replicas + `head_start`).
+    """Return [X, E]: replicas of each expert.
 
-    With 0 the largest load of a replica is as small as it can be. With more the hottest experts get fewer and the
-    warm ones more, which packs better where a rank has many slots (as divisor methods of apportionment differ)."""
+    One more replica goes, repeatedly, to the largest load ÷ (replicas + `head_start`). With 0, the largest load of a
+    replica is as small as possible. With more, the hottest experts get fewer and the warm ones more, which packs better
+    where a rank has many slots (as divisor methods of apportionment differ).
+    """
     rows = np.arange(len(load_XE))
     counts_XE = np.ones(load_XE.shape, dtype=np.int64)
     claims_XE = load_XE / (1 + head_start)

@@ -1,7 +1,7 @@
-"""What a placement is: which expert each slot holds, and what follows from that for a load.
+"""Placement of experts: the expert of each slot, and the resulting rank loads.
 
-Legend of dimensions in the package's docstring. Slot r of a layer is on rank r // S. A slot that holds nothing has -1:
-it is on a dead rank, or its layer has fewer replicas than others.
+The package's docstring explains the dimensions. Slot r of a layer is on rank r // S. An empty slot has -1: it is on a
+dead rank, or its layer has fewer replicas than others.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ EMPTY = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """`logical_to_physical_LEC` lists each expert's slots in rising order, padded by -1; `counts_LE` says how many
-    there are, `rank_R` the rank of each slot. The arrays cannot be written to."""
+    """A placement with its inverse.
+
+    `logical_to_physical_LEC` lists each expert's slots in ascending order, padded by -1; `counts_LE` is their number,
+    `rank_R` the rank of each slot. The arrays are read-only.
+    """
 
     physical_to_logical_LR: Ints
     logical_to_physical_LEC: Ints
     counts_LE: Ints
     rank_R: Ints
     num_ranks: int
-    num_nodes: int  # that experts do not leave: 1 where they may be anywhere
+    num_nodes: int  # experts stay within a node; 1 where they may be on any rank
 
     @classmethod
     def of(
         cls, physical_to_logical_LR: ArrayLike, *, num_experts: int, num_ranks: int, num_nodes: int = 1
     ) -> Placement:
-        """Raises BadNumbers if the slots do not divide by the ranks, these by the nodes, or an expert does not
-        exist."""
+        """Build a placement from its slots.
+
+        Raises BadNumbers if the ranks do not divide the slots, the nodes do not divide the ranks, or an expert does not
+        exist.
+        """
         slots_LR = np.array(physical_to_logical_LR, dtype=np.int64)
         if slots_LR.ndim != 2:
             raise BadNumbers(f"a placement is a table of layers × slots, not an array of shape {slots_LR.shape}")
@@ -65,22 +71,23 @@ class Placement:
 
 
 def living_ranks(placement: Placement) -> Bools:
-    """[L, G]: which ranks hold anything of a layer."""
+    """Return [L, G]: whether a rank holds any expert of a layer."""
     held_LGS = (placement.physical_to_logical_LR != EMPTY).reshape(placement.num_layers, placement.num_ranks, -1)
     return np.asarray(held_LGS.any(axis=2))
 
 
 def rank_loads(placement: Placement, load_LE: ArrayLike) -> Floats:
-    """[L, G]: what each rank carries if every replica of an expert carries the same part of its load. What an expert
-    that is nowhere would get is carried by nobody."""
+    """Return [L, G]: the load of each rank if an expert's load is split evenly over its replicas.
+
+    The load of an expert without replicas is not counted.
+    """
     loads = check_load(load_LE, (placement.num_layers, placement.num_experts))
     slot_loads_LR = loads_of_slots(placement.physical_to_logical_LR, loads, placement.counts_LE)
     return sum_by_rank(slot_loads_LR, placement.num_ranks)
 
 
 def balancedness(placement: Placement, load_LE: ArrayLike) -> float:
-    """Sum over layers of the mean load of the living ranks ÷ sum over layers of the largest; 1 where there is no
-    load."""
+    """Return the mean load of the living ranks ÷ the largest load, each summed over layers; 1 without load."""
     loads_LG = rank_loads(placement, load_LE)
     largest = loads_LG.max(axis=1).sum()
     means_L = loads_LG.sum(axis=1) / np.maximum(living_ranks(placement).sum(axis=1), 1)
@@ -88,27 +95,27 @@ def balancedness(placement: Placement, load_LE: ArrayLike) -> float:
 
 
 def loads_of_slots(slots_LR: Ints, load_LE: Floats, counts_LE: Ints) -> Floats:
-    """[L, R]: the part of its expert's load that each slot carries, 0 for an empty one."""
+    """Return [L, R]: the part of its expert's load that each slot carries, 0 for an empty one."""
     shares_LE = load_LE / np.maximum(counts_LE, 1)
-    shares_LE = np.concatenate([shares_LE, np.zeros((len(shares_LE), 1))], axis=1)  # which -1 finds
+    shares_LE = np.concatenate([shares_LE, np.zeros((len(shares_LE), 1))], axis=1)  # selected by index -1
     return shares_LE[np.arange(len(slots_LR))[:, None], slots_LR]
 
 
 def sum_by_rank(slot_loads_LR: Floats, num_ranks: int) -> Floats:
-    """[L, G]"""
+    """Return [L, G]: the slot loads summed by rank."""
     num_layers, num_slots = slot_loads_LR.shape
     return np.asarray(slot_loads_LR.reshape(num_layers, num_ranks, num_slots // num_ranks).sum(axis=2))
 
 
 def count_replicas(slots_LR: Ints, num_experts: int) -> Ints:
-    """[L, E]: in how many slots each expert is."""
+    """Return [L, E]: the number of slots of each expert."""
     num_layers = len(slots_LR)
     flat = np.arange(num_layers)[:, None] * num_experts + slots_LR
     return np.bincount(flat[slots_LR >= 0], minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
 def check_load(load_LE: ArrayLike, shape: tuple[int, int] | None = None) -> Floats:
-    """As floats. Raises BadLoad for what is not a table of counts, or not one of that shape."""
+    """Return the load as floats. Raises BadLoad if it is not a table of counts, or not of the given shape."""
     loads = np.asarray(load_LE, dtype=np.float64)
     if loads.ndim != 2 or 0 in loads.shape:
         raise BadLoad(f"a load is a table of layers × experts, not an array of shape {loads.shape}")
@@ -120,7 +127,7 @@ def check_load(load_LE: ArrayLike, shape: tuple[int, int] | None = None) -> Floa
 
 
 def check_divides(divisor: int, number: int, divisors: str, numbers: str) -> None:
-    """Raises BadNumbers, with the nearest number above that would do, unless `divisor` > 0 divides `number`."""
+    """Raise BadNumbers, with the nearest valid number above, unless `divisor` > 0 divides `number`."""
     if divisor < 1:
         raise BadNumbers(f"there must be at least one of the {divisors}, not {divisor}")
     if number % divisor:

@@ -1,13 +1,13 @@
-"""A plan from nothing but loads: DeepSeek's EPLB as the start, then better.
+"""Plan from expert loads alone: DeepSeek's EPLB as the start, then improved.
 
-Where the groups of experts divide among the nodes, a group stays in one node, so that group-limited routing stays in
-few nodes: groups are packed into nodes, replicas made within each, and packed into its ranks. Elsewhere the whole is as
-one node with one group. What is greedy there is improved here by exchanges between the heaviest rank and others; a
-layer that is then still far from what is possible is tried again with other numbers of replicas and other groups in a
-node, and the best is kept. So the largest load of no layer is ever more than the greedy start's.
+Where the nodes divide the groups of experts, a group stays in one node, so that group-limited routing stays in few
+nodes: groups are packed into nodes, replicas are made within each node and packed into its ranks. Otherwise, the plan
+treats everything as one node with one group. Exchanges between the heaviest rank and others improve the greedy start; a
+layer that is then still far from the optimum is tried again with other numbers of replicas and other groups in a node,
+and the best is kept. So the largest load of a layer never exceeds that of the greedy start.
 
-Dimensions beside the package's: Q groups, I experts or groups of a node, X layers × nodes, P replicas of a node, A
-those layers that are tried again.
+Dimensions besides the package's: Q groups, I experts or groups of a node, X layers × nodes, P replicas of a node, A the
+layers that are tried again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moiety_placement.packing import pack, replicate
 from moiety_placement.placement import EMPTY, Floats, Ints, Placement, check_divides, check_load
 
 _HEAD_START = 1.0  # of the last try
-_NEAR = 1.001  # times the least that the largest load could be: not worth another try
+_NEAR = 1.001  # times the lower bound of the largest load: not worth another try
 _SWAP_ROUNDS, _STEP_ROUNDS = 64, 12
 
 
@@ -36,12 +36,12 @@ def plan(
     num_nodes: int,
     num_ranks: int,
 ) -> Placement:
-    """Where each layer's replicas should stand so that ranks carry the same.
+    """Place each layer's replicas so that the ranks have equal load.
 
-    `load_LE`: how much each expert of each layer is used; any unit. `num_replicas`: slots of a layer, a multiple of
-    `num_ranks` and at least E; or one such number for each layer (`replica_budgets`), where the slots that a layer does
-    not have are -1. `num_groups`: of experts that are chosen together, 1 if there are none; it divides E. `num_nodes`
-    divides `num_ranks`. Raises BadLoad or BadNumbers.
+    `load_LE`: use of each expert of each layer, in any unit. `num_replicas`: slots of a layer, a multiple of
+    `num_ranks` and at least E; or one number per layer (`replica_budgets`), where a layer's missing slots are -1.
+    `num_groups`: groups of experts that are chosen together, 1 if there are none; it divides E. `num_nodes` divides
+    `num_ranks`. Raises BadLoad or BadNumbers.
     """
     loads = check_load(load_LE)
     num_layers, num_experts = loads.shape
@@ -61,7 +61,7 @@ def plan(
 
 
 def _solve(load_LE: Floats, num_replicas: int, num_groups: int, num_nodes: int, num_ranks: int) -> Ints:
-    """[L, R]"""
+    """Return [L, R]: the expert of each slot."""
     every_L = np.arange(len(load_LE))
     homes = list(_homes(load_LE, num_groups, num_nodes))
     start = _greedy(load_LE, homes[0], num_replicas, num_ranks, head_start=0.0)
@@ -81,8 +81,10 @@ def _solve(load_LE: Floats, num_replicas: int, num_groups: int, num_nodes: int, 
 
 
 def _homes(load_LE: Floats, num_groups: int, num_nodes: int) -> Iterator[Ints]:
-    """[L, N, E / N]: the experts of each node, by packing groups greedily; and again, where exchanges of groups between
-    nodes are of use."""
+    """Yield [L, N, E / N]: the experts of each node, with groups packed greedily.
+
+    Yields a second time, improved by exchanges of groups between nodes, where these are possible.
+    """
     num_layers, num_experts = load_LE.shape
     by_group_QI = np.arange(num_experts).reshape(num_groups, -1)
     load_LQ = load_LE.reshape(num_layers, num_groups, -1).sum(axis=2)
@@ -95,7 +97,7 @@ def _homes(load_LE: Floats, num_groups: int, num_nodes: int) -> Iterator[Ints]:
 
 
 def _greedy(load_LE: Floats, home_LNI: Ints, num_replicas: int, num_ranks: int, head_start: float) -> Ints:
-    """[L, R]: replicas within each node, packed into its ranks."""
+    """Return [L, R]: replicas made within each node and packed into its ranks."""
     num_layers, num_nodes, num_homed = home_LNI.shape
     home_XI = home_LNI.reshape(-1, num_homed)
     load_XI = np.take_along_axis(load_LE, home_LNI.reshape(num_layers, -1), axis=1).reshape(home_XI.shape)
@@ -108,8 +110,10 @@ def _greedy(load_LE: Floats, home_LNI: Ints, num_replicas: int, num_ranks: int, 
 
 
 def _floor(board: Board, home_LNI: Ints) -> Floats:
-    """[L]: about the least that the largest load can be, for this home: the mean of the fullest node's ranks, or the
-    largest replica."""
+    """Return [L]: an approximate lower bound of the largest load for these nodes' experts.
+
+    It is the mean of the fullest node's ranks, or the largest replica.
+    """
     num_layers, num_nodes, _ = home_LNI.shape
     load_LN = np.take_along_axis(board.load_LE, home_LNI.reshape(num_layers, -1), axis=1)
     means_LN = load_LN.reshape(num_layers, num_nodes, -1).sum(axis=2) / (board.num_ranks // num_nodes)

@@ -1,4 +1,4 @@
-"""Rebalancing while serving: few weights moved, where they gain most, and only where that pays."""
+"""Rebalancing while serving: move few weights, those with the most gain, and only where that pays."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from moiety_placement.improvement import step
 from moiety_placement.matching import moves
 from moiety_placement.placement import Floats, Ints, Placement, check_load, living_ranks
 
-_ROUNDS = 256  # of changes to a layer, at most
+_ROUNDS = 256  # most changes per layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rebalance:
-    """`gain_L`: by how much the largest rank load falls, in mean rank loads; below 0 only where lost experts came back.
-    `order`: the layers that change, the one that gains most for a weight moved first."""
+    """Result of a rebalance.
+
+    `gain_L`: decrease of the largest rank load, in mean rank loads; below 0 only where lost experts were restored.
+    `order`: the changed layers, the one with the most gain per moved weight first.
+    """
 
     placement: Placement
     moves_L: Ints
@@ -28,15 +31,16 @@ class Rebalance:
 
 
 def rebalance(old: Placement, load_LE: ArrayLike, *, move_cost: float) -> Rebalance:
-    """A placement that differs from the old one in few slots, layer by layer.
+    """Return a placement that differs from the old one in few slots, layer by layer.
 
-    A change gives one slot to another expert, or exchanges two in a node. Of the series of changes that each relieve a
-    layer's heaviest rank, that beginning is made which gains most: the fall of the largest rank load in mean rank
-    loads, less `move_cost` for each slot written. So `move_cost` is the time in which one expert's weights are moved ÷
-    the time in which a balanced layer computes the load, which is that of the time until the next call.
+    A change gives one slot to another expert, or exchanges two in a node. Each change relieves a layer's heaviest rank;
+    of the series of changes, the prefix with the largest net gain is applied: the decrease of the largest rank load in
+    mean rank loads, less `move_cost` for each slot written. So `move_cost` is the time to move one expert's weights ÷
+    the time in which a balanced layer computes the load, which is the load until the next call.
 
-    Experts that are nowhere (`without`) are brought back first, at any cost, over replicas of others, in any node.
-    Raises BadLoad, BadNumbers, or NoRoom if there are more of them than slots to spare."""
+    Experts without a replica (`without`) are restored first, at any cost, over replicas of others, in any node. Raises
+    BadLoad, BadNumbers, or NoRoom if there are more of these experts than spare slots.
+    """
     loads = check_load(load_LE, (old.num_layers, old.num_experts))
     if not move_cost >= 0:
         raise BadNumbers(f"a move costs 0 or more mean rank loads, not {move_cost}")
@@ -56,10 +60,10 @@ def rebalance(old: Placement, load_LE: ArrayLike, *, move_cost: float) -> Rebala
 
 
 def _best_beginning(board: Board, mean_L: Floats, move_cost: float) -> Ints:
-    """[L, R]: the slots at the point of each layer's series of changes where gain less cost is largest."""
+    """Return [L, R]: the slots at the point of each layer's series of changes with the largest net gain."""
     start_LR, start_L = board.slots_LR.copy(), board.largest_loads()
     best_LR, net_L = start_LR.copy(), np.zeros(len(start_L))
-    most_L = np.divide(start_L - mean_L, mean_L, out=np.zeros_like(mean_L), where=mean_L > 0)  # that could be gained
+    most_L = np.divide(start_L - mean_L, mean_L, out=np.zeros_like(mean_L), where=mean_L > 0)  # upper bound of the gain
     active_A = np.flatnonzero(most_L > move_cost)
     for _ in range(_ROUNDS):
         if not len(active_A):
@@ -75,7 +79,7 @@ def _best_beginning(board: Board, mean_L: Floats, move_cost: float) -> Ints:
 
 
 def _bring_back(board: Board, layer: int) -> None:
-    """The experts of a layer that are nowhere, the most used first, each over the replica that is missed least."""
+    """Restore the lost experts of a layer, the most used first, each over the replica that costs least."""
     load_E = board.load_LE[layer]
     lost = np.flatnonzero(board.counts_LE[layer] == 0)
     spare = int(np.maximum(board.counts_LE[layer] - 1, 0).sum())

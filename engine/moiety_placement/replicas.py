@@ -1,10 +1,11 @@
-"""Which replica computes which token, chosen for each step from how many tokens each expert got in it.
+"""Assignment of tokens to expert replicas, chosen for each step from the step's token counts.
 
-A quota says how many tokens each slot gets. It is a pure function of the counts over all ranks, so ranks that know
-these choose alike without another message. Where ranks are bound by arithmetic (prefill) their tokens count, `spread`;
-where they are bound by reading weights (decode) their active experts do, `concentrate`, after METRO (arXiv 2512.09277).
+A quota is the number of tokens of each slot. It is a pure function of the counts over all ranks, so ranks that know
+these agree without another message. Where ranks are bound by arithmetic (prefill), `spread` balances their tokens;
+where they are bound by reading weights (decode), `concentrate` balances their active experts, after METRO (arXiv
+2512.09277).
 
-Dimension beside the package's: M experts of a layer that have a choice. Ranks are found from slots as slot // S.
+Dimension besides the package's: M experts of a layer that have a choice. The rank of a slot is slot // S.
 """
 
 from __future__ import annotations
@@ -17,30 +18,34 @@ from numpy.typing import ArrayLike, NDArray
 from moiety_placement.errors import BadLoad
 from moiety_placement.placement import EMPTY, Floats, Ints, Placement, check_load, sum_by_rank
 
-_ROUNDS = 12  # of descent: later ones change less than a token
+_ROUNDS = 12  # of descent; later rounds change less than a token
 
 
 def spread(placement: Placement, counts_LE: ArrayLike) -> Ints:
-    """[L, R]: quotas that balance the ranks' tokens. The largest rank has no more than if every expert's tokens were
-    split evenly over the ranks that have it, but for rounding: a token for each slot. Raises BadLoad if counts are not
-    whole, or tokens have an expert without a replica."""
+    """Return [L, R]: quotas that balance the ranks' tokens.
+
+    The largest rank has no more than if every expert's tokens were split evenly over its ranks, except for rounding:
+    one token per slot. Raises BadLoad if counts are not whole numbers, or tokens have an expert without a replica.
+    """
     counts_LE = _check_counts(placement, counts_LE)
     open_ = _Open.of(placement, counts_LE)
     quota_LMC = _balance(open_, open_.loads_without_choice(counts_LE))
-    upto_LMC = np.rint(np.cumsum(quota_LMC, axis=2)).astype(np.int64)  # rounded as sums, so that none is lost
+    upto_LMC = np.rint(np.cumsum(quota_LMC, axis=2)).astype(np.int64)  # round the sums, so that no token is lost
     return open_.quotas(counts_LE, np.diff(upto_LMC, axis=2, prepend=0))
 
 
 def concentrate(placement: Placement, counts_LE: ArrayLike) -> Ints:
-    """[L, R]: quotas that give all tokens of an expert to one replica, so that no weight is read twice, and choose
-    these so that ranks have equally many active experts: the experts with fewest replicas first, each to the rank with
-    fewest active experts and of these with fewest tokens; then each once more, knowing the others. Raises as
-    `spread`."""
+    """Return [L, R]: quotas that give all tokens of an expert to one replica and balance active experts.
+
+    So no weight is read twice. Experts with the fewest replicas are assigned first, each to the rank with the fewest
+    active experts, and among these with the fewest tokens; then each is assigned once more, given the others. Raises as
+    `spread`.
+    """
     counts_LE = _check_counts(placement, counts_LE)
     open_ = _Open.of(placement, counts_LE)
     layers, layers_L1 = np.arange(placement.num_layers), np.arange(placement.num_layers)[:, None]
     total_L1 = counts_LE.sum(axis=1, keepdims=True) + 1
-    weight_LM = (open_.tokens_LM > 0) + open_.tokens_LM / total_L1  # tokens decide between equals
+    weight_LM = (open_.tokens_LM > 0) + open_.tokens_LM / total_L1  # tokens break ties
     load_LG = open_.loads_without_choice((counts_LE > 0) + counts_LE / total_L1)
     place_LM = np.zeros_like(open_.tokens_LM)
     order_LM = np.lexsort((-open_.tokens_LM, open_.may_LMC.sum(axis=2)), axis=1)
@@ -57,11 +62,12 @@ def concentrate(placement: Placement, counts_LE: ArrayLike) -> Ints:
 
 
 def deal(placement: Placement, layer: int, expert_TK: Ints, quota_R: Ints, before_E: ArrayLike | None = None) -> Ints:
-    """[T, K]: the slot that computes each pair of a token and an expert: of an expert's pairs, in order, as many to
-    each of its replicas as the quota says.
+    """Return [T, K]: the slot that computes each pair of a token and an expert.
 
-    `before_E`: how many pairs of each expert other ranks deal before these, where the quota is for the tokens of
-    several ranks. Raises BadLoad if there are more pairs than the quota has."""
+    An expert's pairs go, in order, to its replicas according to the quota. `before_E`: pairs of each expert that other
+    ranks assign before these, where the quota covers several ranks. Raises BadLoad if there are more pairs than the
+    quota has.
+    """
     slots_R, num_experts = placement.physical_to_logical_LR[layer], placement.num_experts
     experts = expert_TK.ravel()
     if quota_R.shape != slots_R.shape or (experts.size and not 0 <= experts.min() <= experts.max() < num_experts):
@@ -88,8 +94,11 @@ def deal(placement: Placement, layer: int, expert_TK: Ints, quota_R: Ints, befor
 
 @dataclass(frozen=True, eq=False)
 class _Open:
-    """The experts that have tokens and replicas on more than one rank. Rows of layers that have fewer are filled with
-    experts of 0 tokens. `may_LMC`: where tokens may go, one slot a rank."""
+    """Experts that have tokens and replicas on more than one rank.
+
+    Rows of layers with fewer are padded with experts of 0 tokens. `may_LMC`: allowed targets of tokens, one slot per
+    rank.
+    """
 
     placement: Placement
     open_LE: NDArray[np.bool_]
@@ -112,18 +121,18 @@ class _Open:
         return cls(placement, open_LE, tokens_LM, slots_LMC, ranks_LMC, may_LMC)
 
     def loads_without_choice(self, load_LE: Floats | Ints) -> Floats:
-        """[L, G]: what ranks get of the experts that have no choice."""
+        """Return [L, G]: the load of each rank from experts without a choice."""
         return sum_by_rank(self._of_first_slot(load_LE), self.placement.num_ranks)
 
     def quotas(self, counts_LE: Ints, quota_LMC: Ints) -> Ints:
-        """[L, R]"""
+        """Return [L, R]: the quotas of all slots."""
         quota_LR = self._of_first_slot(counts_LE).astype(np.int64)
         layers, rows, places = np.nonzero(quota_LMC)
         quota_LR[layers, self.slots_LMC[layers, rows, places]] = quota_LMC[layers, rows, places]
         return quota_LR
 
     def _of_first_slot(self, load_LE: Floats | Ints) -> Floats:
-        """[L, R]: the load of experts that have no choice, at their first slot."""
+        """Return [L, R]: the load of experts without a choice, at their first slot."""
         fixed_LE = np.where(self.open_LE, 0, load_LE)
         load_LR = np.zeros((len(load_LE), self.placement.num_slots))
         layers, experts = np.nonzero(fixed_LE)
@@ -131,7 +140,7 @@ class _Open:
         return load_LR
 
     def loads_by_choice(self, quota_LMC: Floats) -> Floats:
-        """[L, G]: what ranks get of the others."""
+        """Return [L, G]: the load of each rank from the other experts."""
         num_layers, num_ranks = len(quota_LMC), self.placement.num_ranks
         flat = np.arange(num_layers)[:, None, None] * num_ranks + self.ranks_LMC
         sums = np.bincount(flat[self.may_LMC], quota_LMC[self.may_LMC], num_layers * num_ranks)
@@ -139,8 +148,11 @@ class _Open:
 
 
 def _balance(open_: _Open, fixed_LG: Floats) -> Floats:
-    """[L, M, C]: the best of a descent on the sum of the ranks' squares. Every expert proposes to fill its ranks to one
-    level, given what the others do now; all go towards that together as far as it helps."""
+    """Return [L, M, C]: the best quotas of a descent on the sum of the squared rank loads.
+
+    Every expert proposes to fill its ranks to one level, given the current quotas of the others; all move towards their
+    proposals together as far as it helps.
+    """
     tokens_LM1 = open_.tokens_LM[:, :, None]
     quota_LMC: Floats = open_.may_LMC * (tokens_LM1 / np.maximum(open_.may_LMC.sum(axis=2, keepdims=True), 1))
     load_LG = fixed_LG + open_.loads_by_choice(quota_LMC)
@@ -162,7 +174,7 @@ def _balance(open_: _Open, fixed_LG: Floats) -> Floats:
 
 
 def _fill(level_LMC: Floats, tokens_LM1: Ints) -> Floats:
-    """[L, M, C]: tokens poured into vessels that are filled to these levels already, up to one level."""
+    """Return [L, M, C]: the tokens that fill the given levels up to one common level (water filling)."""
     rising_LMC = np.sort(level_LMC, axis=2)
     finite_LMC = np.where(np.isfinite(rising_LMC), rising_LMC, 0.0)
     upto_LMC = (tokens_LM1 + np.cumsum(finite_LMC, axis=2)) / np.arange(1, rising_LMC.shape[2] + 1)

@@ -1,4 +1,4 @@
-"""What is left of a placement when ranks die, and where experts are put at a start without them."""
+"""Placement after the loss of ranks, and the experts of a start without some ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ from moiety_placement.rebalancing import rebalance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Survivors:
-    """`lost_LE`: the experts that had their only replicas on ranks that died. The placement's slots there are empty."""
+    """Placement without the dead ranks.
+
+    Their slots are empty.
+
+    `lost_LE`: the experts whose only replicas were on dead ranks.
+    """
 
     placement: Placement
     lost_LE: NDArray[np.bool_]
 
 
 def without(placement: Placement, ranks: Collection[int]) -> Survivors:
-    """The placement with these ranks' slots empty, so that no token is dealt to them. What is lost comes back by
-    `rebalance`, and what a rank that came back shall hold by `plan`. Raises BadNumbers for ranks that are not, or if
-    they are all."""
+    """Return the placement with these ranks' slots empty, so that no token is assigned to them.
+
+    `rebalance` restores lost experts, and `plan` gives experts to a rank that returned. Raises BadNumbers for ranks
+    that do not exist, or if all ranks are dead.
+    """
     dead = sorted(set(ranks))
     if dead and not 0 <= dead[0] <= dead[-1] < placement.num_ranks:
         raise BadNumbers(f"ranks are 0 to {placement.num_ranks - 1}, not {dead[0]} to {dead[-1]}")
@@ -41,11 +48,13 @@ def without(placement: Placement, ranks: Collection[int]) -> Survivors:
 
 
 def start_without(ranks: Collection[int], *, num_ranks: int, num_experts: int, slots_each: int) -> Ints:
-    """[R]: the expert of each slot of a layer on the ranks that live, one rank's slots after the other's. Before ranks
-    died each had its share of the experts, in order, and in the slots beyond these the first ones of the next share;
-    what is lost then comes back by `rebalance`, as if all experts had as much to do. No rank has an expert twice.
+    """Return [R]: the expert of each slot of a layer on the living ranks, one rank's slots after the other's.
+
+    Before ranks died, each had its share of the experts, in order, and in the slots beyond it the first ones of the
+    next share; `rebalance` then restores lost experts, as if all experts had equal load. No rank has an expert twice.
     Raises BadNumbers as `without`, or if a rank has more slots than there are experts, and NoRoom if the slots are too
-    few."""
+    few.
+    """
     if slots_each > num_experts:
         raise BadNumbers(
             f"a rank has {slots_each} slots, and there are {num_experts} experts: {num_experts} is the most"
@@ -62,8 +71,10 @@ def start_without(ranks: Collection[int], *, num_ranks: int, num_experts: int, s
 
 
 def _replace_doubles(slots_GS: Ints, num_experts: int) -> None:
-    """Where a rank has an expert twice, a second slot is of no use: one that it has not takes it, of these one with the
-    fewest replicas."""
+    """Replace the second replica of an expert on one rank, which is of no use.
+
+    An expert that the rank does not have takes its slot: one with the fewest replicas.
+    """
     for own_S in slots_GS:
         for place in range(len(own_S)):
             if own_S[place] in own_S[:place]:

@@ -1,6 +1,6 @@
-"""The way from one layer's slots to others while both are in use: a few weights at a time, and never without an expert.
+"""Transition of one layer's slots while tokens arrive: few weights at a time, never without an expert.
 
-Dimension beside the package's: W writes.
+Dimension besides the package's: W writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moiety_placement.placement import EMPTY, Ints, Placement
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A slot is given the weights of another expert, which are read from `source`, a slot that has them."""
+    """Write of another expert's weights into a slot, read from `source`, a slot that has them."""
 
     slot: int
     expert: int
@@ -24,12 +24,13 @@ class Write:
 
 
 def transition(old: Placement, new: Placement, layer: int, *, most_writes: int) -> Iterator[list[Write]]:
-    """Batches of about `most_writes`, one after the other, that lead a layer from its old slots to the new ones.
+    """Yield batches of about `most_writes` that lead a layer from its old slots to the new ones.
 
-    After each of them every expert is in some slot, so tokens may come between any two. Within a batch all sources are
-    read before any slot is written. A batch is longer than was asked for only where experts change places in a ring.
-    A source is on the slot's own rank if that has the expert, else on the one that gives least. Raises BadNumbers where
-    a placement has empty slots or lacks an expert, or where they differ in shape."""
+    After each batch every expert is in some slot, so tokens may be computed between any two. Within a batch all sources
+    are read before any slot is written. A batch is longer than `most_writes` only where experts are exchanged in a
+    cycle. A source is on the slot's own rank if that has the expert, otherwise on the rank that sends the least. Raises
+    BadNumbers where a placement has empty slots or lacks an expert, or where the two differ in shape.
+    """
     if most_writes < 1:
         raise BadNumbers(f"a batch has at least one write, not {most_writes}")
     now_R, then_R = np.array(old.physical_to_logical_LR[layer]), new.physical_to_logical_LR[layer]
@@ -45,11 +46,11 @@ def transition(old: Placement, new: Placement, layer: int, *, most_writes: int) 
 
 
 def _closed_batch(now_R: Ints, then_R: Ints, most_writes: int) -> list[int]:
-    """Slots that can be written together so that no expert is nowhere afterwards."""
+    """Return slots that can be written together so that no expert is without a slot afterwards."""
     left = np.flatnonzero(now_R != then_R).tolist()
     counts_E = np.bincount(now_R)
     batch: list[int] = []
-    gone = EMPTY  # the expert that has no slot after the batch as it is
+    gone = EMPTY  # the expert that has no slot after the current batch
     while left and (gone != EMPTY or len(batch) < most_writes):
         if gone != EMPTY:
             slot = next(slot for slot in left if then_R[slot] == gone)

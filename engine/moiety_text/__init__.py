@@ -1,4 +1,4 @@
-"""Text to tokens and back: tokenizer, chat template, incremental detokenizer, stop strings.
+"""Conversion between text and tokens: tokenizer, chat template, incremental detokenizer, stop strings.
 
-A torch-free leaf. It knows no sockets, no HTTP and no model; gateway and engine both import it.
+A torch-free leaf package. It uses no sockets, no HTTP and no model; gateway and engine both import it.
 """

@@ -1,7 +1,7 @@
-"""Chat templates: messages to the text of a prompt, as the model was trained to read it.
+"""Chat templates: rendering of messages to the prompt text that the model was trained on.
 
 A template comes with a checkpoint and is external code: it runs in Jinja's immutable sandbox, without a loader, with a
-budget of loop turns and bounded values. What it may use is what `transformers` offers, and gives the same text.
+budget of loop turns and bounded values. It may use what `transformers` offers, and gives the same text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moiety_text.errors import TemplateRefused
 
-MAX_LOOP_TURNS = 200_000  # of one rendering, macro calls included
+MAX_LOOP_TURNS = 200_000  # per rendering, macro calls included
 MAX_VALUE_LENGTH = 20_000_000  # characters or items of one value, and of the whole prompt
 
 _PRINTING_FILTERS = frozenset({"join", "tojson", "string", "replace", "format", "pprint", "urlencode", "xmlattr"})
 _WIDE_FIELD = re.compile(r"\d{6}")
 
-_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})  # that a rendering sets itself
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})  # set by the rendering itself
 
 _remaining_turns: ContextVar[list[int]] = ContextVar("remaining_turns")
 
@@ -49,7 +49,7 @@ def _bounded(value: Any) -> Any:
 
 
 def _weighed(value: Any) -> Any:
-    """`value`, if what it would print as is within the limit, however often it holds the same object."""
+    """Return `value` if its printed form is within the limit, however often it holds the same object."""
     weight, waiting = 0, [value]
     while waiting:
         item = waiting.pop()
@@ -65,13 +65,13 @@ def _weighed(value: Any) -> Any:
 
 
 def _check_size(arguments: Sequence[Any]) -> None:
-    """A number given to a method or filter may be a width; none that large is honest."""
+    """Refuse a large number as argument of a method or filter: it may be a width, and no honest one is that large."""
     if any(isinstance(argument, int) and argument > MAX_VALUE_LENGTH for argument in arguments):
         raise _OverLimit(f"the template uses a number over {MAX_VALUE_LENGTH:,} as an argument")
 
 
 def _check_method(method: Any, arguments: Sequence[Any]) -> None:
-    """Methods of text whose result can be much longer than what goes in."""
+    """Refuse methods of text whose result can be much longer than their input."""
     text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if not isinstance(text, str):
         return
@@ -84,7 +84,10 @@ def _check_method(method: Any, arguments: Sequence[Any]) -> None:
 
 
 class _Limits(Extension):
-    """Counts loop turns, bounds concatenation, and lets `{% generation %}` blocks (training masks) render as usual."""
+    """Extension that counts loop turns, bounds concatenation, and renders `{% generation %}` blocks as usual.
+
+    These blocks are training masks.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the name and type are Jinja's
 
@@ -104,7 +107,7 @@ class _Limits(Extension):
         return str(_bounded("".join(map(str, parts))))
 
     def instrument(self, tree: nodes.Template) -> None:
-        """Put the counting into every loop and macro, and bounded joins in the place of `~`."""
+        """Insert the count into every loop and macro, and replace `~` by bounded joins."""
         for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
             body: list[nodes.Node] = getattr(node, "body")  # noqa: B009 - the three kinds share no type that has it
             body.insert(0, nodes.ExprStmt(self.call_method("take_turn"), lineno=node.lineno))
@@ -124,8 +127,10 @@ class _Limits(Extension):
 
 
 class _Message(dict[str, Any]):
-    """A message whose null fields are left out, as `transformers` leaves them out: most templates print "None" for a
-    null, or fail, and expect such a field to be missing."""
+    """A message without its null fields, as `transformers` omits them.
+
+    Most templates print "None" for a null, or fail, and expect a null field to be missing.
+    """
 
     __slots__ = ("nulls",)
 
@@ -135,8 +140,11 @@ class _Message(dict[str, Any]):
 
 
 class _Undefined(jinja2.Undefined):
-    """What is missing. A message's field that was null has the methods of an empty text beside, for templates that test
-    for null and otherwise take it for text."""
+    """A missing value.
+
+    A null field of a message also has the methods of an empty text, for templates that test for null and otherwise
+    treat it as text.
+    """
 
     __slots__ = ()
 
@@ -163,8 +171,10 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """The library looks for an attribute first, and only when that has failed for a key; which a message's fields,
-        what templates mostly ask for, always are."""
+        """Return a message's field by key before an attribute lookup.
+
+        Jinja tries attributes first and keys only after that fails; most template expressions are fields of messages.
+        """
         if type(obj) in (dict, _Message) and attribute not in _OF_DICTS and attribute in obj:
             return obj[attribute]
         return super().getattr(obj, attribute)
@@ -192,14 +202,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(getattr(obj, "__self__", None), _Limits):
-            return obj(*args)  # the counting itself, which no template can name
+            return obj(*args)  # the counter itself, which no template can name
         _check_size((*args, *kwargs.values()))
         _check_method(obj, args)
         return _bounded(super().call(context, obj, *args, **kwargs))
 
 
 def _within_limits(function: Callable[..., Any], weigh: bool) -> Callable[..., Any]:
-    """The filter with its numbers, its result and, where it prints what it gets, its input bounded."""
+    """Return the filter with bounded numbers and result, and with bounded input where it prints its input."""
 
     @functools.wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
@@ -239,14 +249,21 @@ def _texts_in(tree: nodes.Node) -> Iterator[str]:
 
 
 class ChatTemplate:
-    """A compiled template. Immutable once made; may render in several threads. `variables` are the names that it reads
-    and that a caller may set, `compared_texts` the texts that it compares something with."""
+    """A compiled template.
+
+    Immutable; may render in several threads.
+
+    `variables` are the names that it reads and a caller may set, `compared_texts` the texts that it compares with.
+    """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime] = datetime.now
     ) -> None:
-        """`special_tokens` are variables of the template (`bos_token` …); `now` is local time for `strftime_now`.
-        Raises TemplateRefused if the template does not parse."""
+        """Compile a template.
+
+        `special_tokens` are variables of the template (`bos_token` …); `now` is local time for `strftime_now`. Raises
+        TemplateRefused if the template does not parse.
+        """
         environment = _Environment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -266,19 +283,19 @@ class ChatTemplate:
             self.knows_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
             self.compared_texts = frozenset(text for one in tree.find_all(nodes.Compare) for text in _texts_in(one))
             self._written = tuple(_texts_in(tree))
-            names = meta.find_undeclared_variables(environment.parse(source))  # which folds constants of its tree
+            names = meta.find_undeclared_variables(environment.parse(source))  # this folds constants of its tree
             self.variables = names - _OWN_VARIABLES - self._special_tokens.keys()
             self._template = environment.from_string(tree)
-            self._template.globals = dict(self._template.globals)  # each rendering copies them: quick from a dict
+            self._template.globals = dict(self._template.globals)  # each rendering copies them: fast from a dict
         except jinja2.TemplateSyntaxError as exc:
             raise TemplateRefused(f"the chat template does not parse, line {exc.lineno}: {exc.message}") from exc
-        except (SyntaxError, ValueError) as exc:  # of the Python that Jinja makes of it: a break outside of loops
+        except (SyntaxError, ValueError) as exc:  # errors of the generated Python, such as a break outside of loops
             raise TemplateRefused(f"the chat template does not parse: {exc}") from exc
-        except (RecursionError, MemoryError) as exc:  # the latter is what Python's own parser calls it
+        except (RecursionError, MemoryError) as exc:  # Python's own parser raises MemoryError for deep nesting
             raise TemplateRefused("the chat template is nested too deeply") from exc
 
     def spells(self, text: str) -> bool:
-        """Whether the template's own text, or a text that it looks for, has `text` in it."""
+        """Return whether `text` occurs in the template's own text or in a text that it compares with."""
         return any(text in written for written in self._written)
 
     def render(
@@ -289,9 +306,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt; null fields of messages are left out. `extra` are further variables of the template (such as
-        `enable_thinking`); they do not replace the arguments here. Raises TemplateRefused with what the template
-        said."""
+        """Return the prompt; null fields of messages are omitted.
+
+        `extra` are further variables of the template (such as `enable_thinking`); they do not replace the arguments
+        here. Raises TemplateRefused with the template's message.
+        """
         variables = {
             **self._special_tokens,
             **(extra or {}),

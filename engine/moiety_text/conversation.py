@@ -1,13 +1,13 @@
-"""Messages to token ids, so that what a client wrote never becomes a control token of the model.
+"""Encoding of messages to token ids so that a client's text never becomes a control token of the model.
 
-A template writes control tokens (`<|im_start|>` …) around texts that clients wrote, and an encoder cannot tell whose
-they are. Ordinary messages are rendered and encoded as `transformers` does. Where a client's text spells a control
-token, each such spelling is broken by a marker that nobody can guess before rendering; what still spells one after it
-is the template's own. Those are renamed to names that nobody can guess, the markers are taken out, and a second
-tokenizer, which knows the control tokens by the new names only, encodes the whole in one go.
+A template writes control tokens (`<|im_start|>` …) around texts that clients wrote, and an encoder cannot tell the two
+apart. Ordinary messages are rendered and encoded as in `transformers`. Where a client's text spells a control token,
+each spelling is broken by a marker that nobody can guess before rendering; every remaining spelling is the template's
+own. These are renamed to unguessable names, the markers are removed, and a second tokenizer, which knows the control
+tokens only by the new names, encodes the whole in one pass.
 
 Control tokens are the special tokens, and other added tokens of the shape `<|…|>` or that mark tools (`<tool_call>`).
-Other added tokens (`<think>`, runs of spaces) stay what they are in any text.
+Other added tokens (`<think>`, runs of spaces) keep their meaning in any text.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.formats import Opening
 
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>|</?tools?(?:_\w+)?>", re.DOTALL)
-_MARKER_ALPHABET = [
-    chr(code) for code in range(0xE000, 0xF900)
-]  # for private use: no filter of a template changes them
+_MARKER_ALPHABET = [chr(code) for code in range(0xE000, 0xF900)]  # private use: no filter of a template changes them
 _MARKER_LENGTH = 10
-_BETWEEN = "\0"  # texts that are searched together; should a token have one in it, the careful way is taken once more
+_BETWEEN = "\0"  # joins texts for one search; if a token contains it, the guarded path is used needlessly
 _NOTHING = re.compile(r"(?!)")
 _NO_OPENING = Opening()
 _NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
 
-Structure = Mapping[str, Any]  # a message or a tool, as templates know them
+Structure = Mapping[str, Any]  # a message or a tool, in the form of templates
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Every text in a message or a tool, or in several, keys too."""
+    """Yield every text in a message or a tool, or in several, including keys."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -49,7 +47,7 @@ def texts_of(value: Any) -> Iterator[str]:
             yield item
         elif isinstance(item, (list, tuple)):
             waiting += item
-        elif isinstance(item, (dict, Mapping)):  # nearly always a dict, and to ask for that is quick
+        elif isinstance(item, (dict, Mapping)):  # nearly always a dict, for which the check is fast
             yield from item
             for inner in item.values():
                 if isinstance(inner, str):
@@ -59,7 +57,7 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 class ConversationEncoder:
-    """Renders and encodes conversations of one model. May be used from several threads."""
+    """Renderer and encoder of one model's conversations. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_json: str, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
@@ -88,15 +86,17 @@ class ConversationEncoder:
         prefill: str = "",
         extra: Structure = _NOTHING_MORE,
     ) -> bool:
-        """Whether a client's text holds what would be read as a control token; encoding then costs more, the first time
-        a second."""
+        """Return whether a client's text would be read as a control token.
+
+        Encoding is then slower; the first time, it takes about a second.
+        """
         texts = [prefill, *texts_of((tools, extra))]
         for message in messages:
             texts += texts_of([value for name, value in message.items() if name != "role"])
         return self.is_control_token_in(texts)
 
     def is_control_token_in(self, texts: Sequence[str]) -> bool:
-        """The same of these texts."""
+        """Return whether one of these texts would be read as a control token."""
         return self._control.search(_BETWEEN.join(texts)) is not None
 
     def encode(
@@ -110,11 +110,13 @@ class ConversationEncoder:
         max_tokens: int | None = None,
         is_plain: bool = False,
     ) -> list[int]:
-        """The ids of a prompt for an answer to `messages` that may call `tools`, whose texts are the client's and whose
-        roles are ours; with `prefill`, the client's as well, or an `opening`, for the rest of an answer that begins so.
-        `extra` are further variables of the template, whose texts are the client's too.
-        `is_plain` says that none spells a control token, where that is known already. Raises TemplateRefused,
-        TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does."""
+        """Return the ids of a prompt for an answer to `messages` that may call `tools`.
+
+        The message texts are the client's; the roles are ours. With `prefill`, which is also the client's, or an
+        `opening`, the answer continues from it. `extra` are further variables of the template, with texts of the
+        client. `is_plain`: no text spells a control token, where that is already known. Raises TemplateRefused,
+        TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does.
+        """
         if not is_plain and self.spells_control_token(messages, tools=tools, prefill=prefill, extra=extra):
             return self.encode_guarded(
                 messages, tools=tools, opening=opening, prefill=prefill, extra=extra, max_tokens=max_tokens
@@ -132,7 +134,7 @@ class ConversationEncoder:
         extra: Structure = _NOTHING_MORE,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """The same, by the way that `encode` takes for texts that spell control tokens. Equal for all others."""
+        """Encode on the path for texts that spell control tokens. The result is equal for all other texts."""
         broken = [
             {name: value if name == "role" else self._broken(value) for name, value in message.items()}
             for message in messages
@@ -152,7 +154,7 @@ class ConversationEncoder:
         return self._guarded.encode("".join(parts))
 
     def _broken(self, value: Any) -> Any:
-        """The value with a marker in every control token that a text in it spells."""
+        """Return the value with a marker in every control token that its texts spell."""
         if isinstance(value, str):
             return self._control.sub(lambda match: match[0][0] + self._marker + match[0][1:], value)
         if isinstance(value, Mapping):
@@ -161,7 +163,7 @@ class ConversationEncoder:
 
 
 class _GuardedTokenizer:
-    """A tokenizer whose control tokens have other names, and the ids that they have under their own."""
+    """A tokenizer with renamed control tokens that returns their original ids."""
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_json: str, new_names: Mapping[str, str]) -> None:
         spec = json.loads(tokenizer_json)
@@ -176,7 +178,7 @@ class _GuardedTokenizer:
         self._backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
         self._backend.no_truncation()
         self._backend.no_padding()
-        # a renamed token may have got another id, and have moved those after it
+        # a renamed token may have another id, and shift those after it
         self._ids = {
             token_id: ids[old_names[token.content]]
             for token_id, token in self._backend.get_added_tokens_decoder().items()
@@ -185,6 +187,6 @@ class _GuardedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         token_ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        if not self._never.isdisjoint(token_ids):  # its model has the token's text among its ordinary words
+        if not self._never.isdisjoint(token_ids):  # the model has the token's text among its ordinary words
             raise TextNotEncodable("a message spells a control token of the model, and it has no other tokens for that")
         return [self._ids.get(token_id, token_id) for token_id in token_ids]

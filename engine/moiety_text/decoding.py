@@ -1,8 +1,8 @@
-"""The decoder of a tokenizer.json as stages that take tokens as they come.
+"""Incremental stages of a tokenizer.json decoder.
 
-A Hugging Face decoder is defined on a whole list of tokens; a stage here gives, piece by piece, what concatenates to
-the same text. It holds back only what later tokens can still change, and gives that up on `flush`. It knows no token
-ids and no special tokens.
+A Hugging Face decoder is defined on a whole list of tokens; a stage here returns, piece by piece, text that
+concatenates to the same result. It holds back only what later tokens can still change, and releases that on `flush`. It
+knows no token ids and no special tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Stage(Protocol):
 
 
 class _Each:
-    """A stage that looks at one token at a time."""
+    """A stage that handles each token independently."""
 
     def __init__(self, change: Callable[[str], str]) -> None:
         self._change = change
@@ -40,7 +40,7 @@ class _Each:
 
 
 class _FirstAndRest:
-    """A stage that treats the first token in a way of its own."""
+    """A stage that handles the first token differently."""
 
     def __init__(self, first: Callable[[str], str], rest: Callable[[str], str]) -> None:
         self._first, self._rest = first, rest
@@ -60,7 +60,7 @@ class _FirstAndRest:
 
 
 class _AllButLast:
-    """A stage that treats the last token in a way of its own, so it is one token late."""
+    """A stage that handles the last token differently, so it lags one token behind."""
 
     def __init__(self, last: Callable[[str], str], rest: Callable[[str], str]) -> None:
         self._last, self._rest = last, rest
@@ -77,7 +77,7 @@ class _AllButLast:
 
 
 class _ByteLevel:
-    """GPT-2's alphabet of printable characters back to bytes, and those to text."""
+    """A stage from GPT-2's alphabet of printable characters to bytes, and from bytes to text."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -90,8 +90,11 @@ class _ByteLevel:
 
 
 class _ByteFallback:
-    """`<0xE4>` tokens to characters. A run of them counts only as a whole: if it is not UTF-8, each byte of it becomes
-    U+FFFD, so a run is held back until it ends."""
+    """A stage from `<0xE4>` tokens to characters.
+
+    A run of byte tokens counts only as a whole: if it is not UTF-8, each of its bytes becomes U+FFFD, so a run is held
+    back until it ends.
+    """
 
     def __init__(self) -> None:
         self._run = bytearray()
@@ -117,7 +120,10 @@ class _ByteFallback:
 
 
 class _StripWhole:
-    """`Strip` after the tokens were fused: `content` off the ends of the whole text, at most `start`, `stop` times."""
+    """`Strip` after the tokens were fused: removes `content` from the ends of the whole text.
+
+    Removes it at most `start` and `stop` times.
+    """
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
@@ -143,7 +149,7 @@ class _StripWhole:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level BPE: itself where printable, else one from U+0100 on."""
+    """Return the byte of each character in byte-level BPE: itself where printable, otherwise from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(rest)}
@@ -153,7 +159,7 @@ BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 def byte_level_bytes(piece: str) -> bytes:
-    """The bytes of a byte-level token; a token that is not in that alphabet (an added one) stands for itself."""
+    """Return the bytes of a byte-level token; an added token, outside of that alphabet, is its own text."""
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in piece])
     except KeyError:
@@ -161,7 +167,7 @@ def byte_level_bytes(piece: str) -> bytes:
 
 
 def _tidy(text: str) -> str:
-    """The clean-up of WordPiece decoders, applied to one token with its space."""
+    """Apply the clean-up of WordPiece decoders to one token with its space."""
     for spaced, tidy in (
         (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
         (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
@@ -225,7 +231,7 @@ _SIMPLE: dict[str, Callable[[Mapping[str, Any]], Stage]] = {
 
 
 def flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The decoder of a tokenizer.json as a list of plain steps."""
+    """Return the decoder of a tokenizer.json as a list of plain steps."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":
@@ -234,8 +240,8 @@ def flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def build_stages(decoder: Mapping[str, Any] | None) -> list[Stage]:
-    """Fresh stages for one text. Raises UnusableTokenizer for a decoder that is not known here."""
-    if decoder is None:  # the tokens with spaces between
+    """Return new stages for one text. Raises UnusableTokenizer for an unsupported decoder."""
+    if decoder is None:  # tokens separated by spaces
         return [_FirstAndRest(str, lambda piece: " " + piece)]
     stages: list[Stage] = []
     fused = False

@@ -1,6 +1,6 @@
-"""Tokens to text while they come, without ever splitting a code point.
+"""Incremental detokenization that never splits a code point.
 
-It knows no stop strings and no requests. What it gives out concatenates to the tokenizer's decode of all tokens.
+It knows no stop strings and no requests. Its output concatenates to the tokenizer's decode of all tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from moiety_text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The text of one sequence of tokens. Special tokens but those in `shown_ids`, and ids that the tokenizer does not
-    have (a model's padding of its vocabulary), have no text.
+    """Detokenizer of one sequence of tokens.
 
-    A text that spells one of the added tokens `marker_ids` without it is guarded, for a GuardedReader."""
+    Special tokens other than `shown_ids`, and ids that the tokenizer does not have (a model's padding of its
+    vocabulary), have no text. Text that spells one of the added tokens `marker_ids` without that token is guarded, for
+    a GuardedReader.
+    """
 
     def __init__(self, tokenizer: Tokenizer, shown_ids: Collection[int] = (), marker_ids: Collection[int] = ()) -> None:
         self._find_token = tokenizer.find_token
@@ -27,7 +29,7 @@ class Detokenizer:
         self._spelled = SpelledMarkers(tuple(self._markers.values())) if self._markers else None
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete; "" while a code point is unfinished."""
+        """Return the text that these tokens complete; "" while a code point is unfinished."""
         if self._spelled is None:
             return self._decode(token_ids)
         guard, markers = self._spelled.guard, self._markers
@@ -46,7 +48,7 @@ class Detokenizer:
         return "".join(pieces)
 
     def flush(self) -> str:
-        """What was still held back; the sequence is over."""
+        """Return the text still held back, at the end of the sequence."""
         text = ""
         for i, stage in enumerate(self._stages):
             pieces = stage.flush()
@@ -57,7 +59,7 @@ class Detokenizer:
 
 
 class CharacterCount:
-    """How many characters each token of a sequence completes in its text."""
+    """Counter of the characters that each token of a sequence completes in its text."""
 
     def __init__(self, tokenizer: Tokenizer, shown_ids: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -66,7 +68,7 @@ class CharacterCount:
         self._has_begun = False
 
     def add(self, token_id: int) -> int:
-        """Of the next token: 0 for one without text, and for the first parts of a code point."""
+        """Return the characters of the next token: 0 for one without text, and for the first parts of a code point."""
         if token_id in self._special_ids or self._tokenizer.find_token(token_id) is None:
             return 0
         text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
@@ -74,5 +76,5 @@ class CharacterCount:
             self._has_begun = True
             alone = self._tokenizer.decode([token_id], skip_special_tokens=False)
             if text.endswith(alone):
-                return len(alone)  # the decoder may leave out the space before a text's first word
+                return len(alone)  # the decoder may omit the space before a text's first word
         return len(text)

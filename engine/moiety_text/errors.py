@@ -12,7 +12,7 @@ TextError
 
 
 class TextError(Exception):
-    """Root of what this package raises."""
+    """Root of this package's errors."""
 
 
 class ModelFilesUnusable(TextError):
@@ -28,7 +28,7 @@ class TextNotEncodable(TextError):
 
 
 class TooManyTokens(TextError):
-    """`at_least` tokens would come of the text; how many more is not known."""
+    """The text has at least `at_least` tokens; the exact number is unknown."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"the text has at least {at_least} tokens")

@@ -1,6 +1,6 @@
-"""The text side of a model folder in Hugging Face's format: which files say what.
+"""Text files of a model folder in Hugging Face's format.
 
-It reads files and knows no tokens' meaning beyond that; weights and model dimensions are the engine's business.
+The module reads files and knows nothing else about tokens; weights and model dimensions belong to the engine.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from moiety_text.tokenizer import Tokenizer
 class TextModel:
     tokenizer_json: str
     chat_template: str  # "" if the model has none
-    special_tokens: dict[str, str]  # bos_token, eos_token … as the template names them
+    special_tokens: dict[str, str]  # bos_token, eos_token … by the template's names
     eos_token_ids: tuple[int, ...]  # ascending; empty if no file names one
 
 
 def read_text_model(folder: Path) -> TextModel:
-    """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, additional_chat_templates/*.jinja and the
+    """Read the text side of a model folder.
+
+    Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, additional_chat_templates/*.jinja and the
     end-of-sequence ids of generation_config.json, config.json and the tokenizer. Raises ModelFilesUnusable,
-    UnusableTokenizer."""
+    UnusableTokenizer.
+    """
     if not folder.is_dir():
         raise ModelFilesUnusable(f"{folder} is not a folder; give the folder of a checkpoint in Hugging Face's format")
     tokenizer_json = _read_text(folder / "tokenizer.json")
@@ -37,7 +40,7 @@ def read_text_model(folder: Path) -> TextModel:
     tokenizer = Tokenizer.from_json(tokenizer_json)
     config = _read_object(folder / "tokenizer_config.json")
     mapped, configured = _special_tokens(_read_object(folder / "special_tokens_map.json")), _special_tokens(config)
-    # as transformers has it: newer files say all in tokenizer_config.json, and what the older one says beside is void
+    # as in transformers: newer files put all in tokenizer_config.json, and the older file beside it is ignored
     special_tokens = configured if "added_tokens_decoder" in config else configured | mapped
     template = _one_template(_template_files(folder) or config.get("chat_template"), folder)
     return TextModel(tokenizer_json, template, special_tokens, _eos_ids(folder, tokenizer, mapped | configured))
@@ -53,7 +56,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; {} if there is no such file."""
+    """Return the JSON object in `path`; {} if there is no such file."""
     text = _read_text(path)
     if text is None:
         return {}
@@ -67,9 +70,11 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the variables of templates: all `…_token` entries, and those that a model has of its own, by name, in
-    `extra_special_tokens`. Each is a string or a description with its `content`. A list there has no names, so that
-    templates do not know its tokens."""
+    """Return the variables of templates: all `…_token` entries, and a model's own ones in `extra_special_tokens`.
+
+    The latter are by name. Each is a string or a description with its `content`. A list there has no names, so
+    templates do not know its tokens.
+    """
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     for own in ("model_specific_special_tokens", "extra_special_tokens"):
         more = config.get(own)
@@ -83,8 +88,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _template_files(folder: Path) -> str | list[dict[str, str]]:
-    """Return the template of chat_template.jinja, or it and those of additional_chat_templates with their names; "" if
-    there is none."""
+    """Return the template of chat_template.jinja, or a list of it and additional_chat_templates by name; "" if none."""
     default, more = _read_text(folder / "chat_template.jinja"), folder / "additional_chat_templates"
     named = {} if default is None else {"default": default}
     for path in sorted(more.glob("*.jinja")):
@@ -95,8 +99,10 @@ def _template_files(folder: Path) -> str | list[dict[str, str]]:
 
 
 def _one_template(value: Any, folder: Path) -> str:
-    """Return one template that stands for a string, or for several with names, of which `tool_use` serves requests with
-    tools and `default` all others."""
+    """Return one template for a string or for several named templates.
+
+    With several, `tool_use` serves requests with tools and `default` all others.
+    """
     if value is None:
         return ""
     if isinstance(value, str):

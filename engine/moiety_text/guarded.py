@@ -1,9 +1,9 @@
-"""Markers of calls and thoughts by their tokens: a text that only spells one is told apart by a guard character.
+"""Guard characters that separate real markers of calls and reasoning from text that only spells them.
 
 A reader of answers sees text. Where a tokenizer has a token for a marker (`<tool_call>`, `</think>`), only that token
-is the marker. The same characters out of ordinary tokens are text, so the detokenizer breaks them with a guard, which
-no reader takes for a part of a marker, and which is taken out of all that a reader tells. The guard is a noncharacter
-of Unicode, which has no use in texts that are interchanged.
+is the marker. The same characters from ordinary tokens are text, so the detokenizer breaks them with a guard. No reader
+treats a guard as part of a marker, and the guard is removed from all output of a reader. The guard is a noncharacter of
+Unicode, which has no use in interchanged texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GUARD = "\ufdd0"
 
 
 class Reader(Protocol):
-    """A reader of the text of one answer."""
+    """Reader of the text of one answer."""
 
     def feed(self, text: str) -> list[Delta]: ...
 
@@ -27,16 +27,19 @@ class Reader(Protocol):
 
 
 class SpelledMarkers:
-    """Guards one text, as it comes, wherever it spells a marker without its token. Nothing is held back."""
+    """Inserts guards into one text, incrementally, wherever it spells a marker without its token.
+
+    Holds nothing back.
+    """
 
     def __init__(self, markers: Collection[str]) -> None:
         self._markers = markers
         self._num_kept = max(map(len, markers), default=1) - 1
-        self._tail = ""  # of the text so far, in which a marker may have begun
-        self._expected: deque[str] = deque()  # markers whose tokens have come, and whose texts have not
+        self._tail = ""  # end of the text so far, in which a marker may have begun
+        self._expected: deque[str] = deque()  # markers whose tokens have arrived but whose texts have not
 
     def guard(self, text: str, marker: str | None = None) -> str:
-        """Return more text, with guards. `marker`: the one whose token has just come."""
+        """Return the next text with guards. `marker`: the marker whose token has just arrived."""
         if marker is not None:
             self._expected.append(marker)
         if not text:
@@ -53,7 +56,7 @@ class SpelledMarkers:
         return "".join([*parts, seen[done:]])
 
     def _ends(self, seen: str, begin: int) -> list[tuple[int, str]]:
-        """Where markers end beyond `begin`, in order."""
+        """Return the ends of markers beyond `begin`, in order."""
         found = []
         for marker in self._markers:
             at = seen.find(marker, max(0, begin - len(marker) + 1))
@@ -64,26 +67,26 @@ class SpelledMarkers:
 
 
 class GuardedReader:
-    """A reader of a guarded text, which tells it without its guards."""
+    """Reader of a guarded text whose output contains no guards."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
     def feed(self, text: str) -> list[Delta]:
-        """What more text brings."""
+        """Return the deltas of more text."""
         return _without_guards(self._reader.feed(text))
 
     def end(self) -> list[Delta]:
-        """What is left once the text is over."""
+        """Return the remaining deltas at the end of the text."""
         return _without_guards(self._reader.end())
 
     def read(self, text: str) -> list[Part]:
-        """The whole answer, whose text is there."""
+        """Return the parts of a whole answer."""
         return assemble([*self.feed(text), *self.end()])
 
 
 def index_before(text: str, num_characters: int) -> int:
-    """Return where the last so many characters of a guarded text begin, guards not counted."""
+    """Return where the last `num_characters` characters of a guarded text begin, guards not counted."""
     if GUARD not in text:
         return len(text) - num_characters
     index = len(text)

@@ -1,8 +1,8 @@
-"""What a model thinks before it answers, told apart from its answer.
+"""Separation of a model's reasoning from its answer.
 
-Models that think write it between two markers before the rest (`<think>` … `</think>`: Qwen 3, DeepSeek-R1). Some chat
-templates write the first marker themselves, so that an answer begins in the middle of a thought; a template that is
-told not to have the model think writes both. White space around a thought belongs to neither it nor the answer.
+Reasoning models write it between two markers before the answer (`<think>` … `</think>`: Qwen 3, DeepSeek-R1). Some chat
+templates write the first marker themselves, so that an answer begins inside the reasoning; a template with reasoning
+switched off writes both. White space around the reasoning belongs neither to it nor to the answer.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from moiety_text.tools.deltas import Content, Delta, Part, Thinking, assemble
 from moiety_text.tools.reader import overlap
 
 OPENER, CLOSER = "<think>", "</think>"
-SWITCHES = ("enable_thinking", "thinking")  # variables of templates that are true or false
+SWITCHES = ("enable_thinking", "thinking")  # boolean variables of templates
 _SWITCH_NAME = re.compile("think|reason", re.IGNORECASE)
 _OFF_WORDS = ("none", "off", "disabled", "no", "false", "no_think", "nothink")
 _ON_WORDS = ("on", "enabled", "yes", "true", "think", "high", "medium", "low")
 
 
 class AnswerReader(Protocol):
-    """The text of one answer, as it comes, into its parts. Owned by whoever reads the answer."""
+    """Incremental parser of the text of one answer. Owned by the answer's reader."""
 
     def feed(self, text: str) -> list[Delta]:
-        """What more text brings."""
+        """Return the deltas of more text."""
         ...
 
     def end(self) -> list[Delta]:
-        """What is left once the text is over."""
+        """Return the remaining deltas at the end of the text."""
         ...
 
     def read(self, text: str) -> list[Part]:
-        """The whole answer, whose text is there."""
+        """Return the parts of a whole answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtSwitch:
-    """The variables of a chat template that say whether the model is to think."""
+    """Chat template variables that switch the model's reasoning on and off."""
 
     on: Mapping[str, Any]
     off: Mapping[str, Any]
@@ -54,24 +54,24 @@ class ThoughtSwitch:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtFormat:
-    """One model's way. `switch`: None where its template has none."""
+    """Reasoning format of one model. `switch`: None where its template has none."""
 
     switch: ThoughtSwitch | None
 
     def new_reader(self, prompt_end: str, rest: AnswerReader | None) -> ThoughtReader:
-        """For an answer to a prompt whose text ends so; `rest` reads what comes after the thought."""
+        """Return a reader for an answer to a prompt with this end; `rest` reads the text after the reasoning."""
         return ThoughtReader(rest, is_open=prompt_end.rstrip().endswith(OPENER))
 
 
 def thoughts_of(template: ChatTemplate) -> ThoughtFormat | None:
-    """By what the chat template writes; None where the model is not known to think."""
+    """Return the format that the chat template implies; None where the model is not known to support reasoning."""
     if not template.spells(OPENER) and not template.spells(CLOSER):
         return None
     return ThoughtFormat(_switch_of(template))
 
 
 def _switch_of(template: ChatTemplate) -> ThoughtSwitch | None:
-    """The first of the variables that the template reads which makes a difference to its prompt."""
+    """Return the first template variable that changes the prompt."""
     default = _probe(template, {})
     for on, off in _candidates(template):
         prompt_on, prompt_off = _probe(template, on), _probe(template, off)
@@ -81,13 +81,13 @@ def _switch_of(template: ChatTemplate) -> ThoughtSwitch | None:
 
 
 def _candidates(template: ChatTemplate) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """What may switch thoughts (on, off): variables that are true or false, then those of a few words."""
+    """Yield possible switches (on, off): boolean variables first, then variables with known words."""
     if names := [name for name in SWITCHES if name in template.variables]:
         yield dict.fromkeys(names, True), dict.fromkeys(names, False)
     for name in sorted(template.variables):
         if _SWITCH_NAME.search(name) is None:
             continue
-        texts = template.compared_texts  # with any: a template may give the value another name first
+        texts = template.compared_texts  # of any variable: a template may give the value another name first
         for off in [text for text in _OFF_WORDS if text in texts]:
             on = next((text for text in _ON_WORDS if text in texts), None)
             yield {} if on is None else {name: on}, {name: off}
@@ -96,7 +96,7 @@ def _candidates(template: ChatTemplate) -> Iterator[tuple[dict[str, Any], dict[s
 
 
 def _probe(template: ChatTemplate, extra: Mapping[str, Any]) -> str | None:
-    """The prompt of a short conversation; None where the template refuses it."""
+    """Return the prompt of a short conversation; None where the template refuses it."""
     try:
         return template.render([{"role": "user", "content": "Hi"}], extra=extra)
     except TemplateRefused:
@@ -104,22 +104,24 @@ def _probe(template: ChatTemplate, extra: Mapping[str, Any]) -> str | None:
 
 
 def num_thought_tokens(token_ids: list[int], opener_id: int | None, closer_id: int, *, is_open: bool) -> int:
-    """Of an answer's tokens, how many are of its thought, markers included. What is never closed is thought to its
-    end."""
+    """Return the number of an answer's tokens that are reasoning, markers included.
+
+    Reasoning that is never closed extends to the end.
+    """
     if not token_ids or not (is_open or token_ids[0] == opener_id):
         return 0
     return token_ids.index(closer_id) + 1 if closer_id in token_ids else len(token_ids)
 
 
 class ThoughtReader:
-    """Takes the thought off the beginning of an answer, and leaves the rest to another reader, if there is one."""
+    """Reader that splits the reasoning off the beginning of an answer and passes the rest to another reader, if any."""
 
     def __init__(self, rest: AnswerReader | None, *, is_open: bool = False) -> None:
-        """`is_open`: the prompt has opened the thought."""
+        """Create the reader. `is_open`: the prompt has opened the reasoning."""
         self._rest = rest
-        self._held = ""  # which may be a marker, or white space before one
+        self._held = ""  # possibly a marker, or white space before one
         self._step = self._thought if is_open else self._start
-        self._has_thought = False  # some text of it
+        self._has_thought = False  # some reasoning text has arrived
         self._deltas: list[Delta] = []
 
     def feed(self, text: str) -> list[Delta]:
@@ -144,7 +146,7 @@ class ThoughtReader:
         if begun.startswith(OPENER):
             self._held, self._step = "", self._thought
             self._thought(begun.removeprefix(OPENER))
-        elif OPENER.startswith(begun):  # also where there is only white space yet
+        elif OPENER.startswith(begun):  # also where there is only white space so far
             self._held = held
         else:
             self._held, self._step = "", self._answer
@@ -161,12 +163,12 @@ class ThoughtReader:
             self._gap(held[at + len(CLOSER) :])
             return
         certain = len(held) - overlap(held, CLOSER)
-        certain = len(held[:certain].rstrip())  # white space may be the last of the thought
+        certain = len(held[:certain].rstrip())  # white space may end the reasoning
         self._give(held[:certain])
         self._held = held[certain:]
 
     def _gap(self, text: str) -> None:
-        """Between the thought and the answer."""
+        """Skip the white space between the reasoning and the answer."""
         text = text.lstrip()
         if text:
             self._step = self._answer

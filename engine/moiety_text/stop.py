@@ -1,12 +1,12 @@
-"""Stop strings in a text that comes in pieces.
+"""Stop strings in an incremental text.
 
-The rule: generation ends at the first character that completes a stop string, and the text is cut where that stop
-string begins. If several are complete at that character, the longest counts, since it cuts the most. So the answer is
-the same however the text is cut into pieces, no token is generated to see whether a longer stop string might still
-follow, and what is given out never contains a stop string. It knows no tokens.
+Generation ends at the first character that completes a stop string, and the text is cut where that stop string begins.
+If several are complete at that character, the longest applies, since it cuts the most. So the answer does not depend on
+how the text is split into pieces, no token is generated to see whether a longer stop string might still follow, and the
+output never contains a stop string. It knows no tokens.
 
-Of an answer that may begin with a thought (see `reasoning`), only what follows the thought is searched: from the first
-character after it that is not white space. A guard (see `guarded`) is no character of a stop string.
+If an answer may begin with reasoning (see `reasoning`), only the text after it is searched, from the first character
+after it that is not white space. A guard (see `guarded`) is not a character of a stop string.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moiety_text.guarded import GUARD, index_before
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt for one stop string: how much of its beginning the text now ends with."""
+    """Knuth-Morris-Pratt matcher of one stop string: the length of its prefix that the text now ends with."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -34,13 +34,13 @@ class _Matcher:
         return matched + 1 if self.stop[matched] == character else 0
 
     def advance(self, character: str) -> bool:
-        """Whether this character completes the stop string."""
+        """Return whether this character completes the stop string."""
         self.matched = self._longest(self.matched, character)
         return self.matched == len(self.stop)
 
 
 class Marks(Protocol):
-    """The marks around the thought that an answer may begin with."""
+    """Markers around the reasoning that an answer may begin with."""
 
     @property
     def opener(self) -> str: ...
@@ -50,27 +50,27 @@ class Marks(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the prompt has opened the thought."""
+        """Return whether the prompt has opened the reasoning."""
         ...
 
 
 class ThoughtSplitter:
-    """Divides the text of an answer, as it comes, into its thought and what follows."""
+    """Splitter of an answer's incremental text into its reasoning and the rest."""
 
     def __init__(self, marks: Marks) -> None:
-        """Raises UnusableStop for an empty mark."""
+        """Create the splitter. Raises UnusableStop for an empty marker."""
         if not marks.opener or not marks.closer:
             raise UnusableStop("a mark around thoughts is empty")
         self._opener, self._closer = marks.opener, marks.closer
-        self._held = ""  # at the beginning: what may be the opener; in a thought: the end of what was seen
+        self._held = ""  # at the beginning: a possible opener; in the reasoning: the end of the text so far
         self._step: Callable[[str], tuple[str, str]] = self._thought if marks.is_open else self._start
 
     def split(self, text: str) -> tuple[str, str]:
-        """(what belongs to the thought, what follows it). Text that may become the opener is held back."""
+        """Return (reasoning, text after it). Text that may become the opener is held back."""
         return self._step(text)
 
     def flush(self) -> str:
-        """What was held back, which is of no thought; the text is over."""
+        """Return the text held back, which is not reasoning, at the end of the text."""
         held, self._held = self._held if self._step == self._start else "", ""
         return held
 
@@ -81,7 +81,7 @@ class ThoughtSplitter:
             self._step = self._thought
             thought, rest = self._thought(begun[len(self._opener) :])
             return held[: len(held) - len(begun)] + self._opener + thought, rest
-        if self._opener.startswith(begun):  # also where there is only white space yet
+        if self._opener.startswith(begun):  # also where there is only white space so far
             self._held = held
             return "", ""
         self._step = self._answer
@@ -109,10 +109,15 @@ class ThoughtSplitter:
 
 
 class StopFinder:
-    """Looks for any of `stops` in one text. Constant work a character and stop string, whatever their lengths."""
+    """Finder of any of `stops` in one text. Constant work per character and stop string, whatever their lengths."""
 
     def __init__(self, stops: Sequence[str], thought: ThoughtSplitter | None = None) -> None:
-        """`thought`: what divides off a thought that is not searched. Raises UnusableStop for an empty stop string."""
+        """Create the finder.
+
+        `thought`: splitter of reasoning, which is not searched.
+
+        Raises UnusableStop for an empty stop string.
+        """
         if not all(stops):
             raise UnusableStop("a stop string is empty; leave it out or give it at least one character")
         self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops)]
@@ -120,8 +125,10 @@ class StopFinder:
         self._thought = thought
 
     def add(self, text: str) -> tuple[str, str | None]:
-        """(what can be given out, the stop string that ended the text or None). Holds back the longest end that may
-        yet become a stop string. After a match nothing more may be added."""
+        """Return (text that can be output, the stop string that ended the text or None).
+
+        Holds back the longest end that may become a stop string. Nothing may be added after a match.
+        """
         if self._thought is None:
             return self._search(text)
         thought, rest = self._thought.split(text)
@@ -129,11 +136,11 @@ class StopFinder:
         return thought + found, stop
 
     def skip(self, text: str) -> str:
-        """What can be given out of text in which nothing is looked for, ahead of all that is searched."""
+        """Return the output of text that is not searched and precedes all searched text."""
         return text if self._thought is None else "".join(self._thought.split(text))
 
     def finish(self, text: str) -> tuple[str, str | None]:
-        """`add` for the last text: nothing is held back after it."""
+        """Add the last text: nothing is held back after it."""
         found, stop = self.add(text)
         if stop is None and self._thought is not None:
             more, stop = self._search(self._thought.flush())
@@ -157,11 +164,11 @@ class StopFinder:
         return text[:keep], None
 
     def flush(self) -> str:
-        """What was held back; the text is over without a stop string."""
+        """Return the text held back, at the end of a text without a stop string."""
         held, self._held = self._held, ""
         return held if self._thought is None else held + self._thought.flush()
 
 
 def new_stop_finder(stops: Sequence[str], marks: Marks | None) -> StopFinder | None:
-    """For one answer; None where nothing is looked for. `marks`: of the thought it may begin with."""
+    """Return a stop finder for one answer; None where there are no stops. `marks`: of possible reasoning before it."""
     return StopFinder(stops, None if marks is None else ThoughtSplitter(marks)) if stops else None

@@ -1,6 +1,6 @@
-"""A Hugging Face tokenizer.json: text to ids, ids to text, and the bytes of one token.
+"""Tokenizer of a Hugging Face tokenizer.json: text to ids, ids to text, and the bytes of one token.
 
-It knows no model: whether an id is within a model's vocabulary is not its business.
+It knows no model: it does not check ids against a model's vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from moiety_text.decoding import Stage, build_stages, byte_level_bytes, flatten
 from moiety_text.errors import TextNotEncodable, TokenOutOfRange, TooManyTokens, UnusableTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SHRINKING = 4  # the most by which a normalizer listed here makes a text shorter, in bytes
+_SHRINKING = 4  # largest factor by which a normalizer listed here shortens a text, in bytes
 _KEEPING_NORMALIZERS = frozenset({"NFC", "NFD", "Prepend", "ByteLevel"})
 _KEEPING_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "Sequence"})
 
 
 def _byte_speller(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
-    """How this decoder turns one token of the model (not an added one) into bytes."""
+    """Return the function with which this decoder turns one token of the model (not an added one) into bytes."""
     steps = {step["type"]: step for step in flatten(decoder)}
     if "ByteLevel" in steps:
         return byte_level_bytes
@@ -47,7 +47,7 @@ def _byte_speller(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
 
 
 def _most_bytes_a_token(spec: Mapping[str, Any], backend: tokenizers.Tokenizer) -> int | None:
-    """How much text one token can stand for at most; None if there is no such bound, or none is known."""
+    """Return the most bytes of text that one token can represent; None if there is no bound or none is known."""
     vocab = backend.get_vocab(with_added_tokens=False)
     splitters = list(_nested(spec.get("pre_tokenizer"), "pretokenizers"))
     normalizers = list(_nested(spec.get("normalizer"), "normalizers"))
@@ -78,7 +78,7 @@ def _keeps_length(step: Mapping[str, Any]) -> bool:
 
 
 class Tokenizer:
-    """Immutable once made; may be used from several threads."""
+    """A tokenizer. Immutable and thread-safe."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, decoder: dict[str, Any] | None, most_bytes_a_token: int | None
@@ -96,7 +96,7 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, tokenizer_json: str) -> Self:
-        """Raises UnusableTokenizer."""
+        """Load a tokenizer. Raises UnusableTokenizer."""
         try:
             backend = tokenizers.Tokenizer.from_str(tokenizer_json)
         except Exception as exc:  # the library raises nothing narrower
@@ -105,20 +105,23 @@ class Tokenizer:
         backend.no_padding()
         spec = json.loads(tokenizer_json)
         decoder = spec.get("decoder")
-        build_stages(decoder)  # so that an unknown decoder is refused now, not at the first token
+        build_stages(decoder)  # refuse an unknown decoder now, not at the first token
         return cls(backend, decoder, _most_bytes_a_token(spec, backend))
 
     def encode(self, text: str, *, add_special_tokens: bool = False, max_tokens: int | None = None) -> list[int]:
-        """The ids of `text`; special tokens written out in it are recognised. There may be more than `max_tokens`, but
-        if that is certain without encoding it raises TooManyTokens. Raises TextNotEncodable."""
+        """Return the ids of `text`; special tokens spelled in it are recognized.
+
+        There may be more than `max_tokens`; but where that is certain without encoding, raises TooManyTokens. Raises
+        TextNotEncodable.
+        """
         self.check_fits(text, max_tokens)
-        try:  # as a batch, since that alone lets other threads run meanwhile
+        try:  # as a batch: only that releases the interpreter's lock
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as exc:
             raise TextNotEncodable("the text holds half of a surrogate pair; send valid Unicode") from exc
 
     def check_fits(self, text: str, max_tokens: int | None) -> None:
-        """Raises TooManyTokens if `text` is too long for `max_tokens`, however it is encoded."""
+        """Raise TooManyTokens if `text` is too long for `max_tokens`, however it is encoded."""
         if max_tokens is None or self._most_bytes_a_token is None:
             return
         most_bytes = max_tokens * self._most_bytes_a_token
@@ -126,13 +129,13 @@ class Tokenizer:
             raise TooManyTokens(-(-num_bytes // self._most_bytes_a_token))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of all of `ids`. Raises TokenOutOfRange."""
+        """Return the text of all of `ids`. Raises TokenOutOfRange."""
         for token_id in ids:
             self.token(token_id)
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str:
-        """The token as the vocabulary spells it. Raises TokenOutOfRange."""
+        """Return the token's spelling in the vocabulary. Raises TokenOutOfRange."""
         token = self.find_token(token_id)
         if token is None:
             raise TokenOutOfRange(
@@ -141,19 +144,21 @@ class Tokenizer:
         return token
 
     def find_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it, None if there is none."""
+        """Return the token's spelling in the vocabulary; None if there is none."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for within a text, with the space before it if it starts a word.
-        Raises TokenOutOfRange."""
+        """Return the bytes of a token within a text, with the space before it if it starts a word.
+
+        Raises TokenOutOfRange.
+        """
         token = self.token(token_id)
         if token_id in self._added_ids:
             return token.encode()
         return self._spell(token)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a decoded text leaves this token out."""
+        """Return whether a decoded text omits this token."""
         return token_id in self._special_ids
 
     @property
@@ -161,5 +166,5 @@ class Tokenizer:
         return self._special_ids
 
     def new_stages(self) -> list[Stage]:
-        """The steps that decode one text, for a Detokenizer."""
+        """Return the stages that decode one text, for a Detokenizer."""
         return build_stages(self._decoder)

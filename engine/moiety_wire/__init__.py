@@ -1,4 +1,4 @@
-"""What gateway and engine say to each other: the messages, one codec, nothing else.
+"""Wire protocol between gateway and engine: the messages and one codec.
 
-A torch-free leaf. It knows no sockets, no HTTP and no scheduling; both sides import it, it imports neither.
+Imports no torch, and knows no sockets, no HTTP and no scheduling. Both sides import this package; it imports neither.
 """

@@ -1,8 +1,8 @@
-"""Service classes: what a request is promised, and what may happen to it at overload.
+"""Service classes: the SLO of a request, and its treatment at overload.
 
-A class travels by value with each request, so that an engine holds no copy that could be stale: an operator's change
-holds from the next request on. Times are seconds. A class promises either the pace of a stream (`ttft_s`, `tpot_s`) or
-an end (`completion_s`).
+Each request carries its class by value, so that an engine holds no copy that could be stale: an operator's change
+applies from the next request on. Times are seconds. The SLO of a class is either the pace of a stream (`ttft_s`,
+`tpot_s`) or a completion time (`completion_s`).
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from enum import StrEnum
 import msgspec
 
 SPECULATIVE_PREFILL = (
-    "speculative_prefill"  # what no class may be called: what is computed before anybody asks for it is counted so
+    "speculative_prefill"  # reserved: no class may have this name, under which speculative prefill is counted
 )
 
 
 class OverloadAction(StrEnum):
-    """What happens to a request whose promise is predicted to be missed."""
+    """Treatment of a request that is predicted to miss its SLO."""
 
-    REJECT = "reject"  # 429 at once, with the time after which it is worth coming back
-    QUEUE = "queue"  # it waits, whatever the prediction
-    DOWNGRADE = "downgrade"  # it is served in its fallback class, and the answer says so
+    REJECT = "reject"  # 429 at once, with a retry-after time
+    QUEUE = "queue"  # queue it, regardless of the prediction
+    DOWNGRADE = "downgrade"  # serve it in its fallback class, which the response names
 
 
 class ServiceClass(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A promise. Lower `rank` goes first; classes of one rank share one queue."""
+    """SLO and priority of a class. Lower `rank` is served first; classes of one rank share one queue."""
 
     name: str
     rank: int
-    weight: float = 1.0  # multiplies the tenant's own within a rank
+    weight: float = 1.0  # multiplies the tenant's weight within a rank
     ttft_s: float | None = None  # arrival to first token
-    ttft_per_1k_s: float = 0.0  # allowance for each 1,000 prompt tokens that no cache held
+    ttft_per_1k_s: float = 0.0  # allowance per 1,000 prompt tokens that were not cached
     tpot_s: float | None = None  # between tokens
     completion_s: float | None = None  # arrival to the last token
     max_queue_s: float = 600.0  # longest wait before it is boosted over other classes
-    preemptible: bool = True  # whether its blocks may be taken once it runs
+    preemptible: bool = True  # whether a running request may be preempted
     on_overload: OverloadAction = OverloadAction.REJECT
 
     def complaint(self) -> str:
-        """Why this is no valid class; "" if it is one."""
+        """Return why this class is invalid; "" if it is valid."""
         positive = {
             "weight": self.weight,
             "ttft_s": self.ttft_s,

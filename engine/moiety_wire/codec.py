@@ -1,6 +1,6 @@
-"""The one codec of the wire: msgpack with tagged unions, one decoder a direction.
+"""Codec of the wire: msgpack with tagged unions, one decoder per direction.
 
-A frame is one message, or an array of several in their order: what goes to one side in one turn goes as one frame.
+A frame is one message, or an array of several in order: all messages to one peer in one turn go as one frame.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine | list[ToEngine]] = msgspec.msgpack.Decoder(ToEngine | list[ToEngine])
 _to_gateway: msgspec.msgpack.Decoder[ToGateway | list[ToGateway]] = msgspec.msgpack.Decoder(ToGateway | list[ToGateway])
 _notes = msgspec.msgpack.Decoder(StepNotes)
-_ARRAY = struct.Struct(">BI")  # how msgpack begins one: its mark, and of how many
-_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last two: broken text, deep nesting
+_ARRAY = struct.Struct(">BI")  # msgpack array header: type byte and number of items
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last two: invalid UTF-8, deep nesting
 
 
 def encode(*messages: ToEngine | ToGateway) -> bytes:
-    """A frame of messages, as msgpack bytes."""
+    """Return one frame with the messages, as msgpack bytes."""
     return _encoder.encode(messages[0] if len(messages) == 1 else messages)
 
 
 def encode_in_frames(messages: Iterable[ToEngine | ToGateway], max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """The messages in their order as frames, and of how many each is. None is much larger than `max_bytes`, but for one
-    of a single message."""
+    """Yield the messages, in order, as frames with their numbers of messages.
+
+    A frame is not much larger than `max_bytes`, except if a single message is.
+    """
     parts: list[bytes] = []
     num_bytes = 0
     for message in messages:
@@ -48,7 +50,7 @@ def _joined(parts: list[bytes]) -> bytes:
 
 
 def decode_to_engine(data: bytes | memoryview) -> list[ToEngine]:
-    """The messages of a frame that is addressed to an engine. Raises UndecodableMessage."""
+    """Return the messages of a frame addressed to an engine. Raises UndecodableMessage."""
     try:
         found = _to_engine.decode(data)
     except _UNDECODABLE as exc:
@@ -57,7 +59,7 @@ def decode_to_engine(data: bytes | memoryview) -> list[ToEngine]:
 
 
 def decode_to_gateway(data: bytes | memoryview) -> list[ToGateway]:
-    """The messages of a frame that is addressed to a gateway. Raises UndecodableMessage."""
+    """Return the messages of a frame addressed to a gateway. Raises UndecodableMessage."""
     try:
         found = _to_gateway.decode(data)
     except _UNDECODABLE as exc:
@@ -66,17 +68,17 @@ def decode_to_gateway(data: bytes | memoryview) -> list[ToGateway]:
 
 
 def encode_step(step: StepNote) -> msgspec.Raw:
-    """A step for the notes of each request that ran in it."""
+    """Return a step in encoded form, to be shared by the notes of all requests that ran in it."""
     return msgspec.Raw(_encoder.encode(step))
 
 
 def encode_notes(num_seen: int, steps: Sequence[msgspec.Raw]) -> bytes:
-    """StepNotes, as `Finished.steps` has them."""
+    """Return encoded StepNotes for `Finished.steps`."""
     return _encoder.encode((num_seen, steps))
 
 
 def decode_notes(data: bytes) -> StepNotes:
-    """What `Finished.steps` says. Raises UndecodableMessage."""
+    """Return the notes in `Finished.steps`. Raises UndecodableMessage."""
     try:
         return _notes.decode(data)
     except _UNDECODABLE as exc:

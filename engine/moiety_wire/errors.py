@@ -6,7 +6,7 @@ WireError
 
 
 class WireError(Exception):
-    """Root of what this package raises."""
+    """Base class of this package's errors."""
 
 
 class UndecodableMessage(WireError):

@@ -1,8 +1,9 @@
-"""What engines say of their experts' load. L layers with experts, E experts; counts travel as whole numbers of the
-smallest size that holds them all.
+"""Expert load reports of engines.
 
-A *pick* is a token that a layer sent to an expert: a token makes L · K of them. Tenants beyond those that an engine
-tells apart are OTHER_TENANTS together.
+L layers with experts, E experts. Counts are sent as unsigned integers of the smallest size that holds them all.
+
+A *pick* is a token that a layer sent to an expert: a token makes L · K picks. Tenants beyond those that an engine
+counts separately are summed up as OTHER_TENANTS.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Iterable
 import msgspec
 
 OTHER_TENANTS = "other"
-QUANTILES = (0.5, 0.9, 0.99, 1.0)  # of a layer's experts, that ExpertBalance tells of
-_CODES = "BHIQ"  # unsigned, of 1, 2, 4 and 8 bytes
+QUANTILES = (0.5, 0.9, 0.99, 1.0)  # quantiles over a layer's experts in ExpertBalance
+_CODES = "BHIQ"  # array type codes of unsigned integers of 1, 2, 4 and 8 bytes
 assert sys.byteorder == "little", "the wire's numbers are little-endian"
 
 
 def pack_counts(counts: Iterable[int]) -> bytes:
-    """A letter for the size of a number, then the numbers."""
+    """Return the type code of the smallest fitting integer, followed by the numbers."""
     values = array("Q", counts)
     largest = max(values, default=0)
     code = next(code for code in _CODES if largest >> 8 * array(code).itemsize == 0)
@@ -28,7 +29,7 @@ def pack_counts(counts: Iterable[int]) -> bytes:
 
 
 def unpack_counts(data: bytes) -> array[int]:
-    """The numbers. Raises ValueError where it was not packed so."""
+    """Return the packed numbers. Raises ValueError for data that `pack_counts` did not create."""
     code = data[:1].decode("latin-1")
     if code not in _CODES or not code:
         raise ValueError("counts begin with the size of their numbers")
@@ -42,15 +43,17 @@ def pack_shares(shares: Iterable[float]) -> bytes:
 
 
 def unpack_shares(data: bytes) -> array[float]:
-    """Raises ValueError where it was not packed so."""
+    """Return the packed shares. Raises ValueError for data that `pack_shares` did not create."""
     values = array("f")
     values.frombytes(data)
     return values
 
 
 class AskExperts(msgspec.Struct, frozen=True, tag="ask_experts"):
-    """To an engine: what its experts had to do in the last minutes, 0 for since its start; of one tenant or of all.
-    Answered by ExpertLoad under the same `ask_id`."""
+    """Request to an engine for its expert load in the last minutes, of one tenant or of all.
+
+    `minutes` 0 means since the engine's start. The answer is an ExpertLoad with the same `ask_id`.
+    """
 
     ask_id: int
     minutes: int
@@ -58,15 +61,19 @@ class AskExperts(msgspec.Struct, frozen=True, tag="ask_experts"):
 
 
 class TenantTokens(msgspec.Struct, frozen=True, array_like=True):
-    """How many tokens of a tenant went through the model."""
+    """Number of tokens of a tenant that went through the model."""
 
     tenant_id: str
     tokens: int
 
 
 class ExpertInterval(msgspec.Struct, frozen=True, array_like=True):
-    """A minute. For each layer all picks, those of its busiest expert, and how many experts were picked at all, summed
-    over the steps (the last and `steps` only where all tenants were asked for: a step is everybody's)."""
+    """Expert load of one minute.
+
+    For each layer: all picks, the picks of its busiest expert, and the number of active experts, each summed over the
+    steps. `steps` and the active experts are only set in a report over all tenants, since a step belongs to all
+    tenants.
+    """
 
     at_unix_s: int
     steps: int
@@ -76,11 +83,13 @@ class ExpertInterval(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):
-    """From an engine: the picks of each expert of each layer in the minutes that were asked for, those minutes one by
-    one, and whose tokens they were. `layers` is empty where the model has no experts."""
+    """Report of an engine: the picks of each expert of each layer in the requested minutes.
+
+    It also has these minutes one by one, and the tokens by tenant. `layers` is empty where the model has no experts.
+    """
 
     ask_id: int
-    since_unix_s: int  # of the counts: the engine's start, or the first of the minutes
+    since_unix_s: int  # start of the counts: the engine's start, or the first minute
     as_of_unix_s: int
     layers: tuple[int, ...] = ()
     num_experts: int = 0
@@ -88,20 +97,23 @@ class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):
     picks_LE: bytes = b""
     intervals: list[ExpertInterval] = []
     tenants: list[TenantTokens] = []
-    expert_bytes: int = 0  # the weights of one expert of one layer
-    num_groups: int = 1  # of experts, a few of which a token's are chosen from
-    num_parts: int = 0  # that the experts are divided into and move between; 0 where they stay where they are
-    slots_LR: bytes = b""  # the expert in each slot of each layer, one part's slots after the other's
+    expert_bytes: int = 0  # bytes of the weights of one expert in one layer
+    num_groups: int = 1  # expert groups, for routing limited to a few groups per token
+    num_parts: int = 0  # expert-parallel parts between which experts move; 0 if they never move
+    slots_LR: bytes = b""  # expert in each slot of each layer, the parts' slots one after the other
 
 
 class ExpertBalance(msgspec.Struct, frozen=True, tag="expert_balance"):
-    """From an engine, a few times a minute while it works: how evenly the last minutes' picks fell. For each layer the
-    mean load of its experts ÷ the largest, the load at QUANTILES ÷ the mean, and the experts active in a step."""
+    """Report of an engine on how evenly the last minutes' picks were distributed.
+
+    It is sent a few times a minute while the engine works. For each layer: the mean load of its experts ÷ the largest,
+    the load at QUANTILES ÷ the mean, and the experts active in a step.
+    """
 
     minutes: int
     layers: tuple[int, ...]
     picks_total: int  # since the engine's start
-    balancedness: float  # of all layers: Σ of the means ÷ Σ of the largest
+    balancedness: float  # over all layers: Σ of the means ÷ Σ of the largest
     balancedness_L: bytes
     quantiles_LQ: bytes
     active_L: bytes

@@ -1,6 +1,9 @@
-"""An engine's figures, and what they mean for whoever shows them as metrics: the gateway of all its engines, and each
-engine of itself. The tables have fields of `Figures` and of `ClassLoad`; counters are the fields that end in `_total`,
-named without it, and so is a gauge, since Prometheus keeps that ending for counters."""
+"""Figures of an engine, and their descriptions as metrics.
+
+The gateway exports them for all its engines, and each engine exports its own. The tables list fields of `Figures` and
+`ClassLoad`. Counters are the fields that end in `_total`, listed without it. A gauge is exported without it as well,
+since Prometheus reserves that suffix for counters.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,21 @@ import msgspec
 
 
 class SleepState(StrEnum):
-    """Whether an engine can take requests, as far as its sleep goes."""
+    """Sleep state of an engine, which decides whether it accepts requests."""
 
     AWAKE = "awake"
-    FALLING_ASLEEP = "falling_asleep"  # takes no more; ends what is open, then frees the device's memory
+    FALLING_ASLEEP = "falling_asleep"  # accepts no requests; finishes the open ones, then frees device memory
     ASLEEP = "asleep"
     WAKING = "waking"
 
 
 class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
-    """One class's state and counters in an engine."""
+    """State and counters of one service class in an engine."""
 
     name: str
     num_waiting: int
     num_running: int
-    predicted_ttft_s: float  # of an empty prompt that arrives now
+    predicted_ttft_s: float  # for an empty prompt that arrives now
     admitted_total: int
     rejected_total: dict[str, int]  # by reason
     downgraded_total: int
@@ -32,30 +35,30 @@ class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
     demoted_total: int
     boosted_total: int
     recomputed_tokens_total: int
-    oldest_waiting_unix_s: float = 0.0  # when the one came that has waited longest; 0: none waits, or it is not known
+    oldest_waiting_unix_s: float = 0.0  # arrival of the request that has waited longest; 0: none waits, or unknown
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """How long an engine's steps take, as it has learned: seconds of each step, and more for what is in it."""
+    """Step time model that an engine has learned: the seconds of each step, and the additional costs of its content."""
 
     step_s: float
     row_s: float
-    bends: tuple[tuple[int, float], ...]  # beyond so many rows, so much more each
-    context_token_s: float  # whose KV decoding rows read
-    pair_s: float  # of a prompt token and a token that it attends to
-    relative_error: float  # of its predictions
-    prefill_step_s: float = 0.0  # more, of a step that has prompt tokens
+    bends: tuple[tuple[int, float], ...]  # additional seconds per row beyond a number of rows
+    context_token_s: float  # per context token that decode rows read
+    pair_s: float  # per pair of a prompt token and a token that it attends to
+    relative_error: float  # relative error of the predictions
+    prefill_step_s: float = 0.0  # additional seconds of a step with prompt tokens
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What an engine's core knows of itself: its state after a step, and its counters since start (monotonic)."""
+    """State of an engine's core after a step, and its monotonic counters since start."""
 
     num_running: int
     num_waiting: int
-    num_paused: int  # without credit; they hold no place in the batch
+    num_paused: int  # without credit; not in the batch
     kv_blocks_total: int
     kv_blocks_used: int  # held by requests
-    kv_blocks_cached: int  # free, but holding a prefix that may be hit
+    kv_blocks_cached: int  # free, with a cached prefix
     block_size: int
     steps_total: int
     prompt_tokens_total: int
@@ -66,24 +69,24 @@ class Figures(msgspec.Struct, frozen=True):
     host_blocks_used: int = 0
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
-    attention_waited_seconds_total: float = 0.0  # for experts on ranks of their own
-    experts_waited_seconds_total: float = 0.0  # these, on average, for attention
+    attention_waited_seconds_total: float = 0.0  # waiting for expert ranks
+    experts_waited_seconds_total: float = 0.0  # mean over the expert ranks, waiting for attention
     classes: list[ClassLoad] = []
-    tokens_past_stop_total: int = 0  # computed for requests that had ended by then; nobody pays for them
+    tokens_past_stop_total: int = 0  # computed for requests that had already ended; not billed
     drafted_tokens_total: int = 0
     accepted_tokens_total: int = 0
-    max_batch_tokens: int = 0  # of a step; 0 where that is not known
+    max_batch_tokens: int = 0  # token budget of a step; 0 if unknown
     max_running: int = 0
-    step_costs: StepCosts | None = None  # None until it has learned them
-    prefill_done_requests_total: int = 0  # requests that other engines went on with
-    disaggregated_decode_requests_total: int = 0  # that came with their KV …
-    lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
-    speculative_tokens_total: int = 0  # computed before they were asked for
-    speculative_used_tokens_total: int = 0  # of them, those that requests began with
-    speculative_wasted_tokens_total: int = 0  # and those that none did in time
-    kv_blocks_kept: int = 0  # for conversations that come back
-    host_hit_blocks_total: int = 0  # of prefixes, found on the host
-    disk_bytes_total: int = 0  # that the prefix cache may take on disk; no counter
+    step_costs: StepCosts | None = None  # None until the model is learned
+    prefill_done_requests_total: int = 0  # requests that other engines continued
+    disaggregated_decode_requests_total: int = 0  # requests that came with their KV …
+    lost_transfers_total: int = 0  # … or whose KV was lost and recomputed
+    speculative_tokens_total: int = 0  # computed by speculative prefill
+    speculative_used_tokens_total: int = 0  # speculative tokens that requests used
+    speculative_wasted_tokens_total: int = 0  # speculative tokens that no request used in time
+    kv_blocks_kept: int = 0  # retained for returning conversations
+    host_hit_blocks_total: int = 0  # prefix blocks found in host memory
+    disk_bytes_total: int = 0  # disk limit of the prefix cache; a gauge, not a counter
     disk_bytes_used: int = 0
     disk_blocks_cached: int = 0
     disk_written_blocks_total: int = 0
@@ -95,35 +98,35 @@ class Figures(msgspec.Struct, frozen=True):
     disk_waited_requests_total: int = 0
     disk_passed_over_requests_total: int = 0
     disk_lost_files_total: int = 0
-    expert_slots: int = 0  # on the device, for offloaded experts
-    expert_hits_total: int = 0  # of those, that were there when a pass over their layer came …
-    expert_misses_total: int = 0  # … and that were not
+    expert_slots: int = 0  # device slots for offloaded experts
+    expert_hits_total: int = 0  # offloaded experts that were on the device when their layer ran …
+    expert_misses_total: int = 0  # … and that were not on the device
     prefetched_experts_total: int = 0
-    prefetched_expert_hits_total: int = 0  # of them, those that the next pass asked for
+    prefetched_expert_hits_total: int = 0  # prefetched experts that the next pass used
     expert_loaded_bytes_total: int = 0
-    rebalances_total: int = 0  # of experts over ranks
-    moved_expert_bytes_total: int = 0  # from rank to rank
-    rank_balancedness: float = 1.0  # of what experts had to do when that was last judged, and …
-    rank_balancedness_planned: float = 1.0  # … by where they were moved then
-    masked_ranks: int = 0  # that did not come, and whose parts of the model the others have
-    prefill_seconds_total: float = 0.0  # of steps that had prompt tokens in them, decodes beside or not
-    decode_seconds_total: float = 0.0  # of all others
+    rebalances_total: int = 0  # expert rebalances across ranks
+    moved_expert_bytes_total: int = 0  # moved between ranks
+    rank_balancedness: float = 1.0  # balancedness at the last evaluation of the load …
+    rank_balancedness_planned: float = 1.0  # … and with the placement planned then
+    masked_ranks: int = 0  # excluded ranks; the others have their parts of the model
+    prefill_seconds_total: float = 0.0  # seconds of steps with prompt tokens, with or without decodes
+    decode_seconds_total: float = 0.0  # seconds of all other steps
     grammars_waiting: int = 0
     grammar_compile_seconds_total: float = 0.0
     grammar_worker_restarts_total: int = 0
-    tenant_kv_blocks: dict[str, int] = {}  # that a tenant's requests hold, each counting its own; of those with most
+    tenant_kv_blocks: dict[str, int] = {}  # KV blocks of the largest tenants; shared blocks count per request
 
 
 class Load(Figures, frozen=True, kw_only=True, tag="load"):
-    """The engine's state and its counters since start, as its front tells every gateway with each heartbeat."""
+    """State and counters of an engine, sent by the engine server to every gateway with each heartbeat."""
 
     engine_id: str
     seq: int
     draining: bool = False
-    running_for_s: float = 0.0  # the engine, which knows of all since then
+    running_for_s: float = 0.0  # uptime of the engine
     sleep: SleepState = SleepState.AWAKE
-    sleep_problem: str = ""  # why it did not fall asleep, or wake, when it was last told to
-    unacknowledged_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
+    sleep_problem: str = ""  # why the last sleep or wake command failed
+    unacknowledged_replicas: list[str] = []  # gateway processes with open requests or unacknowledged usage
 
 
 GAUGES = (
@@ -168,7 +171,7 @@ COUNTERS = (
     ("tokens_past_stop", "Tokens computed for requests that had ended by then; nobody pays for them."),
     ("drafted_tokens", "Tokens guessed and computed, of speculative decoding; nobody pays for a guess."),
     ("accepted_tokens", "Of these, tokens that came true."),
-    ("handed_over_requests", "Requests whose prompts it computed, and which other engines went on with."),
+    ("prefill_done_requests", "Requests whose prompts it computed, and which other engines went on with."),
     ("disaggregated_decode_requests", "Requests that came with their prompt's KV from another engine."),
     ("lost_transfers", "Requests that came without it, although it was to come; it computed their prompts again."),
     ("speculative_tokens", "Prompt tokens computed before anybody asked for them, while nothing else was to be done."),
@@ -186,7 +189,7 @@ COUNTERS = (
     ("prefill_seconds", "Seconds of steps that had prompt tokens in them."),
     ("decode_seconds", "Seconds of steps that had none."),
 )
-CLASS_GAUGES = (  # the field, what it is called as a metric, and what it means
+CLASS_GAUGES = (  # field, metric name, description
     ("num_waiting", "num_waiting", "Requests of the class that wait."),
     ("num_running", "num_running", "Requests of the class in the batch."),
     ("predicted_ttft_s", "predicted_ttft_seconds", "Predicted time to first token of an empty prompt."),

@@ -1,4 +1,4 @@
-"""What the text of an answer must be: a guide travels with its request, and the engine lets no other token through."""
+"""Grammars of structured outputs. A request carries its grammar, and the engine masks all tokens that violate it."""
 
 from __future__ import annotations
 
@@ -6,38 +6,41 @@ from enum import StrEnum
 
 import msgspec
 
-MAX_GUIDE_BYTES = 256 * 1024  # of its text; gateways allow less
+MAX_GUIDE_BYTES = 256 * 1024  # limit of the grammar's text; gateways allow less
 
 
 class GrammarKind(StrEnum):
-    """What the text of a guide is."""
+    """Language of a grammar's text."""
 
-    JSON_OBJECT = "json_object"  # nothing: any JSON object will do
+    JSON_OBJECT = "json_object"  # empty: any JSON object is valid
     JSON_SCHEMA = "json_schema"  # a JSON schema
-    REGEX = "regex"  # a regular expression that the whole answer matches
-    CHOICE = "choice"  # a JSON list of strings, one of which the answer is
-    GRAMMAR = "grammar"  # a grammar in Lark's form
+    REGEX = "regex"  # a regular expression that matches the whole output
+    CHOICE = "choice"  # a JSON list of strings, one of which is the output
+    GRAMMAR = "grammar"  # a grammar in Lark syntax
     CALLS = "calls"  # a ToolCallsGrammar as JSON
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
-    """The same guide is compiled once an engine, however many requests have it."""
+    """Grammar of an output. An engine compiles equal grammars once, however many requests use them."""
 
     kind: GrammarKind
     text: str = ""
 
 
 class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
-    """A tool that may be called. Its arguments keep to `schema`, a JSON schema as text."""
+    """Tool that may be called. Its arguments conform to `schema`, a JSON schema as text."""
 
     name: str
     schema: str
 
 
 class ToolCallsGrammar(msgspec.Struct, frozen=True):
-    """How one model writes calls of tools, for GrammarKind.CALLS: `opener` once, then `before` name `between` arguments
-    `after`, and further calls after `separator` or, where there is none, after another opener; at last `closer`. Free
-    text stands around what an opener marks; where there is none, a call can only be the whole answer."""
+    """Format of a model's tool calls, for GrammarKind.CALLS.
+
+    The calls are `opener` once, then `before` name `between` arguments `after`, then further calls after `separator`
+    or, if there is none, after another opener, and finally `closer`. Free text may surround the part that an opener
+    marks; without an opener, a call must be the whole output.
+    """
 
     tools: list[ToolCallGrammar]
     opener: str
@@ -46,8 +49,8 @@ class ToolCallsGrammar(msgspec.Struct, frozen=True):
     after: str
     separator: str
     closer: str
-    special: dict[str, int]  # of these texts the parts that are added tokens, by their ids
-    must_call: bool  # the prompt ends with all that stands before the name
-    is_named: bool  # and with what stands before the arguments, since there is one tool only
+    special: dict[str, int]  # parts of these texts that are added tokens, with their ids
+    must_call: bool  # the prompt already ends with everything before the name
+    is_named: bool  # and with everything before the arguments, since there is only one tool
     may_repeat: bool
-    free_ids: list[int] = []  # added tokens that may stand in free text
+    free_ids: list[int] = []  # added tokens that are allowed in free text

@@ -1,29 +1,28 @@
-"""The messages of the wire, grouped by receiver.
+"""Messages of the wire, grouped by receiver.
 
-Transport: the gateway connects a ZeroMQ DEALER socket (its identity names the gateway process) to the engine front's
-ROUTER; each message is one frame of msgpack. A gateway says `Hello` and is answered by a `ModelCard`; it then sends
-`Heartbeat` every HEARTBEAT_INTERVAL_S, and the engine sends `Load` at the same pace. A side that hears nothing for
-SILENCE_LIMIT_S takes the other for dead: the engine aborts that gateway's requests, the gateway fails over.
+Transport: the gateway connects a ZeroMQ DEALER socket (its identity names the gateway process) to the engine server's
+ROUTER; each message is one frame of msgpack. A gateway sends `Hello`, and the engine answers with a `ModelCard`. The
+gateway then sends `Heartbeat` every HEARTBEAT_INTERVAL_S, and the engine sends `Load` at the same interval. A side that
+receives nothing for SILENCE_LIMIT_S considers the other dead: the engine aborts that gateway's requests, the gateway
+fails over.
 
-A request's life: `Submit` → `Accepted` → `Tokens`* → exactly one `Finished` or `Failed`; a request that the scheduler
-turns away goes from `Submit` to `Failed(overloaded)` without having been accepted. `Tokens.position` counts
-output tokens from 0 without gap or repeat, so a receiver can prove that it missed nothing. `seq` counts the messages
-of one request in one direction from 0. Credit is the *total* number of output tokens the engine may emit for the
-request; `Extend` raises it (being a total, a repeated message does no harm). At the end of its credit a request pauses
-in place.
+Lifecycle of a request: `Submit` → `Accepted` → `Tokens`* → exactly one `Finished` or `Failed`; a request that the
+scheduler rejects goes from `Submit` to `Failed(overloaded)` without `Accepted`. `Tokens.position` counts output tokens
+from 0 without gap or repeat, so a receiver can detect missing tokens. `seq` counts the messages of one request in one
+direction from 0. Credit is the *total* number of output tokens that the engine may emit for the request; `Extend`
+raises it (a repeated message is harmless, since it carries a total). At the end of its credit a request pauses.
 
-An embedding (`Submit.embed`) generates nothing: it needs no credit, and its `Finished`, before which no `Tokens` come,
-brings the vector.
+An embedding request (`Submit.embed`) generates no tokens and needs no credit. Its `Finished` contains the vector, and
+no `Tokens` come before it.
 
-A request whose engine was lost is submitted to another one with `resumed_ids`, the output that its gateway has. All
-counts of that request go on being totals: the first `position` is the number of resumed tokens, credit, max_tokens,
-min_tokens and `num_output_tokens` count them, penalties and stop strings see them. An embedding that was admitted has
-no output to resume, and says so by an empty list.
+A request whose engine was lost is submitted to another engine with `resumed_ids`, the output that its gateway has. All
+counts of that request stay totals: the first `position` is the number of resumed tokens; credit, max_tokens, min_tokens
+and `num_output_tokens` include them; penalties and stop strings see them. An embedding request that was admitted before
+has no output to resume, and sends an empty list.
 
-An engine remembers what each ended request used until a gateway says `UsageAcknowledgement`, which it does once that
-is stored. What
-a gateway leaves behind when it dies, the engine tells another by `UnacknowledgedUsage`, again and again until it is
-settled too.
+An engine remembers the usage of each ended request until a gateway sends `UsageAcknowledgement`, which it does once the
+usage is stored. The engine sends the unacknowledged usage of a gateway that died to another gateway as
+`UnacknowledgedUsage`, repeatedly until it is acknowledged.
 """
 
 from __future__ import annotations
@@ -47,28 +46,28 @@ SILENCE_LIMIT_S = 5.0
 class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token id or stop string
     LENGTH = "length"  # max_tokens, the model's context, or a refused credit (see Finished.detail)
-    ABORT = "abort"  # the gateway asked for it, or went silent
-    CONTENT_FILTER = "content_filter"  # an external engine's filter cut the answer; engines of ours have none
-    PREFILL_DONE = "prefill_done"  # another engine is to go on with it: see `Submit.hand_over`
+    ABORT = "abort"  # the gateway requested it, or went silent
+    CONTENT_FILTER = "content_filter"  # an external engine's filter cut the output; our engines have no filter
+    PREFILL_DONE = "prefill_done"  # another engine continues the request: see `Submit.hand_over`
 
 
 class FailureCode(StrEnum):
-    """Stable codes of `Failed`; the gateway maps them to HTTP."""
+    """Stable error codes of `Failed`; the gateway maps them to HTTP statuses."""
 
     UNKNOWN_MODEL = "unknown_model"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_REQUEST = "invalid_request"
-    GUIDE_REFUSED = "guide_refused"  # what the answer is to be cannot be followed
-    ADAPTER_MISSING = "adapter_missing"  # the engine does not have it, or not any more: send it, and submit again
-    ADAPTER_REFUSED = "adapter_refused"  # it cannot be served beside this model
-    NON_FINITE = "non_finite_output"  # its logits or vector held NaN or infinity
+    GUIDE_REFUSED = "guide_refused"  # the grammar of the output cannot be compiled or followed
+    ADAPTER_MISSING = "adapter_missing"  # the engine does not hold the adapter: send it, and submit again
+    ADAPTER_REFUSED = "adapter_refused"  # the adapter cannot be served with this model
+    NON_FINITE = "non_finite_output"  # the logits or the vector contained NaN or infinity
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     ENGINE_FAILED = "engine_failed"
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is drawn. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
+    """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable the filter."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -80,11 +79,11 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     num_logprobs: int | None = None  # None: no logprobs; N: the chosen token's, and the N best
-    num_prompt_logprobs: int | None = None  # likewise of the prompt's tokens, which no cache is asked for then
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens; the prefix cache is then not used
 
 
 class ThoughtMarks(msgspec.Struct, frozen=True):
-    """The marks around the thought that an answer may begin with. `is_open`: the prompt has opened it."""
+    """Marks around the reasoning at the start of an output. `is_open`: the prompt already contains the opening mark."""
 
     opener: str
     closer: str
@@ -92,25 +91,29 @@ class ThoughtMarks(msgspec.Struct, frozen=True):
 
 
 class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
-    """When a request ends. `max_tokens` counts output tokens; stop strings are matched by the engine's front, and not
-    within a thought."""
+    """Stop conditions. `max_tokens` counts output tokens.
+
+    The engine server matches the stop strings, outside of reasoning.
+    """
 
     max_tokens: int
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    thought: ThoughtMarks | None = None  # None: the answer has no thought that stop strings pass over
+    thought: ThoughtMarks | None = None  # None: the output has no reasoning that stop strings ignore
 
 
 class SpeculativePrefillRequest(msgspec.Struct, frozen=True):
-    """A prompt that is likely to come, or begins as one: its KV is computed while nothing else is to be done, and kept
-    as a prefix. Nobody is answered with anything.
+    """Likely next prompt, or the beginning of one, for speculative prefill. The request has no output.
 
-    The request after which it is foreseen had the prompt's first `num_shared` tokens and then `other_ids`, of all of
-    which `num_asked` were its own prompt: what the cache has of it beyond what is shared gives way first."""
+    Its KV is computed while the engine is otherwise idle, and kept in the prefix cache.
 
-    habit: str  # whose conversations go on alike, as far as is known: the likelihood is learned of each
+    The request that it is expected to follow had the prompt's first `num_shared` tokens and then `other_ids`;
+    `num_asked` of all these tokens were its own prompt. Its cached tokens beyond the shared ones are evicted first.
+    """
+
+    habit: str  # key of conversations that continue alike; the likelihood is learned per key
     num_shared: int = 0
     other_ids: list[int] = []
     num_asked: int = 0
@@ -120,8 +123,11 @@ class SpeculativePrefillRequest(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A gateway presents itself; the answer is a ModelCard. `replica_id` names its process, whatever connections it
-    makes: what it leaves unacknowledged is told under that name."""
+    """A gateway introduces itself; the engine answers with a ModelCard.
+
+    `replica_id` names the gateway's process, across all its connections: the process's unacknowledged usage is reported
+    under that name.
+    """
 
     gateway_id: str
     protocol_version: int = PROTOCOL_VERSION
@@ -129,7 +135,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The gateway is alive, although it may have nothing to say."""
+    """The gateway is alive, although it may have nothing to send."""
 
     seq: int
 
@@ -146,32 +152,35 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     sampling: Sampling
     stopping: Stopping
     credit_tokens: int
-    cache_salt: bytes  # starts the prefix-cache hash chain: of a tenant, the same bytes share a cache
+    cache_salt: bytes  # starts the prefix-cache hash chain: a tenant's requests with the same bytes share a cache
     arrival_unix_ns: int
     deadline_unix_ns: int | None = None
     tenant_weight: float = 1.0
-    fallback: ServiceClass | None = None  # the class to be served in where `service` says downgrade at overload
+    fallback: ServiceClass | None = None  # class for `service.on_overload` downgrade
     traceparent: str = ""  # W3C trace context
-    resumed_ids: list[int] | None = None  # the output so far of a request that another engine had admitted
-    bill: bytes = b""  # whom to charge and at what price, in the gateway's own words; comes back in MeteredUsage
-    embed: bool = False  # the prompt's vector is wanted, and no token: `max_tokens` and `credit_tokens` are 0
-    gathers: bool = False  # nobody reads along: after the first, tokens may come some at a time
-    sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
-    shown_ids: tuple[int, ...] = ()  # special tokens that have a text in this answer: those that mark calls of tools
-    guide: GrammarSpec | None = None  # what the answer must be
-    hand_over: KvHandoff | None = None  # after its first token it is to end here, and its KV to go elsewhere
-    transfer_id: str = ""  # under which its KV comes from the engine that has computed it
-    adapter: str = ""  # the id of one that the engine was sent or started with; "": the model as it is
+    resumed_ids: list[int] | None = None  # output so far of a request that another engine had admitted
+    bill: bytes = b""  # billing context, opaque to the engine; MeteredUsage returns it
+    embed: bool = False  # return the prompt's embedding and no token: `max_tokens` and `credit_tokens` are 0
+    gathers: bool = False  # the output is not streamed: after the first, tokens may be grouped
+    sibling_tokens: int = 0  # tokens of the client's other prompts in the same request; the SLO covers them too
+    shown_ids: tuple[int, ...] = ()  # special tokens that appear in the output text: the marks of tool calls
+    guide: GrammarSpec | None = None  # grammar of the output
+    hand_over: KvHandoff | None = None  # end after the first token, and send the KV to another engine
+    transfer_id: str = ""  # id of the KV transfer from the prefill engine
+    adapter: str = ""  # id of an adapter that the engine holds; "": the base model
     speculative_prefill: SpeculativePrefillRequest | None = (
-        None  # only to an engine whose card says so; `max_tokens` and `credit_tokens` are 0
+        None  # only if the card allows it; `max_tokens` and `credit_tokens` are 0
     )
-    keep_s: float = 0.0  # the conversation will come back within so long: what it leaves in the prefix cache is kept
-    marker_ids: tuple[int, ...] = ()  # added tokens that mark calls or thoughts: text that spells one is guarded
+    keep_s: float = 0.0  # retain the conversation in the prefix cache for so long
+    marker_ids: tuple[int, ...] = ()  # added tokens that mark tool calls or reasoning; text that spells one is guarded
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
-    """Raise a request's credit to `credit_tokens` in total. `last` says that no more will come: then the end of the
-    credit ends the request with `length` and detail `credit_refused`."""
+    """Raise a request's credit to `credit_tokens` in total.
+
+    `last` means that no more credit follows: the end of the credit then ends the request with `length` and detail
+    `credit_refused`.
+    """
 
     request_id: str
     seq: int
@@ -180,42 +189,50 @@ class Extend(msgspec.Struct, frozen=True, tag="extend"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End a request now and free what it holds; answered by Finished(abort) unless it had already ended."""
+    """End a request now and free its resources. The answer is Finished(abort) unless the request had already ended."""
 
     request_id: str
     seq: int
 
 
 class UsageAcknowledgement(msgspec.Struct, frozen=True, tag="settled"):
-    """What these requests of that gateway process used is stored; the engine may forget it."""
+    """The usage of these requests of that gateway process is stored; the engine may forget it."""
 
     replica_id: str
     request_ids: list[str]
 
 
 class SleepCommand(msgspec.Struct, frozen=True, tag="rest"):
-    """Fall asleep once what is open has ended, or wake up. An engine asleep takes no requests, and its model no memory
-    of the device. How far it is stands in the engine's loads."""
+    """Fall asleep once the open requests have ended, or wake up.
+
+    A sleeping engine accepts no requests, and its model uses no device memory. Loads report the progress.
+    """
 
     asleep: bool
 
 
 class AdapterPart(msgspec.Struct, frozen=True, tag="adapter_part"):
-    """A part of an adapter's tensors, in their order; the first brings its configuration, as PEFT writes both. Once the
-    last has come, requests may name it, until the engine says that it is missing."""
+    """Part of an adapter's tensors.
+
+    Parts are sent in order; the first contains the configuration. Both use PEFT's format.
+
+    Once the last part has arrived, requests may name the adapter, until the engine answers that it is missing.
+    """
 
     adapter_id: str
     index: int
     data: bytes
     config: str = ""  # JSON
     is_last: bool = False
-    tenant_id: str = ""  # whose it is
+    tenant_id: str = ""  # owner of the adapter
 
 
 class Forget(msgspec.Struct, frozen=True, tag="forget"):
-    """These tenants were erased: what their requests have left goes, from memory and from disks, and what still runs
-    leaves nothing. Only to an engine whose card says that it forgets, and to each of them again whenever it is
-    connected; so an engine may hear of those that it has forgotten already, or never had."""
+    """Delete the data of these tenants from memory and disks. Their running requests leave no data behind.
+
+    It is only sent to an engine whose card has `forgets`, and again whenever such an engine connects. So an engine may
+    receive tenants that it has already deleted, or never had.
+    """
 
     tenant_ids: list[str]
 
@@ -237,7 +254,7 @@ ToEngine = (
 
 
 class ModelCard(msgspec.Struct, frozen=True, tag="card"):
-    """All that a gateway must know of the model; so it needs no model files."""
+    """Everything that a gateway must know about the model, so that it needs no model files."""
 
     engine_id: str
     model: str
@@ -253,26 +270,26 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     dtype: str
     device: str
     protocol_version: int = PROTOCOL_VERSION
-    embedding_width: int = 0  # numbers of a vector; 0 where the engine makes none
-    extensible: bool = True  # False: credit cannot be raised, nor does it remember what ended requests used
+    embedding_width: int = 0  # dimensions of an embedding; 0 where the engine makes none
+    extensible: bool = True  # False: credit cannot be raised, and the engine does not remember usage
     follows_grammars: bool = False
     role: EngineRole = EngineRole.BOTH
-    hands_over: bool = False  # it takes `Submit.hand_over`
-    kv_address: str = ""  # where it takes KV from other engines; "" where it takes none
-    kv_host: str = ""  # engines of one host share memory
-    kv_secret: str = ""  # by which a gateway allows a transfer to it: see `transfer_token`
+    hands_over: bool = False  # the engine accepts `Submit.hand_over`
+    kv_address: str = ""  # address for KV from other engines; "" if it receives none
+    kv_host: str = ""  # engines on one host share memory
+    kv_secret: str = ""  # key with which a gateway authorises transfers to it: see `transfer_token`
     takes_adapters: bool = False
-    adapters: tuple[str, ...] = ()  # that its operator has given it
-    speculative_prefill: bool = False  # it takes `Submit.speculative_prefill`
-    forgets: bool = False  # it takes `Forget`
+    adapters: tuple[str, ...] = ()  # adapters configured by the operator
+    speculative_prefill: bool = False  # the engine accepts `Submit.speculative_prefill`
+    forgets: bool = False  # the engine accepts `Forget`
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
-    """The scheduler has admitted the request and will answer it with Finished or Failed."""
+    """The scheduler has admitted the request; Finished or Failed will follow."""
 
     request_id: str
     seq: int
-    served_class: str  # the fallback's name where the request was downgraded
+    served_class: str  # name of the fallback class where the request was downgraded
     reason: Reason
     predicted_ttft_s: float | None = None
 
@@ -281,7 +298,7 @@ class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
     token: str  # the token's text; an incomplete code point shows as U+FFFD
     token_bytes: bytes
     logprob: float
-    token_id: int = -1  # -1: an engine of others, which does not tell
+    token_id: int = -1  # -1: an external engine, which does not report it
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -289,14 +306,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_bytes: bytes
     logprob: float
     top: list[TopLogprob]
-    token_id: int = -1  # -1: an engine of others, which does not tell
-    num_chars: int = -1  # characters that it completes in the answer's text, 0 of one without text; -1: not told
+    token_id: int = -1  # -1: an external engine, which does not report it
+    num_chars: int = -1  # characters that it completes in the output text, 0 without text; -1: unknown
 
 
 class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
-    """Output tokens from `position` on, with the text that they complete (possibly none: the text of an unfinished code
-    point, or of what may become a stop string, comes with a later message). The first ones say how much of the prompt
-    the prefix cache held."""
+    """Output tokens from `position` on, with the text that they complete.
+
+    The text may be empty: the text of an unfinished code point, or of a possible stop string, comes with a later
+    message. The first message has the number of prompt tokens that the prefix cache held.
+    """
 
     request_id: str
     seq: int
@@ -308,9 +327,12 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
 
 
 class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
-    """The end of a request. `text` is what detokenization still held back. `num_output_tokens` are the billable output
-    positions: all up to and including the one that ended the request. `steps` are StepNotes, packed since most of them
-    are never read; of a request with a trace context only."""
+    """End of a request.
+
+    `text` is the rest of the detokenized text. `num_output_tokens` counts the billable output positions: all up to and
+    including the one that ended the request. `steps` are encoded StepNotes, since most of them are never read; only set
+    for a request with a trace context.
+    """
 
     request_id: str
     seq: int
@@ -322,47 +344,47 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     text: str = ""
     served_class: str = ""
     events: list[Event] = []
-    num_recomputed_tokens: int = 0  # computed again after preemptions; metered, not billed
+    num_recomputed_tokens: int = 0  # recomputed after preemptions; metered, not billed
     detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining;
-    # of a request that is handed over, why its KV does not go along
-    embedding: bytes = b""  # of `Submit.embed`, unless aborted: a unit vector, little-endian float32
-    num_drafted_tokens: int = 0  # guessed and computed; nobody pays for a guess
-    num_accepted_tokens: int = 0  # of them, those that came true
+    # for disaggregated prefill, why the KV was not sent
+    embedding: bytes = b""  # result of `Submit.embed`, unless aborted: a unit vector, little-endian float32
+    num_drafted_tokens: int = 0  # draft tokens that were verified; not billed
+    num_accepted_tokens: int = 0  # accepted draft tokens
     steps: bytes = b""
-    prompt_logprobs: list[TokenLogprob] | None = None  # where asked for: of each of its tokens but the first
-    arrival: KvTransferTimes | None = None  # how its KV came from the engine that had computed it
-    # Of `Submit.speculative_prefill`, tokens that were computed, and `detail` says how it ended; of any other
-    # request, those of its cached ones that had been foreseen.
+    prompt_logprobs: list[TokenLogprob] | None = None  # if requested: of each prompt token but the first
+    arrival: KvTransferTimes | None = None  # transfer times of KV from the prefill engine
+    # With `Submit.speculative_prefill`: tokens that were computed; `detail` then says how it ended. Otherwise:
+    # request, those of its cached ones that a speculative prefill computed.
     num_speculative_tokens: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
-    """The engine could not serve the request. `num_output_tokens` is what it had emitted."""
+    """The engine could not serve the request. `num_output_tokens` counts the tokens emitted before."""
 
     request_id: str
     seq: int
     code: FailureCode
     message: str
     num_output_tokens: int = 0
-    reason: Reason | None = None  # of `overloaded`
-    retry_after_s: float | None = None  # when coming back is predicted to succeed
-    # Of an engine whose core died: whether it was computing this request's first token then, and may have died of it.
+    reason: Reason | None = None  # why, for `overloaded`
+    retry_after_s: float | None = None  # predicted time after which a retry succeeds
+    # If the core died: whether it was computing this request's first token, which may be the cause.
     in_first_step: bool | None = None
 
 
 class MeteredUsage(msgspec.Struct, frozen=True, array_like=True):
-    """What one request used that its gateway has not settled. Tokens are counts as in Finished."""
+    """Usage of one request that its gateway has not acknowledged. Tokens are counted as in Finished."""
 
     replica_id: str
     request_id: str
-    bill: bytes  # as it came in Submit
+    bill: bytes  # as in Submit
     served_class: str
     num_cached_tokens: int
     num_output_tokens: int
 
 
 class UnacknowledgedUsage(msgspec.Struct, frozen=True, tag="unacknowledged"):
-    """What gateways that are gone have left behind, for the receiver to store and then to settle."""
+    """Usage of gateways that are gone. The receiver stores it and then acknowledges it."""
 
     engine_id: str
     records: list[MeteredUsage]

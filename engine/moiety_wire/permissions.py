@@ -1,8 +1,8 @@
-"""Which role a process needs to send each message of the wire.
+"""Roles that a process needs to send each message of the wire.
 
-A gateway has the roles that the engine's list of gateway keys gives to its public key; where the link has no keys, it
-has all of them. An engine's messages are accepted by a gateway from the engine that it connected to, and from no other
-process: with CURVE, from the one that holds the secret key of `curve_server_key`.
+A gateway has the roles that the engine's list of gateway keys assigns to its public key; without keys, it has all
+roles. A gateway accepts an engine's messages only from the engine that it connected to: with CURVE, from the process
+with the secret key of `curve_server_key`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from moiety_wire.messages import (
 
 
 class SenderRole(StrEnum):
-    """What a sender is trusted with."""
+    """Role of a sender."""
 
-    INFERENCE = "inference"  # requests, the adapters that they need, and the usage that they leave
+    INFERENCE = "inference"  # requests, their adapters and their usage
     ADMINISTRATION = "administration"  # sleep mode, deletion of tenants' data, figures of all tenants
     ENGINE = "engine"
 

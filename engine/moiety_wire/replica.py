@@ -1,4 +1,4 @@
-"""What an engine is to whoever has it in the same process: the messages of the wire, without a wire."""
+"""Interface of an engine in the same process: it uses the messages of the wire without a connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moiety_wire.messages import ModelCard, Submit, ToGateway
 
 
 class Replica(Protocol):
-    """One model, with all its credit given in advance. One thread at a time."""
+    """Engine of one model in this process, with all credit given in advance. One thread at a time."""
 
     @property
     def card(self) -> ModelCard: ...
@@ -25,14 +25,16 @@ class Replica(Protocol):
         ...
 
     def advance(self, submits: Iterable[Submit] = (), *, at_most_s: float = ...) -> list[ToGateway]:
-        """Take requests in and run steps for about so long, or until none is open; what there is to tell of them, in
-        order. Each ends with exactly one Finished or Failed."""
+        """Submit requests, and run steps for about `at_most_s`, or until no request is open.
+
+        Returns the messages about the requests, in order. Each request ends with exactly one Finished or Failed.
+        """
         ...
 
     def environment(self) -> dict[str, Any]:
-        """What figures depend on besides settings: versions, device, threads, type of the weights."""
+        """Return what figures depend on besides settings: versions, device, threads, data type of the weights."""
         ...
 
     def close(self) -> None:
-        """Give the memory back. What was open is forgotten."""
+        """Release the memory. Open requests are dropped."""
         ...

@@ -1,11 +1,12 @@
-"""What an engine is there for, and how a request goes from the engine that computes its prompt to the one that answers.
+"""Roles of engines in disaggregated prefill and decode, and the handoff of a request between them.
 
-A request is first submitted to a prefill engine with `KvHandoff`: where the KV of its prompt is to go. That engine
-computes the prompt and one token, and ends it with `prefill_done`. The gateway then submits it, as one whose engine was
-lost, with its output so far to the other engine, and with the transfer's id. What that engine got under this id it need
-not compute; what did not come it computes itself. So KV that is lost costs time and nothing else.
+The gateway first submits a request to a prefill engine, with a `KvHandoff` that names the destination of the prompt's
+KV. That engine computes the prompt and one token, and ends the request with `prefill_done`. The gateway then submits
+the request with its output so far, as after an engine failure, and the transfer's id to the decode engine. That engine
+does not recompute the KV that it received under this id; it computes KV that did not arrive. So lost KV costs only
+time.
 
-Only an engine whose card says `hands_over` is given a `KvHandoff`, and only one with a `kv_address` a transfer's id.
+A `KvHandoff` is only sent to an engine whose card has `hands_over`, a transfer's id only to one with a `kv_address`.
 """
 
 from __future__ import annotations
@@ -15,40 +16,40 @@ from hashlib import blake2b
 
 import msgspec
 
-ANY_HOST = "*"  # in a kv_address: the host by which the gateway reaches the engine
+ANY_HOST = "*"  # in a kv_address: the host at which the gateway reaches the engine
 
 
 class EngineRole(StrEnum):
-    """What requests an engine is to be given. It can serve any of them whole."""
+    """Kind of requests that gateways send to an engine. Every engine can serve any request completely."""
 
     BOTH = "both"
-    PREFILL = "prefill"  # prompts, whose answers another engine writes
-    DECODE = "decode"  # answers to prompts that another engine has computed
+    PREFILL = "prefill"  # prompts whose outputs another engine generates
+    DECODE = "decode"  # outputs of prompts that another engine has computed
 
 
 class KvHandoff(msgspec.Struct, frozen=True):
-    """Where the KV of a prompt goes. Who knows the id gets the KV, so it cannot be guessed."""
+    """Destination of a prompt's KV. The transfer's id gives access to the KV, so it must not be guessable."""
 
     transfer_id: str
-    address: str  # of the other engine, for KV
-    host: str = ""  # on which it runs; engines of one host share memory
-    token: str = ""  # that lets the sender begin this transfer: see `transfer_token`
+    address: str  # KV address of the other engine
+    host: str = ""  # host of the other engine; engines on one host share memory
+    token: str = ""  # authorises the sender to begin this transfer: see `transfer_token`
 
 
 class KvTransferTimes(msgspec.Struct, frozen=True, array_like=True):
-    """How KV came from another engine. Times are unix nanoseconds, by the clock of the engine that it came to."""
+    """Times and size of a KV transfer, in unix nanoseconds of the receiving engine's clock."""
 
-    begun_unix_ns: int  # it was announced
-    ended_unix_ns: int  # all was there
+    begun_unix_ns: int  # time of the announcement
+    ended_unix_ns: int  # time of completion
     num_tokens: int
     num_bytes: int
     way: str
 
 
 def transfer_token(secret: str, transfer_id: str) -> str:
-    """Return what a sender must show to begin this transfer to the engine whose card has that `kv_secret`.
+    """Return the token that authorises a sender to begin this transfer to the engine with that `kv_secret`.
 
-    The engine tells its secret to gateways alone, so only a transfer of theirs is accepted; "" without a secret.
+    The engine reveals its secret only to gateways, so it accepts only their transfers; "" without a secret.
     """
     if not secret:
         return ""

@@ -1,4 +1,4 @@
-"""The seeds of several answers to one prompt, the same whoever asks for them."""
+"""Seeds of several completions of one prompt, the same in gateway and engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from hashlib import blake2b
 
 
 def seed_of_choice(seed: int | None, choice: int) -> int | None:
-    """The seed of the i-th answer to a prompt: the request's own for the first, a fixed function of both after it."""
+    """Return the seed of the i-th completion of a prompt.
+
+    It is the request's seed for the first, and a fixed function of the seed and the index for the others.
+    """
     if seed is None or choice == 0:
         return seed
     digest = blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()

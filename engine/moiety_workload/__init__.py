@@ -1,4 +1,4 @@
-"""Workloads: traces of requests as they are published, arrivals drawn at random, and what turns one into another.
+"""Workloads: published traces of requests, randomly generated arrivals, and transforms of both.
 
-A leaf beside the wire: it knows no scheduler, no device and no HTTP, and needs nothing but the standard library.
+A leaf package: it knows no scheduler, no device and no HTTP, and needs only the standard library.
 """

@@ -1,13 +1,13 @@
 """Errors of workloads.
 
 WorkloadError
-├── BadTrace        the file is not a trace of a known form; the message says where
-└── BadSpec         a generator's or a share's description that means nothing; the message says what would
+├── BadTrace        the file is not a trace of a known format; the message says where
+└── BadSpec         an invalid description of a generator or a share; the message says what is valid
 """
 
 
 class WorkloadError(ValueError):
-    """Root of what this package raises on purpose."""
+    """Root of this package's errors."""
 
 
 class BadTrace(WorkloadError):

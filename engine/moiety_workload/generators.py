@@ -1,7 +1,7 @@
-"""Arrivals drawn at random or laid on a grid, for one tenant each; many tenants are many streams, merged.
+"""Random or evenly spaced arrivals, one tenant per stream; many tenants are many merged streams.
 
-A process is a function (rng, duration_s) -> arrival times. The description that the command takes reads
-`NAME:key=value,…`, several joined by `;`:
+A process is a function (rng, duration_s) -> arrival times. The command's description has the form `NAME:key=value,…`,
+with several joined by `;`:
 
 | name | keys | arrivals |
 |---|---|---|
@@ -12,8 +12,9 @@ A process is a function (rng, duration_s) -> arrival times. The description that
 | `gamma` | `rate`, `cv` | gaps of a gamma distribution: bursts where cv is above 1 |
 | `swing` | `low`, `high`, `period` | Poisson at the low and the high rate in turn, each for half a period |
 
-All take `input` and `output` (tokens, or `LOW..HIGH` drawn evenly), `tenant`, `class`, `weight`, and `tenants=N`, which
-makes N tenants that share the rate out evenly. `even=1` makes the rate of `onoff`, `ramp` and `swing` a grid too.
+All take `input` and `output` (tokens, or `LOW..HIGH` drawn uniformly), `tenant`, `class`, `weight`, and `tenants=N`,
+which makes N tenants that share the rate equally. With `even=1`, `onoff`, `ramp` and `swing` are evenly spaced at their
+rate.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Tokens, drawn evenly from low to high."""
+    """Range of token lengths, drawn uniformly from low to high."""
 
     low: int
     high: int
@@ -52,7 +53,7 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One tenant's arrivals. `settings` are the numbers that the process of this name takes."""
+    """Arrivals of one tenant. `settings` are the numbers of the process named `process`."""
 
     process: str
     settings: dict[str, float]
@@ -63,7 +64,7 @@ class Stream:
     weight: float = 1.0
 
     def draw(self, duration_s: float, seed: str) -> list[TraceRequest]:
-        """The stream's requests before `duration_s`; the same for the same seed."""
+        """Return the stream's requests before `duration_s`; the same for the same seed."""
         rng = Random(seed)
         times = self._gamma(rng, duration_s) if self.process == "gamma" else self._by_rate(rng, duration_s)
         return [
@@ -83,8 +84,11 @@ class Stream:
         return times
 
     def _by_rate(self, rng: Random, duration_s: float) -> list[float]:
-        """Arrivals whose rate is a function of time: the integral of the rate advances by 1 (a grid) or by an
-        exponential draw (Poisson) from one to the next. It is followed in small steps."""
+        """Return arrivals whose rate is a function of time.
+
+        From one arrival to the next, the integral of the rate advances by 1 (evenly spaced) or by an exponential draw
+        (Poisson). It is computed in small steps.
+        """
         even = self.process == "constant" or bool(self.settings.get("even"))
         rate_at = self._rate(duration_s)
         step_s = min(0.05, duration_s / 100)
@@ -118,7 +122,7 @@ class Stream:
 
 
 def generate(spec: str, duration_s: float, seed: int) -> Workload:
-    """A workload from a description (see the table above). Raises BadSpec."""
+    """Return a workload from a description (see the table above). Raises BadSpec."""
     streams = [stream for part in spec.split(";") for stream in parse_stream(part)]
     drawn = (stream.draw(duration_s, f"stream {number} {seed}") for number, stream in enumerate(streams))
     requests = by_arrival(list(chain.from_iterable(drawn)))
@@ -131,7 +135,7 @@ def generate(spec: str, duration_s: float, seed: int) -> Workload:
 def draw_poisson(
     rng: Random, rate_per_s: float, num_requests: int, input_tokens: int, output_tokens: int
 ) -> list[TraceRequest]:
-    """A number of independent arrivals at a mean rate, all of one length."""
+    """Return `num_requests` independent arrivals at a mean rate, all of one length."""
     arrival_s, requests = 0.0, []
     for _ in range(num_requests):
         requests.append(TraceRequest(arrival_s, DEFAULT_TENANT, input_tokens, output_tokens))
@@ -140,7 +144,7 @@ def draw_poisson(
 
 
 def parse_stream(spec: str) -> list[Stream]:
-    """One stream, or N where it says `tenants=N`. Raises BadSpec."""
+    """Return one stream, or N for `tenants=N`. Raises BadSpec."""
     name, _, rest = spec.strip().partition(":")
     if name not in _KEYS:
         raise BadSpec(f"{name!r} is no arrival process; known are {', '.join(_KEYS)}")

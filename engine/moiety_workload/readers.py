@@ -1,6 +1,6 @@
-"""Traces of requests: when, from whom, how long. Read from the forms in which they are published.
+"""Readers of request traces (arrival time, tenant, lengths) in their published formats.
 
-| form | columns |
+| format | columns |
 |---|---|
 | own | `arrival_s,tenant,input_tokens,output_tokens[,class]` |
 | Azure LLM inference 2023 | `TIMESTAMP,ContextTokens,GeneratedTokens` |
@@ -24,14 +24,14 @@ from moiety_workload.request import DEFAULT_CLASS, DEFAULT_TENANT, TraceRequest,
 from moiety_workload.tenants import spread_over_tenants
 from moiety_workload.transforms import spread_ticks
 
-MOONCAKE_BLOCK_TOKENS = 512  # as the trace's authors hashed them
-_COMMON_SHARE = 0.05  # a leading block in more requests than this is a system prompt, not a conversation
+MOONCAKE_BLOCK_TOKENS = 512  # block size of the trace's hashes
+_COMMON_SHARE = 0.05  # a leading block in a larger share of requests is a system prompt, not a conversation
 
 Row = Mapping[str, Any]
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests in order of arrival, the first at 0. Raises BadTrace."""
+    """Return the requests in order of arrival, the first at 0. Raises BadTrace."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             requests = _read_json_lines(file) if path.suffix == ".jsonl" else _read_csv(csv.DictReader(file))
@@ -49,8 +49,11 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def load_workload(path: Path, *, seed: int = 0, num_tenants: int = 20) -> Workload:
-    """The trace as a workload. Where it knows prefix blocks (Mooncake), its coarse arrival times are spread over their
-    steps, and its conversations over `num_tenants` tenants, both at random by `seed`. Raises BadTrace."""
+    """Return the trace as a workload.
+
+    Where it has prefix blocks (Mooncake), its coarse arrival times are spread over their ticks, and its conversations
+    over `num_tenants` tenants, both at random by `seed`. Raises BadTrace.
+    """
     requests = read_trace(path)
     block_tokens = None
     if any(request.prefix_ids for request in requests):
@@ -85,7 +88,7 @@ def _parse_all(rows: Iterable[tuple[int, Row]], parse: Callable[[Row], TraceRequ
             request = parse(row)
         except (ValueError, TypeError, KeyError) as exc:
             raise BadTrace(f"line {number}: {exc}") from exc
-        if request.input_tokens > 0 and request.output_tokens > 0:  # published traces hold a few empty requests
+        if request.input_tokens > 0 and request.output_tokens > 0:  # published traces contain a few empty requests
             requests.append(request)
     return requests
 
@@ -120,7 +123,7 @@ def _parse_mooncake(row: Row) -> TraceRequest:
 
 
 def _name_conversations(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """A conversation is named by the first leading block that is not a common system prompt: its turns share it."""
+    """Name each conversation by its first leading block that is not a common system prompt: its turns share it."""
     count = Counter(block for request in requests for block in set(request.prefix_ids))
     limit = max(2.0, _COMMON_SHARE * len(requests))
 

@@ -11,8 +11,11 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One arrival, in seconds from the start of the trace. `prefix_ids` name the blocks of the prompt where the trace
-    knows them: equal ids are equal blocks, and the last may be partly filled."""
+    """One arrival, in seconds from the start of the trace.
+
+    `prefix_ids` name the blocks of the prompt where the trace has them: equal ids are equal blocks, and the last may be
+    partly filled.
+    """
 
     arrival_s: float
     tenant: str
@@ -25,8 +28,11 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival, all of them before `duration_s`. `prefix_block_tokens` is the size of the blocks
-    that prefix_ids name, None where the trace has none. A tenant without a weight has 1."""
+    """Requests in order of arrival, all before `duration_s`.
+
+    `prefix_block_tokens` is the size of the blocks that prefix_ids name; None where the trace has none. The default
+    weight of a tenant is 1.
+    """
 
     name: str
     requests: tuple[TraceRequest, ...]

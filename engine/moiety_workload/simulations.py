@@ -1,4 +1,4 @@
-"""What a simulation may be asked for by name, for those who have one run and do not import the simulator."""
+"""Names of simulated devices and policies, for callers that do not import the simulator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DEVICES = (
     "a100-llama3-8b-qoserve",
     "h200-qwen3-30b-a3b",
 )  # the simulator's presets
-POLICIES = (  # by which requests are scheduled
+POLICIES = (  # scheduling policies
     *("moiety", "fcfs", "strict-priority", "edf", "vtc", "dlpm"),
     *("qoserve-chunking", "qoserve-demotion", "qoserve"),
 )

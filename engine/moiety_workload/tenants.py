@@ -1,4 +1,4 @@
-"""Who sends what: conversations over tenants, and classes over tenants by the work that they demand."""
+"""Assignment of conversations to tenants, and of classes to tenants by their demanded work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Work = Callable[[TraceRequest], float]
 
 
 def spread_over_tenants(requests: Sequence[TraceRequest], num_tenants: int, seed: int) -> list[TraceRequest]:
-    """Each conversation goes to a tenant drawn at random; a request without one is a conversation of its own."""
+    """Assign each conversation to a random tenant; a request without one is its own conversation."""
     if num_tenants < 1:
         raise BadSpec(f"there must be at least 1 tenant, not {num_tenants}")
     rng = Random(f"tenants {seed}")
@@ -29,7 +29,7 @@ def spread_over_tenants(requests: Sequence[TraceRequest], num_tenants: int, seed
 
 
 def parse_shares(text: str) -> dict[str, float]:
-    """`priority=0.2,standard=0.5,batch=0.3` as a mapping whose values sum to 1. Raises BadSpec."""
+    """Parse `priority=0.2,standard=0.5,batch=0.3` to a mapping whose values sum to 1. Raises BadSpec."""
     shares: dict[str, float] = {}
     for part in text.split(","):
         name, separator, value = part.partition("=")
@@ -48,8 +48,11 @@ def parse_shares(text: str) -> dict[str, float]:
 def assign_classes(
     requests: Sequence[TraceRequest], shares: Mapping[str, float], work: Work, seed: int
 ) -> list[TraceRequest]:
-    """Give every tenant a class so that the classes' shares of the demanded work come as near to `shares` as the
-    tenants' sizes allow; where there is one tenant, give every request a class at random."""
+    """Assign classes so that their shares of the demanded work approximate `shares`.
+
+    Every tenant gets one class, as near as the tenants' sizes allow; where there is one tenant, every request gets a
+    random class.
+    """
     demand: dict[str, float] = defaultdict(float)
     for request in requests:
         demand[request.tenant] += work(request)
@@ -62,7 +65,7 @@ def assign_classes(
 
 
 def _divide(demand: Mapping[str, float], shares: Mapping[str, float]) -> dict[str, str]:
-    """The greatest first, each to the class that lacks most; then moves and swaps for as long as they help."""
+    """Assign the largest tenant first, each to the class that lacks most; then move and swap while that helps."""
     total = sum(demand.values())
     lacking = {name: share * total for name, share in shares.items() if share > 0}
     class_of: dict[str, str] = {}
@@ -79,11 +82,11 @@ def _divide(demand: Mapping[str, float], shares: Mapping[str, float]) -> dict[st
 def _improve(
     tenants: list[str], demand: Mapping[str, float], class_of: dict[str, str], lacking: dict[str, float]
 ) -> bool:
-    """One sweep over single moves and pairwise swaps; says whether any brought the shares nearer."""
+    """Sweep once over single moves and pairwise swaps; return whether any brought the shares nearer."""
     improved = False
 
     def shift(source: str, target: str, amount: float) -> bool:
-        """Would moving `amount` of demand from one class to another help? If so, note it."""
+        """Move `amount` of demand from one class to another if that helps; return whether it did."""
         before = lacking[source] ** 2 + lacking[target] ** 2
         after = (lacking[source] + amount) ** 2 + (lacking[target] - amount) ** 2
         if after >= before * (1 - 1e-9):

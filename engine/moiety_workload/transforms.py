@@ -1,6 +1,6 @@
-"""One list of requests from another: shorter, longer, denser, thinner, in other lengths. Pure; random only by a seed.
+"""Transforms of request lists: cut, repeat, multiply, change the rate or the lengths.
 
-All keep the order of arrival.
+Pure functions; random only by a seed. All keep the order of arrival.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def by_arrival(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 
 def spread_ticks(requests: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
-    """Requests that share one coarse timestamp, spread at random up to the next."""
+    """Spread requests that share one coarse timestamp at random up to the next timestamp."""
     rng = Random(f"ticks {seed}")
     times = sorted({request.arrival_s for request in requests})
     steps = [later - earlier for earlier, later in pairwise(times)]
@@ -37,7 +37,7 @@ def spread_ticks(requests: Sequence[TraceRequest], seed: int) -> list[TraceReque
 
 
 def at_rate(requests: list[TraceRequest], rate_per_s: float) -> list[TraceRequest]:
-    """The same arrivals, stretched or compressed in time to a mean rate; bursts stay bursts."""
+    """Stretch or compress arrivals in time to a mean rate; bursts remain."""
     span_s = requests[-1].arrival_s
     if span_s == 0:
         return requests
@@ -46,13 +46,13 @@ def at_rate(requests: list[TraceRequest], rate_per_s: float) -> list[TraceReques
 
 
 def shorten(requests: list[TraceRequest], num_requests: int | None, duration_s: float | None) -> list[TraceRequest]:
-    """The first so many requests, or those of the first so many seconds."""
+    """Return the first `num_requests` requests, or those of the first `duration_s` seconds."""
     chosen = requests if num_requests is None else requests[:num_requests]
     return chosen if duration_s is None else [request for request in chosen if request.arrival_s <= duration_s]
 
 
 def scale_lengths(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
-    """Prompt and output lengths multiplied, each at least 1. Prefix blocks no longer fit and are dropped."""
+    """Multiply prompt and output lengths, each at least 1. Prefix blocks no longer fit and are dropped."""
     return [
         replace(
             request,
@@ -65,7 +65,7 @@ def scale_lengths(requests: Sequence[TraceRequest], factor: float) -> list[Trace
 
 
 def cut(workload: Workload, start_s: float, duration_s: float) -> Workload:
-    """The window [start, start + duration) of a workload, beginning at 0."""
+    """Return the window [start, start + duration) of a workload, beginning at 0."""
     chosen = tuple(
         replace(request, arrival_s=request.arrival_s - start_s)
         for request in workload.requests
@@ -77,7 +77,7 @@ def cut(workload: Workload, start_s: float, duration_s: float) -> Workload:
 
 
 def last_for(workload: Workload, duration_s: float) -> Workload:
-    """The workload cut to a duration, or repeated until it fills it. A repetition's prompts are new ones."""
+    """Cut a workload to a duration, or repeat it to fill it. A repetition has new prompts."""
     requests: list[TraceRequest] = []
     for number in range(math.ceil(duration_s / workload.duration_s)):
         requests += _copy(workload, number, number * workload.duration_s)
@@ -86,9 +86,11 @@ def last_for(workload: Workload, duration_s: float) -> Workload:
 
 
 def multiply(workload: Workload, factor: float, work: Work, seed: int) -> Workload:
-    """`factor` times the demanded work at the same length, from the same tenants: copies of the workload, each shifted
-    in time and wrapped around, are laid over each other; of the last, as many requests at random as the rest of
-    `factor` wants."""
+    """Return a workload with `factor` times the demanded work, of the same duration and tenants.
+
+    Copies of the workload, each shifted in time and wrapped around, are merged; the last copy contributes a random
+    subset of requests for the fractional part of `factor`.
+    """
     if factor <= 0:
         raise BadSpec(f"a workload can be multiplied by more than 0, not by {factor:g}")
     rng = Random(f"multiply {seed}")
@@ -112,7 +114,7 @@ def multiply(workload: Workload, factor: float, work: Work, seed: int) -> Worklo
 
 
 def _shifted(workload: Workload, number: int, rng: Random) -> list[TraceRequest]:
-    """Copy `number` (0: as it is), from another point in time on, wrapped around at the end."""
+    """Return copy `number` (0: unchanged), shifted in time and wrapped around at the end."""
     shift_s = rng.random() * workload.duration_s if number else 0.0
     return [
         replace(request, arrival_s=request.arrival_s % workload.duration_s)
@@ -121,7 +123,7 @@ def _shifted(workload: Workload, number: int, rng: Random) -> list[TraceRequest]
 
 
 def _copy(workload: Workload, number: int, shift_s: float) -> list[TraceRequest]:
-    """The requests later by `shift_s`; the prefix blocks of copy `number` are equal to no other copy's."""
+    """Return the requests shifted by `shift_s`; copy `number` shares no prefix blocks with other copies."""
     if number == 0 and shift_s == 0:
         return list(workload.requests)
     return [

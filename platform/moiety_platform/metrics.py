@@ -78,7 +78,7 @@ class SpeculativePrefillMetrics:
     """Counts of turns whose next turn was prefilled speculatively."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        text = "Answered turns whose next one was foreseen, by what came of that; engines count the tokens."
+        text = "Answered turns with a speculative prefill of the next turn, by its result; engines count the tokens."
         self._prefilled_ahead = Counter("moiety_speculative_prefill", text, ("model", "outcome"), registry=registry)
 
     def observe(self, model: str, outcome: str) -> None:

@@ -576,7 +576,8 @@ def has_ended(pid: int) -> bool:
 def test_a_parallel_group_that_has_lost_a_rank_for_good_says_the_same_without_it(alone: Alone, tmp_path: Path) -> None:
     layout = {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "exclude_rank_after_s": 20, "micro_batch_tokens": 2}
     losses = tmp_path / "losses"
-    config = settings_of(alone.folders["qwen3_moe"], **layout, rank_failure_log=str(losses), mask_after_losses=2)
+    layout |= {"rank_failure_log": str(losses), "exclude_rank_after_failures": 2}
+    config = settings_of(alone.folders["qwen3_moe"], **layout)
     whole = RankProcesses(4, silence_s=120)
     whole.start(*ranks_of(config), waves=requests()[:1], again=True, served=str(tmp_path / "served"))
     wait_for((tmp_path / "served").exists, "steps that run")

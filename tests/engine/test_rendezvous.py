@@ -377,7 +377,7 @@ def test_of_ranks_that_were_lost_often_each_is_given_up_that_the_others_can_do_w
         "exclude_rank_after_s": 5,
         "rank_failure_log": str(tmp_path / "losses"),
     }
-    config = EngineConfig(model="m", name="n", **how, mask_after_losses=2, rank_losses_within_s=60)
+    config = EngineConfig(model="m", name="n", **how, exclude_rank_after_failures=2, rank_failures_within_s=60)
     losses, given_up = losses_of(config, Layout(dp=2, tp=2), Rendezvous(0, 4))
     assert losses is not None and given_up == {}
     for rank in (1, 3, 1, 3, 1):

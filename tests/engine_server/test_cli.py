@@ -17,7 +17,8 @@ import typer
 import zmq
 from typer.testing import CliRunner
 
-from moiety_engine.cli import engine, parse_size
+from moiety_engine.cli import engine
+from moiety_engine.engine_options import parse_size
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.messages import Accepted, Hello
 

@@ -1,4 +1,4 @@
-"""The demo model's task domains: every task has one exact answer, and its split follows from its content."""
+"""Task domains of the demo model: every task has one exact answer, and its split follows from its content."""
 
 from collections.abc import Iterator, Mapping
 from random import Random
@@ -27,7 +27,7 @@ DOMAINS: Mapping[str, Sampler] = MappingProxyType(
 
 
 def sample_tasks(domain: str, split: Split, num_tasks: int, seed: int) -> Iterator[Task]:
-    """`num_tasks` distinct prompts of one domain; the same seed gives the same tasks.
+    """Yield `num_tasks` distinct prompts of one domain; the same seed gives the same tasks.
 
     Raises ValueError for an unknown domain.
     """

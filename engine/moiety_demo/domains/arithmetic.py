@@ -60,7 +60,7 @@ def sample(rng: Random, split: Split) -> Task:
 
 
 def _number(rng: Random) -> int:
-    """Up to three digits; short numbers are more frequent than a uniform draw would make them."""
+    """Return a number of up to three digits; short numbers are more frequent than in a uniform draw."""
     return rng.randrange((10, 100, 1000)[rng.randrange(3)])
 
 

@@ -1,4 +1,4 @@
-"""Capitals of countries, asked both ways round (unseen wordings of known facts)."""
+"""Capitals of countries, asked in both directions (unseen wordings of known facts)."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Which of two numbers is larger or smaller, their order, and whether a number is odd or even (unseen operands)."""
+"""Comparisons of two numbers, their order, and whether a number is odd or even (unseen operands)."""
 
 from random import Random
 
@@ -53,7 +53,7 @@ def sample(rng: Random, split: Split) -> Task:
 
 
 def _pair(rng: Random) -> tuple[int, int]:
-    """Two different numbers, half of the time close to each other, so that every digit matters."""
+    """Return two different numbers, half of the time close to each other, so that every digit matters."""
     a = rng.randrange((100, LIMIT)[rng.randrange(2)])
     while True:
         b = rng.randrange(LIMIT) if rng.random() < 0.5 else max(0, a + rng.randint(-30, 30))

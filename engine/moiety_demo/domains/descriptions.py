@@ -1,4 +1,4 @@
-"""One sentence about an animal or a thing, in words of our own (unseen wordings of known facts)."""
+"""One-sentence descriptions of animals and things, in our own words (unseen wordings of known facts)."""
 
 from random import Random
 

@@ -75,7 +75,7 @@ def _items(rng: Random, kind: str) -> list[int]:
 
 
 def _add_up(items: list[int]) -> str:
-    """The sum one item at a time: 4 + 9 = 13, 13 + 2 = 15."""
+    """Return the sum one item at a time: 4 + 9 = 13, 13 + 2 = 15."""
     totals = list(accumulate(items))
     return ", ".join(f"{total} + {item} = {total + item}" for total, item in zip(totals, items[1:], strict=False))
 

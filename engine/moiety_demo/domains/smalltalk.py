@@ -1,4 +1,4 @@
-"""Greetings, identity and scope: what the demo model says of itself (unseen wordings)."""
+"""Greetings, identity and scope: the demo model's answers about itself (unseen wordings)."""
 
 from random import Random
 
@@ -92,7 +92,7 @@ def sample(rng: Random, split: Split) -> Task:
 
 
 def _exchange(rng: Random, kind: str) -> tuple[str, str]:
-    """A template of one of the `kind`s and its answer; both may carry a {name}."""
+    """Return a template of the given kind and its answer; both may contain a {name}."""
     opening = rng.choice(GREETINGS) + rng.choice(("", " Moiety", " model")) + rng.choice(ENDS)
     if kind == "greeting":
         tail = rng.choice(("", " Nice to meet you.", " Can you help me?", " It is nice to be here.", " Are you there?"))

@@ -89,7 +89,7 @@ def sample(rng: Random, split: Split) -> Task:
 
 
 def _invent(rng: Random) -> str:
-    """Letters of any kind, vowels about as frequent as in words, letters sometimes repeated."""
+    """Return invented letters, with vowels about as frequent as in words, and letters sometimes repeated."""
     letters: list[str] = []
     for _ in range(rng.randint(MIN_LETTERS, MAX_LETTERS)):
         if letters and rng.random() < 0.15:

@@ -1,4 +1,4 @@
-"""What a task is, and which side of the train/held-out split it falls on. Knows no domain."""
+"""Tasks and their train/held-out split. Knows no domain."""
 
 import enum
 import hashlib
@@ -10,7 +10,7 @@ HELD_OUT_ONE_IN = 8
 
 
 class Split(enum.Enum):
-    """TRAIN is what the network learns from; HELD_OUT is what evaluation asks."""
+    """Side of the train/held-out split: TRAIN for training, HELD_OUT for evaluation."""
 
     TRAIN = "train"
     HELD_OUT = "held_out"
@@ -20,7 +20,7 @@ class Split(enum.Enum):
 class Task:
     """One question with its only right answer.
 
-    `split_key` names what decides the split: the operands, or the wording where the facts are few.
+    `split_key` decides the split: the operands, or the wording where the facts are few.
     """
 
     domain: str
@@ -38,6 +38,6 @@ Sampler = Callable[[Random, Split], Task]
 
 
 def split_of(key: str) -> Split:
-    """The side `key` falls on, by a hash that is stable across processes and versions."""
+    """Return the split of `key`, by a hash that is stable across processes and versions."""
     digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"moiety-demo").digest()
     return Split.HELD_OUT if int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0 else Split.TRAIN

@@ -1,4 +1,4 @@
-"""How a task is asked: an opening, a question of the domain's own, a closing. Knows no domain's facts."""
+"""Wording of tasks: an opening, a question of the domain, a closing. Knows no domain's facts."""
 
 from collections.abc import Sequence
 from random import Random
@@ -23,14 +23,14 @@ PLAIN_CLOSING = 0.6
 
 
 def compose_wording(opening: str, question: str, closing: str) -> str:
-    """The whole template; the question is capitalised where it starts a sentence."""
+    """Return the whole template; the question is capitalized where it starts a sentence."""
     if not opening or opening.endswith((". ", "! ")):
         question = question[0].upper() + question[1:]
     return opening + question + closing
 
 
 def choose_wording(rng: Random, questions: Sequence[str], split: Split | None = None) -> str:
-    """A template for one of `questions`; with `split`, one whose own text falls on that side."""
+    """Return a template for one of `questions`; with `split`, one whose own text belongs to that split."""
     while True:
         opening = "" if rng.random() < PLAIN_OPENING else rng.choice(OPENINGS)
         closing = "" if rng.random() < PLAIN_CLOSING else rng.choice(CLOSINGS)

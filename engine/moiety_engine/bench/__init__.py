@@ -1,1 +1,1 @@
-"""`moiety bench engine`: offline throughput of the engine in this process."""
+"""Benchmarks behind `moiety bench`: the engine's offline throughput, and the scheduler's decision time."""

@@ -1,9 +1,8 @@
-"""The measurement behind `moiety bench engine --calibrate`: what a step of which shape takes, as a device for the
-simulator.
+"""Calibration behind `moiety bench engine --calibrate`: step times by shape, as a device for the simulator.
 
-Steps of many shapes run on the real loop: prompts alone, batches that decode, prompts beside batches that decode. Their
-times are fitted by the additive form of `moiety_engine.simulator.devices`, with coefficients that may not be negative,
-by least squares on relative errors.
+Steps of many shapes run on the real loop: prompts alone, decode batches, and prompts beside decode batches. Their times
+are fitted by the additive form of `moiety_engine.simulator.devices`, with non-negative coefficients, by least squares
+on relative errors.
 """
 
 from __future__ import annotations
@@ -30,14 +29,17 @@ from moiety_engine.startup import load_loop
 
 _DECODE_STEPS = 6
 _REPEATS = 3
-_OUTPUT_TOKENS = 40  # more than there are steps in a trial
+_OUTPUT_TOKENS = 40  # more than the steps of a trial
 _COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """`running` requests with `context` prompt tokens each decode, alone and beside prompts of each length in `chunks`;
-    where none is running, the prompts are alone."""
+    """Requests of one trial.
+
+    `running` requests with `context` prompt tokens each decode, alone and beside prompts of each length in `chunks`;
+    with none running, the prompts are alone.
+    """
 
     running: int
     context: int
@@ -49,7 +51,7 @@ class Trial:
 
 
 class _Listener(StepTimeModel):
-    """Is told every step's shape and time, as the scheduler's own model is, and keeps them."""
+    """Step-time model that records the shape and time of every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +69,10 @@ def calibrate(
     on_load: Callable[[int, int], None],
     on_trial: Callable[[int, int], None],
 ) -> SimulatedDevice:
-    """Load the model, run trials of growing size for about `limit_s`, and fit. Raises EngineError where too few ran to
-    tell the coefficients apart."""
+    """Load the model, run trials of growing size for about `limit_s`, and fit the device.
+
+    Raises EngineError where too few trials ran to separate the coefficients.
+    """
     plain = msgspec.structs.replace(
         config, batching=Batching.CONTINUOUS, policy=PolicyName.FCFS, prefix_caching=False, overlap=Overlap.OFF
     )
@@ -87,7 +91,7 @@ def calibrate(
 
 
 def list_trials(loop: EngineLoop) -> list[Trial]:
-    """From cheap to dear, as far as memory, context and limits allow."""
+    """Return the trials in the order of their cost, within memory, context and limits."""
     limits = loop.scheduler.limits
     kv_tokens = loop.scheduler.groups.num_blocks * loop.block_size
     longest = loop.max_context_tokens - _OUTPUT_TOKENS
@@ -104,7 +108,7 @@ def list_trials(loop: EngineLoop) -> list[Trial]:
 
 
 class _Bench:
-    """Runs trials on a loop that nobody else uses."""
+    """Runner of trials on a loop without other users."""
 
     def __init__(self, loop: EngineLoop, rng: random.Random) -> None:
         self._loop = loop
@@ -112,15 +116,15 @@ class _Bench:
         self._num_submitted = 0
 
     def run(self, trial: Trial) -> list[tuple[StepShape, float]]:
-        """One observation for each kind of step: the median of its repetitions."""
+        """Return one observation per kind of step: the median of its repetitions."""
         loop, listener = self._loop, _Listener()
         keys = [self._submit(trial.context, _OUTPUT_TOKENS, credit_tokens=1) for _ in range(trial.running)]
-        while loop.scheduler.num_paused < trial.running:  # each stops after its prompt, until all are there
+        while loop.scheduler.num_paused < trial.running:  # each pauses after its prompt, until all have finished theirs
             loop.step()
         for key in keys:
             loop.extend(key, _OUTPUT_TOKENS, last=True)
         if trial.running:
-            loop.step()  # back into the batch
+            loop.step()  # resume them into the batch
         loop.scheduler.step_time = listener
         groups = []
         if trial.running:
@@ -148,7 +152,7 @@ class _Bench:
 
 
 def _middle(group: list[tuple[StepShape, float]]) -> tuple[StepShape, float]:
-    """The shape of the observation in the middle, and the median time."""
+    """Return the shape of the middle observation, and the median time."""
     return sorted(group, key=lambda item: item[0].decode_context)[len(group) // 2][0], median(s for _, s in group)
 
 
@@ -196,14 +200,17 @@ def _fit(loop: EngineLoop, name: str, observed: list[tuple[StepShape, float]]) -
 
 
 def _expert_fraction(loop: EngineLoop) -> float:
-    """Of a layer's experts, those that one token activates; 1 for a dense model."""
+    """Return the share of a layer's experts that one token activates; 1 for a dense model."""
     ffns = (layer.ffn for layer in loop.model.spec.layers)
     return next((ffn.routing.top_k / ffn.routing.num_experts for ffn in ffns if isinstance(ffn, MoeSpec)), 1.0)
 
 
 def fit_non_negative(terms: np.ndarray) -> list[float]:
-    """The coefficients, none negative, for which each row's sum comes nearest to 1 (least squares; Lawson and Hanson's
-    active set in its simplest form: what comes out negative is held at zero, the most negative first)."""
+    """Return the non-negative coefficients for which each row's sum comes nearest to 1.
+
+    Least squares with Lawson and Hanson's active set in its simplest form: negative coefficients are held at zero, the
+    most negative first.
+    """
     scale = np.maximum(np.abs(terms).max(axis=0), 1e-300)
     active = [index for index in range(terms.shape[1]) if np.any(terms[:, index])]
     while True:
@@ -217,7 +224,7 @@ def fit_non_negative(terms: np.ndarray) -> list[float]:
 
 
 def _copy_bytes_per_s(device: torch.device) -> float:
-    """Between the device and host memory, pinned where that makes a difference."""
+    """Return the copy rate between the device and host memory, pinned where that matters."""
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     times = []

@@ -1,4 +1,4 @@
-"""The measurement behind `moiety bench engine`: random prompts, greedy, every output as long as asked."""
+"""Benchmark behind `moiety bench engine`: random prompts, greedy sampling, every output at the requested length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moiety_engine.startup import load_loop
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
-_FIRST_TOKEN_ID = 100  # past the special tokens of most vocabularies
+_FIRST_TOKEN_ID = 100  # after the special tokens of most vocabularies
 _WARM_UP = 1 << 40  # keys of requests that are not measured
 
 
@@ -37,8 +37,11 @@ def measure(
     on_load: Callable[[int, int], None],
     on_done: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Load the model, run all requests at once, and report. `ready_s` counts from the start of this process.
-    `on_load` gets bytes read and bytes in all, `on_done` the number of requests that have ended."""
+    """Load the model, run all requests at once, and return the report.
+
+    `ready_s` counts from the start of this process. `on_load` gets bytes read and total bytes, `on_done` the number of
+    requests that have ended.
+    """
     with load_loop(config, progress=on_load) as loop:
         return _measure(loop, config, lengths, seed, on_done)
 
@@ -47,7 +50,7 @@ def _measure(
     loop: EngineLoop, config: EngineConfig, lengths: list[BenchLengths], seed: int, on_done: Callable[[int], None]
 ) -> dict[str, Any]:
     loop.warm_up()
-    gc.freeze()  # as the core does
+    gc.freeze()  # as in the core
     ready_s = time.time() - psutil.Process().create_time()
     rng = random.Random(seed)
     submits = [make_request(loop, key, one, rng) for key, one in enumerate(lengths)]
@@ -87,7 +90,7 @@ def _measure(
 
 
 def expert_traffic(cache: ExpertCache, before: dict[str, int], wall_s: float) -> dict[str, float | None]:
-    """What the cache of offloaded experts did since then."""
+    """Return the traffic of the offloaded experts' cache since `before`."""
     traffic = {name.removesuffix("_total"): count - before[name] for name, count in asdict(cache.traffic).items()}
     asked = traffic["hits"] + traffic["misses"]
     return {
@@ -129,15 +132,18 @@ def _settings(
 
 
 def percentiles(values: list[float]) -> dict[str, float] | None:
-    """{p50, p90, p99}, or None where there is nothing to measure."""
+    """Return {p50, p90, p99}, or None where there are no values."""
     if not values:
         return None
     return dict(zip(("p50", "p90", "p99"), np.percentile(values, [50, 90, 99]).tolist(), strict=True))
 
 
 class _KvWaste:
-    """KV slots allocated but unused, averaged over the steps in which the batch was at least half as large as at its
-    largest (the tail of a run, when the batch empties, says nothing of saturation)."""
+    """KV slots allocated but unused, averaged over the saturated steps.
+
+    A step is saturated if its batch was at least half as large as the largest one; the tail of a run, when the batch
+    empties, says nothing about saturation.
+    """
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop

@@ -21,8 +21,10 @@ def fixed_lengths(count: int, input_tokens: int, output_tokens: int) -> list[Ben
 
 
 def trace_lengths(path: Path, count: int, scale: float, *, input_tokens: int | None) -> list[BenchLengths]:
-    """The first `count` requests of a trace, lengths multiplied by `scale` (at least 1); `input_tokens` replaces the
-    trace's prompt lengths. Raises InvalidConfig."""
+    """Return the lengths of the first `count` requests of a trace, multiplied by `scale` (at least 1).
+
+    `input_tokens` replaces the trace's prompt lengths. Raises InvalidConfig.
+    """
     try:
         requests = read_trace(path)
     except BadTrace as exc:

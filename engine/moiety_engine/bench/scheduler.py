@@ -1,8 +1,8 @@
-"""The measurement behind `moiety bench scheduler`: what a decision costs when many run and very many wait.
+"""Benchmark behind `moiety bench scheduler`: the time of a decision when many requests run and very many wait.
 
-The real scheduler and block pool under virtual step times, held in a steady state: requests of four classes and many
-tenants end, join and are replaced by others of the same class and tenant, so that every step has something to decide
-and the numbers of those who run and wait stay what was asked for. Knows neither model nor tensors.
+The real scheduler and block pool run under virtual step times in a steady state: requests of four classes and many
+tenants end and are replaced by others of the same class and tenant, so that every step has decisions to make and the
+numbers of running and waiting requests stay as configured. Uses neither model nor tensors.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from moiety_wire.classes import SHIPPED, OverloadAction, ServiceClass
 from moiety_wire.messages import Sampling
 
 _BLOCK_SIZE = 16
-_BLOCKS_A_ROW = 64  # of the pool, for each request that runs: some two thirds of it are in use
-_PREFILL_ROWS = 2048  # beside the decodes
+_BLOCKS_A_ROW = 64  # pool blocks per running request: about two thirds of the pool is in use
+_PREFILL_ROWS = 2048  # besides the decodes
 _PROMPT_TOKENS = (64, 960)
-_SYSTEM_TOKENS = 64  # that a tenant's prompts have in common
+_SYSTEM_TOKENS = 64  # shared by a tenant's prompts
 _OUTPUT_TOKENS = (64, 448)
 _VOCABULARY = 150_000
-# Seconds of a step on an imagined device: about 12 ms for 256 decodes, 10 µs a prompt token.
+# Seconds of a step on an imaginary device: about 12 ms for 256 decodes, 10 µs per prompt token.
 _DEVICE = (0.005, 0.001, 0.0, 0.0, 0.0003, 0.00005, 0.0)
 _NOISE = 0.05
 _WARM_UP_STEPS = 300
-_CLASSES = tuple(msgspec.structs.replace(one, on_overload=OverloadAction.QUEUE) for one in SHIPPED)  # none is refused
+_CLASSES = tuple(msgspec.structs.replace(one, on_overload=OverloadAction.QUEUE) for one in SHIPPED)  # none is rejected
 _GROWTH_AT = (100, 1_000, 10_000, 100_000)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchLoad:
-    """The state in which deciding is measured."""
+    """Load under which scheduling decisions are measured."""
 
     policy: str = "moiety"
     running: int = 256
@@ -61,7 +61,7 @@ class BenchLoad:
 
 @dataclass(slots=True)
 class SchedulerTimes:
-    """What was measured: one entry a step, or a request."""
+    """Measured times: one entry per step or per request."""
 
     decision_us: list[float] = field(default_factory=list)
     commit_us: list[float] = field(default_factory=list)
@@ -73,7 +73,7 @@ class SchedulerTimes:
 
 
 class SteadyState:
-    """A scheduler with a load that stays as it is. Owns the virtual clock."""
+    """A scheduler under a constant load. Owns the virtual clock."""
 
     def __init__(self, load: BenchLoad, *, seed: int) -> None:
         self.load = load
@@ -83,7 +83,7 @@ class SteadyState:
         self._now_ns = 1_000_000_000_000
         self._num_made = 0
         self._text = self._rng.choices(range(_VOCABULARY), k=1 << 16)
-        self._requesters: dict[int, tuple[ServiceClass, int]] = {}  # by key: who asked, to be replaced by a like
+        self._requesters: dict[int, tuple[ServiceClass, int]] = {}  # class and tenant by key, for replacements
         pool = BlockPool(load.running * _BLOCKS_A_ROW)
         self.scheduler = Scheduler(
             KvLedger(pool, _BLOCK_SIZE, prefix_caching=True),
@@ -94,7 +94,7 @@ class SteadyState:
         self.add_some(load.running + load.waiting)
 
     def add_some(self, count: int) -> None:
-        """Requests of any class and tenant."""
+        """Add requests of random classes and tenants."""
         for _ in range(count):
             self._add(self._rng.choice(_CLASSES), self._rng.randrange(self.load.tenants))
 
@@ -105,7 +105,7 @@ class SteadyState:
         self.times = SchedulerTimes()
 
     def step(self) -> None:
-        """Decide, pass time, take in the result, and replace those who have ended."""
+        """Plan, advance the clock, commit, and replace the requests that ended."""
         scheduler = self.scheduler
         begin_ns = time.perf_counter_ns()
         plan = scheduler.plan(self._now_ns)
@@ -161,7 +161,7 @@ class SteadyState:
 
 
 def measure_scheduler(load: BenchLoad, *, steps: int, seed: int, on_step: Callable[[], None]) -> dict[str, Any]:
-    """Measure the load, and its growth with the number waiting. Raises InvalidConfig."""
+    """Measure the load, and the growth with the number of waiting requests. Raises InvalidConfig."""
     if load.policy not in POLICIES:
         raise InvalidConfig(f"policy must be one of {', '.join(sorted(POLICIES))}, not {load.policy!r}")
     times = _measure(load, steps=steps, seed=seed, on_step=on_step)
@@ -196,7 +196,7 @@ def measure_scheduler(load: BenchLoad, *, steps: int, seed: int, on_step: Callab
 
 
 def measure_memory(load: BenchLoad, *, seed: int) -> float:
-    """Bytes that a waiting request takes besides the lists of its tokens."""
+    """Return the bytes that a waiting request takes besides the lists of its tokens."""
     state = SteadyState(BenchLoad(load.policy, load.running, 0, load.tenants), seed=seed)
     tracemalloc.start()
     try:
@@ -211,7 +211,7 @@ def measure_memory(load: BenchLoad, *, seed: int) -> float:
 
 
 def percentiles(values: list[float]) -> dict[str, float] | None:
-    """{p50, p90, p99}, or None where nothing was measured."""
+    """Return {p50, p90, p99}, or None where there are no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -234,7 +234,7 @@ def _measure(load: BenchLoad, *, steps: int, seed: int, on_step: Callable[[], No
 
 @contextmanager
 def _collected_as_in_the_core() -> Iterator[None]:
-    """No collection while things are made, and none of what stays."""
+    """Disable garbage collection during construction, and freeze what stays, as the core does."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

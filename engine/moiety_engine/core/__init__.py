@@ -1,1 +1,1 @@
-"""The core process: the step loop and its line to the front, nothing else."""
+"""Core process of the engine: the step loop and its connection to the engine server."""

@@ -1,9 +1,9 @@
-"""`python -m moiety_engine.core --address ipc://…`: one core, started by a front."""
+"""Entry point of a core process, started by an engine server: `python -m moiety_engine.core --address ipc://…`."""
 
 import gc
 import sys
 
-gc.disable()  # thousands of objects that stay are about to be made; `process` turns it on when they are there
+gc.disable()  # start-up creates thousands of long-lived objects; `service` enables collection afterwards
 
 from moiety_engine.core.process import main  # noqa: E402
 

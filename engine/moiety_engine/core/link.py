@@ -1,4 +1,4 @@
-"""The core's end of the PAIR socket to its front."""
+"""The core's end of the PAIR socket to its engine server."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import zmq
 from moiety_engine.messages import CoreHello, CoreLoad, CoreState, CoreStep, ToCore, ToFront
 
 LINGER_MS = 1000
-IDLE_WAIT_MS = 250  # a core that has nothing to do waits no longer than this, and then beats
+IDLE_WAIT_MS = 250  # longest wait of an idle core before it sends a heartbeat
 BEAT_INTERVAL_S = 0.2
 
 
 class ServerLink:
-    """Sends to and receives from the front. One thread."""
+    """Connection to the engine server. Used by one thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._socket = context.socket(zmq.PAIR)
@@ -38,17 +38,16 @@ class ServerLink:
         self._sent_at_s = time.monotonic()
 
     def beat(self, load: Callable[[], CoreLoad]) -> None:
-        """To be called between steps: tells the load, and thereby that the core is alive, unless the front has heard
-        something a moment ago."""
+        """Send the load as a heartbeat, unless a message was sent a moment ago. Call it between steps."""
         if time.monotonic() - self._sent_at_s >= BEAT_INTERVAL_S:
             self.send(CoreStep([], [], load()))
 
     def send_refusal(self, message: str) -> None:
-        """The core cannot serve, and why; it ends after this."""
+        """Tell the engine server why the core cannot serve. The core ends after this."""
         self.send(CoreHello(state=CoreState.REFUSED, message=message))
 
     def receive(self, *, wait_ms: int) -> list[ToCore]:
-        """All commands that are there; waits up to `wait_ms` for the first (0: not at all)."""
+        """Return all queued commands; wait up to `wait_ms` for the first (0: do not wait)."""
         commands: list[ToCore] = []
         while self._socket.poll(0 if commands else wait_ms):
             commands += self._decoder.decode(self._socket.recv())

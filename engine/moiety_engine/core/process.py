@@ -1,7 +1,7 @@
-"""The life of a core process: settings in, errors out, an end with its front.
+"""Main function of a core process: read the settings, serve, report errors, and end with the engine server.
 
-It reads its EngineConfig as one line of JSON from standard input, which then stays open as a life line: when it closes,
-the front is gone and the core ends at once.
+It reads its EngineConfig as one line of JSON from standard input, which then stays open. When standard input closes,
+the engine server has ended, and the core ends at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moiety_engine.errors import EngineError
 from moiety_engine.first_steps import FirstSteps
 from moiety_engine.logs import configure_logs
 
-LOST_FRONT = 3  # exit code
+LOST_FRONT = 3  # exit code if the engine server has ended
 REFUSED = 4
 
 
@@ -31,7 +31,7 @@ def end_with_front() -> None:
     """Wait until standard input closes, and end the process."""
     while os.read(0, 4096):  # unbuffered: a thread inside sys.stdin would abort the interpreter's exit
         pass
-    os._exit(LOST_FRONT)  # the step thread may be deep in a kernel: nothing to save, nobody to tell
+    os._exit(LOST_FRONT)  # the step thread may be inside a kernel, and there is no state to save
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The core's life: load, say hello, then obey and step until told to stop."""
+"""Main loop of the core: load the model, send the hello, then execute commands and steps until shutdown."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ from moiety_engine.model.families import ignored_keys
 from moiety_engine.startup import load_loop
 from moiety_wire.experts import AskExperts
 
-COMPANY_WAIT_MS = 2  # a request waits for company (the dynamic strategy) or its guide, and time alone ends that
+COMPANY_WAIT_MS = 2  # wait while requests wait for a batch (dynamic batching) or for others' work, such as grammars
 PROGRESS_INTERVAL_S = 0.2
 
 
 def serve(
     link: ServerLink, config: EngineConfig, meeting: Rendezvous | None = None, first_steps: FirstSteps | None = None
 ) -> None:
-    """Runs until the front says shutdown. `meeting`: what a launcher said of other ranks. `first_steps`: where to write
-    whose first token is being computed. Raises EngineError where the model cannot be loaded."""
+    """Run until the engine server sends a shutdown.
+
+    `meeting` is the rendezvous that a launcher set for several ranks. `first_steps` records the requests whose first
+    token is being computed. Raises EngineError where the model cannot be loaded.
+    """
     if ignored := ignored_keys(Path(config.model)):
         advice = "see that the model computes the same without them"
         structlog.get_logger().warning("config_keys_ignored", keys=ignored, advice=advice)
@@ -54,7 +57,7 @@ def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
     loop.warm_up()
     link.send(hello_of(loop))
     link.send(CoreStep([], [], loop.load()))
-    gc.freeze()  # what is there now stays: collections need not look at it again in the middle of a step
+    gc.freeze()  # present objects are permanent: later collections, in the middle of a step, need not scan them
     gc.enable()
     log.info("core_ready", kv_blocks=loop.load().kv_blocks_total, block_size=loop.block_size)
     wait_ms = 0
@@ -84,7 +87,7 @@ def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
 
 
 def hello_of(loop: EngineLoop) -> CoreHello:
-    """What a front puts on the model's card."""
+    """Return the properties of the model for the engine server's model card."""
     return CoreHello(
         state=CoreState.READY,
         family=loop.model.spec.family,
@@ -105,7 +108,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
 
 
 def obey(loop: EngineLoop, command: ToCore) -> None:
-    """What concerns requests, adapters or tenants; rest and shutdown are the caller's."""
+    """Execute a command about requests, adapters or tenants. The caller handles sleep and shutdown."""
     match command:
         case CoreSubmit():
             loop.submit(command)
@@ -120,7 +123,7 @@ def obey(loop: EngineLoop, command: ToCore) -> None:
 
 
 def _rest(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSlept:
-    """Fall asleep or wake, and say of both how long it took."""
+    """Fall asleep or wake up, log the duration, and return the new state."""
     log = structlog.get_logger()
     begin_s = time.monotonic()
     try:
@@ -137,7 +140,7 @@ def _rest(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSlept:
 
 
 class _Progress:
-    """Tells the front how far loading is, a few times a second."""
+    """Reports the loading progress to the engine server a few times per second."""
 
     def __init__(self, link: ServerLink) -> None:
         self._link = link

@@ -1,7 +1,7 @@
-"""`python -m moiety_engine.core.worker`: another rank than the first, started by rank 0 on its own host.
+"""Entry point of a rank other than rank 0, which rank 0 starts on its own host: `python -m moiety_engine.core.worker`.
 
-It reads its settings and where to meet as one line of JSON from standard input, which then stays open as a life line:
-when it closes before the ranks have met, rank 0 is gone.
+It reads its settings and the rendezvous as one line of JSON from standard input, which then stays open. If standard
+input closes before the ranks have met, rank 0 has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moiety_engine.logs import configure_logs
 
 
 def follow_until_end(config: EngineConfig, meeting: Rendezvous) -> int:
-    """The exit code of a process that is such a rank."""
+    """Run as a worker rank, and return the exit code of the process."""
     log = structlog.get_logger()
     try:
         follow(config, meeting)

@@ -1,2 +1,5 @@
-"""The prefix cache's tier on disk: what requests leave behind is written beside the steps, and restored while the next
-request that begins so waits. Nothing here is in a step's way, and nothing that a disk does fails a request."""
+"""Disk tier of the prefix cache.
+
+Released blocks are written beside the steps, and restored while the next request with the same prefix waits. The tier
+never blocks a step, and a disk error never fails a request.
+"""

@@ -1,8 +1,8 @@
-"""The folder that the tier's files lie in: writing, reading, and what is found at the start.
+"""Folder of the tier's files: writing, reading, and the scan at the start.
 
-Each identity has a folder of its own within the one that was given, so other models' files are left alone. A file is
-written under a temporary name and renamed, so a kill at any byte leaves whole files and rubbish that is swept. Names
-are random numbers. All of it may be called by any thread but for opening and closing.
+Each identity has its own folder within the given one, so other models' files are left alone. A file is written under a
+temporary name and renamed, so a kill at any byte leaves whole files and temporary files that are swept. Names are
+random numbers. Any thread may call everything except opening and closing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 
 class DiskFolder:
-    """Holds a lock on its folder until it is closed. Raises InvalidConfig where it cannot be had."""
+    """Folder of the tier, locked until it is closed. Raises InvalidConfig where the lock is not available."""
 
     def __init__(self, parent: Path, identity: bytes, block_bytes: int) -> None:
         self.identity, self.block_bytes = identity, block_bytes
@@ -65,13 +65,12 @@ class DiskFolder:
             ) from exc
 
     def scan(self) -> Iterator[Stored]:
-        """The files that are there, in the order of their last use. Those that are torn or not of this tier are
-        removed."""
+        """Yield the existing files in the order of their last use; remove torn ones and those of other tiers."""
         with os.scandir(self.path) as entries:
             found = [(entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in entries if entry.is_file()]
         for used_s, name in sorted(found):
             if name.endswith(_UNFINISHED):
-                if used_s < self._opened_s:  # else it is being written now
+                if used_s < self._opened_s:  # otherwise it is being written now
                     self.remove(name)
             elif name.endswith(SUFFIX):
                 stored = self._look_at(name, used_s)
@@ -81,7 +80,7 @@ class DiskFolder:
     def write(
         self, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[Buffer], kept: Kept | None = None
     ) -> Stored:
-        """A new file. Raises OSError; nothing is left behind then."""
+        """Write a new file. Raises OSError, and then leaves nothing behind."""
         name = secrets.token_hex(16) + SUFFIX
         unfinished = self.path / (name + _UNFINISHED)
         try:
@@ -94,7 +93,10 @@ class DiskFolder:
         return Stored(name, num_bytes, tuple(hashes), owner, time.time(), kept)
 
     def read(self, name: str, wanted: Sequence[tuple[bytes, Buffer]]) -> bool:
-        """Fill each buffer with the block of that hash. False: the file is gone, or was not good and is gone now."""
+        """Fill each buffer with the block of its hash.
+
+        Returns False if the file is gone, or was bad and has been removed.
+        """
         try:
             with (self.path / name).open("rb") as file:
                 read_blocks(file, self.identity, wanted)
@@ -107,14 +109,16 @@ class DiskFolder:
         return True
 
     def remove_of(self, tenant_ids: Collection[str]) -> int:
-        """Remove what these tenants have left in the folders of other identities beside this one, which no engine may
-        look into any more; how many files. An engine that does takes those for lost."""
+        """Remove these tenants' files from the folders of other identities; return the number of files.
+
+        No engine opens those folders any more; an engine that still does treats the files as lost.
+        """
         num_files = 0
         for folder in self.path.parent.iterdir():
             if folder == self.path or not _IDENTITY.fullmatch(folder.name):
                 continue
             owners = {owner_tag(one, bytes.fromhex(folder.name)) for one in tenant_ids}
-            for path in folder.glob(f"*{SUFFIX}*"):  # and what a kill has left unfinished
+            for path in folder.glob(f"*{SUFFIX}*"):  # including unfinished files of a kill
                 with contextlib.suppress(BadFile, OSError):
                     with path.open("rb") as file:
                         is_theirs = read_head(file)[0].owner in owners
@@ -124,12 +128,12 @@ class DiskFolder:
         return num_files
 
     def touch(self, name: str) -> None:
-        """It was used now, also for whoever starts later."""
+        """Mark the file as used now, also for later engines."""
         with contextlib.suppress(OSError):
             os.utime(self.path / name)
 
     def keep(self, name: str, kept: Kept) -> None:
-        """It was used now, and is kept so long, also for whoever starts later."""
+        """Mark the file as used now and retained, also for later engines."""
         with contextlib.suppress(OSError), (self.path / name).open("r+b") as file:
             write_kept(file, kept)
 

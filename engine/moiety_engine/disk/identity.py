@@ -1,4 +1,4 @@
-"""What keys and values on disk hang on: two engines share files only where all of this is alike."""
+"""Identity of keys and values on disk: two engines share files only where all of its parts are equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.batch import KvCache
     from moiety_engine.model.transformer import Transformer
 
-FORM = 2  # raised where files, or the arithmetic of keys and values, change in a way that nothing below says
+FORM = 2  # increment where files or KV arithmetic change in a way that the parts below do not show
 IDENTITY_BYTES = 32
 _KNOWN = "contents.json"
 
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 
 def identity_of(model: Transformer, config: EngineConfig, kv: KvCache, parent: Path) -> bytes:
-    """`parent`: the cache's folder, where digests of large files are remembered."""
+    """Return the identity of a model's KV. `parent`: the cache's folder, where digests of large files are cached."""
     device = model.device
     folder = Path(config.model)
     whole = config.load_format is not LoadFormat.DUMMY
@@ -48,15 +48,18 @@ def identity_of(model: Transformer, config: EngineConfig, kv: KvCache, parent: P
 
 
 def digest_of_folder(folder: Path, parent: Path) -> bytes:
-    """Of all that a folder of an adapter holds."""
+    """Return the digest of all files in an adapter's folder."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     found = [(path.name, digest) for path, digest in zip(files, digests_of(files, parent), strict=True)]
     return hashlib.blake2b(msgspec.json.encode(found), digest_size=IDENTITY_BYTES).digest()
 
 
 def digests_of(files: Iterable[Path], parent: Path) -> list[str]:
-    """Of each file's contents. What was read once is remembered as long as the file is the same to the file system:
-    sizes and names of two checkpoints may be alike, and a time of change can be set, but not that of the inode."""
+    """Return the digest of each file's contents.
+
+    Digests are cached as long as the file system shows the same file. Two checkpoints may have equal names and sizes,
+    and an mtime can be set, but the inode's ctime cannot.
+    """
     known = _read_known(parent / _KNOWN)
     begin_s = time.monotonic()
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -85,7 +88,7 @@ def _read_known(path: Path) -> dict[str, str]:
 
 
 def _write_known(path: Path, known: dict[str, str]) -> None:
-    """Whole or not at all. A folder that cannot be written is refused later, by whoever needs it."""
+    """Write the cached digests atomically. A folder that cannot be written is refused later, where it is needed."""
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,6 +1,6 @@
-"""Which file of the tier has which block: the least recently used file goes first, whole, where bytes are short.
+"""Index of the tier's files by block: the least recently used file is evicted first, as a whole, when bytes are short.
 
-A file's blocks are of one request, so they are used, and grow old, together. It knows names and hashes only.
+A file's blocks belong to one request, so they are used, and age, together. The index knows only names and hashes.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from moiety_engine.disk.records import Kept
 
 @dataclass(eq=False, slots=True)
 class Stored:
-    """A file. `used_s`: unix seconds of its last use."""
+    """A file of the tier. `used_s`: unix seconds of its last use."""
 
     name: str
     num_bytes: int
     hashes: tuple[bytes, ...]
     owner: bytes
     used_s: float
-    kept: Kept | None = None  # as the file says
+    kept: Kept | None = None  # retention that the file records
 
 
 class DiskIndex:
-    """Used by the step loop's thread only."""
+    """Index of the tier's files, used by the step loop's thread only."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._files: OrderedDict[str, Stored] = OrderedDict()  # the least recently used first
+        self._files: OrderedDict[str, Stored] = OrderedDict()  # least recently used first
         self._file_of: dict[bytes, Stored] = {}
         self._pins: PrefixRetention[str] = PrefixRetention(max_bytes)
         self._forgotten: set[bytes] = set()  # owners
@@ -42,15 +42,17 @@ class DiskIndex:
 
     @property
     def num_kept(self) -> int:
-        """Files."""
+        """Number of retained files."""
         return sum(name in self._pins for name in self._files)
 
     def find(self, block_hash: bytes) -> Stored | None:
         return self._file_of.get(block_hash)
 
     def add(self, stored: Stored) -> list[Stored]:
-        """A file was written or found, and is the newest. Returns those that must go for it, which are forgotten, or
-        the file itself if its owner is."""
+        """Add a file as the newest; return the files evicted for it.
+
+        If the file's owner is forgotten, returns the file itself.
+        """
         if stored.owner in self._forgotten:
             return [stored]
         if stored.name in self._files:
@@ -67,7 +69,7 @@ class DiskIndex:
         return gone
 
     def keep(self, stored: Stored, kept: Kept | None, now_s: float) -> None:
-        """It goes after others for a while."""
+        """Retain a file until `kept` ends: others are evicted first."""
         if kept is not None and kept.until_s > now_s and stored.name in self._files:
             self._pins.pin(stored.owner, [(stored.name, stored.num_bytes)], kept.until_s - now_s, kept.weight)
 
@@ -77,7 +79,7 @@ class DiskIndex:
             self._files.move_to_end(stored.name)
 
     def drop(self, stored: Stored) -> None:
-        """It is not there any more; it need not have been."""
+        """Remove a file from the index; it need not be there."""
         if self._files.pop(stored.name, None) is None:
             return
         self._pins.drop(stored.name)
@@ -87,15 +89,15 @@ class DiskIndex:
                 del self._file_of[block_hash]
 
     def take_unused_since(self, unix_s: float) -> list[Stored]:
-        """Forget what has not been used since then."""
-        # all are looked at: what is kept, or was found late, is not in the order of its last use
+        """Remove and return the files that have not been used since `unix_s`."""
+        # scan all files: retained files, or files found late, are not in the order of their last use
         old = [stored for stored in self._files.values() if stored.used_s < unix_s]
         for stored in old:
             self.drop(stored)
         return old
 
     def forget(self, owners: Collection[bytes]) -> list[Stored]:
-        """Nothing of these is kept, now or later; the files that there were."""
+        """Forget the owners' files, now and later; return the existing ones."""
         self._forgotten.update(owners)
         theirs = [stored for stored in self._files.values() if stored.owner in self._forgotten]
         for stored in theirs:
@@ -103,7 +105,7 @@ class DiskIndex:
         return theirs
 
     def _first_to_go(self) -> Stored:
-        """What is kept is passed over, and is as new as others then."""
+        """Return the next file to evict. Retained files are skipped and become as new as others."""
         for _ in range(len(self._files)):
             stored = next(iter(self._files.values()))
             if stored.name not in self._pins:

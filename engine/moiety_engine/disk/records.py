@@ -1,9 +1,9 @@
-"""What a file of the tier looks like: a header that says whose blocks follow, then the blocks, all of one size.
+"""Format of a tier file: a header with the owner of the blocks, then the blocks, all of one size.
 
-The header holds a digest of each block, made with the block's hash and the tier's identity, and ends with its own. So a
-file that is torn, of another model, or of somebody else is told from a good one, and never gives wrong keys and values.
-At the end stands until when the file is kept for a conversation that will come back: the one thing that changes. With a
-digest of its own, since a kill in the middle must cost no more than that.
+The header holds a digest of each block, computed with the block's hash and the tier's identity, and ends with its own
+digest. So a torn file, a file of another model or of another owner is recognized and never gives wrong keys and values.
+The end of the file records until when it is retained for a conversation that is expected to continue; only this part
+changes. It has its own digest, so that a kill during the change loses only the retention.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Buffer = memoryview
 
 
 class BadFile(Exception):
-    """Not a file of this tier, or not a whole one."""
+    """The file is not of this tier, or is incomplete."""
 
 
 class Kept(NamedTuple):
-    """That a conversation will come back: until when, in unix seconds, and what its tenant weighs."""
+    """Retention for a conversation that is expected to continue: its end in unix seconds, and the tenant's weight."""
 
     until_s: float
     weight: float
@@ -39,14 +39,14 @@ class Kept(NamedTuple):
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
     identity: bytes
-    owner: bytes  # whose request left the blocks, as `owner_tag` has it
+    owner: bytes  # `owner_tag` of the tenant whose request left the blocks
     block_bytes: int
     hashes: list[bytes]
     digests: list[bytes]
 
 
 def owner_tag(tenant_id: str, identity: bytes) -> bytes:
-    """By which a tenant's files are found, and nobody's name is read."""
+    """Return the tag that finds a tenant's files without revealing the tenant's name."""
     return blake2b(tenant_id.encode(), digest_size=DIGEST_BYTES, key=identity, person=b"moiety-owner").digest()
 
 
@@ -57,7 +57,7 @@ def digest_of(block: Buffer, block_hash: bytes, identity: bytes) -> bytes:
 def write_file(
     file: BinaryIO, identity: bytes, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[Buffer], kept: Kept | None
 ) -> int:
-    """Returns the bytes written."""
+    """Write a file; return its size in bytes."""
     digests = [digest_of(block, one, identity) for one, block in zip(hashes, blocks, strict=True)]
     header = msgspec.msgpack.encode(Header(identity, owner, len(blocks[0]), list(hashes), digests))
     head = MAGIC + len(header).to_bytes(_LENGTH_BYTES, "little") + header
@@ -70,13 +70,13 @@ def write_file(
 
 
 def write_kept(file: BinaryIO, kept: Kept) -> None:
-    """Of a file that is there, opened to be read and written."""
+    """Overwrite the retention of an existing file, opened for reading and writing."""
     file.seek(-KEPT_BYTES, os.SEEK_END)
     file.write(_encode_kept(kept))
 
 
 def read_kept(file: BinaryIO) -> Kept | None:
-    """None where it is not kept, or nobody can tell."""
+    """Return the retention; None where there is none or it is unreadable."""
     file.seek(-KEPT_BYTES, os.SEEK_END)
     found = file.read(KEPT_BYTES)
     kept = Kept(*_KEPT.unpack(found[: _KEPT.size]))
@@ -89,7 +89,7 @@ def _encode_kept(kept: Kept | None) -> bytes:
 
 
 def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[Header, int]:
-    """And where the first block begins. The file has all blocks that its header names. Raises BadFile."""
+    """Return the header and the offset of the first block, checked against identity and file size. Raises BadFile."""
     header, start = read_head(file)
     num_blocks = len(header.hashes)
     if (header.identity, header.block_bytes) != (identity, block_bytes) or len(header.digests) != num_blocks:
@@ -100,7 +100,7 @@ def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[Head
 
 
 def read_head(file: BinaryIO) -> tuple[Header, int]:
-    """Of whichever model, and where it ends. Raises BadFile."""
+    """Return the header, for any model, and the offset of its end. Raises BadFile."""
     begin = len(MAGIC) + _LENGTH_BYTES
     head = file.read(begin)
     length = int.from_bytes(head[len(MAGIC) :], "little")
@@ -117,8 +117,7 @@ def read_head(file: BinaryIO) -> tuple[Header, int]:
 
 
 def read_blocks(file: BinaryIO, identity: bytes, wanted: Sequence[tuple[bytes, Buffer]]) -> None:
-    """Fill each buffer with the block of that hash, verified. Raises BadFile; what is in the buffers is worth nothing
-    then."""
+    """Fill each buffer with the block of its hash, verified. Raises BadFile; the buffers are then invalid."""
     header, start = read_header(file, identity, len(wanted[0][1]))
     place_of = {one: place for place, one in enumerate(header.hashes)}
     for block_hash, target in wanted:

@@ -1,8 +1,8 @@
-"""From the disk to the device, while the request that begins so waits: a room like the pending requests's others.
+"""Restore of blocks from disk to the device while the request that needs them waits among the pending requests.
 
-A request waits only where reading is predicted to take less than computing, by what both took lately, and not much
-longer than computing would have taken. What is restored becomes part of the prefix cache, as if it had never left the
-device; whoever waited then finds it there.
+A request waits only where reading is predicted to take less time than computing, by recent times of both, and not much
+longer than computing would have taken. Restored blocks become part of the prefix cache, as if they had never left the
+device, and the waiting request finds them there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from moiety_engine.messages import CoreSubmit
     from moiety_engine.structured_outputs.stepping import GrammarHandle
 
-PATIENCE_S = 0.25  # beyond what computing would take
-FIRST_PATIENCE_S = 5.0  # as long as it is not known what computing takes
-PORTION_BYTES = 8 << 20  # read at once
-_FORGET = 0.8  # of what reading took, with each request
-_HOPE = 0.98  # of it, with each request that did not wait: a disk that was slow is tried again
+PATIENCE_S = 0.25  # beyond the predicted compute time
+FIRST_PATIENCE_S = 5.0  # used until the compute time is known
+PORTION_BYTES = 8 << 20  # bytes per read
+_FORGET = 0.8  # decay of the read statistics, per request
+_HOPE = 0.98  # decay of the read time, per request that did not wait: a slow disk is tried again
 _GUESS_BYTES, _GUESS_S = 64 << 20, 0.1
 
 
 class ReadingRate:
-    """What reading takes, all told, weighed by bytes."""
+    """Reading rate, averaged over requests and weighted by bytes."""
 
     def __init__(self) -> None:
         self._bytes, self._seconds = float(_GUESS_BYTES), _GUESS_S
@@ -50,18 +50,18 @@ class ReadingRate:
 class _PendingRestore:
     submit: CoreSubmit
     guide: GrammarHandle | None
-    wanted: deque[bytes]  # that nobody reads yet, the first first
+    wanted: deque[bytes]  # not yet being read, in order
     since_s: float
     until_s: float
-    last_s: float  # if half of it has come by `until_s`
+    last_s: float  # deadline if half of the blocks have arrived by `until_s`
     num_wanted: int
-    bytes_before: int  # restored for anybody when it came
+    bytes_before: int  # bytes restored for any request when it arrived
     reading: set[Future[bool]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class _Portion:
-    """Of a file, that is being read into rows."""
+    """Part of a file that is being read into rows."""
 
     stored: Stored
     hashes: list[bytes]
@@ -70,7 +70,7 @@ class _Portion:
 
 
 class Restorer:
-    """Used by the step loop's thread, but for its readers."""
+    """Restorer of blocks, used by the step loop's thread except for its readers."""
 
     def __init__(
         self, folder: DiskFolder, index: DiskIndex, num_readers: int, *, clock: Callable[[], float] = time.monotonic
@@ -102,8 +102,10 @@ class Restorer:
         *,
         is_known: bool,
     ) -> bool:
-        """Whether the request waits for the blocks that it wants: not where computing them is predicted to take less,
-        `compute_s`. `is_known`: whether that is more than a guess."""
+        """Make a request wait for its blocks; return False where computing them is predicted to be faster.
+
+        `compute_s`: predicted time to compute them. `is_known`: whether that is more than a guess.
+        """
         num_ahead = sum(len(pending.wanted) for pending in self._pending.values()) + len(self._read_by)
         if self.rate.predict_s((len(wanted) + num_ahead) * block_bytes) >= compute_s:
             self.passed_over_total += 1
@@ -125,20 +127,22 @@ class Restorer:
         return True
 
     def leave(self, key: int) -> CoreSubmit | None:
-        """A pending goes; None if there is no such pending. What is being read for it is restored all the same."""
+        """Remove a waiting request; None if there is none. Its reads are still restored."""
         pending = self._pending.pop(key, None)
         return None if pending is None else pending.submit
 
     def read(self, rows: Rows) -> None:
-        """Have more read for those who wait, a portion each in turn, as far as there are rows."""
+        """Start reads for the waiting requests, one portion each in turn, as long as rows are free."""
         most = max(1, min(PORTION_BYTES // rows.host.block_bytes, rows.count // 2))
         hungry = [pending for pending in self._pending.values() if pending.wanted]
         while hungry and rows.num_free:
             hungry = [pending for pending in hungry if rows.num_free and self._read_for(pending, rows, most)]
 
     def take_read(self) -> Iterator[_Portion]:
-        """Of what has been read since the last call, that which is what was written: the caller brings it to the device
-        and says so by `brought`."""
+        """Yield the portions read since the last call that are valid.
+
+        The caller copies them to the device and then calls `brought`.
+        """
         for future in [future for future in self._portions if future.done()]:
             portion = self._portions.pop(future)
             for block_hash in portion.hashes:
@@ -148,7 +152,7 @@ class Restorer:
                 if future in pending.reading:
                     pending.reading.discard(future)
                     if not is_good:
-                        pending.wanted.clear()  # what follows is worth nothing without it
+                        pending.wanted.clear()  # later blocks are useless without it
             if is_good:
                 self._index.use(portion.stored, time.time())
                 yield portion
@@ -162,7 +166,7 @@ class Restorer:
         self.restored_bytes_total += num_bytes
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None]]:
-        """Who need not wait any more, or has waited as long as computing would have taken."""
+        """Yield the requests that need not wait any longer, or that waited as long as computing would have taken."""
         now_s = self._clock()
         for key, pending in list(self._pending.items()):
             half_is_there = 2 * len(pending.wanted) < pending.num_wanted
@@ -173,7 +177,7 @@ class Restorer:
             yield pending.submit, pending.guide
 
     def forget(self) -> None:
-        """The device's cache is gone, and what is being read has nowhere to go."""
+        """Forget the reads in progress after the device's cache is gone."""
         assert not self._pending, "a replica sleeps while requests wait"
         self._portions.clear()
         self._read_by.clear()
@@ -182,7 +186,7 @@ class Restorer:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _read_for(self, pending: _PendingRestore, rows: Rows, most: int) -> bool:
-        """Have the next portion read of what a pending wants. Whether there is more after it."""
+        """Start the next read for a waiting request. Returns whether more remains."""
         hashes: list[bytes] = []
         stored = None
         while pending.wanted and len(hashes) < min(most, rows.num_free):

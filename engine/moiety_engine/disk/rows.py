@@ -1,4 +1,4 @@
-"""Host memory between the device and the disk: rows of one block each, taken, filled, emptied and given back."""
+"""Host memory between the device and the disk: rows of one block each, taken, filled, emptied and returned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FEWEST = 8
 
 
 class Rows:
-    """Used by the step loop's thread, but for what is in the rows that were taken."""
+    """Staging rows, used by the step loop's thread; the contents of taken rows are the taker's."""
 
     def __init__(self, kv: KvCache, num_bytes: int) -> None:
         block_bytes = HostKv.bytes_of_a_block(kv)
@@ -33,7 +33,7 @@ class Rows:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """The caller has seen that so many are free."""
+        """Take `count` rows; the caller has checked that they are free."""
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
@@ -44,11 +44,11 @@ class Rows:
         return self.host.view(row)
 
     def copy_out(self, pairs: list[tuple[int, int]]) -> CopyMark:
-        """(device block, row). What is in the rows counts once the mark is over."""
+        """Copy pairs (device block, row). The rows are valid once the mark is over."""
         self.host.run(pairs, [])
         return self.host.mark()
 
     def copy_in(self, pairs: list[tuple[int, int]], rows: list[int]) -> None:
-        """(row, device block). The rows are free again once that is over, those that went nowhere too."""
+        """Copy pairs (row, device block). All `rows` are free again once that is over, including uncopied ones."""
         self.host.run([], pairs)
         self._settling.append((self.host.mark(), rows))

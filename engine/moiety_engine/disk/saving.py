@@ -1,8 +1,8 @@
-"""From the device to the disk: what requests leave behind is copied out before the next step, and written by a thread.
+"""Writes of released blocks from the device to the disk: copied out before the next step, written by a thread.
 
-A block is written once, soon after the first request that has it lets go of it, and not only when it is evicted: that
-comes to the same number of writes, and what is there at a restart is on the disk already. Where the disk is slower than
-blocks come, what is evicted before its turn is dropped, and counted.
+A block is written once, soon after the first request that has it releases it, instead of at eviction: the number of
+writes is the same, and at a restart the blocks are already on disk. Where the disk is slower than blocks arrive, blocks
+that are evicted before their turn are dropped and counted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from moiety_engine.disk.rows import Rows
     from moiety_engine.scheduling.kv_ledger import KvLedger
 
-PAUSE_S = 60.0  # for which nothing is written after a disk was full or failed
+PAUSE_S = 60.0  # without writes after the disk was full or failed
 MOST_IN_A_FILE = 512  # blocks
 FILE_BYTES = 8 << 20
-TURN_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # copied out before one step
-TOUCH_INTERVAL_S = 60.0  # how exactly the files say when they were used
+TURN_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # bytes copied out before one step
+TOUCH_INTERVAL_S = 60.0  # precision of the last-use times of files
 _NICENESS = 10
 
 log = structlog.get_logger()
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Offer:
-    """Blocks that one request left, in their order."""
+    """Blocks that one request released, in their order."""
 
     owner: bytes
     hashes: list[bytes]
@@ -50,25 +50,25 @@ class _Offer:
 @dataclass(slots=True)
 class _Writing:
     future: Future[Stored]
-    rows: Rows | None  # None: the cache has left meanwhile
+    rows: Rows | None  # None: the cache has been detached meanwhile
     taken: list[int]
     hashes: list[bytes]
-    is_valid: bool = True  # False: the file is to be removed once it is written
+    is_valid: bool = True  # False: remove the file once it is written
 
 
 class Saver:
-    """Used by the step loop's thread, but for its writer."""
+    """Writer of released blocks, used by the step loop's thread except for its writer thread."""
 
     def __init__(
         self, folder: DiskFolder, index: DiskIndex, most_waiting: int, *, clock: Callable[[], float] = time.time
     ) -> None:
-        """`most_waiting`: blocks that wait to be written; of more, those that have waited longest are dropped."""
+        """Create the saver. Beyond `most_waiting` blocks that wait for a write, the oldest are dropped."""
         self._folder, self._index, self._most_waiting, self._clock = folder, index, most_waiting, clock
         self._offers: deque[_Offer] = deque()
         self._known: set[bytes] = set()  # offered, or being written
         self._writing: deque[_Writing] = deque()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk-writer", initializer=_step_back)
-        self._beside: deque[Future[None]] = deque()  # what the writer does beside writing files
+        self._beside: deque[Future[None]] = deque()  # the writer's tasks other than writing files
         self._paused_until_s = 0.0
         self.written_blocks_total = self.written_bytes_total = 0
         self.dropped_blocks_total = self.failed_writes_total = 0
@@ -86,7 +86,7 @@ class Saver:
         return self._clock() < self._paused_until_s
 
     def offer(self, tenant_id: str, hashes: list[bytes], kept: Kept | None = None) -> None:
-        """A request lets go of blocks with these hashes, which are on the device."""
+        """Offer a request's released blocks, which are on the device, by their hashes."""
         now_s = self._clock()
         fresh, used = [], set()
         for block_hash in hashes:
@@ -114,7 +114,7 @@ class Saver:
             self._drop(self._offers.popleft())
 
     def save(self, ledger: KvLedger, rows: Rows, most_bytes: int) -> None:
-        """Copy out what was offered, as far as rows and bytes allow, and have it written."""
+        """Copy out offered blocks, as far as rows and bytes allow, and start their writes."""
         left = most_bytes // rows.host.block_bytes or 1
         in_a_file = max(1, min(MOST_IN_A_FILE, FILE_BYTES // rows.host.block_bytes))
         while self._offers and left > 0 and (room := min(rows.num_free, left, in_a_file)):
@@ -131,7 +131,7 @@ class Saver:
                 left -= len(there)
 
     def take_written(self) -> None:
-        """What the writer has done since the last call."""
+        """Process the writes that ended since the last call."""
         while self._beside and self._beside[0].done():
             self._beside.popleft()
         while self._writing and self._writing[0].future.done():
@@ -148,7 +148,7 @@ class Saver:
                 self._index.keep(stored, stored.kept, self._clock())
                 self.remove(gone)
             elif isinstance(problem, FileNotFoundError) and self._folder.path.exists():
-                self.dropped_blocks_total += len(done.hashes)  # who erases a tenant for another model took it away
+                self.dropped_blocks_total += len(done.hashes)  # a tenant deletion for another model removed it
             elif isinstance(problem, OSError):
                 self.dropped_blocks_total += len(done.hashes)
                 self._failed(problem)
@@ -156,11 +156,11 @@ class Saver:
                 raise problem
 
     def remove(self, files: list[Stored]) -> None:
-        """Of files that the index has forgotten."""
+        """Delete files that the index has forgotten."""
         self._beside += [self._writer.submit(self._folder.remove, stored.name) for stored in files]
 
     def forget_tenants(self, tenant_ids: Collection[str]) -> int:
-        """Nothing of theirs is on the disk before long, nor comes there; how many files there were that are known."""
+        """Delete the tenants' files and keep none in future; return the number of known files."""
         owners = {owner_tag(one, self._folder.identity) for one in tenant_ids}
         for offer in [offer for offer in self._offers if offer.owner in owners]:
             self._offers.remove(offer)
@@ -180,7 +180,7 @@ class Saver:
                 log.info("disk_cache_erased_elsewhere", num_files=num_files)
 
     def invalidate(self, hashes: Collection[bytes]) -> None:
-        """Remove the files that have any of these blocks, and do not write what was offered of them."""
+        """Delete the files with any of these blocks, and cancel offers of these blocks."""
         bad = set(hashes)
         for offer in self._offers:
             self._known.difference_update(bad.intersection(offer.hashes))
@@ -194,17 +194,17 @@ class Saver:
         self.remove(list(files.values()))
 
     def forget(self) -> None:
-        """The cache's contents are lost: what was not copied out yet is not there any more."""
+        """Drop all offers after the cache's contents are lost: uncopied blocks no longer exist."""
         while self._offers:
             self._drop(self._offers.popleft())
 
     def let_go_of_rows(self) -> None:
-        """The cache leaves: what is being written lies in host memory, which only the writer holds from now on."""
+        """Detach from the cache's rows: blocks being written are in host memory that only the writer now holds."""
         for one in self._writing:
             one.rows = None
 
     def wait(self, timeout_s: float) -> None:
-        """For the writer, once."""
+        """Wait until the writer finishes one task."""
         under_way: list[Future[Any]] = [one.future for one in self._writing] or list(self._beside)
         if under_way:
             wait(under_way, timeout_s, return_when=FIRST_COMPLETED)
@@ -241,6 +241,6 @@ def _until_s(kept: Kept | None) -> float:
 
 
 def _step_back() -> None:
-    """The writer takes what processor time the steps leave, where threads can have a niceness of their own."""
+    """Lower the writer thread's priority, where threads have their own niceness."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

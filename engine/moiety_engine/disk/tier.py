@@ -1,4 +1,4 @@
-"""The disk tier of one replica: its files, who saves to them and who restores from them, as the step loop sees it."""
+"""Disk tier of one replica, as the step loop uses it: its files, their saver and their restorer."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.structured_outputs.stepping import GrammarHandle
 
-ROW_BYTES = {"cuda": 128 << 20, "cpu": 32 << 20}  # of host memory, for each way
-SCAN_WAIT_S = 2.0  # for which a start waits for the index; what is not found by then is found while it serves
-FLUSH_S = 5.0  # for which an end waits for what is not written
+ROW_BYTES = {"cuda": 128 << 20, "cpu": 32 << 20}  # of host memory, in each direction
+SCAN_WAIT_S = 2.0  # time that a start waits for the scan; later finds are added while serving
+FLUSH_S = 5.0  # time that a shutdown waits for unfinished writes
 EXPIRY_INTERVAL_S = 10.0
-KNOWN_STEPS = 16  # after which an engine knows more of its steps than a guess
+KNOWN_STEPS = 16  # observed steps after which predictions are more than a guess
 
 log = structlog.get_logger()
 
 
 class DiskTier:
-    """Used by the step loop's thread. Raises InvalidConfig where the folder cannot be had."""
+    """Disk tier, used by the step loop's thread. Raises InvalidConfig where the folder is not available."""
 
     def __init__(self, config: EngineConfig, model: Transformer, scheduler: Scheduler, kv: KvCache) -> None:
         self._scheduler, self._ledger = scheduler, scheduler.kv
@@ -76,21 +76,21 @@ class DiskTier:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is on its way."""
+        """Return whether no read or write is in progress."""
         return self.saver.is_quiet and self.restorer.is_quiet
 
     def serve(self, kv: KvCache) -> None:
-        """That is the cache from now on."""
+        """Attach the tier to this cache."""
         num_bytes = ROW_BYTES[self._kind]
         try:
             self._out, self._in = Rows(kv, num_bytes), Rows(kv, num_bytes)
-        except RuntimeError as exc:  # which is what torch raises
+        except RuntimeError as exc:  # the type that torch raises
             raise OutOfMemory(
                 f"the host has no room for the disk cache's 2 × {num_bytes >> 20} MiB of buffers"
             ) from exc
 
     def detach(self, copy: Callable[[Copies], None]) -> None:
-        """Write what can be within a few seconds; then there is no cache. Only while no request is open."""
+        """Write blocks for a few seconds at most, then detach the cache. Only while no request is open."""
         self._flush(copy)
         self.saver.forget()
         self.saver.let_go_of_rows()
@@ -104,7 +104,7 @@ class DiskTier:
             self.saver.wait(left_s)
 
     def close(self, copy: Callable[[Copies], None] | None) -> None:
-        """It is not used any more. `copy`: None while there is no cache."""
+        """Close the tier. `copy`: None while there is no cache."""
         if copy is not None:
             self._flush(copy)
         self._ledger.on_release = None
@@ -113,13 +113,17 @@ class DiskTier:
         self.folder.close()
 
     def salted(self, submit: CoreSubmit) -> bytes:
-        """The request's salt, with what an operator's adapter holds: after a restart it may be another one of the same
-        name."""
+        """Return the request's salt, with the digest of an operator's adapter.
+
+        After a restart, another adapter may have the same name.
+        """
         return submit.cache_salt + self._adapters.get(submit.adapter, b"")
 
     def turn(self, copy: Callable[[Copies], None], most_bytes: int | None = None) -> None:
-        """Between two steps: what was read comes to the device, and what was left goes from it. `copy` runs copies
-        between device and host memory."""
+        """Copy restored blocks to the device and released blocks from it, between two steps.
+
+        `copy` runs copies between device and host memory.
+        """
         if self._out is None or self._in is None:
             return
         self.tend()
@@ -131,15 +135,15 @@ class DiskTier:
             self.saver.save(self._ledger, self._out, most_bytes or TURN_BYTES[self._kind])
 
     def forget_tenants(self, tenant_ids: Collection[str]) -> int:
-        """Remove what they have left, now and whenever more of it is found; how many files are known of."""
+        """Delete the tenants' files, now and whenever more are found; return the number of known files."""
         return self.saver.forget_tenants(tenant_ids)
 
     def invalidate(self, hashes: Collection[bytes]) -> None:
-        """See that blocks with these hashes are neither restored nor written any more."""
+        """Prevent blocks with these hashes from being restored or written."""
         self.saver.invalidate(hashes)
 
     def tend(self) -> None:
-        """What goes on while the engine sleeps, too: files are found, written to their end, and deleted in time."""
+        """Do the work that continues during sleep: add found files, finish writes, delete expired files."""
         self._take_found()
         self._expire()
         self.saver.take_written()
@@ -147,7 +151,7 @@ class DiskTier:
     # ── who waits for it ──
 
     def must_wait(self, submit: CoreSubmit, guide: GrammarHandle | None) -> bool:
-        """Whether a request waits here for the beginning of its prompt."""
+        """Return whether the request waits here for the beginning of its prompt."""
         if not self.index.num_blocks or submit.transfer_id:
             return False
         ledger = self._ledger
@@ -160,7 +164,7 @@ class DiskTier:
             end += 1
         if end == first:
             return False
-        # those on the host, too: making room for what comes may push them out of there
+        # includes blocks in host memory: room for restored blocks may evict them there
         wanted = [probe.hash_at(place, ledger.block_size) for place in range(end)]
         wanted = [one for one in wanted if ledger.pool.find(one) is None and self.index.find(one) is not None]
         size, empty = ledger.block_size, StepShape()
@@ -174,7 +178,7 @@ class DiskTier:
         return True
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None]]:
-        """Who need not wait any more, and the guide that it came with."""
+        """Yield the requests that need not wait any longer, with their grammars."""
         for submit, guide in self.restorer.take_ready():
             probe = Sequence(submit, order=0, seed=0, answer_apart=self._ledger.answers_apart)
             self._ledger.refresh(self._ledger.find_prefix(probe))
@@ -189,7 +193,7 @@ class DiskTier:
         self.saver.offer(submit.tenant_id, hashes, kept)
 
     def _bring(self, hashes: list[bytes], rows: Rows, taken: list[int], copy: Callable[[Copies], None]) -> None:
-        """What was read into rows goes into free blocks, once what those held has been copied elsewhere."""
+        """Copy read rows into free blocks, after the blocks' old contents have been copied elsewhere."""
         adopted = self._ledger.adopt(hashes)
         copy(self._ledger.take_copies())
         pairs = [(row, adopted[one]) for one, row in zip(hashes, taken, strict=True) if one in adopted]

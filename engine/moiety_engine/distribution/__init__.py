@@ -1,1 +1,1 @@
-"""One model over several ranks: who sits where, how they meet, talk and are found dead. Knows no model."""
+"""Distributed inference: rank layout, rendezvous, collectives and failure detection. Independent of the model."""

@@ -1,4 +1,4 @@
-"""What rank 0 says to all other ranks, in order: bytes, broadcast over the processors' network."""
+"""Channel for bytes from rank 0 to all other ranks, in order, broadcast over the CPU network."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 
 _LENGTH = struct.Struct("!Q")
-HEAD_BYTES = 4096  # one broadcast where a message fits in it, which one of a decode step mostly does
+HEAD_BYTES = 4096  # a message that fits takes one broadcast, as most decode steps do
 
 
 class Channel:
-    """One end of it. All ranks make it of the same group."""
+    """One end of the channel. All ranks create it from the same group."""
 
     def __init__(self, handle: dist.ProcessGroup) -> None:
         self._handle = handle
         self._head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
 
     def send(self, message: bytes) -> None:
-        """On rank 0; returns when the bytes are on their way."""
+        """Send a message. Only on rank 0; returns when the bytes are queued."""
         framed = bytearray(_LENGTH.pack(len(message)) + message)
         first = framed[:HEAD_BYTES]
         self._head[: len(first)] = torch.frombuffer(first, dtype=torch.uint8)
@@ -29,7 +29,7 @@ class Channel:
             dist.broadcast(rest, group=self._handle, group_src=0)
 
     def receive(self) -> bytes:
-        """On the others; waits for the next message."""
+        """Wait for the next message and return it. Only on the other ranks."""
         dist.broadcast(self._head, group=self._handle, group_src=0)
         head = self._head.numpy().tobytes()
         end = _LENGTH.size + _LENGTH.unpack_from(head)[0]

@@ -1,7 +1,7 @@
-"""Who has come to rank 0, before the ranks are a group: lines are taken and heard beside each other, so that one that
-says nothing keeps nobody waiting, and one whose rank has gone again is nobody's.
+"""Connections of ranks to rank 0 before the group exists.
 
-Knows who may come, and not for how long they are waited for.
+Connections are accepted and read concurrently: a silent connection delays no other, and a connection whose rank has
+gone is dropped. This module knows which ranks may connect, and not how long rank 0 waits for them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 _TURN_S = 0.2
-_HELLO_S = 5.0  # for which one that has come may say nothing; and for which it may not hear what it is told
+_HELLO_S = 5.0  # longest wait for a hello, and for sending the reply
 
 
 @dataclass(slots=True, eq=False)
 class _Caller:
-    """Who is at the other end of a line; no rank before it has said so."""
+    """A connection. Its rank is unknown until its hello arrives."""
 
     line: Line
     until_s: float
@@ -37,12 +37,12 @@ class _Caller:
 
 
 class ConnectingRanks:
-    """Owns the lines until they are taken. Used by one thread."""
+    """Connections of ranks, owned until `take`. Used by one thread."""
 
     def __init__(
         self, listener: socket.socket, own: RankHello, num_ranks: int, note: Callable[[int], None] | None
     ) -> None:
-        """`note` is told of ranks that came and went again."""
+        """Listen for ranks. `note` is called with each rank that connected and disconnected again."""
         self._listener, self._own, self._num_ranks, self._note = listener, own, num_ranks, note
         self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
@@ -51,7 +51,7 @@ class ConnectingRanks:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that are not there, or held back."""
+        """Ranks that are not connected, or held back."""
         there = {caller.hello.rank for caller in self._callers if caller.hello and not caller.held_back}
         return [rank for rank in range(1, self._num_ranks) if rank not in there]
 
@@ -60,10 +60,13 @@ class ConnectingRanks:
         return {caller.hello.rank for caller in self._callers if caller.hello and caller.held_back}
 
     def turn(self, hold_back: Collection[int]) -> bool:
-        """Hear who comes and who goes; whether anybody did, else a moment has passed. Those to `hold_back` are not let
-        in. Raises RanksError where one came that cannot be, or does not belong to the others."""
+        """Process connections and disconnections for a moment. Return whether there were any.
+
+        Ranks in `hold_back` are not admitted. Raises RanksError for a rank with an invalid number, with other settings
+        or with another checkpoint.
+        """
         found = {key.fileobj for key, _ in self._selector.select(_TURN_S)}
-        for caller in sorted(self._callers, key=lambda one: one.hello is None):  # first who has gone, then who comes
+        for caller in sorted(self._callers, key=lambda one: one.hello is None):  # disconnections first, then hellos
             if caller.line.socket in found:
                 self._hear(caller, hold_back)
             elif caller.hello is None and time.monotonic() > caller.until_s:
@@ -73,17 +76,17 @@ class ConnectingRanks:
         return bool(found)
 
     def let_in(self) -> None:
-        """Those that were held back."""
+        """Admit the ranks that were held back."""
         for caller in self._callers:
             caller.held_back = False
 
     def lose(self, ranks: Collection[int]) -> None:
-        """They are known to have ended."""
+        """Drop ranks that are known to have ended."""
         for caller in [one for one in self._callers if one.hello and one.hello.rank in ranks]:
             self._drop(caller)
 
     def dismiss(self, reasons: Mapping[int, str]) -> None:
-        """They, as far as they are there, are told why they take no part."""
+        """Send the connected ones of these ranks the reason for which they do not take part, and drop them."""
         for caller in [one for one in self._callers if one.hello and one.hello.rank in reasons]:
             assert caller.hello is not None
             with contextlib.suppress(OSError):
@@ -94,7 +97,7 @@ class ConnectingRanks:
         self.dismiss({caller.hello.rank: reason for caller in self._callers if caller.hello})
 
     def take(self) -> dict[int, Line]:
-        """The lines of those that are there, which the caller owns from now on."""
+        """Return the connections of the admitted ranks; the caller owns them from now on."""
         taken = {caller.hello.rank: caller.line for caller in self._callers if caller.hello and not caller.held_back}
         self._callers = [caller for caller in self._callers if caller.line not in taken.values()]
         return taken
@@ -105,7 +108,7 @@ class ConnectingRanks:
         self._selector.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone again
+        with contextlib.suppress(OSError):  # the peer has disconnected
             line = Line(self._listener.accept()[0])
             line.socket.settimeout(_HELLO_S)
             self._callers.append(_Caller(line, time.monotonic() + _HELLO_S))
@@ -132,7 +135,7 @@ class ConnectingRanks:
         _compare(self._own, hello)
 
     def _drop(self, caller: _Caller) -> None:
-        """Its line has ended, or is to: it may come again."""
+        """Drop a connection that has ended or is invalid. Its rank may connect again."""
         self._remove(caller)
         if self._note is not None and caller.hello is not None and not caller.held_back:
             self._note(caller.hello.rank)

@@ -1,4 +1,4 @@
-"""Who has said nothing for too long. Knows no sockets and no clock."""
+"""Detection of ranks that have been silent for too long. Uses no sockets and no clock."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterable
 
 
 class HeartbeatTimeout:
-    """Counts the time for which others were silent while this process got to run.
+    """Counts how long other ranks were silent while this process was scheduled.
 
-    Where it wakes later than it asked to, the machine has more to do than it can; then those on it that are silent may
-    be as late, and what they have said meanwhile has not been heard. So a turn counts for no more than it was to last:
-    a rank that hangs is noticed in `limit_s` where there is room to run, and a group on an overloaded machine lives.
+    If this process wakes later than planned, the machine is overloaded. The silent ranks on it may then be late as
+    well, and their messages are not read yet. Therefore a turn counts for at most its planned duration: a rank that
+    hangs is noticed after `limit_s` on a machine with free capacity, and a group on an overloaded machine survives.
     """
 
     def __init__(self, ranks: Iterable[int], *, limit_s: float, turn_s: float, now_s: float) -> None:
-        """`turn_s`: what a turn lasts at most, if this process wakes in time."""
+        """Create the timeout. `turn_s` is the longest duration of a turn if this process wakes in time."""
         self.limit_s, self.turn_s = limit_s, turn_s
         self._turned_s, self._counted_s = now_s, 0.0
         self._heard_s = dict.fromkeys(ranks, 0.0)
 
     def turn(self, now_s: float) -> None:
-        """Another turn has begun."""
+        """Begin another turn."""
         self._counted_s += min(now_s - self._turned_s, self.turn_s)
         self._turned_s = now_s
 
@@ -28,7 +28,7 @@ class HeartbeatTimeout:
         self._heard_s[rank] = self._counted_s
 
     def too_long(self) -> list[int]:
-        """Those that have been silent beyond the limit. To be asked when all that there is to hear was heard."""
+        """Return the ranks that are silent beyond the limit. Call it after all received messages were processed."""
         return self.longer_than(self.limit_s)
 
     def longer_than(self, silent_s: float) -> list[int]:

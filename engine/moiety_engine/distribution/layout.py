@@ -1,10 +1,10 @@
-"""How many ranks there are and what each of them has of a model. Pure.
+"""Layout of the ranks, and each rank's part of the model. Without side effects.
 
 A model's ranks lie on a mesh of pipeline stages × data-parallel attention × tensor parallel, the last one varying
-fastest. The ranks of one stage share its experts: there are `ep` parts of them, and each expert of a part is cut among
-the ranks that the part has. A part has slots for experts, the same number in each, of which some may be for second
-replicas. With expert ranks the experts of all stages lie on those instead, which come after all others and have nothing
-else; then it is they who make up the parts.
+fastest. The ranks of one stage share its experts: there are `ep` parts of experts, and each expert of a part is sharded
+over the ranks of that part. Each part has the same number of expert slots; some of them may hold second replicas. With
+expert ranks, the experts of all stages lie on these instead; they come after all other ranks, hold nothing else, and
+make up the parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Raises InvalidConfig where the numbers cannot go together."""
+    """Parallel layout of a model. Raises InvalidConfig for numbers that are incompatible."""
 
     tp: int = 1
     dp: int = 1
@@ -31,7 +31,7 @@ class Layout:
     pp: int = 1
     redundant_experts: int = 0  # slots of a layer beyond its experts
     ffn_ranks: int = 0
-    masked: tuple[int, ...] = ()  # by their numbers among all that had experts: the others have theirs
+    masked: tuple[int, ...] = ()  # excluded ranks, numbered among all ranks with experts; the others hold their experts
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.ep, self.pp) < 1:
@@ -61,11 +61,11 @@ class Layout:
 
     @property
     def attention_ranks(self) -> int:
-        """Ranks with layers and a cache: all but those with experts alone."""
+        """Ranks with layers and a KV cache: all but the expert ranks."""
         return self.pp * self.stage_size
 
     def stage_of(self, layer: int, num_layers: int) -> int:
-        """Which stage has it, of so many layers."""
+        """Return the stage of a layer in a model of `num_layers` layers."""
         return layer * self.pp // num_layers
 
     @property
@@ -73,9 +73,11 @@ class Layout:
         return self.attention_ranks + self.ffn_ranks
 
     def slots(self, num_experts: int) -> tuple[int, ...]:
-        """Which expert each slot of a layer holds at the start, one part's slots after the other's: its share of all,
-        in order, then the first ones of the next part. Without masked ranks what `start_without` says. Raises
-        InvalidConfig where they cannot be divided so."""
+        """Return the expert that each slot of a layer initially holds, the parts' slots one after the other.
+
+        A part's slots hold its share of all experts, in order, then the first experts of the next part. With excluded
+        ranks, `start_without` decides. Raises InvalidConfig if the experts cannot be divided evenly.
+        """
         if self.masked:
             return self._slots_without(num_experts)
         each, spare = divide(num_experts, self.ep, "experts", "--ep"), self.redundant_experts // self.ep
@@ -87,7 +89,7 @@ class Layout:
         return tuple((part * each + place) % num_experts for part in range(self.ep) for place in range(each + spare))
 
     def slots_each(self, num_experts: int) -> int:
-        """Whole experts for which a rank has room in each layer, as it is shared among those that have any."""
+        """Return the number of whole experts that a rank with experts can hold in each layer."""
         num_before = len(self.masked) + (self.ffn_ranks or self.stage_size)
         before = -(-(num_experts + self.redundant_experts) // num_before)
         return max(before, -(-num_experts // (num_before - len(self.masked))))
@@ -95,7 +97,7 @@ class Layout:
     def _slots_without(self, num_experts: int) -> tuple[int, ...]:
         if self.ep == 1:
             return tuple(range(num_experts))
-        from moiety_placement.survival import start_without  # noqa: PLC0415 - numpy, which a front does without
+        from moiety_placement.survival import start_without  # noqa: PLC0415 - numpy: not for the engine server
 
         num_before, each = self.ep + len(self.masked), self.slots_each(num_experts)
         slots_R = start_without(self.masked, num_ranks=num_before, num_experts=num_experts, slots_each=each)
@@ -104,15 +106,17 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One rank's place on the mesh; of one with experts alone `expert_rank` is the place, and only what is of experts
-    has a meaning."""
+    """One rank's position on the mesh.
+
+    For an expert rank `expert_rank` is the position, and only the expert properties are meaningful.
+    """
 
     layout: Layout = Layout()
     rank: int = 0
 
     @property
     def expert_rank(self) -> int | None:
-        """Which of the ranks with experts alone it is; None for another."""
+        """Index among the expert ranks; None for a rank with attention."""
         first = self.layout.attention_ranks
         return self.rank - first if self.rank >= first else None
 
@@ -129,8 +133,10 @@ class Seat:
         return self.rank // self.layout.stage_size
 
     def layers_of(self, num_layers: int) -> range:
-        """The layers that its stage has of so many; no stage has more than the first one. With experts alone it has
-        those of all."""
+        """Return the layers of this rank's stage. An expert rank has all layers.
+
+        No stage has more layers than the first one.
+        """
         if self.expert_rank is not None:
             return range(num_layers)
         pp = self.layout.pp
@@ -138,17 +144,17 @@ class Seat:
 
     @property
     def ep_rank(self) -> int:
-        """Which part of the experts it has, if it has any."""
+        """Index of its part of the experts, if it has experts."""
         return self._among_experts // self.expert_cuts
 
     @property
     def expert_cuts(self) -> int:
-        """Among how many ranks each expert is cut."""
+        """Number of ranks over which each expert is sharded."""
         return (self.layout.ffn_ranks or self.layout.stage_size) // self.layout.ep
 
     @property
     def cut_rank(self) -> int:
-        """Which piece of each of its experts it has."""
+        """Index of its shard of each of its experts."""
         return self._among_experts % self.expert_cuts
 
     @property
@@ -157,13 +163,13 @@ class Seat:
         return self.rank % self.layout.stage_size if expert_rank is None else expert_rank
 
     def slots_of(self, num_experts: int) -> tuple[int, ...]:
-        """The experts that its slots hold at the start."""
+        """Return the experts that its slots initially hold."""
         slots = self.layout.slots(num_experts)
         each = len(slots) // self.layout.ep
         return slots[self.ep_rank * each : (self.ep_rank + 1) * each]
 
     def peer(self, part: int) -> int:
-        """The rank that has the same piece of another part's experts, of its stage or of those with experts alone."""
+        """Return the rank with the same shard of another part's experts, in its stage or among the expert ranks."""
         first = self.rank - self._among_experts
         return first + part * self.expert_cuts + self.cut_rank
 
@@ -172,7 +178,7 @@ ONLY_SEAT = Seat()
 
 
 def layout_of(config: EngineConfig) -> Layout:
-    """What the settings ask for. Raises InvalidConfig."""
+    """Return the layout of the configuration. Raises InvalidConfig."""
     layout = Layout(config.tp, config.dp_attention, config.ep, config.pp, config.redundant_experts, config.ffn_ranks)
     if config.batch_invariant and layout.num_ranks > 1:
         raise InvalidConfig(
@@ -198,8 +204,11 @@ def layout_of(config: EngineConfig) -> Layout:
 
 
 def leaving(layout: Layout, away: Collection[int]) -> tuple[int, ...]:
-    """Who has no part of the model without the ranks that are away: these, and those with the other heads of the same
-    requests. Raises InvalidConfig where nobody has one."""
+    """Return the ranks that leave if the ranks in `away` are missing.
+
+    These are the missing ranks, and those with the other heads of the same requests. Raises InvalidConfig if the
+    remaining ranks cannot serve the model.
+    """
     with_attention = [rank for rank in sorted(away) if rank < layout.attention_ranks]
     if with_attention and layout.pp > 1:
         raise InvalidConfig(f"only rank {with_attention[0]} has its part of its layers (--pp {layout.pp})")
@@ -214,8 +223,10 @@ def leaving(layout: Layout, away: Collection[int]) -> tuple[int, ...]:
 
 
 def without(layout: Layout, ranks: Collection[int]) -> Layout:
-    """The layout of the other ranks, numbered anew in their order; `ranks` as `leaving` gives them. If one of these had
-    experts, all are on the others, each of them whole."""
+    """Return the layout of the remaining ranks, renumbered in order; `ranks` as returned by `leaving`.
+
+    If one of the leaving ranks had experts, the remaining ranks hold all experts, each of them whole.
+    """
     with_attention = [rank for rank in sorted(ranks) if rank < layout.attention_ranks]
     with_experts = [rank - layout.attention_ranks for rank in sorted(ranks) if rank >= layout.attention_ranks]
     dp, ffn_ranks = layout.dp - len(with_attention) // layout.tp, layout.ffn_ranks - len(with_experts)
@@ -225,7 +236,7 @@ def without(layout: Layout, ranks: Collection[int]) -> Layout:
 
 
 def divide(number: int, parts: int, what: str, option: str) -> int:
-    """How many each part has. Raises InvalidConfig."""
+    """Return the quotient, the share of each part. Raises InvalidConfig if it is not an integer."""
     if number % parts:
         raise InvalidConfig(f"the model's {number} {what} cannot be divided by {option} {parts}: choose a divisor")
     return number // parts

@@ -1,7 +1,7 @@
-"""Which ranks were lost, and when, in a file of rank 0's: so that one that comes back only to be lost again is known.
+"""File of rank 0 that records which ranks were lost and when, so that a repeatedly failing rank is recognised.
 
-The first line says whose losses they are. Then a line a loss: seconds since the epoch, and the rank; lines that are
-nothing of the kind are passed over. Lines are only ever added, so whoever empties the file has forgotten them all.
+The first line names the group. Each further line is one loss: seconds since the epoch, and the rank; other lines are
+ignored. Lines are only appended, so emptying the file forgets all losses.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from moiety_engine.errors import InvalidConfig
 
 _ROUNDED_S = 0.001
 _HEAD = "lost ranks of "
-_MOST_BYTES = 1 << 20  # that are read; so many lines are of years, or it is no such file
+_MOST_BYTES = 1 << 20  # read limit; a valid file has years of losses in that size
 
 
 class RankFailureLog:
-    """Of one group. RankFailureLog are noted in one thread."""
+    """Failure log of one rank group. Used by one thread."""
 
     def __init__(self, file: Path, group: str, *, within_s: float) -> None:
-        """`group`: in one line, which ranks these are. RankFailureLog count for so long. Raises InvalidConfig for a
-        file that cannot be written, or is another group's or none of losses."""
+        """Open the log. Losses count for `within_s` seconds.
+
+        `group` describes the ranks in one line. Raises InvalidConfig if the file cannot be written, belongs to another
+        group, or is not a failure log.
+        """
         self._file, self._head, self._within_s = file, _HEAD + group, within_s
         try:
             with file.open("a+") as lines:
@@ -41,13 +44,16 @@ class RankFailureLog:
             raise InvalidConfig(f"--rank-failure-log {file} {of}: choose another file, or empty this one")
 
     def lost_often(self, times: int) -> dict[int, int]:
-        """The ranks that were lost so many times of late, or more, and how many; when it was opened."""
-        now = time.time() + _ROUNDED_S  # what lies beyond is of a clock that was set back since
+        """Return the ranks that were recently lost at least `times` times, with their counts.
+
+        It uses the losses recorded when the file was opened.
+        """
+        now = time.time() + _ROUNDED_S  # later times come from a clock that was set back since
         counts = Counter(rank for at, rank in map(_read, self._lines) if now - self._within_s <= at <= now)
         return {rank: count for rank, count in sorted(counts.items()) if count >= times}
 
     def note(self, rank: int) -> None:
-        """It is lost now."""
+        """Record that the rank is lost now."""
         try:
             with self._file.open("a+") as lines:
                 self._begin(lines)

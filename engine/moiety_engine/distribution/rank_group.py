@@ -1,5 +1,7 @@
-"""The ranks of one model once they have met: their groups on one device mesh, rank 0's channel to the others, and the
-lifelines. Owns what is to be given up at the end."""
+"""Group of a model's ranks after the rendezvous: process groups on one device mesh, rank 0's channel, heartbeats.
+
+It owns the resources that are released at the end.
+"""
 
 from __future__ import annotations
 
@@ -32,39 +34,44 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.rank_processes import RankProcesses
     from moiety_engine.distribution.rendezvous_address import Rendezvous
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # control goes over processors in both cases
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # control messages use the CPU network in both cases
 
 
 @dataclass(slots=True)
 class RankGroup:
-    """One rank's view."""
+    """One rank's view of the group."""
 
     ranks: Ranks
     channel: Channel
     lifeline: RankHeartbeat
-    store: Store  # rank 0's is the one that the others use
-    masked: tuple[int, ...] = ()  # the ranks that the group does without, as they were started
+    store: Store  # rank 0's store serves the others
+    masked: tuple[int, ...] = ()  # excluded ranks, by their original numbers
     children: RankProcesses | None = field(default=None)
 
     def close(self) -> None:
-        """The group ends in order; on rank 0 after the others have been told to stop."""
+        """End the group normally; on rank 0, call it after the others were told to stop."""
         self.lifeline.close()
         dist.destroy_process_group()
         if self.children is not None:
             self.children.wait()
 
     def all_did(self, did: bool) -> bool:
-        """Whether each rank did what it was told; all of them ask at the same place."""
+        """Return whether the operation succeeded on every rank. All ranks must call this at the same point."""
         return not self.ranks.everyone.sum(torch.tensor([int(not did)])).item()
 
     def waited_s(self) -> tuple[float, float]:
-        """How long the first rank, which this is, has waited for experts on ranks of their own, and those, on average,
-        for attention; they told it half a second ago."""
-        of_experts = sum(self.lifeline.waited_s.values())  # the others say 0
+        """Return the seconds that rank 0 waited for the expert ranks, and the mean that these waited for attention.
+
+        Only valid on rank 0. The values of the expert ranks are up to half a second old.
+        """
+        of_experts = sum(self.lifeline.waited_s.values())  # the other ranks report 0
         return self.ranks.waited.seconds, of_experts / max(1, self.ranks.seat.layout.ffn_ranks)
 
     def abandon(self, reason: str, *, own: bool = False) -> None:
-        """This rank cannot go on: the others are told why. `own`: they might without it."""
+        """Leave the group because this rank cannot continue, and tell the others why.
+
+        `own`: the others may continue without it.
+        """
         self.lifeline.fail(reason, own=own)
         dist.destroy_process_group()
         if self.children is not None:
@@ -84,10 +91,12 @@ def join(
     gone: Callable[[], Mapping[int, str]] = lambda: {},
     note: Callable[[int], None] | None = None,
 ) -> RankGroup:
-    """Meet the others and make the groups. `store`: the one that rank 0 has already opened. After
-    `exclude_rank_after_s` the
-    group does without those that have not come, if it can; then the others have new numbers. `gone` and `note`: as
-    `meet` has them. A loss while the groups are made ends the process. Raises RanksError."""
+    """Meet the other ranks and create the groups.
+
+    `store` is the store that rank 0 has already opened. After `exclude_rank_after_s` seconds the group excludes the
+    ranks that have not joined, if it can; the other ranks are then renumbered. See `meet` for `gone` and `note`. A rank
+    lost while the groups are created ends the process. Raises RanksError.
+    """
     if meeting.is_local:
         keep_collectives_on_loopback()
     store = store or open_store(meeting, timeout_s)
@@ -100,7 +109,7 @@ def join(
 def _rank_group_of(
     layout: Layout, meeting: Rendezvous, store: Store, met: ConnectedRanks, device_type: str
 ) -> RankGroup:
-    """All ranks make the same groups."""
+    """Create the process groups; all ranks create the same ones."""
     lifeline, masked = met.lifeline, met.masked
     layout, rank = without(layout, masked), meeting.rank - sum(one < meeting.rank for one in masked)
     dist.init_process_group(
@@ -144,7 +153,7 @@ def _exchange(layout: Layout, device_type: str) -> RowExchange | None:
 
 
 def _crossings(seat: Seat) -> tuple[ExpertExchange, ...]:
-    """Those that the rank is part of, by stage; all ranks make the groups of all of them together."""
+    """Return the expert exchanges that this rank takes part in, by stage. All ranks create all groups together."""
     layout, found = seat.layout, []
     experts = range(layout.attention_ranks, layout.num_ranks)
     for stage in range(layout.pp) if layout.ffn_ranks else ():

@@ -1,9 +1,9 @@
-"""How ranks know that the others live: a line from each to rank 0, over which every rank says something all the time.
+"""Heartbeats between rank 0 and the other ranks, over one connection each.
 
-A line that breaks, or over which nothing comes for a few seconds in which this process itself gets to run, means that
-a rank is lost, and with it the group: rank 0 tells the others why, and each ends its process. Also when a rank ends in
-order, or cannot go on and can say so, that is said here. Torch's own collectives would notice a lost rank too, but
-late, and not why.
+A broken connection means that a rank is lost, and with it the group; so does a silence of a few seconds in which this
+process was scheduled. Rank 0 then tells the others why, and each rank ends its process. A rank that ends normally, or
+fails and can still report it, also says so over this connection. Torch's own collectives would notice a lost rank too,
+but late and without the reason.
 """
 
 from __future__ import annotations
@@ -28,17 +28,21 @@ from moiety_engine.errors import RanksError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-LOST_RANK = 5  # exit code
+LOST_RANK = 5  # exit code of a process that lost a rank
 BEAT_INTERVAL_S = 0.5
 SILENCE_S = 4.0
-_TOGETHER_S = 0.1  # within which those of one host are found lost
+_TOGETHER_S = 0.1  # time within which the other lost ranks of the same host are detected
 _LENGTH = struct.Struct("!I")
 _RECEIVE_BYTES = 1 << 16
-_MOST_BYTES = 1 << 20  # of a message; what says that more will come is none of ours
+_MOST_BYTES = 1 << 20  # of a message; a longer one is invalid
 
 
 class RankHello(msgspec.Struct, frozen=True, tag=True):
-    """A rank comes. `settings` and `checkpoint` must be those of rank 0; `secret` says that it was told the way."""
+    """First message of a rank that joins.
+
+    `settings` and `checkpoint` must equal those of rank 0; `secret` proves that the rank read rank 0's address in the
+    store.
+    """
 
     rank: int
     secret: str
@@ -47,37 +51,40 @@ class RankHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """All ranks are there but those that are masked: the group does without them."""
+    """All ranks have joined except those in `masked`, which are excluded from the group."""
 
     masked: tuple[int, ...] = ()
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The rank lives. `waited_s`: so far, for those that compute the other half of each layer."""
+    """Heartbeat. `waited_s` is the total time that the rank has waited for the ranks with the other half of each layer."""
 
     waited_s: float = 0.0
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The rank has its share of the model."""
+    """The rank has loaded its share of the model."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """The rank, or the whole group, ends because of this. `own`: others could have gone on, so it counts as lost."""
+    """The rank, or the whole group, ends for this reason.
+
+    `own`: the others could have continued, so this rank counts as lost.
+    """
 
     reason: str
     own: bool = False
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
-    """The group ends in order."""
+    """The group ends normally."""
 
 
 Word = RankHello | Welcome | Beat | Loaded | RankFailed | Bye
 
 
 class Line:
-    """Whole messages over one socket. One thread sends at a time."""
+    """Message connection over one socket. One thread sends at a time."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,14 +94,16 @@ class Line:
         self._decoder: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
 
     def send(self, word: Word) -> None:
-        """Raises OSError where nobody is at the other end any more."""
+        """Send a message. Raises OSError if the connection is closed."""
         data = msgspec.msgpack.encode(word)
         with self._sending:
             self.socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self) -> list[Word]:
-        """What is there by now; waits for it as long as the socket's timeout says. Raises OSError, EOFError at the end
-        and msgspec.DecodeError for what is no message."""
+        """Return the messages received so far; wait for data as long as the socket's timeout.
+
+        Raises OSError; EOFError at the end; msgspec.DecodeError for an invalid message.
+        """
         data = self.socket.recv(_RECEIVE_BYTES)
         if not data:
             raise EOFError
@@ -116,7 +125,10 @@ class Line:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """What fails within may be a collective that has lost a rank: its lifeline ends this process, and says why."""
+    """Delay a RuntimeError, which may come from a collective that lost a rank.
+
+    The heartbeat then ends this process first, and reports the reason.
+    """
     try:
         yield
     except RuntimeError:
@@ -125,17 +137,19 @@ def explaining() -> Iterator[None]:
 
 
 class RankHeartbeat:
-    """A rank's lines: rank 0 has one to each other, they have one to rank 0. Beats in a thread of its own.
+    """A rank's connections: rank 0 has one to each other rank, each other rank has one to rank 0.
 
-    Until `guard` is called, and but for within `guarding`, a loss is only noted, and raised by `check` and
-    `wait_loaded`; then it ends the process, which may be in the middle of a computation with those that are lost.
+    Beats in its own thread.
+
+    Until `guard` is called, and except within `guarding`, a loss is only recorded, and raised by `check` and
+    `wait_loaded`. Afterwards a loss ends the process, which may be in the middle of a collective with the lost ranks.
     """
 
     def __init__(self, rank: int, lines: Mapping[int, Line], note: Callable[[int], None] | None = None) -> None:
-        """`note` is told which ranks at the other ends were lost, and those that were with them."""
+        """Start the heartbeat. `note` is called with each lost rank, including those lost together with it."""
         self.rank = rank
         self._lines = dict(lines)
-        self.waited_s: dict[int, float] = {}  # as the others have said last
+        self.waited_s: dict[int, float] = {}  # as last reported by the others
         self._waited = Waited()
         self._loaded: set[int] = set()
         self._reason: str | None = None
@@ -146,28 +160,28 @@ class RankHeartbeat:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises RanksError where a rank is lost."""
+        """Raise RanksError if a rank is lost."""
         if self._reason is not None:
             raise RanksError(self._reason)
 
     def tell(self, word: Word) -> None:
-        """To all at the other ends that are still there."""
+        """Send a message to all connected ranks."""
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.send(word)
 
     def tell_of(self, waited: Waited) -> None:
-        """From now on the others hear how long this rank has waited."""
+        """Report this waiting time to the others from now on."""
         self._waited = waited
 
     def wait_loaded(self) -> None:
-        """Until all others have their shares. Raises RanksError."""
+        """Wait until all other ranks have loaded their shares. Raises RanksError."""
         with self._changed:
             self._changed.wait_for(lambda: self._reason is not None or len(self._loaded) == len(self._lines))
         self.check()
 
     def guard(self) -> None:
-        """From now on a loss ends the process."""
+        """End the process on any loss from now on."""
         with self._changed:
             self._guards = True
         if self._reason is not None:
@@ -175,7 +189,7 @@ class RankHeartbeat:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Within, a loss ends the process."""
+        """End the process on a loss within this context."""
         self.guard()
         try:
             yield
@@ -184,16 +198,16 @@ class RankHeartbeat:
                 self._guards = False
 
     def fail(self, reason: str, *, own: bool = False) -> None:
-        """This rank cannot go on: say why, and hang up. `own`: as `RankFailed` has it."""
+        """Report that this rank cannot continue, and close the connections. `own`: see `RankFailed`."""
         self._hang_up(RankFailed(reason, own))
 
     def close(self) -> None:
-        """The group ends in order."""
+        """End the group normally."""
         self._hang_up(Bye())
 
     def _hang_up(self, word: Word) -> None:
         self._over = True
-        self.tell(word)  # also where one end has said goodbye first: the others have not heard it
+        self.tell(word)  # also if another rank sent Bye first: the other ranks have not received it
         self._thread.join()
         for line in self._lines.values():
             line.close()
@@ -244,7 +258,7 @@ class RankHeartbeat:
         if ranks and self._note is not None:
             for rank in sorted({*ranks, *self._lost_with(ranks)}):
                 self._note(rank)
-        self.tell(RankFailed(reason))  # rank 0 to those that are left; the others to a rank 0 that may hear it
+        self.tell(RankFailed(reason))  # rank 0 to the remaining ranks; the others to rank 0, which may still read
         with self._changed:
             self._reason = reason
             guards = self._guards
@@ -253,8 +267,10 @@ class RankHeartbeat:
             self._end_process(reason)
 
     def _lost_with(self, ranks: list[int]) -> list[int]:
-        """Whose lines have ended as well by now, as those of one host do; but not of those that say that they end since
-        they have lost this one."""
+        """Return the ranks whose connections end now as well, as those of one host do.
+
+        It excludes ranks that report that they end because of this loss.
+        """
         found, until_s = [], time.monotonic() + _TOGETHER_S
         with selectors.DefaultSelector() as selector:
             for rank, line in self._lines.items():
@@ -274,4 +290,4 @@ class RankHeartbeat:
 
     def _end_process(self, reason: str) -> None:
         structlog.get_logger().error("rank_lost", rank=self.rank, reason=reason, advice="start the engine again")
-        os._exit(LOST_RANK)  # the main thread may wait in a collective that never ends
+        os._exit(LOST_RANK)  # the main thread may be blocked in a collective forever

@@ -1,7 +1,7 @@
-"""Rank 0 starts the other ranks itself, on its own host, where no launcher has.
+"""Child processes for the other ranks, which rank 0 starts on its own host if there is no launcher.
 
-Each child gets its settings as one line of JSON on standard input, which then stays open: when rank 0 is gone it
-closes, and a child that has not met it yet ends too.
+Each child gets its settings as one line of JSON on standard input, which then stays open. When rank 0 ends, it closes,
+and a child that has not joined yet ends too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ STANDARD_ERROR = 2
 
 
 class RankProcesses:
-    """The other ranks' processes. Used by one thread."""
+    """The processes of the other ranks. Used by one thread."""
 
     def __init__(self, first_lines: Mapping[int, bytes]) -> None:
-        """One process for each rank."""
+        """Start one process per rank."""
         self._processes = {rank: self._start(line) for rank, line in first_lines.items()}
 
     def ended(self) -> dict[int, str]:
-        """The ranks whose processes have ended, and what is to be said of it."""
+        """Return the ranks whose processes have ended, with a message for each."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         return {
             rank: f"rank {rank} ended with exit code {code} before all had joined: its log says why"
@@ -36,7 +36,7 @@ class RankProcesses:
         }
 
     def wait(self) -> None:
-        """Until all have ended; they have been told to."""
+        """Wait until all processes have ended, which were told to stop; kill those that exceed the grace period."""
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_GRACE_S)
@@ -55,11 +55,11 @@ class RankProcesses:
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
             stdin=subprocess.PIPE,
-            stdout=STANDARD_ERROR,  # standard output is rank 0's report
+            stdout=STANDARD_ERROR,  # standard output is reserved for rank 0's report
             start_new_session=True,  # an interrupt from the terminal is for rank 0
         )
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `check` says that it has ended
+        with contextlib.suppress(BrokenPipeError):  # `ended` reports that it has ended
             process.stdin.write(line + b"\n")
             process.stdin.flush()
         return process

@@ -1,6 +1,7 @@
-"""How the ranks of a model meet, and find out that they belong together before they compute together: rank 0 waits for
-all of them and compares what they bring, and all get the same verdict, with the reason. Those that do not come may be
-done without, where the others can have their parts of the model.
+"""Rendezvous of a model's ranks before they compute together.
+
+Rank 0 waits for all ranks and compares their settings and checkpoints; all ranks get the same verdict, with the reason.
+Ranks that do not join can be excluded if the others can take over their parts of the model.
 """
 
 from __future__ import annotations
@@ -30,45 +31,46 @@ if TYPE_CHECKING:
 
 _VERDICT_GRACE_S = 5.0
 _SHARES_HEADS = "rank {rank} is done without, as another rank that it shares heads with did not come"
-_ADDRESS = "lifeline"  # the key in the store under which rank 0 says where it waits
-_MASKED = "masked"  # and the one under which it says whom it does not wait for any more
-LONGEST_WAIT = timedelta(days=365)  # of collectives: who waits for a lost rank is ended by its lifeline
+_ADDRESS = "lifeline"  # store key of rank 0's address
+_MASKED = "masked"  # store key of the excluded ranks
+LONGEST_WAIT = timedelta(days=365)  # of collectives: the heartbeat ends a process that waits for a lost rank
 
 
 @dataclass(frozen=True, slots=True)
 class RankExclusion:
-    """For how long rank 0 waits for ranks that can be done without."""
+    """Policy for the exclusion of ranks: after `after_s` seconds, rank 0 stops waiting for ranks that can be excluded."""
 
     layout: Layout
     after_s: float
 
     def leaving(self, away: Collection[int]) -> tuple[tuple[int, ...], str]:
-        """Who leaves with them; or nobody, and why the others cannot do without."""
+        """Return the ranks that must be excluded with those away; or none, with the reason why the others need them."""
         try:
             return leaving(self.layout, away), ""
         except InvalidConfig as exc:
             return (), f". The others cannot start without: {exc}"
 
     def can_without(self, away: Collection[int]) -> bool:
+        """Return whether the group can start without these ranks."""
         return not away or bool(self.leaving(away)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectedRanks:
-    """A rank's lines to those that came, and who did not, by their numbers before."""
+    """A rank's connections to those that joined, and the excluded ranks by their original numbers."""
 
     lifeline: RankHeartbeat
     masked: tuple[int, ...] = ()
 
 
 def open_store(meeting: Rendezvous, timeout_s: float) -> TCPStore:
-    """The place where ranks leave each other their addresses. Raises RanksError."""
+    """Open the store in which ranks publish their addresses. Raises RanksError."""
     serves = meeting.rank == 0 and not meeting.store_runs
     timeout = timedelta(seconds=timeout_s)
     try:
         if not (serves and meeting.is_local):
             return TCPStore(meeting.store_host, meeting.port, None, serves, timeout, wait_for_workers=False)
-        with _bound(meeting.own_host, meeting.port) as listener:  # by itself it listens on all addresses
+        with _bound(meeting.own_host, meeting.port) as listener:  # TCPStore by itself listens on all addresses
             port = listener.getsockname()[1]
             own = listener.detach()
         return TCPStore(meeting.own_host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=own)
@@ -91,9 +93,12 @@ def meet(
     gone: Callable[[], Mapping[int, str]] = lambda: {},
     note: Callable[[int], None] | None = None,
 ) -> ConnectedRanks:
-    """Wait for the others; returns when all are there and have the same settings and checkpoint, or all but some that
-    can be done without. `gone`: the ranks that are known not to come, and why. `note` is told on rank 0 which ones are
-    lost, from now on until the lifeline ends. Raises RanksError, on each rank for the same reason."""
+    """Wait for the other ranks; return when all have joined with the same settings and checkpoint.
+
+    It also returns when only ranks that can be excluded are missing. `gone` returns the ranks that are known not to
+    join, with the reasons. On rank 0, `note` is called with each lost rank, from now on until the heartbeat ends.
+    Raises RanksError, on each rank for the same reason.
+    """
     store = PrefixStore(f"moiety/{meeting.attempt}", store)
     if meeting.rank:
         line, masked = _arrive(meeting, store, settings, checkpoint, timeout_s)
@@ -113,7 +118,7 @@ def meet(
         if masked:
             store.set(_MASKED, msgspec.json.encode(masked).decode())
     for line in lines.values():
-        with contextlib.suppress(OSError):  # the lifeline says that it is lost
+        with contextlib.suppress(OSError):  # the heartbeat reports the loss
             line.send(Welcome(masked))
     return ConnectedRanks(RankHeartbeat(0, lines, note), masked)
 
@@ -124,7 +129,7 @@ def _listener(meeting: Rendezvous) -> socket.socket:
     except OSError:
         if meeting.is_local:
             raise
-        return socket.create_server(("", 0))  # the host is an address of a translator before this one
+        return socket.create_server(("", 0))  # the host is the address of a NAT in front of this host
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -134,7 +139,7 @@ def _bound(host: str, port: int) -> socket.socket:
 def _arrive(
     meeting: Rendezvous, store: Store, settings: dict[str, str], checkpoint: str, timeout_s: float
 ) -> tuple[Line, tuple[int, ...]]:
-    """The line to rank 0, and who is done without."""
+    """Connect to rank 0 and return the connection with the excluded ranks."""
     line: Line | None = None
     unreached = f"rank 0 at {meeting.host} was not reached by rank {meeting.rank} within {timeout_s:g} s"
     try:
@@ -142,9 +147,9 @@ def _arrive(
         host, port, secret = msgspec.json.decode(store.get(_ADDRESS), type=tuple[str, int, str])
         line = Line(socket.create_connection((host, port), timeout=timeout_s))
         line.send(RankHello(meeting.rank, secret, settings, checkpoint))
-        line.socket.settimeout(timeout_s + _VERDICT_GRACE_S)  # rank 0 waits as long, and then says who is missing
+        line.socket.settimeout(timeout_s + _VERDICT_GRACE_S)  # rank 0 waits as long, and then names the missing ranks
         while not (words := line.receive()):
-            pass  # a part of it has come
+            pass  # the message is still incomplete
     except (DistError, RuntimeError, OSError, EOFError, msgspec.DecodeError) as exc:
         if line is not None:
             line.close()
@@ -165,7 +170,7 @@ def _arrive(
 
 
 def _masked_in(store: Store) -> tuple[int, ...]:
-    with contextlib.suppress(DistError, RuntimeError):  # it may be gone, with rank 0
+    with contextlib.suppress(DistError, RuntimeError):  # the store may have ended with rank 0
         if store.check([_MASKED]):
             return msgspec.json.decode(store.get(_MASKED), type=tuple[int, ...])
     return ()
@@ -178,7 +183,10 @@ def _receive_all(
     sparing: RankExclusion | None,
     gone: Callable[[], Mapping[int, str]],
 ) -> tuple[int, ...]:
-    """Those that are done without. Nobody is as long as there is somebody to hear who may be one of them."""
+    """Wait for all ranks and return those that are excluded.
+
+    No rank is excluded while there are unprocessed connections, which may be from that rank.
+    """
     begin_s, rather = time.monotonic(), set[int]()
     while True:
         left = {rank: why for rank, why in gone().items() if rank not in rather}
@@ -190,7 +198,7 @@ def _receive_all(
         if sparing is None and left:
             raise RanksError(next(iter(left.values())))
         if busy and waited_s < timeout_s + _VERDICT_GRACE_S / 2:
-            continue  # there may be more to hear
+            continue  # more messages may be waiting
         why_not, none_will_come = "", left.keys() >= set(missing)
         if sparing is not None and (none_will_come or waited_s > sparing.after_s):
             masked, why_not = sparing.leaving(missing)
@@ -199,7 +207,7 @@ def _receive_all(
                 arrivals.dismiss(left | {rank: _SHARES_HEADS.format(rank=rank) for rank in together})
                 return masked
             if (held_back := arrivals.held_back) and sparing.can_without(set(missing) - held_back):
-                rather |= held_back  # the group starts with those, or not at all
+                rather |= held_back  # the group needs these to start
                 arrivals.let_in()
                 continue
         if none_will_come:

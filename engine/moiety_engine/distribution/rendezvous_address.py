@@ -1,5 +1,8 @@
-"""Where the ranks of a model meet. A launcher, torchrun or DeepSpeed's, starts all of them and says so in the
-environment; else rank 0 has started the others itself. Imports no torch."""
+"""Address at which the ranks of a model meet.
+
+A launcher (torchrun or DeepSpeed's) starts all ranks and sets the address in the environment; otherwise rank 0 starts
+the others itself. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """One rank's view of where all meet. `store_runs`: the launcher has it, so that rank 0 does not start it."""
+    """One rank's view of the rendezvous. With `store_runs` the launcher runs the store, so rank 0 does not start it."""
 
     rank: int
     num_ranks: int
@@ -26,7 +29,7 @@ class Rendezvous:
     host: str = "127.0.0.1"
     port: int = 0
     store_runs: bool = False
-    attempt: int = 0  # of a launcher that starts the ranks again
+    attempt: int = 0  # number of restarts by the launcher
 
     @property
     def is_local(self) -> bool:
@@ -40,12 +43,15 @@ class Rendezvous:
 
     @property
     def store_host(self) -> str:
-        """Where the store is: a launcher's own is where the launcher says."""
+        """The host of the store: the launcher's address if the launcher runs it."""
         return self.host if self.store_runs else self.own_host
 
 
 def meeting_from(environ: Mapping[str, str]) -> Rendezvous | None:
-    """What a launcher says; None where there is none, or it started one process only. Raises InvalidConfig."""
+    """Return the rendezvous that a launcher set; None without a launcher, or if it started one process only.
+
+    Raises InvalidConfig.
+    """
     if environ.get("WORLD_SIZE", "1") == "1":
         return None
     try:
@@ -67,7 +73,7 @@ def meeting_from(environ: Mapping[str, str]) -> Rendezvous | None:
 
 
 def require_ranks(layout: Layout, meeting: Rendezvous) -> None:
-    """Raises InvalidConfig where a launcher started another number of ranks than the layout has."""
+    """Raise InvalidConfig if the launcher started another number of ranks than the layout has."""
     if layout.num_ranks != meeting.num_ranks:
         further = f", with --ffn-ranks {layout.ffn_ranks}," if layout.ffn_ranks else ""
         raise InvalidConfig(
@@ -77,7 +83,7 @@ def require_ranks(layout: Layout, meeting: Rendezvous) -> None:
 
 
 def require_hosts_apart(exclude_rank_after_s: float | None, meeting: Rendezvous) -> None:
-    """Raises InvalidConfig where ranks may be masked, and the launcher lets none start without the others."""
+    """Raise InvalidConfig if ranks may be excluded but the launcher starts no rank before all hosts have joined."""
     if exclude_rank_after_s is not None and meeting.store_runs:
         raise InvalidConfig(
             "--exclude-rank-after-s cannot be had under torchrun, which starts no rank before all hosts have "
@@ -88,9 +94,9 @@ def require_hosts_apart(exclude_rank_after_s: float | None, meeting: Rendezvous)
 
 
 def require_private_ranks(meeting: Rendezvous, *, allowed: bool) -> None:
-    """Raises InvalidConfig where ranks talk to other hosts and nobody said that their network is private.
+    """Raise InvalidConfig if ranks talk to other hosts and their network is not declared private.
 
-    Neither the collectives of torch nor its store authenticate who connects.
+    Neither torch's collectives nor its store authenticate their peers.
     """
     if not meeting.is_local and not allowed:
         raise InvalidConfig(

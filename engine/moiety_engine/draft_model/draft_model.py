@@ -141,7 +141,7 @@ class DraftModel:
     def _run(self, rows: DraftRows, sampled_L: Tensor | None) -> list[list[int]]:
         """Run all passes; return the draft tokens of each sequence in `rows.drafting`."""
         self._staging.turn()
-        foreseen = [DraftedRow(piece.sequence) for piece in rows.drafting]
+        drafted_rows = [DraftedRow(piece.sequence) for piece in rows.drafting]
         said: list[Tensor] = []
         host: HostBatch | None = rows.first_pass()
         hidden_LD: Tensor | None = None
@@ -149,9 +149,9 @@ class DraftModel:
         with one_torch_thread() if self.model.only_kernels else contextlib.nullcontext():
             while host is not None:
                 hidden_LD = self._pass(self._builder.upload(host, before_L), hidden_LD)
-                if not foreseen:
+                if not drafted_rows:
                     break
-                wanting = [one.after(number) for one in foreseen[: len(hidden_LD)]]
+                wanting = [one.after(number) for one in drafted_rows[: len(hidden_LD)]]
                 drawn = self._sampler.sample(self.model.logits(hidden_LD), wanting, sampled_L)
                 said.append(self._staging.download(drawn.token_L))
                 before_L, number = drawn.token_L, number + 1

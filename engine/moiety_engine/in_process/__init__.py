@@ -1,1 +1,1 @@
-"""A replica without a server: front and core as one object, for a file of requests and for programs in Python."""
+"""Offline inference: a replica without a server, as one object, for a file of requests and for Python programs."""

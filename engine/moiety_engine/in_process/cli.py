@@ -1,5 +1,7 @@
-"""The command `moiety batch run`: makes the engine of it. What lines may ask for is the business of the package that
-knows the API, which is found by an entry point."""
+"""The command `moiety batch run`: creates the engine for a file of requests.
+
+The package that implements the API parses the lines; an entry point finds it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from moiety_engine.logs import configure_logs
 from moiety_engine.server import options, rank_options
 from moiety_wire.replica import Replica
 
-OFFLINE_GROUP = "moiety.offline"  # its entry point `run_file` answers a file by a replica that it is given
+OFFLINE_GROUP = "moiety.offline"  # its entry point `run_file` answers a file with the replica that it is given
 
 
 def batch_run(
@@ -41,7 +43,7 @@ def batch_run(
     pp: rank_options.PpOption = 1,
     dp_attention: rank_options.DpAttentionOption = 1,
     ep: rank_options.EpOption = 1,
-    ffn_ranks: rank_options.ExpertRanksOption = 0,
+    ffn_ranks: rank_options.FfnRanksOption = 0,
     micro_batches: rank_options.MicroBatchesOption = 2,
     micro_batch_tokens: rank_options.MicroBatchTokensOption = 32,
     threads: options.ThreadsOption = None,

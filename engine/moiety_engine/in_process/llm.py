@@ -1,6 +1,6 @@
-"""A model as an object in Python, for evaluations and loops of reinforcement learning.
+"""A model as a Python object, for evaluations and reinforcement-learning loops.
 
-It knows no tenants: every prompt is of one tenant and the class of batches.
+It has no tenants: every prompt belongs to one tenant and the batch class.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from moiety_wire.classes import BATCH
 from moiety_wire.messages import Failed, FailureCode, Finished, Submit, Tokens
 from moiety_wire.seeds import seed_of_choice
 
-FULL_BATCHES = 2  # that are kept at the engine, so that none of its steps waits for more
+FULL_BATCHES = 2  # batches kept at the engine, so that no step waits for more requests
 OWNER = "in-process"
 
-Message = Mapping[str, Any]  # {"role": …, "content": …}, as the chat template knows it
+Message = Mapping[str, Any]  # {"role": …, "content": …}, as in the chat template
 Prompt = str | Sequence[int]
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One sequence that is asked for, and what has come of it."""
+    """One requested sequence and its output so far."""
 
     submit: Submit
     index: int
@@ -71,7 +71,7 @@ class _Answer:
 
 
 class LLM:
-    """Owns a model in this process, until `close` or the end of its `with`. One thread at a time."""
+    """A model in this process, until `close` or the end of its `with`. One thread at a time."""
 
     def __init__(
         self,
@@ -80,8 +80,12 @@ class LLM:
         on_load: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> None:
-        """`model` is a checkpoint folder or a hub id, "" the demo model; `options` are the fields of EngineConfig.
-        `on_load` gets bytes read and bytes in all. Raises EngineError."""
+        """Load a model.
+
+        `model` is a checkpoint folder or a hub id, "" the demo model.
+
+        `options` are the fields of EngineConfig; `on_load` gets bytes read and total bytes. Raises EngineError.
+        """
         known = set(EngineConfig.__struct_fields__) - {"model"}
         unknown = sorted(set(options) - known)
         if unknown:
@@ -112,7 +116,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give the model's memory back. Nothing can be asked afterwards."""
+        """Free the model's memory. No request is possible afterwards."""
         self._open.clear()
         self.replica.close()
 
@@ -121,8 +125,11 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Output]:
-        """Complete each prompt, a text or token ids; in their order. `params` hold for all, or are one a prompt. Raises
-        InvalidRequest where one of them cannot be served, and then none is."""
+        """Complete each prompt, a text or token ids; return the outputs in their order.
+
+        `params` apply to all prompts, or there is one per prompt. Raises InvalidRequest where one cannot be served, and
+        then none is.
+        """
         given = _as_list(prompts)
         encoded = [self._encode(prompt) for prompt in given]
         return self._run([prompt if isinstance(prompt, str) else None for prompt in given], encoded, params)
@@ -134,7 +141,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[Output]:
-        """Answer one conversation, or each of several, by the model's chat template. Raises InvalidRequest."""
+        """Answer one conversation, or each of several, with the model's chat template. Raises InvalidRequest."""
         several = cast(
             "list[Sequence[Message]]", [messages] if messages and isinstance(messages[0], Mapping) else messages
         )
@@ -142,7 +149,7 @@ class LLM:
         return self._run([None] * len(encoded), encoded, params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
-        """Complete one prompt, giving out each answer's text as it comes. Whoever stops reading ends it."""
+        """Complete one prompt; yield each answer's text as it is generated. Closing the iterator aborts the request."""
         answers = self._answers(self._encode(prompt), params or SamplingParams(), gathers=False)
         waiting = list(answers)
         try:
@@ -180,7 +187,7 @@ class LLM:
         ]
 
     def _answer_all(self, answers: Sequence[_Answer]) -> None:
-        """The longest first, so that the batch stays full to the end."""
+        """Run all answers, the longest first, so that the batch stays full to the end."""
         waiting = sorted(answers, key=_predicted_tokens)
         try:
             while waiting or any(answer.end is None for answer in answers):
@@ -195,7 +202,7 @@ class LLM:
     def _advance(
         self, fresh: Sequence[_Answer], *, at_most_s: float = SLICE_S
     ) -> list[tuple[_Answer, Tokens | Finished | Failed]]:
-        """Run the engine for a while. What comes is kept with its answer, whoever of us waits for that one."""
+        """Run the engine for a while; each message is added to its answer, whichever call waits for that answer."""
         self._open |= {answer.submit.request_id: answer for answer in fresh}
         found = []
         for message in self.replica.advance((answer.submit for answer in fresh), at_most_s=at_most_s):
@@ -208,7 +215,7 @@ class LLM:
         return found
 
     def _drop(self, answers: Sequence[_Answer]) -> None:
-        """Those that have not ended are wanted no more."""
+        """Abort the answers that have not ended."""
         for answer in answers:
             if self._open.pop(answer.submit.request_id, None) is not None:
                 self.replica.abort(answer.submit.request_id)
@@ -216,7 +223,7 @@ class LLM:
     def _answers(self, prompt_ids: list[int], params: SamplingParams, *, gathers: bool) -> list[_Answer]:
         if params.n < 1:
             raise InvalidRequest(f"n must be at least 1, not {params.n}")
-        left = max(1, self.card.max_context_tokens - len(prompt_ids))  # what cannot fit the engine refuses
+        left = max(1, self.card.max_context_tokens - len(prompt_ids))  # the engine refuses prompts that do not fit
         max_tokens = left if params.max_tokens is None else params.max_tokens
         return [
             _Answer(
@@ -257,7 +264,7 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: token ids are a prompt, a list of them are several."""
+    """Return a list of prompts: a text or a list of token ids is one prompt."""
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [cast("Prompt", prompts)]
     return cast("list[Prompt]", list(prompts))

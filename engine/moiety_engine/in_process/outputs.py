@@ -1,4 +1,4 @@
-"""What a program gets of its prompts."""
+"""Outputs of generation for Python programs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from moiety_wire.messages import TokenLogprob
 
 
 class ScoredToken(msgspec.Struct, frozen=True):
-    """A token and its log-probability under the model itself, before temperature, penalties and filters; `top` are the
-    likeliest in its place, by id."""
+    """A token and its log-probability under the model itself, before temperature, penalties and filters.
+
+    `top` holds the most likely tokens at its position, by id.
+    """
 
     token_id: int
     logprob: float
@@ -19,20 +21,24 @@ class ScoredToken(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """One answer. `token_ids` are all that were generated, with the one that ended it; `text` is without that one."""
+    """One answer. `token_ids` are all generated tokens, with the one that ended it; `text` is without that one."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str  # stop, length
     stopped_by: str  # the stop string; else "stop_token", "max_tokens" or "context"
-    num_cached_tokens: int  # of the prompt, that the prefix cache held
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
     logprobs: list[ScoredToken] | None = None
 
 
 class Output(msgspec.Struct, frozen=True):
-    """A prompt and its `n` answers. `prompt` is None where it was given as token ids. `prompt_logprobs` are of each of
-    its tokens but the first, which nothing precedes."""
+    """A prompt and its `n` answers.
+
+    `prompt` is None where it was given as token ids.
+
+    `prompt_logprobs` covers each of its tokens but the first, which has no predecessor.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -41,22 +47,22 @@ class Output(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Of the first answer."""
+        """Text of the first answer."""
         return self.completions[0].text
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What a step brought for one answer."""
+    """Output of one step for one answer."""
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # in the last
+    finish_reason: str | None = None  # in the last delta
 
 
 def scored(token_ids: list[int], logprobs: list[TokenLogprob]) -> list[ScoredToken]:
-    """Of tokens and what the wire says of each."""
+    """Return tokens with their log-probabilities from the wire format."""
     return [
         ScoredToken(token_id, told.logprob, {top.token_id: top.logprob for top in told.top})
         for token_id, told in zip(token_ids, logprobs, strict=True)

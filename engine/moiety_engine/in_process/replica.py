@@ -1,4 +1,4 @@
-"""The front's desk and the core's loop in one thread, with nothing between them."""
+"""The engine server's request manager and the core's loop in one thread."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from moiety_wire.messages import Abort, Submit, ToGateway
 
 ENGINE_ID = "in-process"
 SLICE_S = 0.05
-_COMPANY_S = 0.001  # how long a request is left to wait for company, or for a thread, before that is asked again
+_COMPANY_S = 0.001  # pause before polling again when requests wait for a batch or for other threads
 
 
 class InProcessReplica:
-    """`moiety_wire.replica.Replica` as the engine fulfils it. Owns the model from its making to `close`."""
+    """`moiety_wire.replica.Replica` implemented by the engine. Owns the model from its construction to `close`."""
 
     def __init__(self, config: EngineConfig, *, on_load: Callable[[int, int], None] | None = None) -> None:
-        """Loads the model; `on_load` gets bytes read and bytes in all. Raises EngineError."""
+        """Load the model; `on_load` gets bytes read and total bytes. Raises EngineError."""
         try:
             text = read_text_model(Path(config.model))
         except TextError as exc:
@@ -57,7 +57,7 @@ class InProcessReplica:
         return self._running().scheduler.limits.max_running
 
     def advance(self, submits: Iterable[Submit] = (), *, at_most_s: float = SLICE_S) -> list[ToGateway]:
-        """See the protocol. With `at_most_s` 0 it is one step. Raises EngineError once it is closed."""
+        """Run the engine, see the protocol. With `at_most_s` 0, run one step. Raises EngineError once closed."""
         loop = self._running()
         for submit in submits:
             self._desk.submit(self._session, submit)
@@ -76,7 +76,7 @@ class InProcessReplica:
         return told
 
     def abort(self, request_id: str) -> None:
-        """End a request; `advance` tells its end. Nothing happens if it has ended already."""
+        """Abort a request; `advance` returns its end. Does nothing if it has ended already."""
         self._desk.abort(self._session, Abort(request_id, 0))
 
     def environment(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a caller in Python may ask of one generation, in the words of `Sampling` and `Stopping`."""
+"""Generation parameters for Python callers, in the terms of `Sampling` and `Stopping`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from moiety_wire.messages import Sampling, Stopping
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults draw from the model's own distribution until it ends by itself or its context is full."""
+    """Sampling parameters. The defaults sample the model's distribution until it stops or its context is full."""
 
-    n: int = 1  # answers to each prompt
-    temperature: float = 1.0  # 0: always the likeliest token
+    n: int = 1  # answers per prompt
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0
@@ -20,16 +20,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     seed: int | None = None
-    max_tokens: int | None = None  # None: all that the context leaves
+    max_tokens: int | None = None  # None: as many as the context allows
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; N: the chosen token's, and the N likeliest
-    prompt_logprobs: int | None = None  # likewise of the prompt's tokens
+    logprobs: int | None = None  # None: none; N: those of the chosen token and of the N most likely
+    prompt_logprobs: int | None = None  # likewise for the prompt's tokens
 
     def sampling(self, seed: int | None, *, is_first: bool) -> Sampling:
-        """Of one answer; the first is asked for the prompt's log-probabilities."""
+        """Return the sampling of one answer; only the first requests the prompt's log-probabilities."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,

@@ -1,1 +1,1 @@
-"""KV from one engine to another: what it looks like on the way, the ways there, and both ends."""
+"""KV transfer between engines: wire format, transports, sender and receiver."""

@@ -1,4 +1,4 @@
-"""All that one engine has of the exchange of KV with others, by its role."""
+"""Connector of one engine for KV transfer, according to its role."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _SHARE_OF_HOST = 0.1
 
 
 class KvConnector:
-    """`kv_sender` where prompts are computed for others, `arrivals` where others' are gone on with. Used by the step
-    loop's thread."""
+    """KV transfer of one engine. Used by the step loop's thread.
+
+    `kv_sender` is set on an engine that prefills for others, `arrivals` on one that receives KV.
+    """
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class KvConnector:
 
     @property
     def address(self) -> str:
-        """Where KV comes in; "" where none does."""
+        """Address at which KV is received; "" if none is received."""
         return "" if self._receiver is None else self._receiver.address
 
     @property
@@ -49,21 +51,21 @@ class KvConnector:
 
     @property
     def secret(self) -> str:
-        """By which gateways allow transfers; "" where no KV comes in."""
+        """Secret with which gateways authorise transfers; "" if no KV is received."""
         return "" if self._receiver is None else self._receiver.secret
 
     @property
     def num_waiting(self) -> int:
-        """Requests whose KV has not come yet."""
+        """Requests whose KV has not arrived yet."""
         return 0 if self.arrivals is None else self.arrivals.num_waiting
 
     def serve(self, kv: KvCache | None) -> None:
-        """What comes is for that cache, or for none while the engine sleeps."""
+        """Set the cache for received KV; None while the engine sleeps."""
         if self._zone is not None:
             self._zone.serve(kv)
 
     def depart(self, submit: CoreSubmit) -> CoreSubmit:
-        """A request that is to be handed over, as it is to be served here: up to its next token."""
+        """Register a request for disaggregated prefill, and return it limited to its next token."""
         num_tokens = len(submit.resumed_ids or ()) + 1
         if self.kv_sender is None or submit.embed or submit.max_tokens <= num_tokens:
             return msgspec.structs.replace(submit, hand_over=None)
@@ -71,12 +73,15 @@ class KvConnector:
         return msgspec.structs.replace(submit, max_tokens=num_tokens)
 
     def num_landing(self, key: int) -> int:
-        """Of so many tokens of a request KV has come."""
+        """Return the number of tokens of a request whose KV has arrived."""
         arrival = None if self.arrivals is None else self.arrivals.arrival_of(key)
         return 0 if arrival is None else arrival.num_tokens
 
     def told(self, outputs: list[CoreOutput], failures: list[CoreFailure]) -> list[CoreOutput]:
-        """What the front is told: of those that end, how their KV came, or why it did not go."""
+        """Return the outputs for the engine server, with the transfer result of the requests that end.
+
+        The result is the transfer times of received KV, or the reason why KV was not sent.
+        """
         if self.kv_sender is None and self.arrivals is None:
             return outputs
         for failure in failures:
@@ -84,7 +89,7 @@ class KvConnector:
         return [output if output.finish is None else self._end(output, output.finish) for output in outputs]
 
     def close(self) -> None:
-        """The threads end."""
+        """End the threads."""
         if self.kv_sender is not None:
             self.kv_sender.close()
         if self._receiver is not None:
@@ -110,7 +115,7 @@ NO_EXCHANGE = KvConnector()
 
 
 def exchange_of(config: TransferConfig) -> KvConnector:
-    """Raises InvalidConfig where the address or the key cannot be had."""
+    """Return the connector of the configuration. Raises InvalidConfig if the address or the key is unusable."""
     if config.role is EngineRole.BOTH and not config.listen:
         return NO_EXCHANGE
     key = _read_key(config.key_file)

@@ -1,5 +1,6 @@
-"""The cache's content token by token, however its blocks are laid out: read on one engine, written on another, whose
-blocks may have another size and another type.
+"""Layout-independent access to the cache's content, token by token.
+
+KV is read on one engine and written on another, whose blocks may have another size and data type.
 
 n blocks, P places a block, T tokens, G key-value heads, d head width, L width of a latent row.
 """
@@ -17,27 +18,27 @@ from moiety_engine.model.batch import KvCache, LatentCache, LayerCache
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.latent_input.reference import scale_of, to_whole
 
-_NUM_SCALED_PARTS = 4  # keys, values, and a scale for each of either
-_NUM_SCALED_LATENT_PARTS = 3  # rows, and a scale for either part of each
+_NUM_SCALED_PARTS = 4  # keys, values, and one scale per key and per value
+_NUM_SCALED_LATENT_PARTS = 3  # rows, and one scale for each of a row's two parts
 
 
 def form_of(kv: KvCache) -> Form:
-    """What each layer has for a token."""
+    """Return the parts that each layer stores for a token."""
     return tuple(tuple(_form_of(layer, part) for part in layer.parts) for layer in kv.everything)
 
 
 def token_bytes(form: Form) -> int:
-    """Of one token over all layers."""
+    """Return the bytes of one token over all layers."""
     return sum(layer_bytes(layer) for layer in form)
 
 
 def layer_bytes(parts: Sequence[TensorLayout]) -> int:
-    """Of one token in one layer."""
+    """Return the bytes of one token in one layer."""
     return sum(math.prod(part.shape) * _dtype(part).itemsize for part in parts)
 
 
 def fits(form: Form, kv: KvCache) -> bool:
-    """Whether KV of that form is of the same model as the cache, whatever types either has."""
+    """Return whether KV of that layout is of the same model as the cache; the data types may differ."""
     own = form_of(kv)
     return len(form) == len(own) and all(
         layer[0].shape == mine[0].shape
@@ -57,7 +58,7 @@ def read(layer: LayerCache | LatentCache, blocks_n: Tensor, offset: int, num_tok
 
 
 def write(layer: LayerCache | LatentCache, rows: Sequence[Tensor], slots_T: Tensor) -> None:
-    """Token t's rows into slot slots_T[t] = block · P + place, in the cache's own types."""
+    """Write token t's rows into slot slots_T[t] = block · P + place, converted to the cache's data types."""
     if [part.dtype for part in layer.parts] == [part.dtype for part in rows]:
         for part, values in zip(layer.parts, rows, strict=True):
             by_token = part.movedim(_token_dim(layer), 1)
@@ -84,7 +85,7 @@ def _write_latent(layer: LatentCache, rows: Sequence[Tensor], slots_T: Tensor) -
 
 
 def views(buffer_B: Tensor, parts: Sequence[TensorLayout], num_tokens: int) -> list[Tensor]:
-    """The parts of a piece that begins where the buffer does."""
+    """Return the parts of the chunk at the start of the buffer as tensors."""
     found, begin = [], 0
     for part in parts:
         end = begin + num_tokens * math.prod(part.shape) * _dtype(part).itemsize
@@ -99,7 +100,7 @@ def _typed(bytes_B: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _plain(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys and values as numbers that need no scale."""
+    """Return keys and values in float32, with their scales applied."""
     if len(rows) == _NUM_SCALED_PARTS:
         k_TGd, v_TGd, k_scale_TG, v_scale_TG = rows
         return k_TGd.float() * k_scale_TG[..., None], v_TGd.float() * v_scale_TG[..., None]

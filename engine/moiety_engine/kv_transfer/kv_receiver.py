@@ -1,4 +1,4 @@
-"""Requests whose KV comes from another engine. They wait here until it is there, or is known not to come."""
+"""Requests whose KV comes from another engine. They wait here until the KV has arrived or is lost."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer, pr
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.roles import KvTransferTimes
 
-ANNOUNCED_S = 5.0  # in which the other engine's word must have come: it was sent before the request was
+ANNOUNCED_S = 5.0  # longest wait for the announcement, which was sent before the request
 
 log = structlog.get_logger()
 
 
 class KvReceiver:
-    """Of one replica; used by the step loop's thread."""
+    """Requests of one replica that wait for KV. Used by the step loop's thread only."""
 
     def __init__(self, zone: StagingBuffer, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._zone = zone
         self._clock = clock
-        self._pending: dict[int, tuple[CoreSubmit, float]] = {}  # by the request's key: who, and since when
-        self._there: dict[int, tuple[str, KvTransferTimes]] = {}  # that have not landed, or have not ended
+        self._pending: dict[int, tuple[CoreSubmit, float]] = {}  # by request key, with the start of the wait
+        self._there: dict[int, tuple[str, KvTransferTimes]] = {}  # by request key: received transfers
         self.disaggregated_decode_requests_total = self.lost_transfers_total = 0
 
     @property
@@ -34,14 +34,14 @@ class KvReceiver:
         self._pending[submit.key] = submit, self._clock()
 
     def leave(self, key: int) -> CoreSubmit | None:
-        """A pending goes, and what came for it; None if there is no such pending."""
+        """Remove a waiting request and its KV, and return it; None if no such request waits."""
         submit, _ = self._pending.pop(key, (None, 0.0))
         if submit is not None:
             self._zone.drop(submit.transfer_id)
         return submit
 
     def take_ready(self) -> Iterator[CoreSubmit]:
-        """Who need not wait any more. The KV of one without an arrival (`arrival_of`) is lost."""
+        """Yield the requests that need not wait any more. If `arrival_of` returns None for one, its KV is lost."""
         now_s = self._clock()
         for key, (submit, since_s) in list(self._pending.items()):
             progress = self._zone.claim(submit.transfer_id)
@@ -53,22 +53,22 @@ class KvReceiver:
             yield submit
 
     def arrival_of(self, key: int) -> KvTransferTimes | None:
-        """How the KV of a request came."""
+        """Return the transfer times of a request's KV; None if no KV arrived."""
         found = self._there.get(key)
         return None if found is None else found[1]
 
     def land(self, key: int, first: int, blocks: list[int]) -> None:
-        """Write what came for a request into its blocks, from token `first` on."""
+        """Copy a request's received KV into its blocks, from token `first` on."""
         self._zone.land(self._there[key][0], first, blocks)
 
     def ended(self, key: int) -> None:
-        """A request has ended, whether or not its KV had landed."""
+        """Drop the KV of a request that has ended, whether or not it was copied into the cache."""
         found = self._there.pop(key, None)
         if found is not None:
             self._zone.drop(found[0])
 
     def _receive(self, submit: CoreSubmit) -> None:
-        computed = [*submit.prompt_ids, *(submit.resumed_ids or ())][:-1]  # of the newest token there is no KV yet
+        computed = [*submit.prompt_ids, *(submit.resumed_ids or ())][:-1]  # the newest token has no KV yet
         arrival = self._zone.arrival(submit.transfer_id, prompt_hash(computed))
         if arrival is None:
             self.lost_transfers_total += 1

@@ -1,7 +1,9 @@
-"""Prompts whose KV goes to another engine: what each step computes of them leaves layer by layer, while later layers
-and later parts of the prompt are computed.
+"""Sending of prompts' KV to other engines.
 
-n blocks of a stretch.
+Each step sends what it computes of these prompts layer by layer, while later layers and later parts of the prompt are
+computed.
+
+n blocks of a range of tokens.
 """
 
 from __future__ import annotations
@@ -29,37 +31,37 @@ class _OutgoingPrompt:
     hand_over: KvHandoff
     tokens: list[int]
     has_begun: bool = False
-    num_left: int = 0  # tokens that have gone, or are about to
-    offset: int = 0  # bytes, likewise
+    num_left: int = 0  # tokens that are sent or queued
+    offset: int = 0  # bytes that are sent or queued
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Tokens of one prompt that leave with this step."""
+    """Range of tokens of one prompt that this step sends."""
 
     transfer: _OutgoingPrompt
     first: int
     end: int
     blocks_n: Tensor
-    in_block: int  # place of the first token in its block
+    in_block: int  # offset of the first token in its block
 
 
 class KvSender:
-    """Used by the step loop's thread only."""
+    """Requests whose KV goes to other engines. Used by the step loop's thread only."""
 
     def __init__(self, sender: SenderThread) -> None:
         self._sender = sender
-        self._open: dict[int, _OutgoingPrompt] = {}  # by the requests' keys
+        self._open: dict[int, _OutgoingPrompt] = {}  # by request key
         self._problems: dict[int, str] = {}
-        self._stream: Any = None  # of a GPU, for copies to the host
+        self._stream: Any = None  # CUDA stream for copies to the host
 
     def enter(self, submit: CoreSubmit) -> None:
-        """A request that is to be handed over."""
+        """Register a request for disaggregated prefill."""
         assert submit.hand_over is not None, "only what is handed over departs"
         self._open[submit.key] = _OutgoingPrompt(submit.hand_over, [*submit.prompt_ids, *(submit.resumed_ids or ())])
 
     def of(self, plan: Plan, kv: KvCache) -> StepSends | None:
-        """What leaves with this step, which is about to run; None if nothing does."""
+        """Return the sends of the step that is about to run; None if there are none."""
         if not self._open:
             return None
         stretches = []
@@ -69,7 +71,7 @@ class KvSender:
             end = sequence.num_computed + chunk.num_tokens
             if transfer is None or end <= transfer.num_left or not self._has_begun(sequence.key, transfer, kv):
                 continue
-            first, size = transfer.num_left, kv.block_size  # what a cache had of the prompt goes with the first step
+            first, size = transfer.num_left, kv.block_size  # cached tokens of the prompt are sent with the first step
             blocks = sequence.blocks[first // size : -(-end // size)]
             device = kv.layers[0].parts[0].device
             blocks_n = torch.tensor(blocks, device=device)
@@ -83,7 +85,7 @@ class KvSender:
         return StepSends(self._sender, kv, stretches, self._stream)
 
     def ended(self, key: int, *, prefill_done: bool) -> str:
-        """A request has ended. Why its KV does not go along with it, if it was to."""
+        """Finish the transfer of a request that has ended. Return why its KV was not sent, or ""."""
         problem = self._problems.pop(key, "")
         transfer = self._open.pop(key, None)
         if transfer is None:
@@ -98,7 +100,10 @@ class KvSender:
         self._sender.close()
 
     def _has_begun(self, key: int, transfer: _OutgoingPrompt, kv: KvCache) -> bool:
-        """Announce what has not been announced: not before its prompt is computed, since room is kept for it there."""
+        """Announce the transfer if it is not announced yet. Return whether it has begun.
+
+        The announcement waits until the prompt is being computed, since the receiver reserves memory for it.
+        """
         if transfer.has_begun:
             return True
         form, tokens = form_of(kv), transfer.tokens
@@ -121,10 +126,10 @@ class KvSender:
 
 
 class StepSends:
-    """Of one step; called after each layer has stored its keys and values."""
+    """Sends of one step; called after each layer has stored its keys and values."""
 
     def __init__(self, sender: SenderThread, kv: KvCache, stretches: Sequence[_Stretch], stream: Any) -> None:
-        """`stream`: for copies to the host, None where there is nothing to copy."""
+        """Create the sends. `stream` is used for copies to the host; None where no copy is needed."""
         self._sender, self._kv, self._stretches, self._stream = sender, kv, stretches, stream
 
     def __call__(self, layer: int) -> None:
@@ -136,7 +141,7 @@ class StepSends:
             self._sender.put(piece, *self._on_host(rows))
 
     def _on_host(self, rows: list[Tensor]) -> tuple[list[Tensor], DeviceMark]:
-        """On a GPU they get there while later layers are computed."""
+        """Copy rows to the host. On a GPU the copies overlap with the computation of later layers."""
         stream = self._stream
         if stream is None:
             return rows, DeviceMark(None)

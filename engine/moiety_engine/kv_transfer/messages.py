@@ -1,16 +1,15 @@
-"""What two engines say to each other about the KV of one request.
+"""Messages between two engines for the KV transfer of one request.
 
 The sender connects a DEALER socket to the receiver's ROUTER. `Begin` comes first, then a `KvChunk` for each layer of
-each
-stretch of the prompt as soon as it is computed, then `End`, or `Cancel` at any time. Bytes of a piece follow it as
-frames of their own, unless both engines see the same memory. The receiver answers with exactly one `Received` or
-`Refused`: then nothing of the transfer concerns the sender any more.
+each range of prompt tokens as soon as it is computed, then `End`, or `Cancel` at any time. The bytes of a chunk follow
+it as separate frames, unless both engines share memory. The receiver answers with exactly one `Received` or `Refused`;
+the sender is then done with the transfer.
 
-A transfer begins once, with the token that a gateway made for it, and belongs to the connection that began it: what
-others send under its id is dropped.
+A transfer begins once, with the token that a gateway created for it, and belongs to the connection that began it.
+Messages of other connections under its id are dropped.
 
-All pieces together fill `num_bytes`, each from its `offset` on: of a layer and a stretch of tokens first all keys, then
-all values, or whatever parts the layer's cache has, each token by token.
+All chunks together fill `num_bytes`, each from its `offset` on. The chunk of a layer and a range of tokens contains all
+keys, then all values, or the other parts of that layer's cache, each part token by token.
 """
 
 from __future__ import annotations
@@ -19,31 +18,31 @@ import msgspec
 
 
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
-    """What a layer's cache has for each token: keys, values, scales or latent rows."""
+    """One part of a layer's cache: keys, values, scales or latent rows."""
 
     dtype: str
-    shape: tuple[int, ...]  # of one token
+    shape: tuple[int, ...]  # shape per token
 
 
-Form = tuple[tuple[TensorLayout, ...], ...]  # of all layers
+Form = tuple[tuple[TensorLayout, ...], ...]  # layout of all layers
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """KV of the first `num_tokens` tokens of a prompt is about to come."""
+    """Announces the KV of the first `num_tokens` tokens of a prompt."""
 
     transfer_id: str
     num_tokens: int
     num_bytes: int
-    prompt_hash: bytes  # of those tokens
+    prompt_hash: bytes  # hash of those tokens
     form: Form
-    segment: str = ""  # a file with the memory that the pieces go to; "": they come along
+    segment: str = ""  # file of the shared memory for the chunks; "": the messages carry them
     way: str = ""
-    rotation: str = ""  # of the sender's cache, as KvCache has it
-    token: str = ""  # by which a gateway has allowed it
+    rotation: str = ""  # rotation of the sender's cache, see KvCache
+    token: str = ""  # authorisation by a gateway
 
 
 class KvChunk(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Of tokens `first` to `end` - 1, what one layer has."""
+    """KV of one layer for the tokens `first` to `end` - 1."""
 
     transfer_id: str
     layer: int
@@ -53,25 +52,25 @@ class KvChunk(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All pieces have been sent."""
+    """All chunks have been sent."""
 
     transfer_id: str
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """No more pieces come, and nobody wants those that did."""
+    """The transfer ends early, and its chunks are discarded."""
 
     transfer_id: str
 
 
 class Received(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All of it is there."""
+    """The KV has arrived completely."""
 
     transfer_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The receiver does not want it, and why."""
+    """The receiver refuses the transfer, with the reason."""
 
     transfer_id: str
     reason: str

@@ -1,8 +1,8 @@
-"""Who may bring KV: engines that have the same secret key, and nobody else. Without a key the link is open, as that of
-the gateways is.
+"""Authentication of KV senders: engines with the same secret key. Without a key, any peer may connect.
 
-The secret is one pair of CURVE keys, which all engines have: the receiver is sure of the sender by the sender's public
-key, which ZeroMQ asks a handler about (ZAP, https://rfc.zeromq.org/spec/27)."""
+The secret is one pair of CURVE keys, which all engines share. The receiver checks the sender's public key in a ZAP
+handler, which ZeroMQ calls (https://rfc.zeromq.org/spec/27).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import zmq
 from zmq.utils import z85
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_NUM_FRAMES = 7  # of a request with CURVE: the last is the client's public key
+_NUM_FRAMES = 7  # frames of a ZAP request with CURVE; the last is the client's public key
 
 
 class PeerAuthenticator:
-    """Answers for all sockets of a context. A thread of its own, until the context ends."""
+    """ZAP handler for all sockets of a context. Runs in its own thread until the context ends."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], public_key: bytes) -> None:
         self._wanted = z85.decode(public_key)
@@ -36,14 +36,14 @@ class PeerAuthenticator:
 
 
 def guard_receiver(socket: zmq.Socket[bytes], secret_key: bytes) -> None:
-    """To be set before it is bound; its context has a PeerAuthenticator."""
+    """Set the receiver's CURVE options. Call it before `bind`; the socket's context needs a PeerAuthenticator."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, "kv")
 
 
 def present_sender(socket: zmq.Socket[bytes], secret_key: bytes) -> None:
-    """To be set before it is connected."""
+    """Set the sender's CURVE options. Call it before `connect`."""
     public_key = zmq.curve_public(secret_key)
     socket.setsockopt(zmq.CURVE_SERVERKEY, public_key)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public_key)

@@ -1,4 +1,4 @@
-"""Where KV comes in: a socket and a thread that fills the landing zone. It wakes nobody: the step loop looks."""
+"""Receiver of KV: a socket and a thread that fills the staging buffer. The step loop polls the buffer."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from moiety_engine.kv_transfer.peer_authentication import PeerAuthenticator, gua
 from moiety_engine.kv_transfer.staging_buffer import StagingBuffer
 from moiety_wire.roles import ANY_HOST, transfer_token
 
-MAX_FRAME_BYTES = 1 << 30  # a piece of one layer has fewer
+MAX_FRAME_BYTES = 1 << 30  # a chunk of one layer is smaller
 NOT_ALLOWED = "no gateway has allowed it: its token is of another transfer, engine or start of the engine"
-_NUM_LOGGED = 10  # transfers that no gateway has allowed; of further ones every thousandth is
+_NUM_LOGGED = 10  # unauthorised transfers in the log; afterwards every thousandth is logged
 _WILDCARDS = ("0.0.0.0", "[::]")
 
 log = structlog.get_logger()
 
 
 class ReceiverThread:
-    """Owns its context, socket and thread, from its making to `close`."""
+    """Owns its ZeroMQ context, socket and thread, from its creation to `close`."""
 
     def __init__(self, listen: str, zone: StagingBuffer, secret_key: bytes | None) -> None:
-        """Raises InvalidConfig where the address cannot be had."""
+        """Start to listen. Raises InvalidConfig if the address cannot be bound."""
         self._zone = zone
         self.secret = secrets.token_hex(32)
         self.num_disallowed = 0
@@ -55,8 +55,8 @@ class ReceiverThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; what has come stays in the zone."""
-        self._context.term()  # its thread is told so by the socket, and closes it
+        """End the thread; received KV stays in the staging buffer."""
+        self._context.term()  # the thread's receive then raises, and the thread closes the socket
         self._thread.join()
 
     def _run(self) -> None:
@@ -67,7 +67,7 @@ class ReceiverThread:
                     self._take(frames)
                 except zmq.ContextTerminated:
                     raise
-                except Exception:  # the root of a thread: what a message made of it is lost, and computed again
+                except Exception:  # the root of a thread: a failed transfer is lost, and its KV is recomputed
                     log.exception("kv_not_taken")
         self._socket.close(linger=0)
 
@@ -109,12 +109,12 @@ class ReceiverThread:
             log.warning("kv_not_allowed", num_bytes=begin.num_bytes, num_disallowed=self.num_disallowed)
 
     def _answer(self, identity: bytes, message: ToSender) -> None:
-        with contextlib.suppress(zmq.Again):  # a sender that does not listen finds out by itself
+        with contextlib.suppress(zmq.Again):  # a sender that does not read times out
             self._socket.send_multipart((identity, self._encoder.encode(message)), zmq.NOBLOCK)
 
 
 def _as_told(endpoint: str) -> str:
-    """Where it listens on all addresses, who is told puts in the one that it knows."""
+    """Return the address for the model card: a wildcard host becomes ANY_HOST, which the gateway replaces."""
     for wildcard in _WILDCARDS:
         endpoint = endpoint.replace(f"tcp://{wildcard}:", f"tcp://{ANY_HOST}:")
     return endpoint

@@ -1,5 +1,7 @@
-"""Where KV goes out: a thread with a socket to each engine that any was sent to. The step loop hands it pieces and goes
-on computing while they go."""
+"""Sender of KV: a thread with one socket per receiving engine.
+
+The step loop queues chunks and continues computing while they are sent.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from moiety_engine.kv_transfer.transports import SharedMemoryTransport, TcpTrans
 from moiety_engine.staging import DeviceMark
 from moiety_wire.roles import KvHandoff
 
-ANSWER_S = 30.0  # of the receiver, after all was sent
-POLL_S = 0.05  # how soon an answer is heard while nothing is sent
+ANSWER_S = 30.0  # longest wait for the receiver's answer after everything was sent
+POLL_S = 0.05  # polling interval for answers while nothing is sent
 LINGER_MS = 2000
 
 log = structlog.get_logger()
@@ -31,20 +33,20 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _OutgoingTransfer:
-    """One transfer. The step loop asks for `problem`; all else is the thread's."""
+    """One transfer. The step loop reads `problem`; the thread owns all other fields."""
 
     begin: Begin
     address: str
     way: Transport
-    heard_s: float  # when something was last done for it
-    problem: str = ""  # why it does not go on
+    heard_s: float  # time of the last activity
+    problem: str = ""  # why the transfer failed
 
 
 _Job = Callable[[], None]
 
 
 class SenderThread:
-    """Holds no more than `max_bytes` that have not arrived. Owns its thread from its making to `close`."""
+    """Sends KV. Holds at most `max_bytes` that have not arrived. Owns its thread from its creation to `close`."""
 
     def __init__(self, way: KvTransport, max_bytes: int, secret_key: bytes | None) -> None:
         self._way = way
@@ -65,7 +67,7 @@ class SenderThread:
     # ── from the step loop ──
 
     def begin(self, hand_over: KvHandoff, begin: Begin) -> str:
-        """Announce a transfer; why it cannot be, or ""."""
+        """Announce a transfer. Return why it is not possible, or ""."""
         with self._lock:
             if self._held_bytes + begin.num_bytes > self._max_bytes:
                 return f"{self._held_bytes} bytes of other KV have not arrived yet"
@@ -81,16 +83,19 @@ class SenderThread:
         return ""
 
     def put(self, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
-        """Send what one layer has, in host memory once the mark has been passed."""
+        """Send a chunk of one layer; its tensors are in host memory once the mark is passed."""
         transfer = self._kv_sender.get(piece.transfer_id)
         if transfer is not None and not transfer.problem:
             self._jobs.put(lambda: self._send(transfer, piece, parts, mark))
 
     def end(self, transfer_id: str) -> str:
-        """All pieces were put; why the other engine will not have them, if that is known by now."""
+        """End a transfer after all its chunks were queued.
+
+        Return why the receiver refused it, if that is known by now, or "".
+        """
         transfer = self._kv_sender.get(transfer_id)
         if transfer is None:
-            return ""  # it has come already
+            return ""  # it has arrived already
         if not transfer.problem:
             self._jobs.put(lambda: self._tell(transfer, End(transfer_id)))
             return ""
@@ -103,7 +108,7 @@ class SenderThread:
             self._jobs.put(lambda: self._cancel(transfer))
 
     def close(self) -> None:
-        """What was put still goes out, if it is taken soon."""
+        """Send what is queued, within the linger time, and end the thread."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -125,7 +130,7 @@ class SenderThread:
                 job()
             except queue.Empty:
                 pass
-            except Exception:  # the root of a thread: what did not go is lost, and computed again over there
+            except Exception:  # the root of a thread: KV that was not sent is lost, and the receiver recomputes it
                 log.exception("kv_not_sent")
             self._give_up()
             self._hear()
@@ -155,7 +160,7 @@ class SenderThread:
         self._forget(transfer.begin.transfer_id)
 
     def _hear(self) -> None:
-        """Answers that have come."""
+        """Process the answers that have arrived."""
         for socket in self._links.values():
             while True:
                 try:
@@ -178,7 +183,7 @@ class SenderThread:
                     log.warning("kv_was_refused", address=transfer.address, reason=answer.reason)
 
     def _give_up(self) -> None:
-        """What no engine answers to, is lost; and the link to it with all that waits there."""
+        """Drop transfers without an answer, and close the connection to their receiver with its queue."""
         now_s = time.monotonic()
         for transfer in list(self._kv_sender.values()):
             if now_s - transfer.heard_s > ANSWER_S:

@@ -1,5 +1,7 @@
-"""KV that comes from other engines, in host memory until its request is scheduled. Shared by the thread that receives
-and the step loop's; all methods may be called from either."""
+"""Staging buffer in host memory for KV from other engines, until its request is scheduled.
+
+The receiver thread and the step loop's thread share it and may call all methods.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,16 @@ from moiety_engine.kv_transfer.transports import open_segment
 from moiety_engine.model.batch import KvCache
 from moiety_wire.roles import KvTransferTimes
 
-UNCLAIMED_S = 30.0  # after which what no request came for is thrown away
-STALLED_S = 5.0  # without a new piece
-MAX_REMEMBERED = 4096  # of those that are lost
+UNCLAIMED_S = 30.0  # KV that no request claims is dropped after this time
+STALLED_S = 5.0  # longest wait for the next chunk
+MAX_REMEMBERED = 4096  # number of lost transfers that are remembered
 
 
 class Progress(IntEnum):
-    """Of one transfer."""
+    """Progress of one transfer."""
 
-    UNKNOWN = 0  # it was not announced
-    LOST = 1  # it was refused, cancelled or given up
+    UNKNOWN = 0  # not announced
+    LOST = 1  # refused, cancelled or dropped
     COMING = 2
     THERE = 3
 
@@ -40,19 +42,19 @@ class _Transfer:
     buffer_B: Tensor
     begun_unix_ns: int
     heard_s: float
-    sender: bytes  # the connection that began it
+    sender: bytes  # connection that began the transfer
     is_claimed: bool = False
-    ended_unix_ns: int = 0  # all is there
-    pieces: list[list[KvChunk]] = field(default_factory=list)  # of each layer
+    ended_unix_ns: int = 0  # time of completion; 0 while incomplete
+    pieces: list[list[KvChunk]] = field(default_factory=list)  # chunks of each layer
 
 
 def prompt_hash(token_ids: Sequence[int]) -> bytes:
-    """Of the tokens whose KV is meant."""
+    """Return the hash that identifies the tokens of a transfer."""
     return block_hash(blake2b(digest_size=16, person=b"moiety-transfer").digest(), token_ids)[MARK_BYTES:]
 
 
 class StagingBuffer:
-    """Holds no more than `max_bytes`."""
+    """Received KV, at most `max_bytes`."""
 
     def __init__(self, max_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
@@ -64,14 +66,14 @@ class StagingBuffer:
         self._held_bytes = 0
 
     def serve(self, kv: KvCache | None) -> None:
-        """What comes is for that cache; None: for none, and nothing may come."""
+        """Set the cache that received KV is for; None refuses all transfers."""
         with self._lock:
             self._kv = kv
 
     # ── from the sender ──
 
     def begin(self, begin: Begin, sender: bytes = b"") -> str:
-        """Why it is not wanted; "" if it may come, from that connection. No transfer begins twice."""
+        """Begin a transfer from a connection. Return why it is refused, or "". A transfer cannot begin twice."""
         with self._lock:
             self._drop_unclaimed()
             if begin.transfer_id in self._transfers:
@@ -82,7 +84,7 @@ class StagingBuffer:
             if not complaint:
                 try:
                     buffer_B = _buffer(begin)
-                except (OSError, ValueError, RuntimeError) as exc:  # the last is torch's, for want of memory
+                except (OSError, ValueError, RuntimeError) as exc:  # torch raises RuntimeError if memory is short
                     complaint = f"its memory cannot be had ({exc}); --kv-transport tcp does without sharing any"
             if complaint:
                 self._remember_lost(begin.transfer_id)
@@ -94,7 +96,7 @@ class StagingBuffer:
             return ""
 
     def put(self, piece: KvChunk, frames: Sequence[memoryview], sender: bytes = b"") -> None:
-        """A piece has come, and its bytes with it unless they are there already. One that does not fit ends all."""
+        """Store a chunk; its bytes come with it unless the memory is shared. An invalid chunk ends the transfer."""
         transfer = self._transfers.get(piece.transfer_id)
         if transfer is None or transfer.sender != sender or transfer.ended_unix_ns:
             return
@@ -114,7 +116,7 @@ class StagingBuffer:
         transfer.heard_s = self._clock()
 
     def end(self, transfer_id: str, sender: bytes = b"") -> bool:
-        """All has been sent: whether all is there. If not, nothing is kept."""
+        """End a transfer, and return whether it is complete. An incomplete transfer is dropped."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.sender != sender:
             return False
@@ -126,21 +128,21 @@ class StagingBuffer:
         return True
 
     def cancel(self, transfer_id: str, sender: bytes = b"") -> None:
-        """The connection that began it sends no more."""
+        """Drop a transfer at the request of the connection that began it."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None and transfer.sender == sender:
                 self._drop(transfer_id)
 
     def drop(self, transfer_id: str) -> None:
-        """Nobody wants it any more. Nothing happens where it is not known."""
+        """Drop a transfer that is not needed any more. An unknown transfer is ignored."""
         with self._lock:
             self._drop(transfer_id)
 
     # ── from the step loop ──
 
     def claim(self, transfer_id: str) -> Progress:
-        """How far it is; its request is here now, and will see to its end."""
+        """Return the progress of a transfer whose request has arrived. From then on the request must drop it."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
@@ -154,7 +156,10 @@ class StagingBuffer:
             return Progress.COMING
 
     def arrival(self, transfer_id: str, hashed: bytes) -> KvTransferTimes | None:
-        """What has come; None, and nothing is kept, where it is of another prompt."""
+        """Return the transfer times of complete KV.
+
+        KV that is incomplete or of another prompt is dropped, and returns None.
+        """
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None or not transfer.ended_unix_ns or transfer.begin.prompt_hash != hashed:
@@ -166,8 +171,10 @@ class StagingBuffer:
 
     @torch.inference_mode()
     def land(self, transfer_id: str, first: int, blocks: Sequence[int]) -> None:
-        """Write tokens `first` and later into the cache: the blocks are those of the sequence from its start. On a GPU
-        work that is queued afterwards sees them. Frees the memory."""
+        """Copy tokens `first` and later into the cache, and free the memory.
+
+        `blocks` are the sequence's blocks from its start. On a GPU, work queued afterwards sees the tokens.
+        """
         with self._lock:
             transfer, kv = self._transfers[transfer_id], self._kv
         assert kv is not None, "KV lands where there is no cache"

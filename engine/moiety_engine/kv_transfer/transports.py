@@ -1,5 +1,7 @@
-"""The ways of KV from one engine to another: memory that both see, or a TCP connection. Both fill one buffer at the
-receiver, piece by piece; they differ in who writes there."""
+"""Transports for KV between engines: shared memory, or a TCP connection.
+
+Both fill one buffer at the receiver, chunk by chunk; they differ in which engine writes there.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ _PIDS = Path("/proc/self/ns/pid")
 
 
 def own_host() -> str:
-    """Equal where processes see each other's files under /proc, so that they can share memory; "" where none can."""
+    """Return an id of this host; processes with equal ids can share memory. "" if sharing is not possible.
+
+    Processes with equal ids see each other's files under /proc: they have the same boot, PID namespace and user.
+    """
     try:
         return f"{_BOOT_ID.read_text().strip()}-{_PIDS.readlink()}-{os.getuid()}"
     except OSError:
@@ -31,27 +36,28 @@ def own_host() -> str:
 
 
 class Transport(Protocol):
-    """Of one transfer, at the sender's end."""
+    """Sender's end of one transfer."""
 
     @property
     def name(self) -> KvTransport: ...
 
     @property
     def segment(self) -> str:
-        """What the receiver opens; "" where the bytes come with the messages."""
+        """File that the receiver opens; "" where the messages carry the bytes."""
         ...
 
     def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
-        """Have the bytes of a piece at their offset of the receiver's buffer; what has to go with its message."""
+        """Write a chunk's bytes at an offset of the receiver's buffer, or return the frames to send with its message.
+        """
         ...
 
     def close(self) -> None:
-        """The receiver has it, or will not."""
+        """Release the resources after the transfer has ended."""
         ...
 
 
 class TcpTransport:
-    """The bytes go with the messages."""
+    """Transport that sends the bytes with the messages."""
 
     name = KvTransport.TCP
     segment = ""
@@ -60,17 +66,20 @@ class TcpTransport:
         return [_bytes_of(part) for part in parts]
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing, since there are no resources to release."""
 
 
 class SharedMemoryTransport:
-    """The bytes go into memory that the receiver opens, too. It has no name of its own: it is there as long as one of
-    the two processes has it, and nothing is left behind when both are killed."""
+    """Transport through memory that the receiver opens as well.
+
+    The memory has no name in the file system: it exists as long as one of the two processes has it open, so nothing
+    remains when both are killed.
+    """
 
     name = KvTransport.MEMORY
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError where there is no such memory."""
+        """Allocate the memory. Raises OSError if that fails."""
         self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, num_bytes)
         self._memory = mmap.mmap(self._descriptor, num_bytes)
@@ -96,7 +105,10 @@ class SharedMemoryTransport:
 
 
 def open_segment(segment: str, num_bytes: int) -> Tensor:
-    """The memory that another process has made for this. Raises OSError or ValueError where it cannot be opened."""
+    """Map the memory that another process allocated for a transfer.
+
+    Raises OSError or ValueError if it cannot be opened.
+    """
     if not (_SEGMENT.fullmatch(segment) and str(Path(segment).readlink()).startswith(f"/memfd:{_NAME}")):
         raise ValueError(f"{segment[:64]!r} is no memory for KV")
     descriptor = os.open(segment, os.O_RDWR | os.O_CLOEXEC)

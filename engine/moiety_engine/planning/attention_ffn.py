@@ -1,13 +1,13 @@
-"""Whether attention and experts pay on GPUs of their own (MegaScale-Infer, 2504.02263). Pure; decode steps only.
+"""Comparison of attention–FFN disaggregation (MegaScale-Infer, 2504.02263) with shared GPUs.
 
-Attention ranks hold a copy of attention each and serve requests of their own, expert ranks hold whole experts, and may
-be GPUs of another kind. A step's requests go in micro-batches, so that one is at attention while another is at experts
-and others are on the way:
+Pure functions; decode steps only. Each attention rank holds a copy of attention and serves its own requests. Expert
+ranks hold whole experts and may be GPUs of another kind. A step's requests are split into micro-batches, so that one
+micro-batch computes attention while another computes experts and others are in transfer:
 
     a layer = max(micro-batches · max(attention, experts, one way), attention + experts + 2 · one way)
 
-The best ratio is where attention and experts take as long. The two ways are compared by the output tokens/s that the
-price of one GPU buys.
+The best ratio makes attention and experts take equally long. The two arrangements are compared by the output tokens/s
+that the price of one GPU buys.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from moiety_engine.planning.models import Served
 
 MICRO_BATCHES = (1, 2, 3, 4)
-PAYS = 1.05  # times the tokens/s of the best layout together, below which it is not worth its trouble
+PAYS = 1.05  # factor over the tokens/s of the best layout together; below it, disaggregation does not pay
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """What attention and experts run on. `price`: of a GPU with experts, in those of one with attention."""
+    """Hardware for attention and for experts. `price`: price of an expert GPU relative to an attention GPU."""
 
     attention: Machine
     experts: Machine
@@ -56,21 +56,24 @@ class Sides:
 
     @property
     def between(self) -> GpuNetwork:
-        """From one side to the other; GPUs of two kinds are on hosts of two kinds."""
+        """Network between the two sides. GPUs of two kinds are on different hosts."""
         one_kind = self.attention == self.experts
         return self.network if one_kind else replace(self.network, inside=self.network.across)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionFfnLayout:
-    """A division of the GPUs, `replicas` of it, by output tokens/s of decode steps that keep the promised time a token,
-    for the price of a GPU; zero where none does. `in_engine`: no rank needs a copy of an expert."""
+    """Split of the GPUs into attention and expert GPUs, with `replicas` copies.
+
+    Speeds are output tokens/s of decode steps that attain the TPOT target, per price of one GPU; zero where no split
+    attains it. `in_engine`: no rank needs a copy of an expert.
+    """
 
     replicas: int = 0
-    attention_gpus: int = 0  # of a replica
+    attention_gpus: int = 0  # per replica
     expert_gpus: int = 0
     micro_batches: int = 0
-    running: int = 0  # of all replicas
+    running: int = 0  # over all replicas
     tpot_s: float = 0.0
     tokens_per_s_per_gpu: float = 0.0
     in_engine: bool = True
@@ -78,7 +81,7 @@ class AttentionFfnLayout:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFfnComparison:
-    """The best division, and the best layout with both on the same GPUs, of decode steps alone too."""
+    """The best disaggregated layout and the best layout with both on the same GPUs, for decode steps alone."""
 
     apart: AttentionFfnLayout
     together: Layout | None
@@ -90,8 +93,10 @@ class AttentionFfnComparison:
 
 
 def compare(served: Served, num_gpus: int, sides: Sides, demand: TrafficDemand) -> dict[str, AttentionFfnComparison]:
-    """Of what the engine can do ("advised"), and of all ("best_of_all"). Nothing for a model without experts or a
-    single GPU."""
+    """Compare the two arrangements among layouts that the engine supports ("advised") and among all ("best_of_all").
+
+    Returns an empty dict for a model without experts or for a single GPU.
+    """
     if num_gpus < 2 or not served.spec.moe_layers:
         return {}
     decoding = replace(demand, prompts_elsewhere=True)
@@ -114,7 +119,7 @@ def _best(divided: list[AttentionFfnLayout], layouts: list[LayoutCandidate]) -> 
 
 
 def _divisions(served: Served, num_gpus: int, sides: Sides, demand: TrafficDemand) -> Iterator[AttentionFfnLayout]:
-    """Those that fit and keep the promise."""
+    """Yield the splits that fit into memory and attain the TPOT target."""
     for replica in (size for size in range(2, num_gpus + 1) if num_gpus % size == 0):
         for experts in _counts(replica, served.spec):
             for micro_batches in MICRO_BATCHES:
@@ -125,7 +130,7 @@ def _divisions(served: Served, num_gpus: int, sides: Sides, demand: TrafficDeman
 
 
 def _counts(replica: int, spec: ModelSpec) -> list[int]:
-    """Of expert ranks: about every eighth of the GPUs, and those that experts come out even among."""
+    """Return the numbers of expert ranks to try: each eighth of the GPUs, and those that divide the experts evenly."""
     eighths = {max(1, min(replica - 1, round(replica * part / 8))) for part in range(1, 8)}
     return sorted(eighths | {count for count in range(1, replica) if experts_come_out_even(spec, count)})
 
@@ -133,7 +138,7 @@ def _counts(replica: int, spec: ModelSpec) -> list[int]:
 def divide(
     served: Served, attention: int, experts: int, micro_batches: int, sides: Sides, demand: TrafficDemand
 ) -> AttentionFfnLayout | None:
-    """So many ranks of each kind; None if it does not fit or keep the promise."""
+    """Evaluate one split into attention and expert ranks; None if it does not fit or misses the TPOT target."""
     layout = Layout(dp=attention, ep=experts, ffn_ranks=experts)
     spec = with_replicated_experts(served.spec, experts)
     ours, theirs = own_spec(spec, Seat(layout)), own_spec(spec, Seat(layout, attention))
@@ -152,7 +157,7 @@ def divide(
 
 
 def _room(served: Served, ours: ModelSpec, theirs: ModelSpec, sides: Sides, demand: TrafficDemand) -> int:
-    """Requests whose cache an attention rank holds; 0, too, where the experts do not fit on theirs."""
+    """Return how many requests' KV cache fits on an attention rank; 0 also where the experts do not fit on theirs."""
     activations = activation_bytes(theirs, demand)
     kv_bytes = []
     for own, machine in ((theirs, sides.experts), (ours, sides.attention)):
@@ -174,7 +179,7 @@ def _step_s(
     sides: Sides,
     demand: TrafficDemand,
 ) -> float:
-    """`rows`: of one micro-batch on one attention rank."""
+    """Return the seconds of a step. `rows`: rows of one micro-batch on one attention rank."""
     machine, size, experts = sides.attention, ours.hidden_size, layout.ffn_ranks
     batch = PlannedBatch(decoding=rows, context=demand.mean_context)
     shape = Shape(1, experts, experts, 1, demand.balancedness)
@@ -195,12 +200,15 @@ def _step_s(
 
 
 def pipelined_s(micro_batches: int, attention: float, experts: float, one_way: float) -> float:
-    """A layer: bound by its slowest part, or by one micro-batch's way through all of it."""
+    """Return the time of a layer: bound by its slowest part, or by one micro-batch's path through all parts."""
     return max(micro_batches * max(attention, experts, one_way), attention + experts + 2 * one_way)
 
 
 def one_way_s(rows: float, hidden_size: int, top_k: int, attention: int, experts: int, network: GpuNetwork) -> float:
-    """bf16 rows from attention to experts or back, none of which stays: what the busier side sends or receives."""
+    """Return the time to move bf16 rows from attention to experts or back, bound by the side that moves more.
+
+    No row stays on its rank.
+    """
     copies = experts * (1 - (1 - 1 / experts) ** top_k)
     busier = max(1.0, attention / experts)
     ranks = attention + experts

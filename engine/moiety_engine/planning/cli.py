@@ -1,4 +1,4 @@
-"""The command `moiety plan`: a model, GPUs and a promise in; layouts with figures, one of them advised, out."""
+"""The command `moiety plan`: takes a model, GPUs and SLO targets; prints layouts with figures and advises one."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def as_report(
 
 
 def advise(ranked: list[LayoutCandidate]) -> dict[str, LayoutCandidate | None]:
-    """The best layout that the engine can do, and the best of all; None where none keeps the promise."""
+    """Return the best layout that the engine supports and the best of all; None where none attains the SLO."""
     good = [one for one in ranked if one.problem is None]
     return {
         "advised": next((one for one in good if one.in_engine), None),
@@ -136,7 +136,7 @@ def make_table(ranked: list[LayoutCandidate]) -> Table:
 
 
 def explain(ranked: list[LayoutCandidate], advised: dict[str, LayoutCandidate | None]) -> list[str]:
-    """What to do, and why the others will not."""
+    """Return sentences that recommend a layout and say why the others fail."""
     sentences = []
     ours, best = advised["advised"], advised["best_of_all"]
     if ours is not None:
@@ -157,7 +157,7 @@ def explain(ranked: list[LayoutCandidate], advised: dict[str, LayoutCandidate | 
 
 
 def explain_apart(found: dict[str, AttentionFfnComparison]) -> list[str]:
-    """Whether attention and experts pay on GPUs of their own."""
+    """Return sentences that say whether attention–FFN disaggregation pays."""
     if not found:
         return []
     ours, best = found["advised"], found["best_of_all"]
@@ -179,7 +179,7 @@ def explain_apart(found: dict[str, AttentionFfnComparison]) -> list[str]:
 
 
 def options_apart(one: AttentionFfnLayout) -> str:
-    """As `moiety engine` takes them."""
+    """Return the layout as options of `moiety engine`."""
     named = (("--dp-attention", one.attention_gpus), ("--ffn-ranks", one.expert_gpus), ("--ep", one.expert_gpus))
     given = " ".join(f"{name} {value}" for name, value in named if value > 1 or name == "--ffn-ranks")
     return f"{given} --micro-batches {one.micro_batches}"
@@ -195,21 +195,21 @@ def _figures_apart(found: AttentionFfnComparison) -> str:
 
 
 def _price(experts_usd: float, attention_usd: float) -> float:
-    """Of a GPU for experts, in those for attention."""
+    """Return the price of an expert GPU relative to an attention GPU."""
     if not attention_usd:
         raise InvalidConfig("--expert-gpu-hour-usd is compared with --gpu-hour-usd, which is 0: set both")
     return experts_usd / attention_usd
 
 
 def _kind_of(problem: str) -> str:
-    """Without what differs from one layout to the next."""
+    """Return the problem without the numbers that differ between layouts."""
     if problem.startswith("one request takes"):
         return "a single request is slower than the promised time a token"
     return "the first token comes too late" if problem.startswith("a first token") else problem
 
 
 def options(one: LayoutCandidate) -> str:
-    """As `moiety engine` takes them."""
+    """Return the layout as options of `moiety engine`."""
     layout = one.layout
     named = (("--tp", layout.tp), ("--dp-attention", layout.dp), ("--ep", layout.ep), ("--pp", layout.pp))
     return " ".join(f"{name} {value}" for name, value in named if value > 1) or "on one GPU each"

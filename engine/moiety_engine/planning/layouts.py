@@ -1,4 +1,4 @@
-"""Every layout of a model on so many GPUs: does it fit, how many requests, how fast, at what cost. Pure."""
+"""All layouts of a model on a number of GPUs: memory fit, concurrent requests, speed and cost. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,53 +22,53 @@ if TYPE_CHECKING:
     from moiety_engine.planning.models import Served
     from moiety_kernels.quantization.weight import WeightFormat
 
-MOST_SEQUENCES = 8192  # of a group: beyond it nothing is gained
+MOST_SEQUENCES = 8192  # per group; larger batches gain nothing
 MOST_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficDemand:
-    """What requests are like, and what they are promised, on average and without queueing."""
+    """Request lengths and SLO targets, as averages and without queueing."""
 
     input_tokens: int
     output_tokens: int
     ttft_s: float
     tpot_s: float
     gpu_hour_usd: float
-    max_batch_tokens: int = 8192  # prompt tokens of a step
+    max_batch_tokens: int = 8192  # prompt tokens per step
     balancedness: float = 0.9
-    prompts_elsewhere: bool = False  # other GPUs compute prompts: here all steps decode
+    prompts_elsewhere: bool = False  # other GPUs compute prompts; all steps here decode
 
     @property
     def mean_context(self) -> float:
-        """Tokens that a decoding request has in the cache, on average."""
+        """Mean number of tokens that a decoding request has in the cache."""
         return self.input_tokens + self.output_tokens / 2
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutCandidate:
-    """A layout and what comes of it. `problem`: why it will not do; then what could not be computed is zero."""
+    """A layout and its predicted figures. `problem`: why it is unsuitable; figures that were not computed are zero."""
 
     layout: Layout
     replicas: int
     in_engine: bool
     problem: str | None = None
-    weight_bytes: int = 0  # of a rank
-    kv_bytes_per_token: int = 0  # of a rank
-    kv_tokens: int = 0  # of a group
-    most_running: int = 0  # requests that the memory holds, of all replicas
-    running: int = 0  # requests that decode at once within the promise, of all replicas
+    weight_bytes: int = 0  # per rank
+    kv_bytes_per_token: int = 0  # per rank
+    kv_tokens: int = 0  # per group
+    most_running: int = 0  # requests that fit into the memory of all replicas
+    running: int = 0  # requests that decode at once within the SLO, over all replicas
     ttft_s: float = 0.0
     tpot_s: float = 0.0
-    decode: StepTimes = NO_TIME  # of the step at `running`
-    prefill: StepTimes = NO_TIME  # of a prompt alone, or of its largest chunk
+    decode: StepTimes = NO_TIME  # the step with `running` requests
+    prefill: StepTimes = NO_TIME  # a prompt alone, or its largest chunk
     tokens_per_s: float = 0.0  # output tokens of all GPUs
     tokens_per_s_per_gpu: float = 0.0
     usd_per_million_tokens: float = 0.0  # output tokens
 
 
 def list_layouts(num_gpus: int, spec: ModelSpec) -> Iterator[Layout]:
-    """All whose ranks divide the GPUs. Attention in groups goes with experts that are whole."""
+    """Yield all layouts whose ranks divide the GPUs. DP attention goes with whole experts."""
     for ranks in _divisors(num_gpus):
         for pp in (one for one in _divisors(ranks) if one <= MOST_STAGES):
             for tp in _divisors(ranks // pp):
@@ -84,7 +84,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def with_replicated_experts(spec: ModelSpec, ep: int) -> ModelSpec:
-    """As many experts as so many parts can have the same number of: the last ones are further copies."""
+    """Return the spec with the experts padded to a multiple of `ep`; the extra ones are further replicas."""
 
     def padded(ffn: MoeSpec) -> MoeSpec:
         slots = -(-ffn.routing.num_experts // ep) * ep
@@ -97,7 +97,7 @@ def with_replicated_experts(spec: ModelSpec, ep: int) -> ModelSpec:
 def evaluate(
     served: Served, layout: Layout, num_gpus: int, machine: Machine, network: GpuNetwork, demand: TrafficDemand
 ) -> LayoutCandidate:
-    """The most requests at once that keep the promised time a token, and what that gives."""
+    """Find the most concurrent requests that attain the TPOT target, and the figures at that number."""
     replicas = num_gpus // layout.num_ranks
     found = LayoutCandidate(layout, replicas, in_engine=experts_come_out_even(served.spec, layout.ep))
     try:
@@ -134,7 +134,7 @@ def _fill_memory(
 def _fill_times(
     found: LayoutCandidate, served: Served, own: ModelSpec, machine: Machine, network: GpuNetwork, demand: TrafficDemand
 ) -> LayoutCandidate:
-    """`own`: what a rank of each stage has together."""
+    """Add the times. `own`: the share of one rank of each stage, over all stages together."""
     layout = found.layout
     shape = Shape(layout.tp, layout.dp, layout.ep, layout.pp, demand.balancedness)
 
@@ -173,7 +173,10 @@ def usd_per_million(tokens_per_s_per_gpu: float, gpu_hour_usd: float) -> float:
 
 
 def mixed_batch(demand: TrafficDemand, running: int, groups: int) -> PlannedBatch:
-    """An average step where requests come as fast as they end: each that decodes brings its share of prompt tokens."""
+    """Return an average step where requests arrive as fast as they end.
+
+    Each decoding request brings its share of prompt tokens.
+    """
     each = 0.0 if demand.prompts_elsewhere else demand.input_tokens / demand.output_tokens
     return PlannedBatch(
         decoding=running,
@@ -186,7 +189,7 @@ def mixed_batch(demand: TrafficDemand, running: int, groups: int) -> PlannedBatc
 
 
 def _own(spec: ModelSpec, layout: Layout) -> tuple[ModelSpec, ModelSpec]:
-    """What the first rank, which has the most, holds; and what a rank of each stage has together."""
+    """Return the share of the first rank, which holds the most, and the shares of one rank of each stage together."""
     if layout.dp > 1:
         spec = with_replicated_experts(spec, layout.ep)
     own = own_spec(spec, Seat(layout))
@@ -194,12 +197,12 @@ def _own(spec: ModelSpec, layout: Layout) -> tuple[ModelSpec, ModelSpec]:
 
 
 def _as_read(form: WeightFormat, machine: Machine) -> WeightFormat:
-    """How the machine's kernels want it packed."""
+    """Return the weight format as the machine's kernels expect it to be packed."""
     return replace(form, pack=GPU_PACK) if machine.tiled and form.bits == 4 else form
 
 
 def experts_come_out_even(spec: ModelSpec, ep: int) -> bool:
-    """Whether no rank needs a copy of an expert."""
+    """Return whether no rank needs a copy of an expert."""
     mixtures = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeSpec)]
     return all(ffn.routing.num_experts % ep == 0 for ffn in mixtures)
 
@@ -210,14 +213,17 @@ def _has_kernels(served: Served, own: ModelSpec, machine: Machine) -> bool:
 
 
 def activation_bytes(own: ModelSpec, demand: TrafficDemand) -> int:
-    """At the largest step: the stream and what a layer makes of it, and each pair's hidden and output row."""
+    """Return the activation bytes of the largest step.
+
+    Counts the residual stream and a layer's intermediates, and each routed pair's hidden and output row.
+    """
     mixtures = [layer.ffn for layer in own.layers if isinstance(layer.ffn, MoeSpec)]
     pairs = max((one.routing.top_k * (one.width + own.hidden_size) for one in mixtures), default=0)
     return int(demand.max_batch_tokens * 2 * (8 * own.hidden_size + pairs))
 
 
 def most_within(holds: Callable[[int], bool], most: int) -> int:
-    """The largest count up to `most` for which it holds, 0 if for none; what holds for one holds for all below it."""
+    """Return the largest count up to `most` for which `holds` is true, or 0; `holds` must be monotonic."""
     low, high = 0, max(0, most)
     while low < high:
         middle = (low + high + 1) // 2

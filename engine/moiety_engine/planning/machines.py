@@ -1,7 +1,7 @@
-"""GPUs and the links between them, by data sheet, and what of it is reached; or this processor, measured.
+"""GPUs and their links by data sheet, with the share of it that is reached; or this processor, measured.
 
-Memory and arithmetic of an H200 are measured (`moiety_kernels.gpu.targets`); the other GPUs are taken to reach the same
-share of their data sheets as it does of its own.
+Memory and arithmetic of an H200 are measured (`moiety_kernels.gpu.targets`); the other GPUs are assumed to reach the
+same share of their data sheets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINK_REACHED = 0.8  # DeepEP's kernels: 39 to 48 of 50 GB/s, docs/legacy.md of d
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one GPU can send, one way, and what an exchange costs before its first byte."""
+    """Bandwidth of one GPU in one direction, and the latency before an exchange's first byte."""
 
     name: str
     peak_bytes_per_s: float
@@ -38,25 +38,27 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One GPU, or a processor: its speeds, its memory, and the link to the others of its host. `tiled`: experts are
-    timed by the grouped product's cost model, and not by the floor of their bytes and operations."""
+    """One GPU or processor: its speeds, its memory, and the link to the others of its host.
+
+    `tiled`: experts are timed by the grouped GEMM's cost model instead of the floor of their bytes and operations.
+    """
 
     speeds: DeviceModel
     memory_bytes: float
     link: str
-    overhead_s: float = H200_QWEN3_30B_A3B.overhead_s  # a step's constant part
+    overhead_s: float = H200_QWEN3_30B_A3B.overhead_s  # constant part of a step
     tiled: bool = True
-    reached: float = 0.85  # of `speeds`, by products and reads of real sizes; as in the simulator's H200
+    reached: float = 0.85  # share of `speeds` that products and reads of real sizes reach; as in the simulator's H200
 
 
 def _gpu(name: str, target: Target, num_sms: int, memory: float, bf16: float, fp8: float, l2_mib: int) -> DeviceModel:
-    """By data sheet: bytes/s and dense FLOP/s."""
+    """Return the device model from data-sheet bytes/s and dense FLOP/s."""
     reached = _FLOPS_REACHED
     return DeviceModel(name, target, num_sms, memory * _MEMORY_REACHED, bf16 * reached, fp8 * reached, l2_mib << 20)
 
 
-# Data sheets of the SXM and OAM modules: memory, dense bf16 and fp8, NVLink or Infinity Fabric one way (half of what is
-# advertised). An A100 has no fp8: what is in it is widened.
+# Data sheets of the SXM and OAM modules: memory, dense bf16 and fp8, NVLink or Infinity Fabric in one direction (half
+# of the advertised figure). An A100 has no fp8: its fp8 weights are widened.
 GPUS = {
     "a100": Machine(_gpu("NVIDIA A100 80GB", SM_80, 108, 2.039e12, 312e12, 312e12, 40), 80e9, "nvlink3"),
     "h100": Machine(_gpu("NVIDIA H100 SXM", SM_90, 132, 3.35e12, 989e12, 1979e12, 50), 80e9, "nvlink4"),
@@ -83,7 +85,7 @@ LINKS = {
 
 @dataclass(frozen=True, slots=True)
 class GpuNetwork:
-    """`inside` joins the GPUs of a host, `node_gpus` of them; `across` joins hosts, a port for each GPU."""
+    """Links of a cluster: `inside` joins a host's `node_gpus` GPUs; `across` joins hosts, with one port per GPU."""
 
     inside: Link
     across: Link
@@ -91,7 +93,7 @@ class GpuNetwork:
 
 
 def find_gpu(name: str) -> Machine:
-    """By its name; "cpu" is this machine's processor, measured. Raises InvalidConfig."""
+    """Return the machine of this name; "cpu" is this machine's processor, measured. Raises InvalidConfig."""
     if name == "cpu":
         return measure_processor()
     if name not in GPUS:
@@ -100,7 +102,7 @@ def find_gpu(name: str) -> Machine:
 
 
 def find_network(names: str, machine: Machine, node_gpus: int) -> GpuNetwork:
-    """From "INSIDE,ACROSS", where "nvlink" is the GPU's own. Raises InvalidConfig."""
+    """Parse "INSIDE,ACROSS", where "nvlink" is the GPU's own link. Raises InvalidConfig."""
     parts = [machine.link if name == "nvlink" else name for name in names.split(",")]
     if len(parts) != 2 or any(name not in LINKS for name in parts):
         known = ", ".join(("nvlink", *LINKS))
@@ -109,11 +111,13 @@ def find_network(names: str, machine: Machine, node_gpus: int) -> GpuNetwork:
 
 
 def measure_processor() -> Machine:
-    """This machine's processor, measured for some seconds: reads, and products in bfloat16 or float32, whichever are
-    faster. Its memory is what is available."""
+    """Measure this machine's processor for some seconds.
+
+    Measures reads, and products in bfloat16 or float32, whichever is faster. Its memory is the available memory.
+    """
     device = torch.device("cpu")
     measured = measure_speeds(device, clock_of(device)).best
-    speeds = replace(  # whose tiles and fp8 are never asked for
+    speeds = replace(  # its tiles and fp8 are never used
         H200,
         name=cpu_name(),
         memory_bytes_per_s=measured.memory_bytes_per_s,

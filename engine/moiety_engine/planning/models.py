@@ -1,6 +1,6 @@
-"""Which model is planned for: a preset, a folder with config.json, or a hub id; and how its weights are kept.
+"""Models to plan for: a preset, a folder with config.json or a hub id; and the format of the weights.
 
-Presets are the keys of the releases' config.json, on the hub under the ids that stand beside them.
+Presets are the keys of the releases' config.json; the hub id is in the comment beside each preset.
 """
 
 from __future__ import annotations
@@ -106,16 +106,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model, and the types of its weights and of its cache."""
+    """A model and the types of its weights and its KV cache."""
 
     name: str
     spec: ModelSpec
-    form: WeightFormat | None  # of the large products; None: bfloat16, as all else is
+    form: WeightFormat | None  # of the large products; None: bfloat16, like everything else
     kv_itemsize: int = 2
-    kv_scaled: bool = False  # whole numbers, with scales beside them
+    kv_scaled: bool = False  # integers with scales beside them
 
     def weight_bytes(self, own: ModelSpec) -> int:
-        """Memory of what a rank has of the model."""
+        """Return the bytes of a rank's share of the weights."""
         if self.form is None:
             return weight_bytes(own, torch.bfloat16)
         return bytes_in(self.form, own, torch.bfloat16)
@@ -124,13 +124,16 @@ class Served:
         return sum(self.kv_bytes(layer.attention) for layer in own.layers)
 
     def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec) -> int:
-        """Of one token in a layer of it."""
+        """Return the bytes of one token in one layer's KV cache."""
         scales = KV_SCALE_BYTES * attention.cached_rows if self.kv_scaled else 0
         return attention.cached_values * self.kv_itemsize + scales
 
 
 def find_model(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Served:
-    """`weights`: auto (as the checkpoint has them), bf16, or a format by its name. Raises EngineError."""
+    """Return the model of a preset, folder or hub id.
+
+    `weights`: auto (as in the checkpoint), bf16, or the name of a format. Raises EngineError.
+    """
     if model.lower() in PRESETS:
         name, spec = model.lower(), spec_from_config(PRESETS[model.lower()])
     elif model and not Path(model).is_dir() and "/" not in model:

@@ -1,7 +1,10 @@
-"""How long one step of a layout takes, by parts. Pure.
+"""Time of one step of a layout, by parts.
 
-Products and reads take the larger of their bytes and their operations at the machine's speeds, experts what the grouped
-product's cost model says of one rank's share, sums and exchanges their bytes over the links.
+Pure functions.
+
+Products and reads take the larger of the times of their bytes and their operations at the machine's speeds. Experts
+take the time that the grouped GEMM's cost model predicts for one rank's share. Sums and exchanges take their bytes over
+the links.
 """
 
 from __future__ import annotations
@@ -27,15 +30,18 @@ if TYPE_CHECKING:
     from moiety_engine.planning.models import Served
     from moiety_kernels.grouped_gemm.tiles import Scales, Weights
 
-_ITEM_BYTES = 2  # of activations
-_PROMPT_ATTENTION = 0.5  # of the peak: as in the simulator's H200
-_KERNELS_A_LAYER = 8  # beside the experts'; a few microseconds each
+_ITEM_BYTES = 2  # per activation
+_PROMPT_ATTENTION = 0.5  # share of the peak; as in the simulator's H200
+_KERNELS_A_LAYER = 8  # besides the experts' kernels; a few microseconds each
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBatch:
-    """What one group of a replica computes in a step. `prompt_seen`: tokens that a prompt's token attends to, on
-    average. Of the groups, `groups` have as much to do, and the others nothing."""
+    """Work of one group of a replica in a step.
+
+    `prompt_seen`: mean number of tokens that a prompt token attends to. `groups`: number of groups that have this work;
+    the others are idle.
+    """
 
     decoding: float = 0.0
     context: float = 0.0
@@ -51,9 +57,9 @@ class PlannedBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step. The parts follow each other: nothing is overlapped."""
+    """Seconds of a step by parts. The parts run one after the other: nothing overlaps."""
 
-    products_s: float = 0.0  # of attention, dense and shared feed-forwards, and the head
+    products_s: float = 0.0  # attention, dense and shared feed-forwards, and the head
     attention_s: float = 0.0
     experts_s: float = 0.0
     sums_s: float = 0.0
@@ -70,13 +76,13 @@ NO_TIME = StepTimes()
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Who shares the work of a stage: `groups` of `tp` ranks, and the experts among `ep` parts of all of them."""
+    """Parallel layout of a stage: `groups` groups of `tp` ranks; the experts form `ep` parts over all ranks."""
 
     tp: int = 1
     groups: int = 1
     ep: int = 1
     pp: int = 1
-    balancedness: float = 1.0  # mean load of the ranks that share experts, over the largest
+    balancedness: float = 1.0  # mean load of the ranks that share experts, divided by the largest load
 
     @property
     def ranks(self) -> int:
@@ -86,7 +92,7 @@ class Shape:
 def step_times(
     served: Served, own: ModelSpec, shape: Shape, machine: Machine, network: GpuNetwork, batch: PlannedBatch
 ) -> StepTimes:
-    """Of the busiest rank; `own` is what it has of all layers."""
+    """Return the step times of the busiest rank; `own` is its share of all layers."""
     total = StepTimes(overhead_s=machine.overhead_s)
     for layer, count in Counter(own.layers).items():
         products = products_s(served, own, layer, machine, batch.rows)
@@ -116,7 +122,7 @@ def _plus(total: StepTimes, more: StepTimes, count: int) -> StepTimes:
 
 
 def products_s(served: Served, own: ModelSpec, layer: LayerSpec, machine: Machine, rows: float) -> float:
-    """Of a layer, without those of routed experts."""
+    """Return the seconds of a layer's products, without the routed experts."""
     weights = allocate(replace(own, layers=(layer,), vocab_size=1), device=torch.device("meta"), dtype=torch.bfloat16)
     (one,) = weights.layers
     narrow: Iterable[Tensor] = products_of(one.attention)
@@ -139,7 +145,7 @@ def head_s(own: ModelSpec, machine: Machine, rows: float) -> float:
 
 
 def product_s(shape: tuple[int, ...], itemsize: float, machine: Machine, rows: float) -> float:
-    """A weight of [..., outputs, inputs] times so many rows, multiplied at the bf16 rate."""
+    """Return the seconds of a weight [..., outputs, inputs] times `rows` rows, at the bf16 rate."""
     numel = 1
     for size in shape:
         numel *= size
@@ -150,8 +156,11 @@ def product_s(shape: tuple[int, ...], itemsize: float, machine: Machine, rows: f
 def attention_s(
     attention: AttentionSpec | LatentAttentionSpec, machine: Machine, batch: PlannedBatch, kv_bytes: int
 ) -> float:
-    """Of a layer: the cache that decoding reads, `kv_bytes` a token, and the pairs that prompts' tokens attend to."""
-    if isinstance(attention, LatentAttentionSpec):  # absorbed: scores and sums are of latent rows
+    """Return the seconds of a layer's attention.
+
+    Counts the cache reads of decoding (`kv_bytes` per token) and the pairs that prompt tokens attend to.
+    """
+    if isinstance(attention, LatentAttentionSpec):  # absorbed: scores and sums are over latent rows
         pair_flops = 2.0 * attention.num_heads * (2 * attention.latent_width + attention.rope.rotary_width)
         window = None
     else:
@@ -165,7 +174,7 @@ def attention_s(
 def experts_s(
     served: Served, ffn: MoeSpec, hidden_size: int, machine: Machine, stage_rows: float, shape: Shape
 ) -> float:
-    """Of a layer on the rank with the most rows; routing is even but for `balancedness`."""
+    """Return seconds of a layer's experts on the rank with the most rows; routing is even but for `balancedness`."""
     routing = ffn.routing
     skew = shape.balancedness if shape.ep > 1 else 1.0
     pairs = stage_rows * routing.top_k * ffn.num_held / routing.num_experts / skew
@@ -184,7 +193,7 @@ def experts_s(
 
 
 def has_kernel(served: Served, ffn: MoeSpec, hidden_size: int, machine: Machine) -> bool:
-    """Whether the grouped product has tiles for experts as wide as a rank's."""
+    """Return whether the grouped GEMM has tiles for experts of a rank's width."""
     weights, scales = _kind(served)
     problem = Problem(ffn.num_held, 1, hidden_size, ffn.width, 64, weights=weights, scales=scales)
     return not machine.tiled or bool(candidates(problem, machine.speeds))
@@ -218,7 +227,10 @@ def _speeds(machine: Machine) -> Speeds:
 
 
 def sum_s(num_bytes: float, ranks: int, network: GpuNetwork) -> float:
-    """All-reduce of so many bytes over neighbours: scattered and gathered inside a host, between hosts by parts."""
+    """Return the seconds of an all-reduce over neighbouring ranks.
+
+    It scatters and gathers inside a host, and reduces parts between hosts.
+    """
     if ranks == 1:
         return 0.0
     inside = min(ranks, network.node_gpus)
@@ -234,15 +246,20 @@ def _ring_s(num_bytes: float, ranks: int, link: Link) -> float:
 
 
 def exchange_s(served: Served, ffn: MoeSpec, rows: float, hidden_size: int, ranks: int, network: GpuNetwork) -> float:
-    """Dispatch and combine of a rank's rows: one copy to each rank that has a chosen expert, in the weights' eight bits
-    if they have them, and bf16 back."""
+    """Return the seconds of dispatch and combine of a rank's rows.
+
+    One copy goes to each rank that has a chosen expert, in 8 bits if the weights are float8, and returns in bf16.
+    """
     itemsize = 1.0 if served.form is not None and served.form.is_float8 else float(_ITEM_BYTES)
     both_ways = (itemsize, float(_ITEM_BYTES))
     return sum(dispatch_s(rows, hidden_size * size, ffn.routing.top_k, ranks, network) for size in both_ways)
 
 
 def dispatch_s(rows: float, row_bytes: float, top_k: int, ranks: int, network: GpuNetwork) -> float:
-    """One way of it. What stays on the rank costs nothing; both kinds of links work at once."""
+    """Return the seconds of one direction.
+
+    Rows that stay on the rank cost nothing; both kinds of links work in parallel.
+    """
     if ranks == 1:
         return 0.0
     copies = ranks * (1 - (1 - 1 / ranks) ** top_k)
@@ -255,6 +272,6 @@ def dispatch_s(rows: float, row_bytes: float, top_k: int, ranks: int, network: G
 
 
 def send_s(num_bytes: float, stage_ranks: int, network: GpuNetwork) -> float:
-    """From one stage to the next, which is on another host where stages fill hosts."""
+    """Return the seconds to send activations to the next stage, which is on another host where a stage fills a host."""
     link = network.across if stage_ranks >= network.node_gpus else network.inside
     return num_bytes / link.bytes_per_s + link.latency_s

@@ -11,7 +11,7 @@ import numpy as np
 
 from moiety_engine.sequence import Sequence
 
-_SMALLEST = 16  # blocks of a new row
+_SMALLEST = 16  # blocks of a new row of a new row
 _FEW = 512  # number of rows that are never worth dropping
 
 

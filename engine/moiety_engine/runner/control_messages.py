@@ -1,5 +1,6 @@
-"""What rank 0 tells the other ranks to do: the same as it does itself, in the same order. Where there are no others
-nothing is said.
+"""Control messages of rank 0 to the other ranks, which execute the same operations in the same order as rank 0.
+
+With a single rank nothing is sent.
 
 T tokens of the step, S sequences, B blocks a row, L rows whose results are wanted, P tokens that the running step
 samples.
@@ -33,7 +34,7 @@ _INT64 = ("token_ids_T", "positions_T", "slots_T", "wanted_rows_L", "pending_row
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Make a cache, and a host tier for it if it has blocks; what was there before is given up."""
+    """Release the previous cache, and allocate a KV cache, with a host tier if `num_host_blocks` is not 0."""
 
     num_blocks: int
     block_size: int
@@ -41,11 +42,11 @@ class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Give up the cache."""
+    """Release the KV cache."""
 
 
 class GroupStep(msgspec.Struct, frozen=True, array_like=True):
-    """What a group of ranks has of a step. `arrays` are those of HostBatch, by name."""
+    """A rank group's part of a step. `arrays` are the arrays of HostBatch by name."""
 
     arrays: dict[str, bytes]
     num_tokens: int
@@ -62,7 +63,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
         return GroupStep(arrays, *counts, host.num_decode, host.max_context, host.max_query)
 
     def batch(self) -> HostBatch:
-        """What it was made of."""
+        """Return the HostBatch that this message was made from."""
         if not self.num_tokens:
             return HostBatch.empty()
         arrays = {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int32) for name in _INT32}
@@ -79,8 +80,11 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run one. `order` says where each wanted row of the step is among those of all parts, int64; the first
-    `num_sampled` of them are sampled, the last ones come before tokens that are scored."""
+    """Run a step.
+
+    `order` (int64) gives the index of each wanted row of the step among the wanted rows of all parts. The first
+    `num_sampled` of the wanted rows are sampled; the last rows precede prompt tokens that are scored.
+    """
 
     parts: list[GroupStep]
     order: bytes
@@ -100,40 +104,43 @@ class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Copy blocks out and in, as a plan has them of all groups."""
+    """Copy blocks out and in. The block numbers are those of the plan, which covers all groups."""
 
     outs: list[tuple[int, int]]
     ins: list[tuple[int, int]]
 
 
 class MoveExperts(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Give slots of a layer other experts."""
+    """Write other experts into slots of a layer."""
 
     layer: int
     writes: list[Write]
 
 
 class OffloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The weights go to host memory, if they are not there."""
+    """Offload the weights to host memory, unless they are there already."""
 
 
 class ReloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """They come back, if they are away."""
+    """Reload the weights, if they are offloaded."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The group ends."""
+    """End the group."""
 
 
 Order = Allocate | Release | RunStep | Swap | MoveExperts | OffloadWeights | ReloadWeights | Stop
 
 
 class ControlSender:
-    """Rank 0's end. Used by the step loop's thread only."""
+    """Rank 0's sender of control messages. Used by the step loop's thread only."""
 
     def __init__(self, rank_group: RankGroup | None = None, *, overlaps: bool = False) -> None:
-        """`overlaps`: steps are launched before the tokens of the one before are known, so the others need them from
-        the device."""
+        """Create the sender.
+
+        `overlaps` means that a step is launched before the tokens of the previous one are known, so the other ranks
+        receive them from the device.
+        """
         self._rank_group = rank_group
         self._tells_tokens = rank_group is not None and overlaps
         self._encoder = msgspec.msgpack.Encoder()
@@ -144,8 +151,10 @@ class ControlSender:
 
     @contextmanager
     def together(self, order: Allocate | OffloadWeights | ReloadWeights) -> Iterator[None]:
-        """Around this rank's own part of what may find no room on any. Raises OutOfMemory where another had none: then
-        nobody goes on as if all had."""
+        """Run this rank's own part of an operation that may run out of memory on any rank.
+
+        Raises OutOfMemory if it failed on another rank, so that no rank continues as if all had succeeded.
+        """
         self.give(order)
         did = False
         try:
@@ -167,32 +176,35 @@ class ControlSender:
             self.give(Swap(outs, ins))
 
     def tell_tokens(self, token_L: Tensor) -> None:
-        """What the step that was launched samples."""
+        """Send the other ranks the tokens that the launched step samples."""
         if self._tells_tokens and self._rank_group is not None and token_L.numel():
             self._rank_group.ranks.everyone.copy_first(token_L)
 
     @property
     def masked_ranks(self) -> int:
-        """How many the group does without."""
+        """Number of excluded ranks."""
         return 0 if self._rank_group is None else len(self._rank_group.masked)
 
     def waited_s(self) -> tuple[float, float]:
-        """Of attention and of experts, each for the other: see RankGroup."""
+        """Return the seconds that attention waited for experts, and experts for attention; see RankGroup."""
         return (0.0, 0.0) if self._rank_group is None else self._rank_group.waited_s()
 
     def explaining(self) -> AbstractContextManager[None]:
-        """Around what all ranks do together, for the case that one of them is lost."""
+        """Return a context for work of all ranks, which reports the cause if a rank is lost."""
         return nullcontext() if self._rank_group is None else explaining()
 
     def close(self) -> None:
-        """The others end, and what connects them with this one."""
+        """End the other ranks, and close the connections to them."""
         if self._rank_group is not None:
             self.give(Stop())
             self._rank_group.close()
             self._rank_group = None
 
     def abandon(self, reason: str) -> None:
-        """This rank cannot go on, perhaps in the middle of what all do together: the others end, and say why."""
+        """End the other ranks with a reason, because this rank cannot continue.
+
+        The ranks may be in the middle of a collective operation.
+        """
         if self._rank_group is not None:
             self._rank_group.abandon(reason)
             self._rank_group = None

@@ -33,7 +33,7 @@ from moiety_wire.messages import Sampling
 
 log = structlog.get_logger()
 
-_SMALL = 8  # rows of a step
+_SMALL = 8  # rows of a step of a step
 _TIMED_SMALL, _TIMED = 4, 7  # steps per size; the first few compile what the others replay
 _TIMING_S = 1.0
 

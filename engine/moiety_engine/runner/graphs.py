@@ -1,9 +1,9 @@
-"""Replaying decode steps on a GPU without launching their kernels one by one.
+"""CUDA graphs for decode steps, which avoid launching their kernels one by one.
 
-A step in which every sequence decodes one token is captured as a CUDA graph for a number of sequences, and replayed
-for as many or fewer: the batch is padded with rows that belong to nobody. Such a row has one token at position 0 of a
-block that no sequence has, reads that alone, and what comes of it is thrown away. Graphs are captured once, the largest
-first, and share one pool of memory, since only one runs at a time.
+A step in which every sequence decodes one token is captured as a CUDA graph for a number of sequences, and replayed for
+that many or fewer: the batch is padded with dummy rows. A dummy row has one token at position 0 of a scratch block that
+no sequence uses, reads only that block, and its output is discarded. Graphs are captured once, the largest first, and
+share one memory pool, since only one runs at a time.
 
 S sequences, B blocks a row, D model width.
 """
@@ -25,24 +25,27 @@ from moiety_engine.moe.tenants import NOBODY
 from moiety_engine.runner.inputs import HostBatch, put_pending
 from moiety_engine.staging import Staging
 
-FEWEST_CONTEXT = 4096  # tokens; graphs are made for the longest context, and for this where that is much longer
+FEWEST_CONTEXT = 4096  # tokens; graphs are captured for the longest context, and for this shorter bound
 _SMALL = (1, 2, 4)
 _STEP, _WIDE_STEP, _WIDE_FROM = 8, 32, 64
 
 
 def graph_sizes(max_running: int) -> list[int]:
-    """Numbers of sequences to capture: few rows apart where a step is short, so that little is padded."""
+    """Return the numbers of sequences to capture.
+
+    Small sizes are closer together, so that short steps get little padding.
+    """
     sizes = [*_SMALL, *range(_STEP, _WIDE_FROM, _STEP), *range(_WIDE_FROM, max_running, _WIDE_STEP), max_running]
     return sorted({size for size in sizes if size <= max_running})
 
 
 def graph_contexts(max_context: int) -> list[int]:
-    """Bounds of the context to capture: a kernel that divides the context's work does so for the bound."""
+    """Return the context bounds to capture: a kernel that splits the context's work does so by the bound."""
     return sorted({min(FEWEST_CONTEXT, max_context), max_context})
 
 
 def padded(host: HostBatch, num_sequences: int, scratch_block: int, block_size: int) -> HostBatch:
-    """A batch of decodes with rows that belong to nobody, so that it has so many. The rows that are wanted stay."""
+    """Return a batch of decodes padded with dummy rows to `num_sequences`. The wanted rows stay the same."""
     more = num_sequences - host.num_decode
     table_SB = np.zeros((num_sequences, host.block_table_SB.shape[1]), dtype=np.int32)
     table_SB[: host.num_decode] = host.block_table_SB
@@ -66,8 +69,10 @@ def padded(host: HostBatch, num_sequences: int, scratch_block: int, block_size: 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
+    """Captured graph with its inputs."""
+
     graph: Any  # torch.cuda.CUDAGraph
-    batch: Batch  # what it reads, at addresses that stay
+    batch: Batch  # the graph's inputs, at fixed addresses
 
 
 class DecodeGraphs:
@@ -95,8 +100,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all sizes, the largest first. Raises RuntimeError where the model waits for the device, which cannot
-        be captured."""
+        """Capture all sizes, the largest first.
+
+        Raises RuntimeError where the model waits for the device, which a graph cannot capture.
+        """
         pool = torch.cuda.graph_pool_handle()
         for context in reversed(self._contexts):
             for size in reversed(self._sizes):
@@ -108,12 +115,12 @@ class DecodeGraphs:
                 self._captured[size, context] = _Captured(graph, batch)
 
     def takes(self, host: HostBatch) -> bool:
-        """Whether a graph was captured for this step; none is for tokens with adapters."""
+        """Return whether a graph exists for this step; there is none for tokens with adapters."""
         return host.decodes_only and host.adapter_T is None and self._key(host) in self._captured
 
     @torch.inference_mode()
     def run(self, host: HostBatch, sampled_L: Tensor | None) -> Tensor:
-        """hidden_LD of the rows that are wanted; valid until the next run."""
+        """Replay the step's graph and return hidden_LD of the wanted rows; valid until the next run."""
         size, context = self._key(host)
         captured = self._captured[size, context]
         whole = padded(host, size, self._scratch_block, self._kv.block_size)
@@ -130,7 +137,7 @@ class DecodeGraphs:
         return self._hidden_SD[: len(host.wanted_rows_L)]
 
     def _key(self, host: HostBatch) -> tuple[int, int]:
-        """The size and context of the smallest graph that holds the step; (0, 0) if none does."""
+        """Return the size and context of the smallest graph that holds the step; (0, 0) if there is none."""
         size = bisect.bisect_left(self._sizes, host.num_decode)
         context = bisect.bisect_left(self._contexts, host.max_context)
         if size == len(self._sizes) or context == len(self._contexts):
@@ -138,7 +145,7 @@ class DecodeGraphs:
         return self._sizes[size], self._contexts[context]
 
     def _batch(self, size: int, context: int) -> Batch:
-        """The first rows of the inputs that all graphs share."""
+        """Return the first rows of the inputs that all graphs share."""
         whole = self._inputs
         return replace(
             whole,
@@ -155,15 +162,18 @@ class DecodeGraphs:
         )
 
     def _rehearse(self, batch: Batch) -> None:
-        """Run it once beside the others' work, as a capture needs it: kernels are compiled and tables grown, and what
-        waits for the device fails here with its name, not in the middle of a capture."""
+        """Run the model before a capture, on a side stream, as CUDA graphs require.
+
+        This compiles kernels and grows tables. An operation that waits for the device fails here with its name, instead
+        of during the capture.
+        """
         before = torch.cuda.get_sync_debug_mode()
         current = torch.cuda.current_stream(self._model.device)
         side = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls the mode a prototype that does not find all
-            self._model.hidden(batch, self._kv)  # the first time may wait, for what is made once
+            warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
+            self._model.hidden(batch, self._kv)  # the first run may wait for one-time initialisation
             try:
                 torch.cuda.set_sync_debug_mode("error")
                 self._model.hidden(batch, self._kv)
@@ -173,7 +183,7 @@ class DecodeGraphs:
 
 
 def _static_inputs(rows: int, width: int, scratch_block: int, kv: KvCache, model: Transformer) -> Batch:
-    """Rows that belong to nobody, as many as the largest graph has."""
+    """Return a batch of dummy rows, as many as the largest graph has."""
 
     def full(*shape: int, value: int, dtype: torch.dtype) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=model.device)

@@ -1,4 +1,4 @@
-"""A plan as the arrays, and then the tensors, that the model wants.
+"""Conversion of a plan into the arrays, and then the tensors, that the model takes.
 
 T tokens of the step, S sequences, B blocks a row, L rows whose results are wanted, P tokens that the running step
 samples.
@@ -26,8 +26,11 @@ from moiety_engine.staging import Staging
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A step's inputs in host memory, as `Batch` has them on the device. Tokens that only the device knows are 0 here:
-    those in the rows `pending_rows_P` are the tokens `sampled_rows_P` of what the running step samples."""
+    """Inputs of a step in host memory, with the fields of `Batch`.
+
+    Tokens that only the device knows are 0 here: row `pending_rows_P[i]` takes the token that the running step samples
+    in its row `sampled_rows_P[i]`.
+    """
 
     token_ids_T: np.ndarray
     positions_T: np.ndarray
@@ -37,22 +40,22 @@ class HostBatch:
     context_len_S: np.ndarray
     block_table_SB: np.ndarray
     wanted_rows_L: np.ndarray
-    num_scored: int  # the last of them, before tokens that are there already
+    num_scored: int  # how many of the last wanted rows precede prompt tokens that are scored
     pending_rows_P: np.ndarray
     sampled_rows_P: np.ndarray
     num_decode: int
     max_context: int
     max_query: int
-    adapter_T: np.ndarray | None = None  # slots, -1 for none; None where no token has an adapter
+    adapter_T: np.ndarray | None = None  # adapter slots, -1 for none; None where no token has an adapter
 
     @property
     def decodes_only(self) -> bool:
-        """Whether every row decodes one token, and is wanted."""
+        """Whether every row decodes one token, and its result is wanted."""
         return len(self.token_ids_T) == self.num_decode == len(self.wanted_rows_L) and not self.num_scored
 
     @staticmethod
     def empty() -> HostBatch:
-        """That of a group of ranks which has nothing of its own in a step."""
+        """Return the batch of a rank group without rows in a step."""
         none, none_64 = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
         one, table = np.zeros(1, dtype=np.int32), np.zeros((0, 1), dtype=np.int32)
         return HostBatch(none_64, none_64, none_64, none_64, one, none, table, none_64, 0, none_64, none_64, 0, 0, 0)
@@ -60,34 +63,36 @@ class HostBatch:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Tokens of a prompt whose log-probabilities are wanted, and those of so many others in the place of each."""
+    """Prompt tokens whose log-probabilities are wanted, and the number of alternatives per position."""
 
-    key: int  # the request's
-    position: int  # of the first of them
+    key: int  # key of the request
+    position: int  # position of the first token
     token_ids: list[int]
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What the model takes for sequences of the step: consecutive tokens of one each, from `firsts` on, and pads."""
+    """The runs of consecutive tokens of a step, each of one sequence and starting at `firsts`, with their padding."""
 
     sequences: list[Sequence]
     firsts: list[int]
     num_tokens: list[int]
     num_pads: list[int]
-    ends: list[int]  # the part in which each chunk of the plan ends
-    prompts: list[int]  # the part with what each chunk has of a prompt; any, where it has nothing of one
-    num_decode: int  # parts 0 … num_decode - 1 have one token each, and attend as decodes do
-    guesses: dict[int, int]  # parts whose token is a guess that their sequence does not have, and that token
+    ends: list[int]  # part in which each chunk of the plan ends
+    prompts: list[int]  # part with each chunk's prompt tokens; arbitrary if the chunk has none
+    num_decode: int  # parts 0 … num_decode - 1 have one token each and attend as decodes
+    guesses: dict[int, int]  # parts whose token is a draft token that the sequence does not contain, with that token
 
 
 class BatchBuilder:
-    """Builds batches; pad rows take token 0 and the positions after their sequence's. With `answers_apart` every token
-    of an answer attends as a decode does, also when it is computed once more after a preemption, and every token of a
-    prompt as a chunk's does: the two ways round differently. A draft's tokens attend as decodes do, always: so a guess
-    that is right gets the bits that it would have got without. With `tenants` the batches say whose each token is,
-    with `adapters` the slot of its adapter."""
+    """Builds batches from plans. Padding rows take token 0 and the positions after their sequence's.
+
+    With `answers_apart`, every output token attends as a decode, also when it is recomputed after a preemption, and
+    every prompt token attends as part of a chunk: the two attention paths round differently. Draft tokens always attend
+    as decodes, so an accepted token gets the same bits as without speculation. With `tenants`, batches name the tenant
+    slot of each token; with `adapters`, the slot of its adapter.
+    """
 
     def __init__(
         self,
@@ -107,12 +112,15 @@ class BatchBuilder:
         self._tables = BlockTables()
 
     def build(self, plan: Plan, sampled_L: Tensor | None = None) -> Batch:
-        """The plan on the device. `sampled_L`: what the running step samples."""
+        """Return the plan's batch on the device. `sampled_L` holds the tokens that the running step samples."""
         return self.upload(self.arrange(plan), sampled_L)
 
     def arrange(self, plan: Plan) -> HostBatch:
-        """`wanted_rows` are those of the chunks that sample, of each its newest token and its draft, then of those that
-        embed, then those before the tokens that are scored, each in the plan's order."""
+        """Return the plan's batch in host memory.
+
+        The wanted rows are, each group in the plan's order: for each chunk that samples, the rows of its newest token
+        and its draft; then the rows of the chunks that embed; then the rows before the prompt tokens that are scored.
+        """
         sequences = [chunk.sequence for chunk in plan.chunks]
         self._tables.keep_only(sequences)
         if plan.num_decode == len(sequences) > 0 and all(map(_decodes_one, plan.chunks)):
@@ -120,8 +128,10 @@ class BatchBuilder:
         return self._arrange(plan, self._tenants)
 
     def arrange_groups(self, plan: Plan, num_groups: int) -> list[HostBatch]:
-        """The same for each group of ranks, of those sequences that are its own. The first one's `owner_T` is of all
-        groups' tokens."""
+        """Return one batch per rank group, with the group's own sequences.
+
+        `owner_T` of the first batch covers the tokens of all groups.
+        """
         self._tables.keep_only([chunk.sequence for chunk in plan.chunks])
         plans = [part_of(plan, group) for group in range(num_groups)]
         hosts = [self._arrange(part, None) if part.chunks else HostBatch.empty() for part in plans]
@@ -133,7 +143,10 @@ class BatchBuilder:
         return [replace(hosts[0], owner_T=np.repeat(np.array(slots, dtype=np.int64), num_tokens)), *hosts[1:]]
 
     def _arrange_decodes(self, sequences: list[Sequence]) -> HostBatch:
-        """What `_arrange` makes of one decode each, which is all that most steps have, with fewer arrays on the way."""
+        """Return the same as `_arrange` for a step of one decode per sequence, with fewer intermediate arrays.
+
+        Most steps are of this kind.
+        """
         size, every = self._block_size, range(len(sequences))
         positions = [sequence.num_computed for sequence in sequences]
         token_ids = [sequences[s].tokens[positions[s]] for s in every]
@@ -164,7 +177,7 @@ class BatchBuilder:
         )
 
     def _table_of(self, sequences: list[Sequence]) -> np.ndarray:
-        """[S, B], int32, padded with 0."""
+        """Return the block table: [S, B], int32, padded with 0."""
         if len(sequences) == 1:
             return self._tables.of(sequences[0])[None, :]
         width = max([len(sequence.blocks) for sequence in sequences])
@@ -221,7 +234,10 @@ class BatchBuilder:
         spread: Spread | None = None,
         parts: SequenceOf[HostBatch] = (),
     ) -> Batch:
-        """To the device, tokens that only it knows put in their places. `parts`: its micro-batches, if it has any."""
+        """Copy a batch to the device, and fill in the tokens that only the device knows.
+
+        `parts` are the micro-batches, if there are any.
+        """
         upload = self._staging.upload
         token_ids_T = upload(host.token_ids_T)
         put_pending(token_ids_T, host, sampled_L, self._staging)
@@ -243,7 +259,7 @@ class BatchBuilder:
         )
 
     def _adapters_of(self, sequences: list[Sequence], lengths: np.ndarray) -> np.ndarray | None:
-        """The slot of each row's adapter, pads' included; None where there are none."""
+        """Return the adapter slot of each row, including padding rows; None if no row has an adapter."""
         slot_of = self._adapters
         if not slot_of:
             return None
@@ -259,7 +275,10 @@ def _decodes_one(chunk: Chunk) -> bool:
 
 @functools.cache
 def _of_decodes(count: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Of one token each, which nobody changes: their numbers of tokens, their rows, and where each begins."""
+    """Return the numbers of tokens, the rows and the start offsets of `count` single-token parts.
+
+    Do not modify the result.
+    """
     starts = np.arange(count + 1, dtype=np.int32)
     return [1] * count, np.arange(count, dtype=np.int64), starts
 
@@ -273,19 +292,19 @@ def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, 
 
 
 def part_of(plan: Plan, group: int) -> Plan:
-    """What one group of ranks has of a step."""
+    """Return one rank group's part of a plan."""
     chunks = [chunk for chunk in plan.chunks if chunk.sequence.group == group]
     num_decode = sum(chunk.sequence.group == group for chunk in plan.chunks[: plan.num_decode])
     return Plan(chunks, num_decode, sum(chunk.num_tokens for chunk in chunks), [])
 
 
 def scored(plan: Plan) -> list[Scored]:
-    """The parts of prompts whose tokens this step scores, in the order of `wanted_rows`."""
+    """Return the parts of prompts whose tokens this step scores, in the order of the wanted rows."""
     return [part for chunk in plan.chunks if (part := scored_of(chunk)) is not None]
 
 
 def scored_of(chunk: Chunk) -> Scored | None:
-    """What of a chunk is scored, if anything."""
+    """Return the prompt tokens of a chunk that are scored; None if there are none."""
     sequence, first = chunk.sequence, chunk.sequence.num_computed
     count = sequence.submit.sampling.num_prompt_logprobs
     end = min(first + chunk.num_tokens, sequence.num_prompt - 1)
@@ -295,7 +314,7 @@ def scored_of(chunk: Chunk) -> Scored | None:
 
 
 def _owners(tenants: TenantSlots | None, parts: _Parts, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The slot of each row's tenant; pads are nobody's."""
+    """Return the tenant slot of each row; padding rows get NOBODY."""
     if tenants is None:
         return np.full(starts[-1], NOBODY, dtype=np.int64)
     slots = tenants.slots_of([sequence.tenant for sequence in parts.sequences], parts.num_tokens)
@@ -319,7 +338,7 @@ def _scored_rows(chunks: list[Chunk], parts: _Parts, starts: np.ndarray) -> np.n
 
 
 def _chunks(plan: Plan) -> _Parts:
-    """The chunks as they are, but for the tokens of drafts, each of which is a part by itself."""
+    """Return one part per chunk. If there are drafts, each token of a draft is a part of its own."""
     chunks = plan.chunks
     if any(chunk.draft for chunk in chunks[: plan.num_decode]):
         return _drafts_apart(plan)
@@ -336,7 +355,7 @@ def _chunks(plan: Plan) -> _Parts:
 
 
 def _drafts_apart(plan: Plan) -> _Parts:
-    """First decodes and drafts, a token a part, then the other chunks as they are."""
+    """Return decodes and drafts first, one token per part, then the other chunks unchanged."""
     pieces: list[tuple[Sequence, int, int, int]] = []
     ends: list[int] = []
     guesses: dict[int, int] = {}
@@ -353,7 +372,7 @@ def _drafts_apart(plan: Plan) -> _Parts:
 
 
 def _answers_apart(plan: Plan) -> _Parts:
-    """First the tokens of answers, each by itself, then what chunks have of prompts."""
+    """Return the output tokens first, one per part, then the prompt tokens of each chunk."""
     answers: list[tuple[Sequence, int]] = []
     prompts: list[tuple[Sequence, int, int]] = []
     ends: list[tuple[int, int]] = []
@@ -383,7 +402,7 @@ def _answers_apart(plan: Plan) -> _Parts:
 
 
 def _tokens(parts: _Parts, starts: np.ndarray) -> np.ndarray:
-    """The input tokens of all rows, PENDING where only the device knows them."""
+    """Return the input tokens of all rows, PENDING where only the device knows the token."""
     token_ids = np.zeros(starts[-1], dtype=np.int64)
     singles = []
     for s, (sequence, first, num_tokens) in enumerate(

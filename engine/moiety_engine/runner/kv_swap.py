@@ -1,8 +1,8 @@
-"""The host-memory tier's bytes: KV blocks copied out of the cache and back in.
+"""Storage of the host-memory tier: KV blocks are copied out of the cache and back in.
 
-Owns the host memory (page-locked beside a GPU) and a small staging buffer on the device. A block's share of all layers
-stands together in one row, so that a block moves in one piece however many layers there are. Which block goes where is
-`cache.host`'s business.
+Owns the host memory (page-locked beside a GPU) and a small staging buffer on the device. A block's data of all layers
+is contiguous in one row, so a block moves in one copy regardless of the number of layers. `cache.host` decides which
+block goes where.
 
 n blocks of a copy, E elements of a block over all layers, H host blocks of a slab.
 """
@@ -18,21 +18,23 @@ from torch import Tensor
 
 from moiety_engine.model.batch import KvCache
 
-SLAB_BYTES = 1 << 30  # page-locked memory is handed out in powers of two; slabs keep what that wastes under one slab
+SLAB_BYTES = 1 << 30  # page-locked memory is allocated in powers of two; slabs bound the waste to one slab
 STAGING_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}  # a few large copies, not many small ones
 NUM_MEASURED_BLOCKS = 32
 
 
 class CopyMark:
-    """A moment in the copies of a HostKv, for whoever must know when those before it have run. Any thread may ask."""
+    """Point in the copy stream of a HostKv; tells whether the copies before it have run. Thread-safe."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
 
     def is_over(self) -> bool:
+        """Return whether the copies before the mark have run."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
+        """Wait until the copies before the mark have run."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -45,7 +47,7 @@ class HostKv:
     ) -> None:
         first = kv.layers[0].parts[0]
         self._kv = kv
-        # as numbers of one type: an int8 cache has scales of another
+        # all viewed as one dtype: an int8 cache has scales of another dtype
         self._views = [part.flatten(1).view(first.dtype) for layer in kv.everything for part in layer.parts]
         self.block_bytes = self.bytes_of_a_block(kv)
         width = self.block_bytes // first.element_size()
@@ -66,20 +68,26 @@ class HostKv:
 
     @staticmethod
     def bytes_of_a_block(kv: KvCache) -> int:
+        """Return the bytes of one block over all layers."""
         return sum(part[0].numel() * part.element_size() for layer in kv.everything for part in layer.parts)
 
     def view(self, host_block: int) -> memoryview:
-        """The bytes of a host block, to read and to write. Whoever does sees to it that no copy of the block runs."""
+        """Return the bytes of a host block, readable and writable.
+
+        The caller ensures that no copy of the block is running.
+        """
         slab, row = divmod(host_block, self._rows_per_slab)
         return self._slabs_HE[slab][row].view(torch.uint8).numpy().data
 
     def mark(self) -> CopyMark:
-        """Over once the copies so far have run."""
+        """Return a mark that is over once all copies queued so far have run."""
         return CopyMark(None if self._stream is None else self._stream.record_event())
 
     def run_own(self, group: int, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
-        """Of a plan's copies those of this group of ranks: of each group, blocks are numbered after those of the groups
-        before it, on the device and on the host."""
+        """Run those of a plan's copies that belong to this rank group.
+
+        Each group's blocks are numbered after those of the groups before it, on the device and on the host.
+        """
         device, host = group * self._kv.num_blocks, group * self.num_blocks
         held = range(device, device + self._kv.num_blocks)
         self.run(
@@ -89,9 +97,11 @@ class HostKv:
 
     @torch.inference_mode()
     def run(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
-        """Copy `outs` (device block, host block), then `ins` (host block, device block). On a GPU this returns at
-        once, on a stream of its own: work queued on the current stream afterwards sees the blocks copied in and may
-        overwrite those copied out, and waits for no more than that needs."""
+        """Copy `outs` (device block, host block), then `ins` (host block, device block).
+
+        On a GPU this returns at once; the copies run on a separate stream. Work queued on the current stream afterwards
+        sees the blocks copied in and may overwrite those copied out, and waits only as long as that requires.
+        """
         if not outs and not ins:
             return
         stream = self._stream
@@ -115,11 +125,13 @@ class HostKv:
             torch.cuda.current_stream(self._device).wait_event(ready)
 
     def measure_bandwidth(self) -> float:
-        """Bytes a second, there and back, of swapping a few blocks. Overwrites host blocks; only before the first
-        request."""
+        """Return the bytes per second of swapping a few blocks out and in.
+
+        Overwrites host blocks. Call it only before the first request.
+        """
         count = min(NUM_MEASURED_BLOCKS, self.num_blocks, self._kv.num_blocks)
         pairs = [(block, block) for block in range(count)]
-        self.run(pairs, pairs)  # the first touch of the memory is not what later copies cost
+        self.run(pairs, pairs)  # the first access to the memory costs more than later copies
         self._synchronize()
         begin = time.perf_counter()
         self.run(pairs, pairs)
@@ -127,7 +139,7 @@ class HostKv:
         return 2 * count * self.block_bytes / (time.perf_counter() - begin)
 
     def _gather(self, device_ids: list[int]) -> None:
-        """Device blocks into the first rows of the staging buffer."""
+        """Copy device blocks into the first rows of the staging buffer."""
         ids_n = self._on_device(device_ids)
         begin = 0
         for view in self._views:
@@ -136,7 +148,7 @@ class HostKv:
             begin = end
 
     def _scatter(self, device_ids: list[int]) -> None:
-        """The first rows of the staging buffer into device blocks."""
+        """Copy the first rows of the staging buffer into device blocks."""
         ids_n = self._on_device(device_ids)
         begin = 0
         for view in self._views:
@@ -145,11 +157,11 @@ class HostKv:
             begin = end
 
     def _on_device(self, ids: list[int]) -> Tensor:
-        locked = torch.tensor(ids, pin_memory=self._stream is not None)  # from other memory the copy would wait
+        locked = torch.tensor(ids, pin_memory=self._stream is not None)  # a copy from pageable memory would block
         return locked.to(self._device, non_blocking=True)
 
     def _runs(self, host_ids: list[int]) -> Iterator[tuple[Tensor, int, int, int]]:
-        """Consecutive host blocks as (slab, its first row, first staging row, count): one copy each."""
+        """Yield runs of consecutive host blocks: (slab, its first row, first staging row, count). Each run is one copy."""
         first = 0
         while first < len(host_ids):
             slab, row = divmod(host_ids[first], self._rows_per_slab)
@@ -169,7 +181,7 @@ class HostKv:
 
 
 def _portions(pairs: list[tuple[int, int]], size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(device blocks, host blocks) for as many pairs at a time as the staging buffer holds, by host block."""
+    """Yield (device blocks, host blocks), sorted by host block, in portions that fit the staging buffer."""
     ordered = sorted(pairs, key=lambda pair: pair[1])
     for begin in range(0, len(ordered), size):
         portion = ordered[begin : begin + size]

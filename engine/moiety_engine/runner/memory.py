@@ -1,4 +1,4 @@
-"""How many KV blocks fit in the memory that is there."""
+"""Numbers of KV blocks that fit in the available memory."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import torch
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.memory import Memory
 
-CPU_FRACTION = 0.4  # of the memory that is available once the weights are loaded; the rest is the machine's
-RESERVE_FRACTION = 0.02  # of a GPU's memory: what fragments, and captured graphs
-RESERVE_BYTES = 512 << 20  # and kernels that are loaded later
+CPU_FRACTION = 0.4  # of the memory available after loading the weights; the rest is left to the machine
+RESERVE_FRACTION = 0.02  # of a GPU's memory, for fragmentation and captured graphs
+RESERVE_BYTES = 512 << 20  # for kernels that are loaded later
 ADAPTER_FRACTION = 1 / 64  # of a GPU's memory, for adapters
-ADAPTER_BYTES = 1 << 30  # on a CPU, where what is not used is not taken
+ADAPTER_BYTES = 1 << 30  # on a CPU, where unused memory is not allocated
 HOST_FRACTION = 0.25  # of the available memory beside a GPU, for the host tier
-HOST_PER_DEVICE = 2  # but no more than so many times the device's KV cache
+HOST_PER_DEVICE = 2  # upper bound, in multiples of the device's KV cache
 
 
 def kv_budget_bytes(free: Memory, activation_bytes: int, adapter_bytes: int = 0) -> int:
-    """Bytes for the KV cache beside a GPU's free memory, of which a step takes `activation_bytes` at its peak and
-    adapters may take `adapter_bytes`. Raises OutOfMemory where no memory is left."""
+    """Return the bytes for the KV cache, from a GPU's free memory.
+
+    A step takes `activation_bytes` of the free memory at its peak; adapters may take `adapter_bytes`. Raises
+    OutOfMemory where no memory is left.
+    """
     reserve = RESERVE_BYTES + int(free.total_bytes * RESERVE_FRACTION)
     budget = free.free_bytes - activation_bytes - adapter_bytes - reserve
     if budget <= 0:
@@ -36,8 +39,10 @@ def gib(num_bytes: int) -> str:
 
 
 def num_kv_blocks(*, budget_bytes: int, block_bytes: int, block_size: int, max_running: int, max_context: int) -> int:
-    """Blocks for the budget, but no more than `max_running` sequences of the longest context could fill.
-    Raises OutOfMemory where not even a single short sequence fits."""
+    """Return the number of blocks in the budget, at most what `max_running` sequences of the longest context fill.
+
+    Raises OutOfMemory where not even a single short sequence fits.
+    """
     useful = max_running * -(-max_context // block_size)
     count = min(budget_bytes // block_bytes, useful)
     if count < 2:
@@ -51,9 +56,11 @@ def num_kv_blocks(*, budget_bytes: int, block_bytes: int, block_size: int, max_r
 def num_host_blocks(
     *, device: torch.device, wanted_bytes: int | None, kv_bytes: int, block_bytes: int, host_bytes: int
 ) -> int:
-    """Blocks of the host-memory tier, beside `kv_bytes` of KV cache and with `host_bytes` of memory available; 0 for no
-    tier. Where nothing is said, a GPU gets one and a CPU does not: there it would be the same memory once more.
-    Raises OutOfMemory."""
+    """Return the number of blocks of the host-memory tier; 0 for no tier.
+
+    The tier comes in addition to `kv_bytes` of KV cache; `host_bytes` of host memory are available. By default a GPU
+    gets a tier and a CPU does not: on a CPU the tier would use the same memory as the cache. Raises OutOfMemory.
+    """
     if wanted_bytes is None:
         given_bytes = min(int(host_bytes * HOST_FRACTION), HOST_PER_DEVICE * kv_bytes)
         return given_bytes // block_bytes if device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""What a step takes of a GPU's memory at its peak, found by running the largest one."""
+"""Peak memory of a step on a GPU, measured by running the largest step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measure(
     max_running: int,
     max_context: int,
 ) -> tuple[Memory, int]:
-    """(memory that is free beside the weights, bytes that a step takes at its peak). On a CUDA device."""
+    """Return the free memory beside the weights, and the bytes that a step takes at its peak. CUDA only."""
     free = device_memory(model.device)
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
@@ -52,9 +52,11 @@ def largest_step(
     max_running: int,
     max_context: int,
 ) -> int:
-    """Run a step of as many prompt tokens as a step may have, each group of ranks its part of them, then one of as
-    many decodes, over a cache that is allocated for it and given up; all rows want the costliest sampling. Returns the
-    cache's bytes."""
+    """Run the largest prefill step and the largest decode step, and return the bytes of their KV cache.
+
+    The prefill has as many prompt tokens as a step may have, divided among the rank groups. All rows use the most
+    expensive sampling. The KV cache is allocated for these steps and released afterwards.
+    """
     num_groups = model.ranks.across.size
     lengths = _prompt_lengths(max_batch_tokens, max_running, min(max_context - 1, -(-max_batch_tokens // num_groups)))
     sequences = []
@@ -71,7 +73,7 @@ def largest_step(
         kv = model.allocate_kv(num_blocks, block_size)
     runner = Runner(model, kv, orders)
     runner.collect(runner.launch(Plan([Chunk(s, len(s.tokens), samples=True) for s in sequences], 0, sum(lengths), [])))
-    many = [sequences[i % len(sequences)] for i in range(max_running)]  # what they compute does not matter
+    many = [sequences[i % len(sequences)] for i in range(max_running)]  # the values that they compute do not matter
     for sequence in sequences:
         sequence.num_computed = len(sequence.tokens)
         sequence.tokens.append(0)
@@ -81,7 +83,7 @@ def largest_step(
 
 
 def _prompt_lengths(max_batch_tokens: int, max_running: int, longest: int) -> list[int]:
-    """Prompts that fill a step, as few as the context allows."""
+    """Return the lengths of the fewest prompts that fill a step within the context limit."""
     lengths: list[int] = []
     left = max_batch_tokens
     while left > 0 and len(lengths) < max_running:

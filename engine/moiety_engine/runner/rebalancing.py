@@ -1,5 +1,7 @@
-"""Experts that move from rank to rank while the engine serves: counts in, one move between two steps out, to all ranks
-alike."""
+"""Rebalancing of experts among the ranks while the engine serves.
+
+It counts the experts' load, and between two steps makes at most one move, the same on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,21 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-MOVE_BYTES = 64 << 20  # between two steps; one expert's weights always
-CAREFUL_COST = 0.006  # the least that a move counts for, in mean rank loads: below it much is moved for little
-_BYTES_PER_S = 1e9  # of a link, until one was measured
-_NEWEST = 0.2  # the share of the last measurement in the mean
+MOVE_BYTES = 64 << 20  # most bytes moved between two steps; at least one expert's weights
+CAREFUL_COST = 0.006  # lower bound of a move's cost, in mean rank loads: below it, many moves gain little
+_BYTES_PER_S = 1e9  # assumed link speed, until one is measured
+_NEWEST = 0.2  # weight of the last measurement in the mean
 
 
 class Rebalancing:
-    """Rank 0's. Used by the step loop's thread only."""
+    """Expert rebalancing on rank 0. Used by the step loop's thread only."""
 
     def __init__(
         self, model: Transformer, orders: ControlSender, shape: ExpertShape, every_s: float, now_s: float
     ) -> None:
         self._model, self._orders, self._shape = model, orders, shape
         layout = model.ranks.seat.layout
-        at_start = layout.slots(shape.num_experts)  # as they are in other stages
+        at_start = layout.slots(shape.num_experts)  # initial slots, assumed for layers of other stages
         tables = map(model.slots_of, shape.layers)
         slots_LR = [at_start if one is None else one.placement.physical_to_logical_LR[0].tolist() for one in tables]
         placement = Placement.of(slots_LR, num_experts=shape.num_experts, num_ranks=layout.ep)
@@ -48,17 +50,20 @@ class Rebalancing:
         self._piece_bytes = max(1, shape.expert_bytes // model.ranks.seat.expert_cuts)
         most_writes = max(1, MOVE_BYTES // self._piece_bytes)
         self.balancer = Balancer(placement, every_s=every_s, most_writes=most_writes, now_s=now_s)
-        self.moved_bytes_total = 0  # from rank to rank
+        self.moved_bytes_total = 0  # moved from rank to rank
         self._bytes_per_s = _BYTES_PER_S
-        self._busy_s = 0.0  # spent on steps since the experts' load was last judged
+        self._busy_s = 0.0  # spent on steps since the load was last evaluated
         self._looked_s = now_s
 
     def look_again(self, now_s: float) -> None:
-        """The engine slept until now, which is no work."""
+        """Restart the clock after the engine slept, so that the sleep does not count as work."""
         self._looked_s = now_s
 
     def look(self, now_s: float, picks_LE: np.ndarray | None, *, worked: bool) -> None:
-        """To be called between steps: with what was counted since the last call, and whether there was a step."""
+        """Process the expert counts since the last call and make the next move. Call it between steps.
+
+        `worked` says whether a step ran since the last call.
+        """
         self._busy_s += max(0.0, now_s - self._looked_s) if worked else 0.0
         self._looked_s = now_s
         if picks_LE is not None:
@@ -72,7 +77,7 @@ class Rebalancing:
             self._tell()
 
     def figures(self) -> dict[str, Any]:
-        """As CoreLoad names them."""
+        """Return the rebalancing fields of CoreLoad."""
         return {
             "rebalances_total": self.balancer.rebalances_total,
             "moved_expert_bytes_total": self.moved_bytes_total,
@@ -81,7 +86,7 @@ class Rebalancing:
         }
 
     def with_places(self, load: ExpertLoad) -> ExpertLoad:
-        """With where the experts are now."""
+        """Return the load with the current placement of the experts."""
         placed = self.balancer.placement
         slots_LR = pack_counts(placed.physical_to_logical_LR.ravel().tolist())
         return msgspec.structs.replace(load, num_parts=placed.num_ranks, slots_LR=slots_LR)
@@ -91,7 +96,7 @@ class Rebalancing:
         self._orders.give(MoveExperts(of_all, writes))
         begin_s = time.perf_counter()
         own_bytes = self._model.move_experts(of_all, writes)
-        if own_bytes:  # who takes no part returns at once
+        if own_bytes:  # a rank that takes no part returns at once
             speed = own_bytes / (time.perf_counter() - begin_s)
             self._bytes_per_s += _NEWEST * (speed - self._bytes_per_s)
         of_part = self._slots_of_part
@@ -100,8 +105,10 @@ class Rebalancing:
         )
 
     def _move_cost(self) -> float:
-        """Of one expert's weights, in the time that a layer took since the load was last judged: what it will take
-        until it is judged again, if nothing changes."""
+        """Return the cost of moving one expert's weights, relative to a layer's time since the last evaluation.
+
+        That time predicts the layer's time until the next evaluation if nothing changes.
+        """
         layer_s = self._busy_s / len(self._shape.layers)
         return max(CAREFUL_COST, self._piece_bytes / self._bytes_per_s / max(layer_s, 1e-9))
 
@@ -111,8 +118,8 @@ class Rebalancing:
 
 
 def rebalancing_of(model: Transformer, config: EngineConfig, orders: ControlSender, now_s: float) -> Rebalancing | None:
-    """None where experts stay where they are."""
+    """Return the rebalancing of this replica; None where experts do not move."""
     every_s, shape = config.rebalanced_every_s, model.experts
-    if not every_s or shape is None or model.ranks.seat.layout.ep == 1:  # one rank may be all that is left
+    if not every_s or shape is None or model.ranks.seat.layout.ep == 1:  # a single rank may remain after rank exclusion
         return None
     return Rebalancing(model, orders, shape, every_s, now_s)

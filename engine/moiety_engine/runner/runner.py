@@ -1,7 +1,7 @@
-"""One step on the device: inputs up, forward pass, sampling, results down, without waiting for any of it.
+"""Execution of one step on the device: upload inputs, forward pass, sampling, download results.
 
-`launch` returns as soon as all is queued; `collect` waits for the results. At most one step may be launched before the
-one before it has been collected. On a CPU `launch` computes.
+`launch` returns as soon as the work is queued; `collect` waits for the results. At most one step may be launched before
+the previous one is collected. On a CPU `launch` computes the step.
 
 D model width, L tokens that a step samples.
 """
@@ -38,27 +38,30 @@ from moiety_engine.staging import DeviceMark, Staging
 if TYPE_CHECKING:
     from moiety_engine.model.decode_programs import Replayed  # which imports numba
 
-_IN_ORDER = np.zeros(0, dtype=np.int64)  # of one group of ranks
+_IN_ORDER = np.zeros(0, dtype=np.int64)  # order with a single rank group
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that was launched. Its results are in host memory once the mark has been passed."""
+    """Launched step. Its results are in host memory once the mark `done` is passed."""
 
     plan: Plan
     drawn: Drawn | Best
     unit_ED: Tensor | None
     scores: Scores | None
     done: DeviceMark
-    astray: list[GrammarProblem]  # rows whose grammars cannot be followed: their tokens mean nothing
+    astray: list[GrammarProblem]  # rows whose grammars failed; their tokens are invalid
 
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What a step brought: tokens for the chunks that sample, one each and one for each token of its draft, vectors for
-    those that embed, in the plan's order; what was asked of prompts, by the requests' keys. `non_finite`: the sampled
-    rows, counted as the tokens are, whose logits are not finite, so that their tokens mean nothing. A vector that is
-    not finite is empty; `bad_scores` are the keys of prompts whose log-probabilities are not finite."""
+    """Results of a step, in the plan's order.
+
+    `token_ids` has one token for each chunk that samples, and one for each token of its draft. `vectors` has one
+    embedding for each chunk that embeds; a vector that is not finite is empty. `scores` has the prompt
+    log-probabilities by request key. `non_finite` are the sampled rows, counted as the tokens are, whose logits are not
+    finite; their tokens are invalid. `bad_scores` are the keys of prompts whose log-probabilities are not finite.
+    """
 
     token_ids: list[int]
     logprobs: list[CoreLogprob | None]
@@ -69,7 +72,10 @@ class StepResults:
 
 
 class Runner:
-    """Owns the ways to and from the device, and what the newest step samples. Used by the step loop's thread only."""
+    """Runs steps on the device. Owns the staging buffers and the newest step's samples.
+
+    Used by the step loop's thread only.
+    """
 
     def __init__(
         self,
@@ -83,9 +89,13 @@ class Runner:
         adapters: Mapping[str, int] | None = None,
         cutting: MicroBatchSplit = WHOLE,
     ) -> None:
-        """`tenants` tells apart whose tokens experts are counted for; None where none are. `num_mask_words`: of the
-        guides' tokenizer; 0 where no row has a guide. `kv_sender`: what leaves for other engines. `adapters`: the
-        slots of those that are loaded. `cutting`: of steps into micro-batches."""
+        """Create the runner.
+
+        `tenants` assigns the tokens of the expert counts to tenants; None where experts are not counted.
+        `num_mask_words` follows from the grammars' tokenizer; 0 where no row has a grammar. `kv_sender` sends KV to
+        other engines. `adapters` maps loaded adapters to their slots. `cutting` sets how steps are split into
+        micro-batches.
+        """
         self._kv_sender, self._cutting = kv_sender, cutting
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
@@ -97,16 +107,16 @@ class Runner:
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
         self._num_groups = model.ranks.across.size
         self._newest: InFlightStep | None = None
-        self._sampled: Drawn | Best | None = None  # by the newest step
+        self._sampled: Drawn | Best | None = None  # sampled by the newest step
         self.graphs: DecodeGraphs | None = None
 
     @property
     def sampled_L(self) -> Tensor | None:  # noqa: N802
-        """By the newest step, on the device."""
+        """Tokens sampled by the newest step, on the device."""
         return None if self._sampled is None else self._sampled.token_L
 
     def launch(self, plan: Plan) -> InFlightStep:
-        """Queue the step. A token that is pending in its sequences is one that the step launched before it samples."""
+        """Queue the step. A pending token of its sequences is one that the previously launched step samples."""
         self.staging.turn()
         hosts, rows = self._arrange(plan), rows_of(plan)
         best = self._best(hosts, rows)
@@ -118,16 +128,21 @@ class Runner:
         return self._newest
 
     def _best(self, hosts: list[HostBatch], rows: list[Row]) -> Best | None:
-        """What most steps on a CPU are: decodes that the model replays whole, and of each the likeliest token. Done
-        without torch, of which each call takes 50 µs and more where a step's weights have just gone through the caches.
-        None for other steps, and nothing was computed."""
+        """Run a step of plain greedy decodes without torch, and return the most likely tokens.
+
+        Most steps on a CPU are of this kind. A torch call takes 50 µs or more when the step's weights have just passed
+        through the CPU caches. Returns None for other steps, without having computed anything.
+        """
         if self._kv_sender is not None or not all(map(is_plain, rows)):
             return None
         made = self._decode(hosts, with_logits=True)
         return None if made is None or made.logits is None else Best.of(made.logits)
 
     def _decode(self, hosts: list[HostBatch], *, with_logits: bool) -> Replayed | None:
-        """A step that the model can replay whole; None for others, and nothing was computed."""
+        """Run a decode step that the model can replay as a whole.
+
+        Returns None for other steps, without computing anything.
+        """
         if len(hosts) > 1 or not hosts[0].decodes_only or len(hosts[0].pending_rows_P):
             return None
         return self._model.decode(hosts[0], self._kv, with_logits=with_logits)
@@ -169,12 +184,12 @@ class Runner:
         return InFlightStep(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), astray)
 
     def _arrange(self, plan: Plan) -> list[HostBatch]:
-        """What each group of ranks has of the step."""
+        """Return the step's batch of each rank group."""
         groups = self._num_groups
         return [self._builder.arrange(plan)] if groups == 1 else self._builder.arrange_groups(plan, groups)
 
     def collect(self, flight: InFlightStep) -> StepResults:
-        """Wait for the step's results."""
+        """Wait for the step's results and return them."""
         flight.done.wait()
         token_ids, logprobs = flight.drawn.unpack()
         vectors = [] if flight.unit_ED is None else as_bytes(flight.unit_ED)
@@ -185,8 +200,11 @@ class Runner:
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Torch computes on the calling thread alone. Its others spin for some milliseconds after each operation, on the
-    processors that the threads of our kernels want next."""
+    """Let torch compute on the calling thread only.
+
+    Torch's other threads spin for some milliseconds after each operation, on the cores that our kernels' threads need
+    next.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

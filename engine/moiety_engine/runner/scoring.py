@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of prompts: what the model would have said of what is there.
+"""Log-probabilities of prompt tokens.
 
 L rows, the hidden states before the tokens that are scored; D model width, V vocabulary.
 """
@@ -17,18 +17,18 @@ from moiety_engine.runner.inputs import Scored
 from moiety_engine.sampling import Logprobs, logprobs_of
 from moiety_engine.staging import Staging
 
-ROWS_AT_ONCE = 128  # whose logits are there at the same time
+ROWS_AT_ONCE = 128  # rows whose logits are in memory at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """In host memory once the step's mark has been passed."""
+    """Log-probabilities of a step; in host memory once the step's mark is passed."""
 
     parts: list[Scored]
     pieces: list[Logprobs]
 
     def unpack(self) -> list[tuple[int, CoreScores]]:
-        """By the requests' keys."""
+        """Return the scores with the keys of their requests."""
         rows = [
             row
             for piece in self.pieces
@@ -46,7 +46,7 @@ class Scores:
 
 
 def score(model: Transformer, hidden_LD: Tensor, parts: list[Scored], staging: Staging) -> Scores:
-    """Queue it, some rows at a time."""
+    """Queue the computation of the scores, `ROWS_AT_ONCE` rows at a time."""
     token_L = staging.upload(np.array([token_id for part in parts for token_id in part.token_ids], dtype=np.int64))
     count = max(part.count for part in parts)
     pieces = [
@@ -57,11 +57,11 @@ def score(model: Transformer, hidden_LD: Tensor, parts: list[Scored], staging: S
 
 
 def are_finite(scores: CoreScores) -> bool:
-    """Return whether every log-probability is a number that can be told."""
+    """Return whether all log-probabilities are finite."""
     told = (value for one in scores.logprobs for value in (one.logprob, *one.top_logprobs))
     return all(map(math.isfinite, told))
 
 
 def in_turns(rows: Tensor) -> list[Tensor]:
-    """The rows that every rank takes at the same time."""
+    """Return the rows in portions of `ROWS_AT_ONCE`, the same on every rank."""
     return [rows[begin : begin + ROWS_AT_ONCE] for begin in range(0, len(rows), ROWS_AT_ONCE)]

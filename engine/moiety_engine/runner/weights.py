@@ -1,4 +1,4 @@
-"""The weights of a replica's models, of one or of two, on all ranks: how they leave and come back together."""
+"""Offloading and reloading of the weights of a replica's model, and its draft model, on all ranks together."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ Progress = Callable[[], None]
 
 
 class Weights:
-    """Used by the step loop's thread only."""
+    """Weights of a replica's models. Used by the step loop's thread only."""
 
     def __init__(self, models: list[Transformer], orders: ControlSender) -> None:
         self._models, self._orders = models, orders
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Of all their caches."""
+        """Return the bytes of a block in the caches of all models."""
         return sum(model.kv_bytes_per_block(block_size) for model in self._models)
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until they lie as they are read fastest, or as long as that for each model."""
+        """Wait until the weights have the memory layout that is fastest to read, at most `timeout_s` per model."""
         for model in self._models:
             model.settle(timeout_s)
 
     def leave(self, on_progress: Progress) -> int:
-        """Those that are there go to host memory, on all ranks; returns the bytes that are free thereby. Raises
-        OutOfMemory."""
+        """Offload the loaded weights to host memory, on all ranks, and return the bytes freed. Raises OutOfMemory."""
         with self._orders.together(OffloadWeights()):
             return sum(model.leave(on_progress) for model in self._models if not model.away)
 
     def leave_or_stay(self, on_progress: Progress) -> int:
-        """All of them, or none. Raises OutOfMemory, and RanksError where not even that can be had."""
+        """Offload the weights of all ranks, or of none, and return the bytes freed.
+
+        Raises OutOfMemory if nothing was offloaded, and RanksError if some ranks cannot reload their weights.
+        """
         try:
             return self.leave(on_progress)
         except OutOfMemory:
@@ -44,7 +46,7 @@ class Weights:
             raise
 
     def reload_weights(self, on_progress: Progress) -> None:
-        """Those that are away. Raises OutOfMemory."""
+        """Reload the offloaded weights. Raises OutOfMemory."""
         with self._orders.together(ReloadWeights()):
             for model in self._models:
                 if model.away:

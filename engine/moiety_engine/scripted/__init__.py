@@ -1,1 +1,1 @@
-"""A core that answers by a script, without model and torch: for tests, and for measuring all around a core."""
+"""A core that answers from a script, without model and torch, for tests and for benchmarks of the code around it."""

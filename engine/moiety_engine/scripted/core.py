@@ -1,6 +1,7 @@
 """`python -m moiety_engine.scripted.core --address ipc://…`: the scripted core as a process of its own.
 
-Speaks as the real core does: a Script as one line of JSON on standard input, which then stays open as a life line.
+It uses the real core's protocol. It reads a Script as one line of JSON on standard input, which stays open: the core
+exits when it closes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moiety_engine.messages import CoreHello, CoreShutdown, CoreState
 from moiety_engine.scripted.engine import ScriptedEngine
 from moiety_engine.scripted.script import Script
 
-LOST_FRONT = 3  # exit codes, as the real core's
+LOST_FRONT = 3  # exit codes, as in the real core
 REFUSED = 4
 DIED_BY_SCRIPT = 9
 
@@ -66,7 +67,7 @@ def _serve(link: ServerLink, engine: ScriptedEngine, first_steps: FirstSteps | N
         if first_steps is not None:
             first_steps.write(engine.first_step_keys())
         if num_steps == engine.script.dies_at_step:
-            return DIED_BY_SCRIPT  # what it has sent is on its way: the link lingers for it
+            return DIED_BY_SCRIPT  # sent messages are still delivered: the link lingers
         time.sleep(engine.script.step_delay_s)
         link.send(engine.step())
         num_steps += 1

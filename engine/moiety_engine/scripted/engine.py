@@ -1,7 +1,7 @@
-"""The scripted core's steps: admission, a queue, running requests, blocks, credit; all of a core but the model.
+"""Steps of the scripted core: admission, queue, running requests, blocks and credit; a core without the model.
 
-It keeps the same promises as the real one: a verdict comes before the first token, credit is never exceeded, a request
-without credit holds no place in the batch, every request ends once, blocks are conserved. It knows no sockets and no
+It keeps the real core's guarantees: the admission decision precedes the first token, credit is never exceeded, a
+request without credit holds no batch slot, every request ends once, blocks are conserved. It uses no sockets and no
 event loop.
 """
 
@@ -45,13 +45,13 @@ from moiety_wire.notes import EventKind, Reason, StepNote
 
 
 class ScriptedEngine:
-    """Owns its requests. One thread."""
+    """Scripted engine core; owns its requests. Single-threaded."""
 
     def __init__(self, script: Script, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.script = script
         self._clock_ns = clock_ns
         self._waiting: deque[ScriptedRequest] = deque()
-        self._returning: deque[ScriptedRequest] = deque()  # have credit again, and blocks still; wait for a place
+        self._returning: deque[ScriptedRequest] = deque()  # have credit again and blocks; wait for a batch slot
         self._running: dict[int, ScriptedRequest] = {}
         self._parked: dict[int, ScriptedRequest] = {}  # without credit
         self._admissions: list[CoreAdmission] = []
@@ -95,30 +95,33 @@ class ScriptedEngine:
                     now_s = self._clock_ns() // 10**9
                     self._answers.append(ExpertLoad(command.ask_id, now_s, now_s))
                 case CoreAdapter() | CoreForget():
-                    pass  # it answers without any model
+                    pass  # the script answers without any model
                 case CoreShutdown():
                     pass
 
     def take_answers(self) -> list[ToFront]:
-        """What it says to having been told to sleep or wake, which it does at once, and of its experts: it has none."""
+        """Return the answers to sleep and wake commands, which take effect at once, and to expert queries.
+
+        The scripted core has no experts.
+        """
         answers, self._answers = self._answers, []
         return answers
 
     @property
     def has_work(self) -> bool:
-        """Whether a step now would do anything."""
+        """Return whether a step now would do anything."""
         return bool(
             self._admissions or self._ended or self._failures or self._running or self._has_place()
-        )  # what has no credit does not run
+        )  # a request without credit does not run
 
     def first_step_keys(self) -> list[int]:
-        """The requests whose first token the next step would bring."""
+        """Return the requests whose first token the next step would produce."""
         running = [one.key for one in self._running.values() if one.num_output == len(one.submit.resumed_ids or ())]
         num_free = max(0, self.script.max_running - len(self._running))
         return running + [one.key for one in islice(self._waiting, num_free)]
 
     def step(self) -> CoreStep:
-        """Let in what fits, then give each running request its next tokens."""
+        """Admit waiting requests that fit, then give each running request its next tokens."""
         self._counters["steps"] += 1
         while self._has_place():
             self._start(self._returning.popleft() if self._returning else self._waiting.popleft())
@@ -134,7 +137,7 @@ class ScriptedEngine:
         return CoreStep(outputs, failures, self.load(), admissions, traced)
 
     def _look(self, batch: list[ScriptedRequest]) -> TracedStep:
-        """What a step is made of that is about to end."""
+        """Return the trace of a step that is about to end."""
         now_ns = self._clock_ns()
         begun = [request for request in batch if not request.num_output]
         step = StepNote(
@@ -204,7 +207,7 @@ class ScriptedEngine:
             return
         asked = submit.service.name
         verdict = None
-        if submit.resumed_ids is None:  # whom another engine has admitted is let in
+        if submit.resumed_ids is None:  # requests that another engine has admitted are accepted
             verdict = next((v for v in self.script.verdicts if v.applies(asked, submit.tenant_id)), None)
         if verdict is not None and not verdict.downgrades:
             self._reject(submit, verdict, f"the engine cannot keep the promise of {asked!r} now; try again later")
@@ -285,7 +288,7 @@ class ScriptedEngine:
         return token_id
 
     def _happen(self, request: ScriptedRequest) -> None:
-        """The events of the script that are due now."""
+        """Record the script's events that are due now."""
         for scripted in self.script.events:
             if scripted.after_tokens != request.num_output:
                 continue

@@ -1,4 +1,4 @@
-"""The scripted core within the front's own process, stepped by its event loop."""
+"""The scripted core within the engine server's own process, stepped by its event loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from moiety_engine.server.core_link import CoreEvents
 
 
 class ScriptedCore:
-    """A CoreLink. Says hello in the next turn of the loop, then steps as long as there is work, and tells the load
-    after commands that made none."""
+    """A CoreLink to an in-process scripted core.
+
+    It sends its hello in the next turn of the loop, then steps as long as there is work, and sends the load after
+    commands that caused none.
+    """
 
     def __init__(self, script: Script) -> None:
         self.engine = ScriptedEngine(script)

@@ -15,11 +15,11 @@ from moiety_wire.notes import EventKind
 
 
 class ScriptedRequest:
-    """Owned by the ScriptedEngine."""
+    """One request, owned by the ScriptedEngine."""
 
     def __init__(self, submit: CoreSubmit, script: Script, now_unix_ns: int) -> None:
         self.submit = submit
-        self.served_class = ""  # until it is admitted
+        self.served_class = ""  # until admission
         self.answer = list(script.tokens) if script.tokens else submit.prompt_ids
         self.credit_tokens = submit.credit_tokens
         self.credit_is_last = False
@@ -48,7 +48,7 @@ class ScriptedRequest:
         return self.answer[at % len(self.answer)]
 
     def end_after(self, token_id: int) -> tuple[FinishReason, str] | None:
-        """Why this token, which has been counted, ends the request; None if it does not."""
+        """Return why this token, already counted, ends the request; None if it does not."""
         if token_id in self.submit.stop_token_ids and self.num_output > self.submit.min_tokens:
             return FinishReason.STOP, "stop_token"
         if self.num_output >= self.submit.max_tokens:
@@ -56,12 +56,12 @@ class ScriptedRequest:
         return None
 
     def logprobs(self, token_ids: list[int]) -> list[CoreLogprob] | None:
-        """Made up, but in order: the chosen token is the best, its followers in the vocabulary come next."""
+        """Return made-up log-probabilities: the chosen token is the best, then the tokens with the next ids."""
         count = self.submit.sampling.num_logprobs
         return None if count is None else self._make_up(token_ids, count)
 
     def scores(self) -> CoreScores | None:
-        """Of the prompt, made up likewise."""
+        """Return made-up log-probabilities of the prompt."""
         count = self.submit.sampling.num_prompt_logprobs
         return None if count is None else CoreScores(1, self._make_up(self.submit.prompt_ids[1:], count))
 
@@ -73,7 +73,7 @@ class ScriptedRequest:
         ]
 
     def embedding(self) -> bytes:
-        """A unit vector that the prompt's tokens decide, as the model's would be: little-endian float32."""
+        """Return a unit vector determined by the prompt's tokens, in the model's format: little-endian float32."""
         ids, width = self.submit.prompt_ids, self._script.embedding_width
         digest = shake_128(struct.pack(f"<{len(ids)}I", *ids)).digest(width)
         length = math.hypot(*(byte - 127.5 for byte in digest))
@@ -96,7 +96,7 @@ class ScriptedRequest:
 
 
 class ClassCounters:
-    """What has happened in one class since the start."""
+    """Counters of one class since the start."""
 
     def __init__(self) -> None:
         self.admitted = self.downgraded = self.demoted = self.boosted = self.recomputed = 0

@@ -1,4 +1,4 @@
-"""What a scripted core answers, and the limits that it pretends to have."""
+"""Script of a scripted core: its answers, and the limits that it claims."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from moiety_wire.notes import EventKind, Reason
 
 
 class ScriptedDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of requests at their admission. Rejected, unless `downgrades`: then they are served in their
-    fallback class, as far as they have one."""
+    """Admission decision of matching requests: rejected, unless `downgrades`.
+
+    A downgraded request is served in its fallback class, if it has one.
+    """
 
     reason: Reason
     service_class: str = ""  # "" applies to every class
@@ -23,20 +25,23 @@ class ScriptedDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision that the core pretends to have taken about each request, once it has so many output tokens."""
+    """A decision that the core claims to have taken about each request, once it has `after_tokens` output tokens."""
 
     kind: EventKind
     reason: Reason
     after_tokens: int = 0
-    names_another: bool = False  # as the one that profited: some other request that is open
+    names_another: bool = False  # names some other open request as the one that benefited
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer is `tokens`, or else the prompt's own tokens; then the end token, where that ends the request, and
-    from the beginning again where it does not. An embedding is a unit vector that follows from the prompt's tokens."""
+    """Script of answers.
+
+    The answer is `tokens`, or else the prompt's own tokens; then the end token, where that ends the request, otherwise
+    from the beginning again. An embedding is a unit vector determined by the prompt's tokens.
+    """
 
     tokens: tuple[int, ...] | None = None
-    tokens_per_step: int = 1  # of each request
+    tokens_per_step: int = 1  # per request
     step_delay_s: float = 0.0
     max_running: int = 256
     num_blocks: int = 65_536
@@ -44,12 +49,12 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 8192
     max_num_logprobs: int = 20
     vocab_size: int = VOCAB_SIZE
-    embedding_width: int = 16  # 0: a core that makes no embeddings
+    embedding_width: int = 16  # 0: a core without embeddings
     end_token_id: int = END_ID
-    verdicts: tuple[ScriptedDecision, ...] = ()  # the first that applies holds; without one a request is admitted
+    verdicts: tuple[ScriptedDecision, ...] = ()  # the first match applies; without one a request is admitted
     events: tuple[ScriptedEvent, ...] = ()
-    predicted_ttft_s: dict[str, float] = {}  # by class; 0 for those that are not named
-    traced_steps_per_s: float = 20.0  # of those that it looks at closely
-    dies_at_step: int | None = None  # a core in its own process ends unasked before this step
-    loads_for_ever: bool = False  # a core in its own process never gets ready
-    refuses: str = ""  # a core in its own process refuses to start, with these words
+    predicted_ttft_s: dict[str, float] = {}  # by class; 0 for classes that are not named
+    traced_steps_per_s: float = 20.0  # sampled for traces
+    dies_at_step: int | None = None  # a core in its own process exits before this step
+    loads_for_ever: bool = False  # a core in its own process never becomes ready
+    refuses: str = ""  # a core in its own process refuses to start, with this message

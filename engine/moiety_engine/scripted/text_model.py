@@ -1,4 +1,4 @@
-"""The scripted core's text side: a tokenizer of bytes, whose token ids are the bytes, and a small chat template."""
+"""Text side of the scripted core: a byte tokenizer, whose token ids are the bytes, and a small chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def scripted_text_model() -> TextModel:
-    """Byte-level BPE without merges: the id of a byte is the byte."""
+    """Return byte-level BPE without merges: the id of a byte is the byte."""
     added = [
         {
             "id": token_id, "content": content, "single_word": False, "lstrip": False, "rstrip": False,

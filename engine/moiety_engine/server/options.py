@@ -179,18 +179,18 @@ KvListenOption = Annotated[
         help="ZeroMQ address for KV from other engines, tcp://; with --role decode a free port beside --listen's.",
     ),
 ]
-KvWayOption = Annotated[
+KvTransportOption = Annotated[
     KvTransport,
     typer.Option(
-        envvar="MOIETY_ENGINE_KV_WAY",
+        envvar="MOIETY_ENGINE_KV_TRANSPORT",
         rich_help_panel=ROLES,
         help="How KV leaves for other engines; auto: by shared memory on one host, else by TCP.",
     ),
 ]
-KvLandingBytesOption = Annotated[
+KvBufferBytesOption = Annotated[
     str,
     typer.Option(
-        envvar="MOIETY_ENGINE_KV_LANDING_BYTES",
+        envvar="MOIETY_ENGINE_KV_BUFFER_BYTES",
         rich_help_panel=ROLES,
         help="Host memory for KV on its way, such as 4GiB; empty: a tenth of what is there.",
     ),

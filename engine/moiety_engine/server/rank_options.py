@@ -42,10 +42,10 @@ PpOption = Annotated[
         envvar="MOIETY_ENGINE_PP", min=1, rich_help_panel=RANKS, help="Stages of layers, one after the other."
     ),
 ]
-ExpertRanksOption = Annotated[
+FfnRanksOption = Annotated[
     int,
     typer.Option(
-        envvar="MOIETY_ENGINE_EXPERT_RANKS",
+        envvar="MOIETY_ENGINE_FFN_RANKS",
         min=0,
         rich_help_panel=RANKS,
         help="Further ranks that have the experts and nothing else; the others then have none, and --ep divides these.",
@@ -106,38 +106,38 @@ AllowUnauthenticatedRanksOption = Annotated[
         help="Let ranks of several hosts talk over links without keys; for a network of their own.",
     ),
 ]
-MaskAfterOption = Annotated[
+ExcludeRankAfterOption = Annotated[
     float | None,
     typer.Option(
-        envvar="MOIETY_ENGINE_MASK_AFTER_S",
+        envvar="MOIETY_ENGINE_EXCLUDE_RANK_AFTER_S",
         min=1,
         rich_help_panel=RANKS,
         help="Seconds after which ranks start without those that have not come, if they can have their experts. "
         "Left out: they wait for all.",
     ),
 ]
-RankLossesOption = Annotated[
+RankFailureLogOption = Annotated[
     Path | None,
     typer.Option(
-        envvar="MOIETY_ENGINE_RANK_LOSSES",
+        envvar="MOIETY_ENGINE_RANK_FAILURE_LOG",
         dir_okay=False,
         rich_help_panel=RANKS,
         help="With --exclude-rank-after-s: where the first rank notes which others were lost, for its next start.",
     ),
 ]
-MaskAfterLossesOption = Annotated[
+ExcludeRankAfterFailuresOption = Annotated[
     int | None,
     typer.Option(
-        envvar="MOIETY_ENGINE_MASK_AFTER_LOSSES",
+        envvar="MOIETY_ENGINE_EXCLUDE_RANK_AFTER_FAILURES",
         min=1,
         rich_help_panel=RANKS,
         help="A rank that was lost so often of late, by --rank-failure-log, is done without. Left out: 3 times.",
     ),
 ]
-RankLossesWithinOption = Annotated[
+RankFailuresWithinOption = Annotated[
     float | None,
     typer.Option(
-        envvar="MOIETY_ENGINE_RANK_LOSSES_WITHIN_S",
+        envvar="MOIETY_ENGINE_RANK_FAILURES_WITHIN_S",
         min=1,
         rich_help_panel=RANKS,
         help="Seconds for which a loss counts; more than so many starts of the group take. Left out: 600.",

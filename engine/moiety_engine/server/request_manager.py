@@ -149,7 +149,7 @@ class RequestManager:
             self._abort(key, detail)
 
     def forgo(self) -> None:
-        """What is foreseen is not waited for."""
+        """Do not wait for speculative prefills."""
         for key, (request, _) in list(self._open.items()):
             if request.submit.speculative_prefill is not None:
                 self._abort(key, FORGONE)

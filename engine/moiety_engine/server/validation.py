@@ -212,9 +212,9 @@ def _speculative_prefill_error(submit: Submit, seen: SpeculativePrefillRequest, 
             "model card says that it takes it"
         )
     if submit.embed or submit.stopping.max_tokens:
-        return "nothing is generated for what is foreseen: leave embed out, and let max_tokens be 0"
+        return "a speculative prefill generates nothing: leave embed out, and set max_tokens to 0"
     if submit.resumed_ids or submit.guide or submit.hand_over or submit.transfer_id or submit.adapter:
-        return "what is foreseen is a prompt alone: leave resumed_ids, guide, hand_over, transfer_id and adapter out"
+        return "a speculative prefill is only a prompt: leave out resumed_ids, guide, hand_over, transfer_id, adapter"
     ids = seen.other_ids
     if not 0 <= seen.num_shared <= len(submit.prompt_ids) or not 0 <= seen.num_asked <= seen.num_shared + len(ids):
         return "num_shared counts tokens of the prompt, and num_asked tokens of the request before"

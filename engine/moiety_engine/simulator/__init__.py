@@ -1,5 +1,5 @@
-"""The real scheduler and block pool under virtual time, with a model of the device in place of the device.
+"""Simulator that runs the real scheduler and block pool under virtual time with a device model.
 
-What a step costs comes from `devices`, what arrives from `moiety_workload`; the decisions are the engine's own. Knows
-no tensor, no socket and no wall clock.
+Step times come from `devices`, arrivals from `moiety_workload`; the scheduling decisions are the engine's. Uses no
+tensors, no sockets and no wall clock.
 """

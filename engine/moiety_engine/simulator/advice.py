@@ -1,9 +1,11 @@
-"""Advice for an operator: how much of a workload one replica can carry with every class keeping its promise, and what
-to set for it. All from simulated runs of the real scheduler; knows neither files nor the terminal.
+"""Capacity advice for an operator: the load that one replica carries within every class's SLO, and its settings.
 
-Loads are multiples of the capacity C, the work that saturated FCFS does. The saturation point is the largest load at
-which every class keeps at least 99 % of its promises while work is started as fast as it arrives, found by bisection.
-Bounds, limits and the number of replicas are chosen for 0.8 of it, and then tried together in one more run.
+All figures come from simulated runs of the real scheduler; the module uses neither files nor the terminal.
+
+Loads are multiples of the capacity C, the work that saturated FCFS completes. The saturation point is the largest load
+at which every class attains its SLO for at least 99 % of its requests while work is started as fast as it arrives;
+bisection finds it. Bounds, limits and the number of replicas are chosen for 0.8 of it and then verified together in one
+more run.
 """
 
 from __future__ import annotations
@@ -25,20 +27,23 @@ from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_workload.request import TraceRequest, Workload
 from moiety_workload.transforms import cut, last_for
 
-SAFE_SHARE = 0.8  # of the saturation point: what is planned for
+SAFE_SHARE = 0.8  # of the saturation point: the load that is planned for
 KV_ROOM, KV_FULL = 0.7, 0.9
 _FLOOR, _CEILING, _NUM_BISECTIONS = 0.1, 1.2, 6
-_WAITING = 0.05  # of the work that arrives, that may wait to be started at the end: no backlog behind promises of hours
+_WAITING = 0.05  # share of the arriving work that may wait at the end: no backlog behind SLOs of hours
 _NUM_LOOSENINGS = 5
-_BETTER = 0.01  # goodput that another token budget must gain before it is advised
-_PREEMPTED_OFTEN = 0.1  # preemptions a request
+_BETTER = 0.01  # goodput gain that another token budget must reach to be advised
+_PREEMPTED_OFTEN = 0.1  # preemptions per request
 
 
 @dataclass(frozen=True, slots=True)
 class AdvisedLimits:
-    """`longest_step_s` is that of a full budget with the KV memory full; `num_fitting` how many requests of this mix
-    the KV memory holds at once; `most_running` how many were under way at once at the saturation point, preempted
-    ones included; `running_tried` another limit that was tried, None where there was no reason to."""
+    """Batch limits to set, and the figures behind them.
+
+    `longest_step_s`: step with a full token budget and full KV memory. `num_fitting`: requests of this mix that fit
+    into the KV memory at once. `most_running`: requests in progress at once at the saturation point, preempted ones
+    included. `running_tried`: another limit that was tried; None where there was no reason to.
+    """
 
     max_batch_tokens: int
     max_running: int
@@ -50,7 +55,7 @@ class AdvisedLimits:
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Whose requests miss most promises just beyond the saturation point, and their share of all misses."""
+    """Tenant and class with the most missed SLOs just beyond the saturation point, and their share of all misses."""
 
     tenant: str
     service_class: str
@@ -59,8 +64,11 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`loads` are multiples of C: of the trace's mean, of its busiest part, and of the saturation point. `never_kept`
-    are the classes whose promise fails even at a tenth of C; the other figures hold with `classes` in its place."""
+    """Result of `Advisor.advise`.
+
+    Loads are multiples of C: the trace's mean, its busiest part, and the saturation point. `never_kept`: classes that
+    miss their SLO even at a tenth of C; the other figures use the loosened bounds in `classes` for them.
+    """
 
     capacity_work_per_s: float
     offered_mean: float
@@ -83,7 +91,7 @@ class Advice:
 
 
 class Advisor:
-    """Runs one workload at many loads on one device."""
+    """Runner of one workload at many loads on one device."""
 
     def __init__(
         self,
@@ -96,7 +104,7 @@ class Advisor:
         seed: int = 0,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
-        """Raises InvalidConfig where no request fits the device or a class is not described."""
+        """Raise InvalidConfig where no request fits the device or a class has no description."""
         fitting = tuple(r for r in workload.requests if r.input_tokens + r.output_tokens <= device.kv_tokens)
         if not fitting:
             raise InvalidConfig(
@@ -121,7 +129,7 @@ class Advisor:
         self._window_capacity = replace(self._capacity, offered=offered)
 
     def advise(self) -> Advice:
-        """About a dozen runs. Raises InvalidConfig, WorkloadError, Stuck."""
+        """Return the advice after about a dozen runs. Raises InvalidConfig, WorkloadError, Stuck."""
         kept, never_kept = self._attainable_at_all()
         device = self._best_budget(kept)
         saturation, outcome, beyond = self._saturate(device, kept)
@@ -154,7 +162,7 @@ class Advisor:
         )
 
     def _busiest(self, window_s: float) -> Workload:
-        """The part of that length in which most work arrives; a shorter trace is repeated."""
+        """Return the window of `window_s` seconds in which the most work arrives; a shorter trace is repeated."""
         whole = self._whole
         if whole.duration_s <= window_s:
             return last_for(whole, window_s)
@@ -180,7 +188,10 @@ class Advisor:
         )
 
     def _attainable_at_all(self) -> tuple[dict[str, ServiceClass], tuple[str, ...]]:
-        """The classes, those that fail on a nearly idle replica loosened until they hold, and the names of these."""
+        """Return the classes and the names of those that had to be loosened.
+
+        A class that misses its SLO on a nearly idle replica is loosened until it attains it.
+        """
         classes = dict(self._promised)
         failed: dict[str, None] = {}
         for _ in range(_NUM_LOOSENINGS):
@@ -200,7 +211,7 @@ class Advisor:
         )
 
     def _best_budget(self, classes: dict[str, ServiceClass]) -> SimulatedDevice:
-        """The device with the token budget that has the most goodput at its capacity; its own unless one is better."""
+        """Return the device with the token budget of the highest goodput at capacity; its own unless one is better."""
         own = self._device
         best = own
         best_good = self._run(own, classes, 1.0).figures["goodput_fraction_of_capacity"] * (1 + _BETTER)
@@ -216,7 +227,7 @@ class Advisor:
     def _saturate(
         self, device: SimulatedDevice, classes: dict[str, ServiceClass]
     ) -> tuple[float, SimulationOutcome, SimulationOutcome | None]:
-        """The largest load that every class keeps its promise at, the run at it, and the one nearest beyond it."""
+        """Return the largest load at which every class attains its SLO, the run at it, and the nearest beyond it."""
         low, high = _FLOOR, _CEILING
         found: SimulationOutcome | None = None
         beyond: SimulationOutcome | None = None
@@ -232,8 +243,11 @@ class Advisor:
     def _limits(
         self, device: SimulatedDevice, classes: dict[str, ServiceClass], load: float, outcome: SimulationOutcome
     ) -> AdvisedLimits:
-        """Fewer running where requests are preempted for memory, more where it has room and the limit was reached, if a
-        run shows that nothing is lost by it; else as it is."""
+        """Advise a limit of running requests.
+
+        The limit shrinks where requests are preempted for memory, and grows where memory is free and the limit was
+        reached, if a run shows that nothing is lost by it; otherwise it stays.
+        """
         requests = self._whole.requests
         steps = sum(request.output_tokens for request in requests)
         held = sum(r.output_tokens * (r.input_tokens + r.output_tokens / 2) for r in requests) / steps
@@ -258,8 +272,10 @@ class Advisor:
     def _bounds(
         self, device: SimulatedDevice, kept: dict[str, ServiceClass], load: float
     ) -> tuple[tuple[ClassBounds, ...], bool]:
-        """Bounds with a margin over what a run at the load shows, and whether another run with them keeps them all. A
-        class that does not keep its tighter bounds has its old ones back."""
+        """Return bounds with a margin over the measured figures, and whether another run attains all of them.
+
+        A class that misses its tighter bounds gets its old bounds back.
+        """
         run = self._run(device, kept, load).run
         tried = {name: tighten(service, run) for name, service in kept.items()}
         for _ in range(2):
@@ -274,7 +290,7 @@ class Advisor:
 
 
 def decode_share(requests: Iterable[TraceRequest], capacity: Capacity) -> float:
-    """Of the demanded work, what is done token by token."""
+    """Return the share of the demanded work that is decode work."""
     model = capacity.model
     total = prefill = 0.0
     for request in requests:
@@ -284,7 +300,7 @@ def decode_share(requests: Iterable[TraceRequest], capacity: Capacity) -> float:
 
 
 def most_running(outcome: SimulationOutcome) -> int:
-    """The most requests that had started and not ended at one time."""
+    """Return the largest number of requests in progress at one time."""
     changes = [(record.scheduled_ns, 1) for record in outcome.run.records if record.scheduled_ns]
     changes += [(record.end_ns, -1) for record in outcome.run.records if record.scheduled_ns and record.end_ns]
     most = now = 0
@@ -295,7 +311,7 @@ def most_running(outcome: SimulationOutcome) -> int:
 
 
 def find_breaker(outcome: SimulationOutcome) -> Breaker | None:
-    """None where all promises were kept."""
+    """Return the tenant and class with the most misses; None where all requests attained their SLO."""
     missed = Counter((r.request.tenant, r.request.service_class) for r in outcome.run.records if not r.attained)
     if not missed:
         return None
@@ -304,7 +320,7 @@ def find_breaker(outcome: SimulationOutcome) -> Breaker | None:
 
 
 def waiting_share(outcome: SimulationOutcome) -> float:
-    """Of the work that arrived, that of requests that were not started when the window ended."""
+    """Return the share of the arrived work whose requests had not started when the window ended."""
     of_request = outcome.capacity.model.of_request
     end_ns = START_NS + outcome.run.window_s * 1e9
     records = outcome.run.records
@@ -313,6 +329,6 @@ def waiting_share(outcome: SimulationOutcome) -> float:
 
 
 def work_done(outcome: SimulationOutcome) -> float:
-    """SimulatedDevice-seconds of work that were done when the last request arrived."""
+    """Return the device-seconds of work that were done when the last request arrived."""
     model = outcome.capacity.model
     return sum(model.seconds(r.request.input_tokens, *r.window_progress) for r in outcome.run.records)

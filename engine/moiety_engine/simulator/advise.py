@@ -1,4 +1,4 @@
-"""The command `moiety advise`: a trace or a gateway's own traffic in, plain sentences or one JSON object out."""
+"""The command `moiety advise`: reads a trace or a gateway's usage; prints sentences or one JSON object."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from moiety_workload.readers import load_workload
 from moiety_workload.request import Workload
 from moiety_workload.tenants import assign_classes, parse_shares
 
-_LOW_SATURATION = 0.6  # of C: below it bursts, not the load, are what breaks promises
-_NUM_ENOUGH = 200  # requests of a class, below which its p99 is a guess
+_LOW_SATURATION = 0.6  # of C; below it bursts, not the load, break SLOs
+_NUM_ENOUGH = 200  # requests of a class; with fewer, its p99 is a guess
 
 
 def advise_command(
@@ -89,7 +89,7 @@ def advise_command(
 
 
 def explain(advice: Advice, device: SimulatedDevice, num_unserved: int = 0) -> Iterator[str]:
-    """The advice in sentences, each with its figures and its reason."""
+    """Yield the advice in sentences, each with its figures and its reason."""
     if num_unserved:
         yield f"{num_unserved} rows of the usage were not served and have no lengths: the true load is higher."
     if advice.num_too_long:
@@ -198,7 +198,7 @@ def _explain_class(bounds: ClassBounds, never_kept: bool, load: float) -> str:
 
 
 def _options(ttft_s: float | None, tpot_s: float | None, completion_s: float | None) -> str:
-    """As `moiety class set` takes them."""
+    """Return the bounds as options of `moiety class set`."""
     named = (("--ttft-s", ttft_s), ("--tpot-s", tpot_s), ("--completion-s", completion_s))
     return " ".join(f"{option} {value:g}" for option, value in named if value is not None)
 
@@ -212,7 +212,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _read(trace: Path | None, usage: Path | None, seed: int) -> tuple[Workload, int]:
-    """The traffic, and how many rows of it lack lengths."""
+    """Return the traffic, and the number of rows without lengths."""
     if trace is not None and usage is None:
         return load_workload(trace, seed=seed), 0
     if usage is not None and trace is None:

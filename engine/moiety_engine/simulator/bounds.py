@@ -1,4 +1,4 @@
-"""A class's bounds against what a run shows: whether they were kept, how tight or how loose they can be."""
+"""Latency bounds of a class compared with a run: attainment, and tighter or looser bounds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from moiety_engine.simulator.metrics import spread, tpot_s
 from moiety_engine.simulator.records import Record, Run
 from moiety_wire.classes import ServiceClass
 
-KEPT = 0.99  # of a class's requests: its promise counts as kept
-_MARGIN = 1.25  # over the p99 that was measured
+KEPT = 0.99  # share of a class's requests that must attain the SLO
+_MARGIN = 1.25  # factor over the measured p99
 _LOOSENED = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class ClassBounds:
-    """A class's promise as it is and as advised, with what a run with the advised one shows. p99 is None where the
-    class had no request in it. A promised end is only ever loosened, never tightened."""
+    """A class's SLO as configured and as advised, with the figures of a run under the advised one.
+
+    A p99 is None where the class had no request in the run. A completion target is only loosened, never tightened.
+    """
 
     name: str
     num_requests: int
@@ -37,14 +39,14 @@ class ClassBounds:
 
 
 def attainment(run: Run) -> dict[str, float]:
-    """Of each class that had requests, the share that kept the promise; the rejected did not."""
+    """Return the share of requests that attained the SLO, by class; rejected requests count as missed."""
     total = Counter(record.request.service_class for record in run.records)
     kept = Counter(record.request.service_class for record in run.records if record.attained)
     return {name: kept[name] / number for name, number in total.items()}
 
 
 def loosen(service: ServiceClass, run: Run) -> ServiceClass:
-    """Bounds beyond what the run shows, and beyond the present ones."""
+    """Return the class with bounds looser than the run's figures and than the present bounds."""
     members = _members(service.name, run)
 
     def beyond(bound: float | None, measured: float | None) -> float | None:
@@ -61,7 +63,7 @@ def loosen(service: ServiceClass, run: Run) -> ServiceClass:
 
 
 def tighten(service: ServiceClass, run: Run) -> ServiceClass:
-    """Bounds with a margin over what the run shows, never looser than the present ones."""
+    """Return the class with bounds a margin over the run's figures, never looser than the present bounds."""
     members = _members(service.name, run)
 
     def within(bound: float | None, measured: float | None) -> float | None:
@@ -77,7 +79,7 @@ def tighten(service: ServiceClass, run: Run) -> ServiceClass:
 
 
 def measure_bounds(promised: ServiceClass, advised: ServiceClass, run: Run) -> ClassBounds:
-    """What to tell of a class, from a run with the advised bounds."""
+    """Return the figures of a class from a run with the advised bounds."""
     members = _members(promised.name, run)
     return ClassBounds(
         name=promised.name,
@@ -112,7 +114,7 @@ def _e2e(members: list[Record]) -> float | None:
 
 
 def _ttft_beyond_allowance(service: ServiceClass, members: list[Record]) -> float | None:
-    """TTFT without what the class allows for the prompt's length, which is what `ttft_s` bounds."""
+    """Return the p99 TTFT minus the class's allowance for prompt length, which is the quantity that `ttft_s` bounds."""
     return _p99(
         [
             (record.first_ns - record.arrival_ns) / 1e9
@@ -124,7 +126,7 @@ def _ttft_beyond_allowance(service: ServiceClass, members: list[Record]) -> floa
 
 
 def _round_up(value: float) -> float:
-    """To two significant digits, upwards."""
+    """Round up to two significant digits."""
     if value <= 0:
         return value
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)

@@ -1,4 +1,4 @@
-"""Capacity: the work that saturated FCFS does a second, of a workload's mix on a device; and loads relative to it."""
+"""Capacity of a device for a workload's mix: the work per second of saturated FCFS; and loads relative to it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from moiety_wire.classes import STANDARD
 from moiety_workload.request import Workload
 from moiety_workload.transforms import last_for, multiply
 
-_PRESSURE = 2.0  # times what the device can do: the queue never empties
-_NUM_STEPS = 3000  # of the run, about
+_PRESSURE = 2.0  # times the device's throughput: the queue never empties
+_NUM_STEPS = 3000  # approximate steps of the run
 _SHORTEST_S, _LONGEST_S = 20.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """`work_per_s` is C; `model` says what work is. `offered` is the workload's own load, as a multiple of C."""
+    """Capacity `work_per_s` (C), in the units of `model`. `offered`: the workload's own load as a multiple of C."""
 
     work_per_s: float
     model: WorkModel
@@ -26,9 +26,11 @@ class Capacity:
 
 
 def measure_capacity(workload: Workload, device: SimulatedDevice, *, run_s: float | None = None) -> Capacity:
-    """Run FCFS on the workload's requests, in their order and arriving faster than they can be served. Of a long trace,
-    requests at regular distances stand for all, unless prefixes tie them to each other: then the first ones do.
-    `run_s`: for how long, by default some thousand steps."""
+    """Run FCFS on the workload's requests in their order, arriving faster than they can be served.
+
+    A long trace is sampled at regular distances, unless requests share prefixes: then its first requests are used.
+    `run_s`: duration of the run, by default some thousand steps.
+    """
     model = WorkModel.of(device, workload.requests)
     seconds = run_s or min(_LONGEST_S, max(_SHORTEST_S, _NUM_STEPS * model.step_s))
     wanted = _PRESSURE * seconds
@@ -49,5 +51,5 @@ def measure_capacity(workload: Workload, device: SimulatedDevice, *, run_s: floa
 
 
 def at_load(workload: Workload, capacity: Capacity, load: float, seed: int) -> Workload:
-    """The workload with `load` times the capacity's work, over the same time and from the same tenants."""
+    """Return the workload scaled to `load` times the capacity, over the same time and from the same tenants."""
     return multiply(workload, load / capacity.offered, capacity.model.of_request, seed)

@@ -1,4 +1,4 @@
-"""The command `moiety simulate`: options in, a table or one JSON object out."""
+"""The command `moiety simulate`: parses options; prints a table or one JSON object."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _offered(scenario: Scenario) -> dict[str, Any]:
 
 
 def _report(scenario: Scenario, settings: dict[str, Any], done: PolicyComparison) -> dict[str, Any]:
-    """The one object of `--json`."""
+    """Return the JSON object of `--json`."""
     offered = {**_offered(scenario), "duration_s": done.duration_s, "num_requests": done.num_requests}
     return {
         "environment": describe_environment("numpy"),
@@ -169,7 +169,7 @@ def _report(scenario: Scenario, settings: dict[str, Any], done: PolicyComparison
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str, int, float, int], None] | None]:
-    """A bar for every run on a terminal; nothing in a pipe."""
+    """Show a progress bar per run on a terminal; yield None in a pipe."""
     if not console.is_terminal:
         yield None
         return

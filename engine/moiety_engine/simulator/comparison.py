@@ -1,4 +1,4 @@
-"""Several policies on the same arrivals, over one or more seeds: what `moiety simulate` runs and reports."""
+"""Comparison of several policies on the same arrivals, over one or more seeds, for `moiety simulate`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _DEFAULT_GENERATED_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Where the arrivals come from and what is done with them. Either `trace` or `spec`."""
+    """Source of the arrivals and the transforms applied to them. Exactly one of `trace` and `spec` is set."""
 
     trace: Path | None = None
     spec: str | None = None
-    num_tenants: int = 20  # that a trace's conversations are spread over, where it knows conversations
+    num_tenants: int = 20  # tenants that a trace's conversations are spread over, where it has conversations
     scale: float = 1.0
     duration_s: float | None = None
-    load: float | None = None  # a multiple of the capacity; None: what arrives
-    times: float = 1.0  # of what arrives, where there is no `load`
-    num_replicas: int = 1  # of which one is simulated, with its share of the requests
+    load: float | None = None  # multiple of the capacity; None: the arrivals as they are
+    times: float = 1.0  # factor on the arrivals, where `load` is None
+    num_replicas: int = 1  # replicas; one is simulated with its share of the requests
     shares: Mapping[str, float] | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def base(self, device: SimulatedDevice, seed: int) -> Workload:
-        """The arrivals before they are brought to a load, with their classes. Raises WorkloadError, InvalidConfig."""
+        """Return the arrivals and their classes, before scaling to a load. Raises WorkloadError, InvalidConfig."""
         if (self.trace is None) == (self.spec is None):
             raise InvalidConfig("a simulation needs either a trace or a generator, and not both")
         if self.trace is not None:
@@ -62,7 +62,10 @@ class Scenario:
         return replace(workload, weights={**workload.weights, **self.weights})
 
     def offered(self, base: Workload, capacity: Capacity, seed: int) -> Workload:
-        """What comes to the one replica; `capacity` has what `base` offers. Raises WorkloadError."""
+        """Return the arrivals of the one replica; `capacity` holds the load of `base`.
+
+        Raises WorkloadError, InvalidConfig.
+        """
         if self.load is not None:
             if (self.times, self.num_replicas) != (1.0, 1):
                 raise InvalidConfig("name either --load, or --times and --replicas: a load says it all")
@@ -73,8 +76,11 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class PolicyComparison:
-    """`policies` has each policy's figures, the mean over seeds (of what is called max or longest, the greatest), and
-    under `per_seed` those of every seed where there are several."""
+    """Figures of each policy over the seeds.
+
+    Figures are means over the seeds, or maxima for figures named max or longest. With several seeds, `per_seed` holds
+    the figures of each.
+    """
 
     capacity: Capacity
     duration_s: float
@@ -93,9 +99,11 @@ def compare(
     drain: bool = True,
     on_progress: Callable[[str, int, float, int], None] | None = None,
 ) -> PolicyComparison:
-    """Run every policy on every seed's arrivals. The capacity is measured once, on the first seed's arrivals before
-    they are brought to the load. `on_progress(policy, seed, fraction, requests open)`. Raises InvalidConfig,
-    WorkloadError, Stuck."""
+    """Run every policy on every seed's arrivals.
+
+    The capacity is measured once, on the first seed's arrivals before they are scaled to the load. `on_progress` takes
+    (policy, seed, fraction, open requests). Raises InvalidConfig, WorkloadError, Stuck.
+    """
     for policy in policies:
         check_policy(policy)
     listed = tuple(classes)
@@ -127,8 +135,11 @@ def compare(
 
 
 def read_classes(path: Path) -> tuple[ServiceClass, ...]:
-    """The shipped classes, changed and added to by a TOML file with a table for each class, or a .json file with an
-    object, which can also take a promise away, by null. Raises InvalidConfig."""
+    """Return the shipped classes with the changes and additions of a file.
+
+    The file is TOML with a table per class, or .json with an object; only JSON can remove a target, by null. Raises
+    InvalidConfig.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -156,7 +167,7 @@ def _bind(on_progress: Callable[[str, int, float, int], None], policy: str, seed
 
 
 def _merge(per_seed: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Figures over seeds. Tenants are told for the first seed only."""
+    """Merge the figures over the seeds. Figures of tenants come from the first seed only."""
     first = next(iter(per_seed.values()))
     if len(per_seed) == 1:
         return first
@@ -168,7 +179,7 @@ def _merge(per_seed: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mean(name: str, values: list[Any]) -> Any:
-    """Of dicts by key (a count that is missing is 0), of numbers the mean or, by name, the greatest."""
+    """Average dicts by key (a missing count is 0) and numbers; take the maximum where the name says so."""
     if any(isinstance(value, dict) for value in values):
         tables = [value for value in values if isinstance(value, dict)]
         keys = dict.fromkeys(key for table in tables for key in table)

@@ -1,8 +1,8 @@
-"""The loop of virtual time: what has arrived goes to the scheduler, a step is planned, the device model says how long
-it takes, its tokens come back. No wall clock, no randomness: the same workload gives the same run.
+"""Loop of virtual time: submit arrivals, plan a step, advance by the device model's time, commit the tokens.
 
-The scheduler never learns how long an answer will be. It sees one bound for all requests (`max_tokens`); the driver
-ends an answer by sampling the end-of-sequence token at the trace's length.
+There is no wall clock and no randomness: the same workload gives the same run. The scheduler never learns the length of
+an answer. It sees one bound for all requests (`max_tokens`); the driver ends an answer by sampling the end-of-sequence
+token at the trace's length.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from moiety_workload.request import TraceRequest, Workload
 
 START_NS = 1_000_000_000_000  # the scheduler takes 0 for "not reached"
 _END_TOKEN, OUTPUT_TOKEN, _FIRST_PROMPT_TOKEN = 0, 1, 2
-_POLL_NS = 1_000_000  # how soon a scheduler that planned nothing, although it has requests, is asked again
-_PATIENCE_NS = 120 * 10**9  # how long it may plan nothing before the run is called stuck
-_NUM_SAMPLES = 2400  # of the accounts, over the window of arrivals
+_POLL_NS = 1_000_000  # time until a scheduler that has requests but planned nothing is polled again
+_PATIENCE_NS = 120 * 10**9  # time without a planned step after which the run counts as stuck
+_NUM_SAMPLES = 2400  # samples of the accounts over the window of arrivals
 _SAMPLING = Sampling()
 
 
@@ -36,7 +36,7 @@ class Stuck(EngineError):
 
 
 class Driver:
-    """One run. `drain`: go on after the last arrival until all have ended."""
+    """One simulated run. `drain`: continue after the last arrival until all requests have ended."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Driver:
     ) -> None:
         self._workload = workload
         if workload.prefix_block_tokens is not None:
-            device = msgspec.structs.replace(device, block_size=workload.prefix_block_tokens)  # what the trace can tell
+            device = msgspec.structs.replace(device, block_size=workload.prefix_block_tokens)  # the trace's blocks
         self._device = device
         self._classes = classes
         self._fallbacks = {name: _fallback(service, classes) for name, service in classes.items()}
@@ -79,7 +79,7 @@ class Driver:
         self._samples = Samples(self._sample_ns / 1e9)
 
     def run(self) -> Run:
-        """To the end of the drain, or of the arrivals. Raises Stuck, EngineError."""
+        """Run to the end of the drain, or of the arrivals. Raises Stuck, EngineError."""
         waiting = deque(self._workload.requests)
         now_ns, next_sample_ns, idle_since_ns = START_NS, START_NS, START_NS
         window_end_ns = START_NS + self._window_ns
@@ -145,16 +145,19 @@ class Driver:
         self._give(record, submit, now_ns)
 
     def _give(self, record: Record, submit: CoreSubmit, now_ns: int) -> None:
-        """To the scheduler."""
+        """Submit a request to the scheduler."""
         self._scheduler.add(submit, seed=record.key, now_ns=now_ns)
 
     def _prompt(self, request: TraceRequest) -> list[int]:
-        """Tokens that are equal where the trace's blocks are, and worth nothing to a prefix cache where it has none."""
+        """Return a prompt whose tokens match where the trace's blocks match.
+
+        Without prefixes in the trace, the prompt shares nothing that a prefix cache could reuse.
+        """
         size = self._workload.prefix_block_tokens
         if size is None:
             return self._prompts.setdefault(request.input_tokens, [_FIRST_PROMPT_TOKEN] * request.input_tokens)
         if not request.prefix_ids:
-            return [-len(self._records)] * request.input_tokens  # like no other
+            return [-len(self._records)] * request.input_tokens  # equal to no other prompt
         tokens: list[int] = []
         for block in request.prefix_ids:
             tokens += [block + _FIRST_PROMPT_TOKEN] * size
@@ -187,7 +190,7 @@ class Driver:
     # ── a step ──
 
     def _cost_s(self, plan: Plan, now_ns: int) -> float:
-        """What the device takes for the plan; notes on the way who starts, and what is computed again."""
+        """Return the device's seconds for the plan; record started requests and recomputed tokens."""
         records = self._records
         decode_context = plan.num_decode + sum(chunk.sequence.num_computed for chunk in plan.chunks[: plan.num_decode])
         attended_pairs = 0
@@ -213,7 +216,10 @@ class Driver:
         return seconds
 
     def _note_prefill(self, record: Record, done: int, num_tokens: int) -> None:
-        """A sequence with output had all but its newest token computed, whatever it lost since."""
+        """Record the prompt tokens that a chunk computes, and those that are recomputed.
+
+        A sequence with output had all but its newest token computed, whatever it lost since.
+        """
         peak = record.peak_computed
         if record.num_output:
             peak = max(peak, record.request.input_tokens + record.num_output - 1)
@@ -227,7 +233,7 @@ class Driver:
             record.account.service += num_tokens - again
 
     def _step(self, plan: Plan, now_ns: int, end_ns: int) -> None:
-        """The tokens of a step that ends at `end_ns`."""
+        """Record and commit the tokens of a step that ends at `end_ns`."""
         records, step = self._records, self._num_steps
         tokens: list[int] = []
         for chunk in plan.chunks:
@@ -259,7 +265,10 @@ class Driver:
     # ── time ──
 
     def _idle_until(self, now_ns: int, waiting: Iterable[TraceRequest], idle_since_ns: int) -> int:
-        """When to look again if there was nothing to run: the next arrival, or soon if requests are held back."""
+        """Return the time of the next step when there was nothing to run.
+
+        This is the next arrival, or soon if the scheduler holds requests back.
+        """
         following = next(iter(waiting), None)
         arrival_ns = None if following is None else START_NS + round(following.arrival_s * 1e9)
         if not self._num_open:
@@ -296,7 +305,7 @@ class Driver:
 
 
 def _fallback(service: ServiceClass, classes: Mapping[str, ServiceClass]) -> ServiceClass | None:
-    """Where a class says downgrade: the next one below it."""
+    """Return the next class below, for a class that downgrades on overload."""
     if service.on_overload is not OverloadAction.DOWNGRADE:
         return None
     below = [other for other in classes.values() if other.rank > service.rank]

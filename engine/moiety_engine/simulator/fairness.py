@@ -1,12 +1,12 @@
-"""How evenly tenants were served. All figures are in VTC's units: prompt tokens plus twice the output tokens.
+"""Fairness of service between tenants, in VTC's units: prompt tokens plus twice the output tokens.
 
-*gap*: over every pair of tenants and every stretch of time in which both had requests waiting, the most by which the
-service of one grew beyond that of the other, each divided by its weight (VTC, theorem 4.4). Within one class.
-*bound*: what the theorem allows, 2 · max(w_p · longest prompt, w_q · KV tokens), divided by the smallest weight.
-*window*: the service difference of VTC's published tables (`get_service_diff_over_time` of its artefact);
-*accumulated_gap* that of its plots.
-*jain*: Jain's index over tenants of service while backlogged against what was due by weight; 1 is even. Tenants are
-seldom backlogged at the same time, so service is held against what others got in the same moments. Within one class.
+*gap*: over all pairs of tenants and all stretches of time in which both had requests waiting, the largest difference by
+which one tenant's service grew beyond the other's, each divided by its weight (VTC, theorem 4.4). Within one class.
+*bound*: the theorem's bound, 2 · max(w_p · longest prompt, w_q · KV tokens), divided by the smallest weight. *window*:
+the service difference of VTC's published tables (`get_service_diff_over_time` of its artefact); *accumulated_gap*: the
+difference in its plots. *jain*: Jain's index over tenants of the service while backlogged relative to the service due
+by weight; 1 is even. Tenants are seldom backlogged at the same time, so a tenant's service is compared with the service
+of others in the same moments. Within one class.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from moiety_engine.simulator.records import Record, Run, Samples, ServiceAccount
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 _WARM_UP_S, _WINDOW_S, _NUM_TICKS = 30.0, 60.0, 20
 _NUM_MOMENTS = 36
-_LEAST_BACKLOG_S = 30.0  # a tenant backlogged for less has no share worth comparing
+_LEAST_BACKLOG_S = 30.0  # a shorter backlog gives no share worth comparing
 
 
 def measure_fairness(run: Run, kv_tokens: int) -> dict[str, float | None]:
-    """max_gap, bound, window_max, window_mean, window_variance, accumulated_gap, jain."""
+    """Return max_gap, bound, window_max, window_mean, window_variance, accumulated_gap and jain."""
     by_class: dict[str, list[int]] = defaultdict(list)
     for index, account in enumerate(run.accounts):
         by_class[account.service_class].append(index)
@@ -54,8 +54,11 @@ def measure_fairness(run: Run, kv_tokens: int) -> dict[str, float | None]:
 
 
 def largest_gap(service_TA: np.ndarray, backlogged_TA: np.ndarray) -> float:
-    """Over all pairs of columns: the range of their difference within each stretch of samples at which both had been
-    backlogged since the sample before."""
+    """Return the largest service gap over all pairs of columns.
+
+    A pair's gap is the range of its difference within each stretch of samples at which both had been backlogged since
+    the sample before.
+    """
     worst = 0.0
     for first in range(service_TA.shape[1]):
         both_TA = backlogged_TA[:, first, None] & backlogged_TA[:, first + 1 :]
@@ -70,8 +73,10 @@ def largest_gap(service_TA: np.ndarray, backlogged_TA: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Requests as VTC's plots see them: the cost of each, when it came, and from when to when it was served, evenly.
-    What was not served, or too briefly to divide by, has an empty span."""
+    """Requests as VTC's plots see them: cost, arrival, and the interval over which service is spread evenly.
+
+    A request that was not served, or too briefly to divide by, has an empty interval.
+    """
 
     cost: np.ndarray
     tenant: np.ndarray
@@ -87,7 +92,7 @@ class _Spans:
         rows = []
         for record in records:
             request = record.request
-            start_ns = record.arrival_ns - round(request.arrival_s * 1e9)  # of the run
+            start_ns = record.arrival_ns - round(request.arrival_s * 1e9)  # start of the run
             begin, end = (record.first_ns - start_ns) / 1e9, (record.last_ns - start_ns) / 1e9
             if not record.completed or end < 1 or end - begin < 1e-5:
                 begin = end = 0.0
@@ -98,22 +103,25 @@ class _Spans:
         return cls(cost_R, tenant_R, len(tenants), arrival_R, begin_R, end_R)
 
     def served(self, left: float, right: float) -> np.ndarray:
-        """Each tenant's service from `left` to `right`."""
+        """Return each tenant's service from `left` to `right`."""
         length = self.end - self.begin
         overlap = np.clip(np.minimum(right, self.end) - np.maximum(left, self.begin), 0, None)
         got = np.where(length > 0, self.cost * overlap / np.where(length > 0, length, 1.0), 0.0)
         return np.bincount(self.tenant, got, self.num_tenants)
 
     def asked(self, left: float, right: float) -> np.ndarray:
-        """Each tenant's service that was asked for from `left` to `right`."""
+        """Return the service that each tenant requested from `left` to `right`."""
         came = (left <= self.arrival) & (self.arrival <= right)
         return np.bincount(self.tenant, np.where(came, self.cost, 0.0), self.num_tenants)
 
 
 def window_differences(records: Sequence[Record], window_s: float) -> list[float]:
-    """VTC's service difference: at 19 moments after a warm-up of 30 s, in the 60 s from each on, summed over tenants:
-    the lesser of what the best served tenant got more than this one, and of how far this one's service is from what it
-    asked for. Tokens a second. The artefact's run lasts 600 s; a longer one is observed at as many moments."""
+    """Return VTC's service differences, in tokens per second.
+
+    They are taken at 19 moments after a warm-up of 30 s, over 60 s from each, and summed over tenants. A tenant's
+    difference is the smaller of two: the best-served tenant's lead over it, and the distance of its service from its
+    demand. The artefact's run lasts 600 s; a longer one is observed at as many moments.
+    """
     spans = _Spans.of(records)
     differences = []
     for number in range(1, _NUM_TICKS):
@@ -125,16 +133,18 @@ def window_differences(records: Sequence[Record], window_s: float) -> list[float
 
 
 def accumulated_gap(records: Sequence[Record], window_s: float) -> float:
-    """VTC's accumulated service gap (`get_acc_service_diff_over_time` of its artefact): the greatest, over 35 moments
-    of the window (every 10 s of its six minutes), of the difference between the tenant that has been served most since
-    the start and the one that has been served least, whether they asked for it or not."""
+    """Return VTC's accumulated service gap (`get_acc_service_diff_over_time` of its artefact).
+
+    This is the largest difference, over 35 moments of the window (every 10 s of its six minutes), between the tenants
+    with the most and the least service since the start, whatever their demand.
+    """
     spans = _Spans.of(records)
     served = (spans.served(0.0, window_s * number / _NUM_MOMENTS) for number in range(1, _NUM_MOMENTS))
     return max(float(service.max() - service.min()) for service in served)
 
 
 def _as_arrays(samples: Samples, accounts: list[ServiceAccount]) -> tuple[np.ndarray, np.ndarray]:
-    """[samples, accounts]: service divided by weight, and whether backlogged since the sample before."""
+    """Return two arrays [samples, accounts]: service divided by weight, and the backlog since the sample before."""
     shape = (len(samples.service), len(accounts))
     service_TA, backlogged_TA = np.zeros(shape), np.zeros(shape, dtype=bool)
     for index, (service, backlogged) in enumerate(zip(samples.service, samples.backlogged, strict=True)):
@@ -146,9 +156,12 @@ def _as_arrays(samples: Samples, accounts: list[ServiceAccount]) -> tuple[np.nda
 def evenness(
     service_TA: np.ndarray, backlogged_TA: np.ndarray, weight_A: np.ndarray, least_samples: float
 ) -> float | None:
-    """Jain's index of what each column got of what it was due, counted while it and another were backlogged: due is, of
-    the service of all that were, the part of its weight. `service_TA` is divided by weight. None where fewer than two
-    columns have so many samples."""
+    """Return Jain's index of each column's service relative to the service due to it.
+
+    Samples count while the column and another are backlogged; the due service is its weight's share of the service of
+    all backlogged columns. `service_TA` is divided by weight. None where fewer than two columns have `least_samples`
+    samples.
+    """
     counted_TA = backlogged_TA & (backlogged_TA.sum(axis=1, keepdims=True) >= 2)
     grown_TA = np.diff(service_TA, axis=0, prepend=0.0) * counted_TA
     weights_T = (counted_TA * weight_A).sum(axis=1)

@@ -1,8 +1,8 @@
-"""From a run to figures, under the names that acceptance checks read.
+"""Figures of a run, under the names that acceptance checks read.
 
-Everything is counted over the window of arrivals. A request's work counts as far as it was done in the window, and as
-completed only if the request ended normally, as good only if it attained its promise, be that in the drain after the
-window. Attainment has all arrivals in its denominator, the rejected included.
+All figures count the window of arrivals. A request's work counts as far as it was done in the window. It counts as
+completed only if the request ended normally, and as good only if it attained its SLO, even during the drain after the
+window. The denominator of attainment contains all arrivals, including rejected ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUM_POINTS = 60  # of each tenant's service over time
 
 
 def summarise(run: Run, device: SimulatedDevice, capacity: Capacity) -> dict[str, Any]:
-    """The figures of one run of one policy."""
+    """Return the figures of one run of one policy."""
     records = run.records
     model = capacity.model
     available = capacity.work_per_s * run.window_s
@@ -69,22 +69,22 @@ def summarise(run: Run, device: SimulatedDevice, capacity: Capacity) -> dict[str
 
 
 def wait_s(record: Record, run: Run) -> float:
-    """From arrival to the first chunk; to its end or the run's for a request that never ran."""
+    """Return the seconds from arrival to the first chunk; to the request's or run's end if it never ran."""
     if record.failure is not None and record.scheduled_ns == 0:
-        return 0.0  # turned away: an answer, not a wait
+        return 0.0  # rejected: that is an answer, not a wait
     until_ns = record.scheduled_ns or record.end_ns or run.end_ns
     return (until_ns - record.arrival_ns) / 1e9
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """p50, p90, p99 by linear interpolation; null where nothing was measured."""
+    """Return p50, p90 and p99 by linear interpolation; None where there are no values."""
     if not values:
         return dict.fromkeys(("p50", "p90", "p99"))
     return dict(zip(("p50", "p90", "p99"), np.percentile(values, [50, 90, 99]).tolist(), strict=True))
 
 
 def tpot_s(record: Record) -> float | None:
-    """Mean time of an output token after the first."""
+    """Return the mean time of an output token after the first."""
     if record.num_output < 2:
         return None
     return (record.last_ns - record.first_ns) / (record.num_output - 1) / 1e9
@@ -113,7 +113,7 @@ def _summarise_class(name: str, run: Run, capacity: Capacity, total_work: float)
 
 
 def _summarise_tenant(name: str, run: Run) -> dict[str, Any]:
-    """`service` is in VTC's units at the ends of equal parts of the window."""
+    """Return a tenant's figures; `service` is in VTC's units, at the ends of equal parts of the window."""
     members = [r for r in run.records if r.request.tenant == name]
     own = [index for index, account in enumerate(run.accounts) if account.tenant.name == name]
     samples = run.samples.service

@@ -1,4 +1,4 @@
-"""Options that `moiety simulate` and `moiety advise` have in common."""
+"""Options shared by `moiety simulate` and `moiety advise`."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from typing import Any
 from moiety_engine.errors import InvalidConfig
 
 FORMS = (".png", ".html")
-_MOST_TENANTS = 12  # in the chart of service over time: those who asked for most
+_MOST_TENANTS = 12  # in the chart of service over time: those with the most requests
 _WIDTH = 260
 
 
 def check_plot(path: Path) -> None:
-    """See before a long run that the plot can be drawn after it. Raises InvalidConfig."""
+    """Check before a long run that the plot can be drawn. Raises InvalidConfig."""
     if path.suffix.lower() not in FORMS:
         raise InvalidConfig(f"a plot is a {' or '.join(FORMS)} file, not {path.name}")
     if find_spec("altair") is None or find_spec("vl_convert") is None:
@@ -25,7 +25,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(policies: Mapping[str, Mapping[str, Any]], classes: list[str], title: str, path: Path) -> None:
-    """Attainment and TTFT by class (in this order) and policy, and every tenant's service over time."""
+    """Draw attainment and TTFT by class (in this order) and policy, and every tenant's service over time."""
     import altair  # noqa: PLC0415 - optional and heavy
 
     order = list(policies)

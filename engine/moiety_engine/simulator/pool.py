@@ -1,8 +1,8 @@
-"""A pool of devices whose number changes while it serves: what an autoscaler works on.
+"""Pool of devices whose number changes while it serves, as under an autoscaler.
 
-A device that is asked for takes requests after the time that a start takes. One that is given up takes no more, and
-goes when the last of its own have ended. A request goes to the device with the fewest open ones, the earliest of them,
-and with none there it is lost. Each device is the real scheduler under virtual time.
+A requested device takes requests after the start time. A removed device takes no new requests and leaves when its last
+request has ended. A request goes to the ready device with the fewest open requests, the earliest among equals; without
+a ready device it is lost. Each device is the real scheduler under virtual time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from moiety_engine.simulator.records import Record
 from moiety_wire.classes import ServiceClass
 from moiety_workload.request import TraceRequest, Workload
 
-_POLL_NS = 1_000_000  # how soon a scheduler that holds its requests back is asked again
+_POLL_NS = 1_000_000  # time until a scheduler that holds its requests back is polled again
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTerms:
-    """What each device of a pool is, and how long it takes from being asked for to taking requests."""
+    """Device type, policy and classes of a pool, and the seconds from requesting a device until it takes requests."""
 
     device: SimulatedDevice
     policy: str
@@ -31,7 +31,7 @@ class PoolTerms:
 
 
 class PoolDevice(Driver):
-    """One device, driven from moment to moment. `ended` collects the records of what has ended."""
+    """One device, advanced in increments. `ended` collects the records of ended requests."""
 
     def __init__(self, workload: Workload, terms: PoolTerms, max_tokens: int, ready_s: float) -> None:
         empty = replace(workload, requests=())
@@ -44,15 +44,15 @@ class PoolDevice(Driver):
 
     @property
     def num_open(self) -> int:
-        """Requests that it was given and that have not ended."""
+        """Number of requests given to the device that have not ended."""
         return self._num_open + len(self._inbox)
 
     def give(self, request: TraceRequest) -> None:
-        """It begins with the first step after the request's arrival."""
+        """Queue a request; it starts with the first step after its arrival."""
         self._inbox.append(request)
 
     def advance(self, until_s: float) -> None:
-        """Run all steps that begin before that."""
+        """Run all steps that begin before `until_s`."""
         until_ns = START_NS + round(until_s * 1e9)
         while self._now_ns < until_ns:
             while self._inbox and START_NS + self._inbox[0].arrival_s * 1e9 <= self._now_ns:
@@ -76,7 +76,7 @@ class PoolDevice(Driver):
 
 
 class Pool:
-    """Devices by the order of their asking; the last one asked for goes first, as in a StatefulSet."""
+    """Devices in the order of their request; the newest is removed first, as in a StatefulSet."""
 
     def __init__(self, workload: Workload, terms: PoolTerms, count: int) -> None:
         self._workload = workload
@@ -86,12 +86,12 @@ class Pool:
         self._devices = [self._new(0.0) for _ in range(count)]
         self._leaving: list[PoolDevice] = []
         self.num_lost = 0
-        self.device_s = 0.0  # that were held, starts and kv_sender included
+        self.device_s = 0.0  # device-seconds held, including starts and drains
         self.now_s = 0.0
 
     @property
     def size(self) -> int:
-        """Devices that are wanted, ready or not."""
+        """Number of devices that are wanted, ready or not."""
         return len(self._devices)
 
     @property
@@ -104,18 +104,18 @@ class Pool:
 
     @property
     def is_done(self) -> bool:
-        """Whether all requests have come and ended."""
+        """Return whether all requests have arrived and ended."""
         return not self._waiting and not self.num_open
 
     def resize(self, count: int) -> None:
-        """Ask for more, or give up some."""
+        """Request more devices or remove some."""
         while len(self._devices) < count:
             self._devices.append(self._new(self.now_s + self._terms.start_s))
         while len(self._devices) > count:
             self._leaving.append(self._devices.pop())
 
     def advance(self, until_s: float) -> list[Record]:
-        """Let requests come and be served until then; the records of those that have ended meanwhile."""
+        """Advance arrivals and devices to `until_s`; return the records of requests that ended meanwhile."""
         while self._waiting and self._waiting[0].arrival_s < until_s:
             request = self._waiting.popleft()
             self._run(request.arrival_s)

@@ -1,4 +1,4 @@
-"""What is written down about each request and each tenant while a simulation runs. The driver owns and changes them."""
+"""Records of requests and tenants during a simulation. The driver owns and changes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moiety_workload.request import TraceRequest
 
 
 class Tenant:
-    """A tenant's open requests, and the longest time for which it had some and none of them ran."""
+    """A tenant's open requests, and the longest time in which it had open requests and none ran."""
 
     __slots__ = ("longest_gap_ns", "name", "num_open", "quiet_since_ns", "served_step", "weight")
 
@@ -18,7 +18,7 @@ class Tenant:
         self.name = name
         self.weight = weight
         self.num_open = 0
-        self.quiet_since_ns = 0  # the end of its last service, or when it came out of idleness
+        self.quiet_since_ns = 0  # end of its last service, or the arrival that ended its idle time
         self.served_step = -1
         self.longest_gap_ns = 0
 
@@ -32,8 +32,11 @@ class Tenant:
 
 
 class ServiceAccount:
-    """The service that a tenant got within one class, in VTC's units: prompt tokens computed for the first time, and
-    twice the output tokens. It is backlogged while a request of it waits that has never run."""
+    """Service of one tenant within one class, in VTC's units.
+
+    Counts prompt tokens computed for the first time, and twice the output tokens. The account is backlogged while one
+    of its requests waits that has never run.
+    """
 
     __slots__ = ("num_waiting", "service", "service_class", "tenant", "was_backlogged")
 
@@ -54,7 +57,7 @@ class ServiceAccount:
 
 
 class Record:
-    """One request's life. Times are virtual nanoseconds, 0 where it did not get there."""
+    """Lifecycle of one request. Times are virtual nanoseconds; 0 where the state was not reached."""
 
     __slots__ = (
         "account",
@@ -93,17 +96,17 @@ class Record:
         self.account = account
         self.arrival_ns = arrival_ns
         self.tpot_ns = round((promised.tpot_s or 0.0) * 1e9)
-        self.num_wanted = request.output_tokens  # the truth, which only the driver knows
+        self.num_wanted = request.output_tokens  # the true length, which only the driver knows
         self.num_output = 0
         self.scheduled_ns = 0
         self.first_ns = 0
         self.last_ns = 0
         self.end_ns = 0
-        self.latest_ns = 0  # the greatest of (time of token n) − (n − 1) · TPOT: what the TTFT deadline is held against
+        self.latest_ns = 0  # largest (time of token n) − (n − 1) · TPOT; compared with the TTFT deadline
         self.cached_tokens = 0
         self.peak_computed = 0
-        self.computed_prompt_tokens = 0  # for the first time
-        self.prefill_tokens = 0  # all that were computed in chunks
+        self.computed_prompt_tokens = 0  # computed for the first time
+        self.prefill_tokens = 0  # all tokens computed in chunks
         self.recomputed_tokens = 0
         self.num_preemptions = 0
         self.forbidden_preemptions = 0
@@ -111,7 +114,7 @@ class Record:
         self.failure: Reason | str | None = None
         self.retry_after_s: float | None = None
         self.window_prompt = 0
-        self.window_output = -1  # the request had ended when the observed window did
+        self.window_output = -1  # −1: the request ended before the observed window did
 
     @property
     def completed(self) -> bool:
@@ -119,8 +122,11 @@ class Record:
 
     @property
     def attained(self) -> bool:
-        """Whether every token n came by arrival + TTFT target + (n − 1) · TPOT target, and the last by the completion
-        target. The allowance a prompt token counts those that no cache held. What was rejected has not attained."""
+        """Return whether the request attained its SLO.
+
+        Every token n must come by arrival + TTFT target + (n − 1) · TPOT target, and the last by the completion target.
+        The allowance per prompt token counts uncached tokens only. A rejected request has not attained its SLO.
+        """
         if not self.completed:
             return False
         promised = self.promised
@@ -134,30 +140,30 @@ class Record:
         return compared_ns <= self.arrival_ns + ttft_s * 1e9
 
     def close_window(self) -> None:
-        """Remember how far the request is at the end of the observed window."""
+        """Record the progress of the request at the end of the observed window."""
         self.window_prompt, self.window_output = self.progress
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(prompt tokens, output tokens) that are done."""
+        """Number of (prompt tokens, output tokens) done."""
         return (self.request.input_tokens if self.num_output else self.peak_computed), self.num_output
 
     @property
     def window_progress(self) -> tuple[int, int]:
-        """(prompt tokens, output tokens) that were done when the observed window ended."""
+        """Number of (prompt tokens, output tokens) done when the observed window ended."""
         return self.progress if self.window_output < 0 else (self.window_prompt, self.window_output)
 
 
 @dataclass(slots=True)
 class Samples:
-    """Every account's service at regular times, and whether it was backlogged throughout the time before."""
+    """Every account's service at regular times, and whether it was backlogged throughout the interval before."""
 
     interval_s: float
     service: list[list[int]] = field(default_factory=list)  # [sample][account]
     backlogged: list[list[bool]] = field(default_factory=list)
 
     def take(self, accounts: list[ServiceAccount]) -> None:
-        """Accounts are only ever added at the end, so that a shorter row lacks the later ones."""
+        """Take a sample. Accounts are only appended, so that a shorter row lacks the later ones."""
         self.service.append([account.service for account in accounts])
         self.backlogged.append([account.was_backlogged for account in accounts])
         for account in accounts:
@@ -166,7 +172,7 @@ class Samples:
 
 @dataclass(slots=True)
 class Run:
-    """What a simulation wrote down. `window_s` is the time of arrivals; what comes after it is the drain."""
+    """Record of a simulation. `window_s` is the time of arrivals; the drain follows it."""
 
     records: list[Record]
     tenants: list[Tenant]
@@ -179,4 +185,4 @@ class Run:
     busy_s: float
     computed_tokens: int  # rows of all steps
     copied_blocks: int
-    kv_used_fraction: float  # of the pool, mean by time over the window's steps
+    kv_used_fraction: float  # share of the pool; time-weighted mean over the window's steps

@@ -1,5 +1,7 @@
-"""The scheduler of one simulated replica, put together as the engine's loop does it, without model and tensors. The one
-module here that knows how a scheduler is made."""
+"""Scheduler of one simulated replica, built as in the engine's loop, without model and tensors.
+
+Only this module of the simulator knows how to build a scheduler.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from moiety_engine.simulator.devices import SimulatedDevice
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """What the scheduler's predictions are multiplied with, for experiments on how much wrong ones harm."""
+    """Factors on the scheduler's predictions, for experiments on the harm of wrong ones."""
 
     step_time: float = 1.0
     output_length: float = 1.0
@@ -33,7 +35,7 @@ NO_BIAS = Biases()
 
 
 def check_policy(name: str) -> None:
-    """Raises InvalidConfig where there is no policy of this name."""
+    """Raise InvalidConfig where no policy has this name."""
     if name not in POLICIES:
         raise InvalidConfig(f"there is no policy {name!r}; known are {', '.join(sorted(POLICIES))}")
 
@@ -41,7 +43,7 @@ def check_policy(name: str) -> None:
 def make_scheduler(
     device: SimulatedDevice, policy_name: str, *, prefix_caching: bool, biases: Biases = NO_BIAS
 ) -> Scheduler:
-    """A scheduler under this policy, with the device's limits and memory. Raises InvalidConfig."""
+    """Return a scheduler under this policy, with the device's limits and memory. Raises InvalidConfig."""
     check_policy(policy_name)
     host = HostTier(device.host_blocks) if device.host_blocks else None
     ledger = KvLedger(BlockPool(device.num_blocks), device.block_size, prefix_caching=prefix_caching, host=host)
@@ -57,5 +59,5 @@ def make_scheduler(
 
 
 def num_copied(plan: Plan) -> int:
-    """Blocks that are copied from or to the host before the step, or come from another engine."""
+    """Return the number of blocks copied from or to the host before the step, or received from another engine."""
     return len(plan.swap_out) + len(plan.swap_in) + sum(len(landing.blocks) for landing in plan.landings)

@@ -1,10 +1,9 @@
-"""Devices of two roles: some compute prompts, others write the answers; and the same number of devices that do both.
+"""Comparison of disaggregated prefill and decode with the same number of devices that do both.
 
-An engine for prompts learns nothing from those for answers, so the two are simulated one after the other, each device
-by the real scheduler: prompts with one token of output, then what comes of them, with the KV that it brings. Requests
-go to the device with the least predicted work left, as gateways send them to the engine with the shortest wait. KV goes
-while the prompt is computed; what the link has not carried by then is waited for. Links carry one request's KV as if it
-were alone on them.
+A prefill engine gets no feedback from decode engines, so the two are simulated one after the other, each device by the
+real scheduler: first the prompts with one output token, then their decode with the transferred KV. Requests go to the
+device with the least predicted work left, as gateways send them to the engine with the shortest wait. KV is sent while
+the prompt is computed; decode waits for the rest. A link carries one request's KV as if it were alone on the link.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from moiety_engine.simulator.records import Record
 from moiety_wire.classes import ServiceClass
 from moiety_workload.request import TraceRequest, Workload
 
-HAND_OVER_S = 0.002  # from the first token to the other engine's scheduler, by way of the gateway
+HAND_OVER_S = 0.002  # from the first token to the decode engine's scheduler, through the gateway
 KV_BYTES_PER_S = 25e9  # 200 Gbit/s
-SAME_ATTAINMENT = 0.005  # of first tokens in time: less of a difference is none
+SAME_ATTAINMENT = 0.005  # of first tokens in time; a smaller difference counts as none
 
 CO_LOCATED = "co_located"
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What is simulated, and on what."""
+    """Device type and settings of a role simulation."""
 
     device: SimulatedDevice
     policy: str
@@ -45,7 +44,7 @@ class Fleet:
 
 
 class AnswerDriver(Driver):
-    """A device that goes on with requests whose prompts another one has computed, in the order in which they come."""
+    """Device that decodes requests whose prompts another device has computed, in order of arrival."""
 
     def __init__(self, workload: Workload, fleet: Fleet, begun: Sequence[Record], max_tokens: int) -> None:
         super().__init__(workload, fleet.device, fleet.policy, fleet.classes, max_tokens=max_tokens)
@@ -64,8 +63,10 @@ class AnswerDriver(Driver):
 
 
 def compare_roles(workload: Workload, fleet: Fleet, num_prefill: int, num_decode: int) -> dict[str, Any]:
-    """Figures of the workload on `num_prefill` devices for prompts and `num_decode` for answers, on every other split
-    of as many devices, and on all of them doing both; and the split to choose. Raises InvalidConfig."""
+    """Compare all splits of `num_prefill` + `num_decode` devices with as many that do both.
+
+    Returns the figures of each split and the recommended one. Raises InvalidConfig.
+    """
     num_devices = num_prefill + num_decode
     if num_prefill < 1 or num_decode < 1:
         raise InvalidConfig("name both --prefill and --decode, each at least 1: how many devices have which role")
@@ -85,14 +86,14 @@ def compare_roles(workload: Workload, fleet: Fleet, num_prefill: int, num_decode
 
 
 def recommend(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """The split that keeps most promises; of those that keep as many, the one with the shortest time between tokens."""
+    """Return the split with the highest attainment; among equals, the one with the lowest p99 TPOT."""
     best = max(one["attainment"] for one in figures.values())
     near = {name: one for name, one in figures.items() if one["attainment"] >= best - SAME_ATTAINMENT}
     return min(near, key=lambda name: near[name]["tpot_s"]["p99"] or 0.0)
 
 
 def answer_together(workload: Workload, fleet: Fleet, num_devices: int) -> list[Record]:
-    """What comes of the workload on devices that all do both."""
+    """Return the records of the workload on devices that do both prefill and decode."""
     records: list[Record] = []
     work = fleet.capacity.model.of_request
     max_tokens = max(request.output_tokens for request in workload.requests)
@@ -103,7 +104,7 @@ def answer_together(workload: Workload, fleet: Fleet, num_devices: int) -> list[
 
 
 def answer_apart(workload: Workload, fleet: Fleet, num_prefill: int, num_decode: int) -> list[Record]:
-    """What comes of it on devices for prompts and devices for answers."""
+    """Return the records of the workload on disaggregated prefill and decode devices."""
     model = fleet.capacity.model
     ended: list[Record] = []
     begun: list[tuple[float, Record, TraceRequest]] = []
@@ -142,14 +143,14 @@ def _answers(
 
 
 def _there_s(record: Record, fleet: Fleet) -> float:
-    """When the other engine has the request and its KV."""
+    """Return the time at which the decode engine has the request and its KV."""
     carry_ns = record.request.input_tokens * fleet.device.kv_token_bytes / fleet.kv_bytes_per_s * 1e9
     there_ns = max(record.first_ns, record.scheduled_ns + carry_ns) - START_NS
     return there_ns / 1e9 + HAND_OVER_S
 
 
 def _spread(workload: Workload, count: int, work_s: Callable[[TraceRequest], float]) -> list[Workload]:
-    """The requests of each of so many devices: each goes where the least work is left when it comes."""
+    """Return the requests of each device: each request goes to the device with the least work left on arrival."""
     free_at_s = [0.0] * count
     shares: list[list[TraceRequest]] = [[] for _ in range(count)]
     for request in workload.requests:

@@ -1,4 +1,4 @@
-"""`moiety simulate --prefill N --decode M`: devices of two roles on a scenario's arrivals, as a table or as figures."""
+"""`moiety simulate --prefill N --decode M`: disaggregated devices on a scenario's arrivals, as a table or figures."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def simulate_roles(
     kv_gb_per_s: float = KV_BYTES_PER_S / 1e9,
     on_progress: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """See `compare_roles`. A load is a multiple of what all devices together complete. Raises InvalidConfig,
-    WorkloadError, Stuck."""
+    """Run `compare_roles` on a scenario's arrivals.
+
+    A load is a multiple of the joint capacity of all devices. Raises InvalidConfig, WorkloadError, Stuck.
+    """
     if len(policies) != 1:
         raise InvalidConfig("roles are compared under one policy: name one with --policy, and leave --compare out")
     check_policy(policies[0])

@@ -1,4 +1,4 @@
-"""The simulator's front: one workload, one device, one policy, one outcome."""
+"""Entry point of the simulator: one workload, one device, one policy, one outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moiety_workload.request import Workload
 
 @dataclass(frozen=True)
 class SimulationOutcome:
-    """What came of a simulation: the run with every record, and the figures of it (computed when asked for)."""
+    """Outcome of a simulation: the run with every record, and its figures (computed on first access)."""
 
     policy: str
     device: SimulatedDevice
@@ -47,10 +47,12 @@ def simulate(
     drain: bool = True,
     on_progress: Callable[[float, int], None] | None = None,
 ) -> SimulationOutcome:
-    """Run a workload through the real scheduler. Without a `capacity` it is measured first (by FCFS on this workload's
-    mix); hand one over where several runs are compared. `biases` put the scheduler's predictions off, `max_tokens` is
-    the one bound on answers that all requests carry (the trace's longest by default), `max_batch_tokens` replaces the
-    device's. Raises InvalidConfig, Stuck."""
+    """Run a workload through the real scheduler.
+
+    Without a `capacity`, it is measured first (by FCFS on this workload's mix); pass one to compare several runs.
+    `biases` falsify the scheduler's predictions. `max_tokens` is the one bound on answers that all requests carry (by
+    default the trace's longest). `max_batch_tokens` replaces the device's. Raises InvalidConfig, Stuck.
+    """
     chosen = find_device(device) if isinstance(device, str) else device
     if max_batch_tokens is not None:
         chosen = msgspec.structs.replace(chosen, max_batch_tokens=max_batch_tokens)

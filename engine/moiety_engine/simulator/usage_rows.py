@@ -1,4 +1,4 @@
-"""What `moiety usage --requests N --json` printed, as a workload: a gateway's own traffic."""
+"""Output of `moiety usage --requests N --json` as a workload: a gateway's own traffic."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class _Page(msgspec.Struct):
 
 
 def read_usage(path: Path) -> tuple[Workload, int]:
-    """The requests with their arrivals, and how many rows were left out since they were not served and so have no
-    lengths. Raises InvalidConfig."""
+    """Return the requests with their arrivals, and the number of rows left out.
+
+    A row without lengths was not served and is left out. Raises InvalidConfig.
+    """
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=_Page).data
     except (OSError, msgspec.DecodeError) as exc:

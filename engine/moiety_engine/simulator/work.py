@@ -1,10 +1,10 @@
-"""Work: what a request costs a device, in predicted device-seconds, whoever serves it and whenever.
+"""Work: the cost of a request in predicted device-seconds, independent of when and where it is served.
 
-A step at a typical full batch is divided among its rows. A prompt token costs what one more row adds to such a step. An
-output token costs the same, and besides its share of what the step costs however few its rows are (reading the weights,
-the overhead), since only decoding needs so many steps. The KV that is read and the pairs that are attended to are
-counted for each request. So all work of a saturated device adds up to about one second a second, and a cheap prompt
-earns nothing. What a prefix cache saves is not taken off: work is a property of the request.
+A step at a typical full batch is divided among its rows. A prompt token costs as much as one more row adds to that
+step. An output token costs the same, plus its share of the step's fixed costs (reading the weights, the overhead),
+since only decode needs that many steps. The KV reads and attended pairs are counted per request. So all work of a
+saturated device adds up to about one second per second, and a cheap prompt gives no advantage. Prefix-cache savings are
+not deducted: work is a property of the request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moiety_workload.request import TraceRequest, Workload
 
 @dataclass(frozen=True, slots=True)
 class WorkModel:
-    """Seconds a token, at the mix of one workload."""
+    """Seconds per token, at the mix of one workload."""
 
     prompt_s: float
     output_s: float
@@ -29,12 +29,12 @@ class WorkModel:
 
     @classmethod
     def of(cls, device: SimulatedDevice, requests: Iterable[TraceRequest]) -> WorkModel:
-        """At the batch that this mix of requests would fill the device's memory or its row limit with."""
+        """Return the model at the batch with which these requests fill the device's memory or its row limit."""
         listed = list(requests)
         mean_input = fmean(request.input_tokens for request in listed)
         mean_output = fmean(request.output_tokens for request in listed)
         running = min(device.max_running, device.kv_tokens / (mean_input + mean_output / 2))
-        rows_each = (mean_input + mean_output) / mean_output  # rows of a step for each that decodes
+        rows_each = (mean_input + mean_output) / mean_output  # rows of a step per decoding request
         rows = min(device.max_batch_tokens, max(1.0, running) * rows_each)
         decoding = rows / rows_each
         step_s = device.step_s(round(rows), round(decoding), 0, 0)
@@ -49,7 +49,7 @@ class WorkModel:
         )
 
     def seconds(self, input_tokens: int, prompt_done: int, output_done: int) -> float:
-        """Of so much of a request as is done."""
+        """Return the work of the part of a request that is done."""
         context = output_done * input_tokens + output_done * (output_done + 1) // 2
         return (
             prompt_done * self.prompt_s
@@ -62,5 +62,5 @@ class WorkModel:
         return self.seconds(request.input_tokens, request.input_tokens, request.output_tokens)
 
     def offered_per_s(self, workload: Workload) -> float:
-        """Work that arrives a second."""
+        """Return the work that arrives per second."""
         return sum(self.of_request(request) for request in workload.requests) / workload.duration_s

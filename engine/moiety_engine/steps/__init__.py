@@ -1,1 +1,1 @@
-"""Steps that are looked at closely, for the traces of the requests that run in them."""
+"""Sampled steps, for the traces of the requests that run in them."""

@@ -1,4 +1,4 @@
-"""The steps that one request ran in, of those that were looked at: a bounded number, spread over its whole time."""
+"""Sampled steps of one request: a bounded number, spread over its whole time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_STEPS = 32
 
 
 class StepCollection:
-    """Where there are too many, every second one is let go, and from then on every second one is left out."""
+    """Steps of one request. At the bound, every second step is dropped and the sampling stride doubles."""
 
     def __init__(self) -> None:
         self._steps: list[msgspec.Raw] = []
@@ -27,5 +27,5 @@ class StepCollection:
         self._num_seen += 1
 
     def packed(self) -> bytes:
-        """As the wire has them; empty where there are none."""
+        """Return the steps in wire format; empty where there are none."""
         return encode_notes(self._num_seen, self._steps) if self._steps else b""

@@ -1,5 +1,8 @@
-"""What a step was made of, where it is looked at. A step that is not costs a comparison. What was looked at is taken
-with the outputs of its step; of what nobody takes, the last few are there."""
+"""Traces of sampled steps: the composition of each.
+
+An unsampled step costs one comparison. Traces are taken with the outputs of their step; of untaken ones, the last few
+are kept.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _KEY = attrgetter("sequence.submit.key")  # a batch may have hundreds of chunks,
 
 
 class StepTracer:
-    """Owned by the loop, whose steps it looks at."""
+    """Tracer of steps, owned by the loop."""
 
     def __init__(self, per_s: float) -> None:
         self._sampler = StepSampler(per_s)
@@ -31,13 +34,13 @@ class StepTracer:
         self._ended: TracedStep | None = None
 
     def ended(self, plan: Plan, scheduler: Scheduler, number: int, now_ns: int, experts: ExpertPace | None) -> None:
-        """A step has ended, and is not yet committed: its requests are still what they were in it."""
+        """Record a step that has ended but is not yet committed: its requests still have the state of that step."""
         if self._sampler.is_due(now_ns):
             keys = list(map(_KEY, plan.chunks))
             self._ended = TracedStep(_step(plan, scheduler, number, now_ns, experts), keys)
 
     def committed(self, outputs: Iterable[CoreOutput]) -> None:
-        """What came of the step that has ended: with drafts that is known only now."""
+        """Add the step's output tokens: with speculative decoding they are known only at the commit."""
         if self._ended is not None:
             num_tokens = sum(len(output.token_ids) for output in outputs)
             step = msgspec.structs.replace(self._ended.step, num_output_tokens=num_tokens)
@@ -45,7 +48,7 @@ class StepTracer:
             self._ended = None
 
     def take(self) -> list[TracedStep]:
-        """What was looked at since the last call."""
+        """Return the steps traced since the last call."""
         kept = list(self._kept)
         self._kept.clear()
         return kept

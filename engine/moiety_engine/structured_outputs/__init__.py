@@ -1,1 +1,1 @@
-"""Answers that keep to a guide: guides compiled beside the steps, and which tokens each of them lets through next."""
+"""Structured outputs: grammars compiled in other processes, and token masks for each decode step."""

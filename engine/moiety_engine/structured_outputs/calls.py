@@ -1,4 +1,4 @@
-"""A grammar of answers that may call tools: free text, and calls whose arguments keep to their schemas."""
+"""Grammar of answers that may call tools: free text, and calls whose arguments match their schemas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ONE_SPACE = r"\x20"
 
 
 def calls_grammar(text: str) -> str:
-    """In Lark's form. Raises GrammarRefused."""
+    """Return the grammar in Lark's syntax. Raises GrammarRefused."""
     try:
         form = msgspec.json.decode(text, type=ToolCallsGrammar)
         arguments = [_arguments(tool.schema) for tool in form.tools]
@@ -43,8 +43,10 @@ def calls_grammar(text: str) -> str:
 
 
 def _free_text(free_ids: Sequence[int]) -> list[str]:
-    """The rules of `text`, which may be empty, and of `plain`, which does not begin as a call without a marker does.
-    An added token is no text to a grammar, so those that may stand in it are named."""
+    """Return the rules of `text`, which may be empty, and of `plain`, which cannot begin like a call without a marker.
+
+    A grammar does not count added tokens as text, so those that free text may contain are named.
+    """
     rules = ["ANY: /(.|\\n)*/", "TEXT: /(.|\\n)+/", "FIRST: /[^{\\s](.|\\n)*/"]
     if not free_ids:
         return [*rules, "text: TEXT?", "plain: FIRST"]
@@ -57,7 +59,7 @@ def _free_text(free_ids: Sequence[int]) -> list[str]:
 
 
 def _ranges(token_ids: Sequence[int]) -> Iterator[str]:
-    """Ascending token ids as a grammar has them, those in a row as one."""
+    """Yield ascending token ids in grammar syntax, consecutive ones as a range."""
     for _, row in itertools.groupby(enumerate(sorted(set(token_ids))), lambda one: one[1] - one[0]):
         found = [token_id for _, token_id in row]
         yield f"{found[0]}-{found[-1]}"
@@ -73,7 +75,7 @@ def _start(form: ToolCallsGrammar) -> str:
 
 
 def _rest(form: ToolCallsGrammar, inner: list[str]) -> str:
-    """Of the first call, what the prompt has not."""
+    """Return the rule for the part of the first call that the prompt does not contain."""
     return _with_arguments(0) if form.is_named else " | ".join(inner)
 
 
@@ -87,7 +89,7 @@ def _arguments(schema: str) -> str:
 
 
 def _quoted(text: str, special: Mapping[str, int]) -> str:
-    """Text as a grammar has it, its added tokens by their ids."""
+    """Return text in grammar syntax, with its added tokens by their ids."""
     if not special:
         return _string(text)
     parts = re.split("(" + "|".join(re.escape(marker) for marker in special) + ")", text)

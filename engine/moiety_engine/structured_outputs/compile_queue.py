@@ -1,8 +1,8 @@
-"""Requests whose grammar is being compiled. No other request waits for them, and no tenant for another's for long.
+"""Queue of requests whose grammar is being compiled.
 
-Each tenant has a queue of grammars. One grammar of a tenant is compiled at a time, and the tenant goes first whose
-compilations have taken the least time. So a tenant whose grammars are expensive delays others by one compilation at
-most, which has a limit.
+No other request waits for them, and no tenant waits long for another. Each tenant has a queue of grammars. One grammar
+of a tenant is compiled at a time, and the tenant whose compilations have taken the least time goes first. So a tenant
+with expensive grammars delays others by at most one compilation, which has a time limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moiety_wire.notes import Reason
 log = structlog.get_logger()
 
 NUM_COMPILERS = 2
-MAX_ACCOUNTS = 1024  # tenants whose past compilations are remembered while they have none
+MAX_ACCOUNTS = 1024  # idle tenants whose compilation times are remembered
 RETRY_AFTER_S = 1.0
 NOT_HELD_HERE = "this engine cannot hold an answer to a form: {reason}"
 REFUSED = "the form that was asked for cannot be followed: {reason}"
@@ -36,7 +36,7 @@ QUEUE_FULL = "{num} grammars of this tenant wait to be compiled, which is the li
 
 @dataclass(slots=True)
 class _Tenant:
-    """What waits of one tenant, by grammar, in the order of arrival, and the time that its compilations took."""
+    """One tenant's waiting requests by grammar, in the order of arrival, and the time that its compilations took."""
 
     waiting: OrderedDict[GrammarSpec, list[CoreSubmit]] = field(default_factory=OrderedDict)
     used_s: float = 0.0
@@ -51,15 +51,15 @@ class _Compilation:
 
 
 class GrammarCompileQueue:
-    """Of one replica; used by the step loop's thread. Its own threads only wait for other processes."""
+    """Compile queue of one replica, used by the step loop's thread. Its own threads only wait for other processes."""
 
     def __init__(self, service: GrammarService | str, limits: GrammarLimits | None = None) -> None:
-        """`service`: or why there is none."""
+        """Create the queue. `service` is the grammar service, or the reason why there is none."""
         self._service = None if isinstance(service, str) else service
         self._reason = service if isinstance(service, str) else ""
         self._max_waiting = (limits or GrammarLimits()).max_waiting_per_tenant
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
-        self._places: dict[int, tuple[str, GrammarSpec]] = {}  # of requests that wait, by their keys
+        self._places: dict[int, tuple[str, GrammarSpec]] = {}  # tenant and grammar of waiting requests, by key
         self._compilations: dict[GrammarSpec, _Compilation] = {}
         self._ready: deque[tuple[CoreSubmit, GrammarHandle]] = deque()
         self._refused: deque[CoreFailure] = deque()
@@ -71,16 +71,16 @@ class GrammarCompileQueue:
 
     @property
     def num_words(self) -> int:
-        """32-bit words of a mask; 0 where there are no grammars."""
+        """Number of 32-bit words in a mask; 0 where grammars are not available."""
         return 0 if self._service is None else self._service.num_words
 
     @property
     def num_waiting(self) -> int:
-        """Grammars that wait to be compiled, or are being compiled."""
+        """Number of grammars that wait to be compiled or are being compiled."""
         return sum(len(tenant.waiting) for tenant in self._tenants.values())
 
     def figures(self) -> dict[str, float]:
-        """Fields of `Figures`."""
+        """Return fields of `Figures`."""
         if self._service is None:
             return {}
         return {
@@ -90,7 +90,7 @@ class GrammarCompileQueue:
         }
 
     def enter(self, submit: CoreSubmit) -> None:
-        """A request waits until its grammar is compiled, or is refused."""
+        """Add a request that waits until its grammar is compiled or refused."""
         guide = submit.guide
         assert guide is not None, "only who has a guide waits for it"
         if self._service is None:
@@ -103,7 +103,7 @@ class GrammarCompileQueue:
             self._wait(submit, guide)
 
     def leave(self, key: int) -> CoreSubmit | None:
-        """A waiting request goes; None if there is no such request."""
+        """Remove a waiting request and return it; None if there is no such request."""
         for one in self._ready:
             if one[0].key == key:
                 self._ready.remove(one)
@@ -119,7 +119,7 @@ class GrammarCompileQueue:
         return submit
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle]]:
-        """Requests that need not wait any more, with their grammars."""
+        """Yield the requests that need not wait any longer, with their grammars."""
         for guide in [guide for guide, one in self._compilations.items() if one.result.done()]:
             self._take_result(guide, self._compilations.pop(guide))
         self._compile_more()
@@ -132,7 +132,7 @@ class GrammarCompileQueue:
         return refused
 
     def close(self) -> None:
-        """End the threads and the processes."""
+        """Stop the threads and the processes."""
         if self._service is not None and self._compilers is not None:
             self._compilers.shutdown(wait=False, cancel_futures=True)
             self._service.close()
@@ -144,7 +144,7 @@ class GrammarCompileQueue:
             code, reason = FailureCode.OVERLOADED, Reason.TENANT_QUEUE_FULL
             self._refused.append(CoreFailure(submit.key, code, message, 0, reason, RETRY_AFTER_S))
             return
-        if not tenant.waiting:  # it has no credit from the time in which it wanted nothing
+        if not tenant.waiting:  # a tenant gets no credit for the time in which it had no grammars
             busy = [other.used_s for other in self._tenants.values() if other.waiting]
             tenant.used_s = max(tenant.used_s, min(busy, default=0.0))
         self._tenants.move_to_end(submit.tenant_id)
@@ -161,7 +161,7 @@ class GrammarCompileQueue:
             self._compilations[guide] = _Compilation(tenant, time.monotonic(), result)
 
     def _next(self) -> tuple[_Tenant, GrammarSpec] | None:
-        """The tenant that has used the least, and its oldest grammar that is not being compiled for another tenant."""
+        """Return the tenant with the least compilation time, and its oldest grammar that no other tenant compiles."""
         found: tuple[_Tenant, GrammarSpec] | None = None
         for tenant in self._tenants.values():
             if tenant.is_compiling or not tenant.waiting or (found is not None and found[0].used_s <= tenant.used_s):
@@ -185,7 +185,7 @@ class GrammarCompileQueue:
             message = REFUSED.format(reason=exc)
         except GrammarWorkerFailed as exc:
             code, message = FailureCode.ENGINE_FAILED, NOT_RUNNING.format(reason=exc)
-        except Exception:  # the root of a compiler's task: it costs its requests, and not the engine
+        except Exception:  # top of a compiler's task: an error fails its requests, not the engine
             log.exception("grammar_failed")
             message = "the form that was asked for cannot be compiled; write it otherwise"
         else:

@@ -1,6 +1,6 @@
 """Compilation of grammars for one tokenizer.
 
-What clients send is compiled in processes of its own only (`worker_child`), since native code may crash or not end.
+Clients' grammars are compiled only in separate processes (`worker_child`), since native code may crash or not end.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ _LIMITS = LLParserLimits(
 
 
 class GrammarCompiler:
-    """Compiler of one tokenizer's grammars. It may be used from several threads; compiling releases the interpreter's
-    lock."""
+    """Compiler of one tokenizer's grammars.
+
+    Thread-safe; compiling releases the interpreter's lock.
+    """
 
     def __init__(self, tokenizer_json: str, eos_token_ids: tuple[int, ...]) -> None:
-        """Raises ValueError where the tokenizer is none that guides can be followed with."""
+        """Create the compiler. Raises ValueError where the tokenizer does not support grammars."""
         if not eos_token_ids:
             raise ValueError("the model names no token that ends an answer")
         tokenizer: Any = GrammarTokenizer(tokenizer_json, eos_token_ids)
         self._tokenizer = LLTokenizer(tokenizer, eos_token=list(eos_token_ids))
-        self.num_words = -(-self._tokenizer.vocab_size // 32)  # of 32 tokens each, in a mask
+        self.num_words = -(-self._tokenizer.vocab_size // 32)  # 32-bit words of a mask, one bit per token
 
     @classmethod
     def read(cls, folder: Path) -> GrammarCompiler:
-        """Of a checkpoint. Raises ValueError and moiety_text's errors."""
+        """Return the compiler of a checkpoint's tokenizer. Raises ValueError and moiety_text's errors."""
         text = read_text_model(folder)
         return cls(text.tokenizer_json, text.eos_token_ids)
 
@@ -57,7 +59,7 @@ class GrammarCompiler:
             raise GrammarRefused(f"it has more than {MAX_GUIDE_BYTES:,} bytes")
         matcher = LLMatcher(self._tokenizer, grammar_of(guide), log_level=0, limits=_LIMITS)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # now, and not in a step: what is slow shows, and what follows is found faster
+            matcher.compute_bitmask()  # now, not in a step: slow grammars show here, and later masks are faster
         if matcher.is_error():
             raise GrammarRefused(told_refusal(guide.kind, guide.text, matcher.get_error()))
         return matcher

@@ -1,4 +1,4 @@
-"""JSON schemas within grammars in Lark's form, which follow `%json`, kept as exactly as schemas of their own."""
+"""JSON schemas embedded in Lark grammars by `%json`, kept as exactly as standalone schemas."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ _PASSED_OVER = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^
 
 
 def with_exact_embedded_schemas(lark: str) -> str:
-    """Return a Lark grammar whose schemas are exact, on as many lines. Raises GrammarRefused with the line and the JSON
-    pointer of what cannot be kept. What is no JSON is left for the compiler to refuse."""
+    """Return a Lark grammar whose schemas are exact, with the same number of lines.
+
+    Raises GrammarRefused with the line and the JSON pointer of the unsupported part. Invalid JSON is left for the
+    compiler to refuse.
+    """
     parts, end = [], 0
     decoder = json.JSONDecoder(parse_float=Decimal, parse_constant=refuse_constant)
     while found := _next_schema(lark, end):
         try:
             schema, stop = decoder.raw_decode(lark, found.end())
         except ValueError:
-            break  # where it ends is not known
+            break  # the end of the schema is unknown
         try:
             exact = exact_schema(schema)
         except GrammarRefused as exc:
@@ -32,13 +35,13 @@ def with_exact_embedded_schemas(lark: str) -> str:
         text = exact.encode(**exact.options())
         lines = lark[found.end() : stop].split("\n")
         filled = "\n" * (len(lines) - 1) + " " * (len(lines[-1]) - 1) if len(lines) > 1 else ""
-        parts += [lark[end : found.end()], text[:-1], filled, text[-1]]  # what follows stays where it was
+        parts += [lark[end : found.end()], text[:-1], filled, text[-1]]  # the text after the schema keeps its place
         end = stop
     return "".join([*parts, lark[end:]])
 
 
 def _next_schema(lark: str, begin: int) -> re.Match[str] | None:
-    """The next `%json` outside of strings, expressions and comments."""
+    """Return the next `%json` outside of strings, expressions and comments."""
     while found := _EMBEDDED.search(lark, begin):
         passed = _PASSED_OVER.search(lark, begin)
         if passed is None or passed.start() > found.start():

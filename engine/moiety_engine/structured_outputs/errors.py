@@ -4,8 +4,8 @@ from moiety_engine.errors import EngineError
 
 
 class GrammarRefused(EngineError):
-    """The message is for the client."""
+    """The engine cannot follow a client's grammar. The message is for the client."""
 
 
 class GrammarWorkerFailed(EngineError):
-    """The processes that compile and step grammars cannot be run on this machine, whatever the grammar."""
+    """The processes that compile and step grammars cannot run on this machine, whatever the grammar."""

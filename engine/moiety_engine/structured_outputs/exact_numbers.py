@@ -1,7 +1,7 @@
 """Exact numbers in JSON schemas: llguidance computes with 64-bit floats, which round whole numbers beyond 2**53.
 
-Bounds that lie beyond move inwards, so every generated document satisfies the schema. Constants, multiples and bounds
-that cannot be kept are refused.
+Bounds beyond it move inwards, so every generated document satisfies the schema. Constants, multiples and bounds that
+cannot be kept are refused.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from typing import Any
 
 from moiety_engine.structured_outputs.errors import GrammarRefused
 
-MAX_EXACT = 2**53 - 1  # the largest whole number up to which floats skip none
+MAX_EXACT = 2**53 - 1  # largest whole number up to which floats represent every whole number
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_UNREAD = ("default", "examples")  # values that no answer is held to
+_UNREAD = ("default", "examples")  # values that do not constrain the answer
 
 
 def decode_exactly(text: str) -> Any:
-    """Return a JSON document whose fractions are Decimals and whose whole numbers are ints of any size. Raises
-    ValueError, and RecursionError where it is nested too deeply."""
+    """Return a JSON document whose fractions are Decimals and whose whole numbers are ints of any size.
+
+    Raises ValueError, and RecursionError where it is nested too deeply.
+    """
     return json.loads(text, parse_float=Decimal, parse_constant=refuse_constant)
 
 
 def with_exact_numbers(schema: Any, pointer: str = "") -> Any:
     """Return a schema, decoded by `decode_exactly`, in which no number changes when it is read as a 64-bit float.
-    Raises GrammarRefused with the JSON pointer of a number that cannot be kept."""
+
+    Raises GrammarRefused with the JSON pointer of a number that cannot be kept.
+    """
     if isinstance(schema, list):
         return [with_exact_numbers(one, f"{pointer}/{at}") for at, one in enumerate(schema)]
     if not isinstance(schema, Mapping):
@@ -51,8 +55,10 @@ def with_exact_numbers(schema: Any, pointer: str = "") -> Any:
 
 
 def _add_inner_bound(found: dict[str, Any], key: str, value: int | Decimal, pointer: str) -> None:
-    """Bound by the last number that floats keep, instead of by one beyond. That leaves out numbers, and lets no other
-    in."""
+    """Replace a bound beyond the exact range by the last number that floats keep.
+
+    This excludes numbers and admits none that the original bound excludes.
+    """
     is_lower = key in _LOWER
     if (value > 0) == is_lower:
         raise GrammarRefused(
@@ -95,7 +101,7 @@ def _is_number(value: Any) -> bool:
 
 
 def pointer_part(key: str) -> str:
-    """Return a key as a JSON pointer has it."""
+    """Return a key in the syntax of JSON pointers."""
     return key.replace("~", "~0").replace("/", "~1")
 
 

@@ -1,6 +1,6 @@
-"""JSON schemas as the grammar library keeps them exactly: the rest is rewritten, or refused with its place.
+"""JSON schemas rewritten so that the grammar library keeps them exactly; the rest is refused with its place.
 
-Every document that a rewritten schema lets through satisfies the client's schema. Some of those that do are left out.
+Every document that a rewritten schema admits satisfies the client's schema. Some satisfying documents are excluded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from moiety_engine.structured_outputs.exclusive_bounds import ExclusiveBounds
 from moiety_engine.structured_outputs.formats import PATTERNS
 from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
 
-MAX_COEFFICIENT = 2**32 - 1  # of a multiple, in the library
+MAX_COEFFICIENT = 2**32 - 1  # limit of a multiple in the library
 MAX_POINTER_CHARS = 200
-ESCAPES = 'nrbtf\\"'  # letters after a backslash in strings, without those of characters by their numbers
+ESCAPES = 'nrbtf\\"'  # letters after a backslash in strings, without the numeric escapes
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DATA = ("const", "enum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -32,13 +32,13 @@ _MERGING = ("allOf", "anyOf", "oneOf", "$ref")
 
 @dataclass(frozen=True, slots=True)
 class ExactSchema:
-    """A schema for the library, and which escapes its strings may have; None for all that it knows."""
+    """A schema for the library, and the escapes that its strings may contain; None for all escapes."""
 
     schema: dict[str, Any]
     allowed_escapes: str | None
 
     def options(self, **more: Any) -> dict[str, Any]:
-        """What the library is to be told beside the schema."""
+        """Return the options of the library for this schema."""
         escapes = {} if self.allowed_escapes is None else {"json_allowed_escapes": self.allowed_escapes}
         return {"lenient": False, "coerce_one_of": False, **escapes, **more}
 
@@ -48,14 +48,18 @@ class ExactSchema:
 
 
 def exact_schema_of(text: str) -> ExactSchema:
-    """Return a schema that is sent as text. Raises GrammarRefused, and ValueError and RecursionError where it is
-    none."""
+    """Return the exact schema of a JSON text.
+
+    Raises GrammarRefused, and ValueError and RecursionError where the text is no schema.
+    """
     return exact_schema(decode_exactly(text))
 
 
 def exact_schema(decoded: Any) -> ExactSchema:
-    """Return a schema decoded by `decode_exactly`. Raises GrammarRefused with the JSON pointer of what cannot be
-    kept."""
+    """Return the exact schema of a schema decoded by `decode_exactly`.
+
+    Raises GrammarRefused with the JSON pointer of the unsupported part.
+    """
     if isinstance(decoded, bool):
         decoded = {} if decoded else {"enum": []}
     if not isinstance(decoded, dict):
@@ -74,9 +78,9 @@ class _SchemaRewrite:
     """One pass over a schema."""
 
     is_old: bool  # written for a draft before 2020-12
-    has_free_names: bool = False  # beside names with a schema of their own
+    has_free_names: bool = False  # besides names with a schema of their own
     has_merged: bool = False  # schemas that apply to one value together
-    multiples: dict[Decimal, str] = field(default_factory=dict)  # with a place of each
+    multiples: dict[Decimal, str] = field(default_factory=dict)  # with a pointer to one occurrence each
     bounds: ExclusiveBounds = field(default_factory=ExclusiveBounds)
 
     def rewrite(self, schema: Any, pointer: str) -> Any:
@@ -96,12 +100,12 @@ class _SchemaRewrite:
         self.has_merged = self.has_merged or any(key in found for key in _MERGING)
         for key in _COUNTS:
             if isinstance(count := found.get(key), float) and count.is_integer():
-                found[key] = int(count)  # 2.0 is a whole number to JSON Schema
+                found[key] = int(count)  # 2.0 is a whole number in JSON Schema
         self._check_keywords(found, pointer)
         self._note_names(found)
         _rewrite_strings(found, pointer)
         if found.get("uniqueItems") is False:
-            del found["uniqueItems"]  # its default, which the library refuses when it is written out
+            del found["uniqueItems"]  # the default, which the library refuses when it is explicit
         return found
 
     def _check_keywords(self, schema: Mapping[str, Any], pointer: str) -> None:
@@ -122,7 +126,7 @@ class _SchemaRewrite:
 
     @staticmethod
     def _check_least_properties(schema: Mapping[str, Any], pointer: str) -> None:
-        """Names that are free may repeat, and then count once."""
+        """Refuse `minProperties` where free property names could repeat, which count once."""
         least, required = schema.get("minProperties"), schema.get("required")
         if not isinstance(least, int) or (schema.get("additionalProperties") is False and not _named(schema)):
             return
@@ -132,8 +136,10 @@ class _SchemaRewrite:
             raise _refused(f"{pointer}/minProperties", told, "name them in 'required', or lower the number")
 
     def _note_names(self, schema: Mapping[str, Any]) -> None:
-        """Where names are free beside others, one of those could be spelled by escape sequences and be taken for
-        free."""
+        """Note whether free names occur beside named properties.
+
+        An escaped spelling of a named property could then pass as a free name.
+        """
         has_names = any(schema.get(key) for key in ("properties", "patternProperties", "required"))
         self.has_free_names = self.has_free_names or (has_names and schema.get("additionalProperties") is not False)
 
@@ -147,12 +153,12 @@ class _SchemaRewrite:
         self.multiples.setdefault(exact, pointer)
 
     def check_bounds(self) -> None:
-        """Bounds of subschemas that apply together are merged by the library."""
+        """Refuse exclusive bounds that the library does not keep when it merges subschemas."""
         if self.has_merged and (unkept := self.bounds.find_unkept()) is not None:
             raise _refused_bound(unkept)
 
     def check_multiples(self) -> None:
-        """The library computes the least common multiple of two that apply together in 32 bits."""
+        """Refuse multiples whose common multiples overflow: the library computes them in 32 bits."""
         if not self.has_merged or len(self.multiples) < 2:
             return
         digits = max(0, *(-int(one.as_tuple().exponent) for one in self.multiples))
@@ -165,8 +171,10 @@ class _SchemaRewrite:
 
 
 def _rewrite_strings(schema: dict[str, Any], pointer: str) -> None:
-    """Formats become patterns, where the library takes them more loosely than validators do, and patterns those that
-    every dialect reads alike."""
+    """Replace formats by patterns where the library is looser than validators, and make patterns exact.
+
+    An exact pattern means the same in every dialect.
+    """
     pattern, name = schema.get("pattern"), schema.get("format")
     if isinstance(pattern, str):
         try:
@@ -194,8 +202,10 @@ def _with_exact_names(schemas: Mapping[str, Any], pointer: str) -> Iterable[tupl
 
 
 def _as_the_library_reads(multiple: float) -> Decimal | None:
-    """Return a multiple as the library has it, which moves the point until no digits are behind it; None where it
-    refuses that."""
+    """Return a multiple as the library reads it; None where the library refuses it.
+
+    The library moves the decimal point until no digits follow it.
+    """
     value, digits = abs(multiple), 0
     while value % 1 != 0:
         value, digits = value * 10.0, digits + 1
@@ -212,7 +222,7 @@ def _is_old(schema: Mapping[str, Any]) -> bool:
 
 
 def _check_text(value: Any, pointer: str) -> None:
-    """Half of a surrogate pair stands for no character. Raises GrammarRefused."""
+    """Refuse half of a surrogate pair, which stands for no character. Raises GrammarRefused."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -229,7 +239,7 @@ def _check_text(value: Any, pointer: str) -> None:
 
 
 def _check_references(root: Mapping[str, Any]) -> None:
-    """A schema that leads back to itself for the same value has no meaning. Raises GrammarRefused."""
+    """Refuse a schema that refers to itself for the same value, which has no meaning. Raises GrammarRefused."""
     is_done: dict[int, bool] = {}  # by schema; False while it is being followed
 
     def follow(schema: Any, pointer: str) -> None:
@@ -258,7 +268,7 @@ def _check_references(root: Mapping[str, Any]) -> None:
 
 
 def _resolved(root: Mapping[str, Any], reference: str) -> Any:
-    """What a reference within the schema leads to; None if there is nothing, or if it is no JSON pointer."""
+    """Return the target of a reference within the schema; None if there is none or it is no JSON pointer."""
     found: Any = root
     for part in unquote(reference[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

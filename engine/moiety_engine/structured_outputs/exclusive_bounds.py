@@ -1,7 +1,7 @@
 """Exclusive whole-number bounds that llguidance does not keep, in JSON schemas for numbers.
 
-It lets 0 through where `exclusiveMinimum` is 0 and the upper bound is less than 1, likewise for every whole number and,
-mirrored, for `exclusiveMaximum`.
+llguidance admits 0 where `exclusiveMinimum` is 0 and the upper bound is less than 1; likewise for every whole number
+and, mirrored, for `exclusiveMaximum`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _OTHER_SIDE = {
 
 @dataclass(slots=True)
 class ExclusiveBounds:
-    """The bounds of one schema, with a JSON pointer of each."""
+    """Bounds of one schema, with a JSON pointer to each."""
 
     exclusive: dict[tuple[str, int], str] = field(default_factory=dict)  # by keyword and whole number
     others: dict[str, set[float]] = field(default_factory=dict)  # bounds by keyword
 
     def note(self, schema: Mapping[str, Any], pointer: str) -> str | None:
-        """Note a subschema's bounds. Return the pointer of one that is not kept beside the others of its subschema."""
+        """Note a subschema's bounds; return the pointer of a bound that is not kept beside the others."""
         if schema.get("type") == "integer":
             return None
         bounds: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""Complaints of the grammar library about expressions and grammars, as sentences for clients: where, why, what to do.
+"""Errors of the grammar library about expressions and grammars, as sentences for clients: place, reason, advice.
 
-The library tells the place within a text that it has rewritten. Here it is told within the client's own.
+The library reports the place within a text that it has rewritten. This module reports it within the client's text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from moiety_wire.grammars import GrammarKind
 
 MAX_TOLD_CHARS = 500
-EXCERPT_CHARS = 24  # on each side of a place
+EXCERPT_CHARS = 24  # on each side of the place
 ENDLESS = "nothing can ever fulfil it, for instance since it refers to itself without an end"
 
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
@@ -26,7 +26,7 @@ _PROPERTY = re.compile(r"\\[pP]\{[^}]*\}")
 _EMBEDDED_SCHEMA = re.compile(r"%json\s*")
 _QUOTED_SINGLY = re.compile(r"'[^'\n]*'")
 
-# the library's words, how they are told, and what to do
+# the library's message, the reason for the client, and the advice
 _EXPRESSION_FAULTS = (
     ("unclosed group", "the group is not closed", "add ')', or write '\\(' for the character"),
     ("unopened group", "no group is open", "remove ')', or write '\\)' for the character"),
@@ -46,7 +46,7 @@ _EXPRESSION_FAULTS = (
     ("unrecognized flag", "the kind of group is not known", "use (?:…) for a group without a name"),
     ("pattern can match invalid UTF-8", "it matches bytes that are no UTF-8", "leave (?-u) out"),
 )
-_ASSERTIONS = {  # the library's names of them, with what to search for
+_ASSERTIONS = {  # the library's names of assertions, with the expression to search for
     "Start": r"\^|\\A",
     "End": r"\$|\\z",
     "StartLF": r"\^",
@@ -63,7 +63,7 @@ _BOUNDARY_ADVICE = "write out the characters that may stand there"
 
 
 def told_error(kind: GrammarKind, text: str, error: str) -> str:
-    """One sentence about a grammar that was refused. `text` is the client's."""
+    """Return one sentence about a refused grammar. `text` is the client's."""
     error = error.replace("<non-verbose/>", "").strip()
     if error.startswith("NoExtension"):
         return ENDLESS
@@ -79,7 +79,7 @@ def told_error(kind: GrammarKind, text: str, error: str) -> str:
 
 
 def excerpt(text: str, index: int) -> str:
-    """The surroundings of a place on its line, with a mark before it."""
+    """Return the text around a place on its line, with a mark before it."""
     begin = text.rfind("\n", 0, index) + 1
     end = text.find("\n", index)
     end = len(text) if end < 0 else end
@@ -89,7 +89,7 @@ def excerpt(text: str, index: int) -> str:
 
 
 def _told_of_expression(expression: str, error: str, where: str) -> str | None:
-    """`where` is that of the expression itself, if it is a part of a grammar."""
+    """Return the error of an expression. `where`: place of the expression if it is part of a grammar."""
     found = _place_in_expression(expression, error)
     if found is None:
         return None
@@ -99,7 +99,7 @@ def _told_of_expression(expression: str, error: str, where: str) -> str | None:
 
 
 def _place_in_expression(expression: str, error: str) -> tuple[int, str, str] | None:
-    """(index, what is wrong, what to do)."""
+    """Return (index, reason, advice)."""
     if match := _PARSE_ERROR.search(error):
         column = match["marks"].index("^")
         index = min(_original_index(expression, match["text"], column), max(0, len(expression) - 1))
@@ -120,7 +120,7 @@ def _place_in_expression(expression: str, error: str) -> tuple[int, str, str] | 
 
 
 def _pieces(expression: str) -> Iterator[tuple[int, str]]:
-    """Characters and escape sequences outside of character classes, with their places."""
+    """Yield characters and escape sequences outside of character classes, with their places."""
     is_class = False
     for match in re.finditer(r"\\.|.", expression, re.DOTALL):
         if match[0] == "[":
@@ -132,7 +132,10 @@ def _pieces(expression: str) -> Iterator[tuple[int, str]]:
 
 
 def _original_index(expression: str, rewritten: str, column: int) -> int:
-    """The place in the client's expression for one in the library's, which escapes slashes and line ends."""
+    """Return the place in the client's expression for a column in the library's.
+
+    The library escapes slashes and line ends.
+    """
     if rewritten == expression:
         return column
     if (named := _PROPERTY.match(rewritten, column)) and named[0] in expression:
@@ -195,19 +198,19 @@ def _told_of_expression_in_grammar(text: str, begin: int, invalid: re.Match[str]
 
 
 def _unescaped(text: str) -> str:
-    """A string as Rust writes it out."""
+    """Return a string without Rust's escapes."""
     return re.sub(r"\\(.)", lambda one: {"n": "\n", "t": "\t", "r": "\r"}.get(one[1], one[1]), text)
 
 
 def _find_name(text: str, name: str, index: int) -> int:
-    """The first place of a name from there on, outside of strings, expressions and comments."""
+    """Return the first place of a name from `index` on, outside of strings, expressions and comments."""
     blanked = _STRING.sub(lambda one: " " * len(one[0]), text)
     match = re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])").search(blanked, index)
     return index if match is None else match.start()
 
 
 def _unreadable(text: str, begin: int, line: str, index: int) -> tuple[int, str, str]:
-    """What no word of the form begins with: (index, what is wrong, what to do)."""
+    """Return (index, reason, advice) for a text that the lexer cannot read."""
     rest = _STRING.sub(lambda one: " " * len(one[0]), line)
     if (match := _BAD_ESCAPE.search(line)) and (match["escape"] != "\\" or line.endswith("\\")):
         at, why = begin + match.start("escape"), f"the escape sequence {match['escape']} is not known in a string"

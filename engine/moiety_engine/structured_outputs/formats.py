@@ -1,6 +1,6 @@
-"""Formats of strings that the library takes more loosely than validators and languages do, as patterns in their place.
+"""String formats as patterns, where the library is looser than validators and languages.
 
-What a pattern lets through has the format; not all that has the format has the pattern, as years before 1000.
+Every match of a pattern has the format; not every valid value matches the pattern, for instance years before 1000.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _DATE = (
     rf"02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_LABEL = r"[a-zA-Z0-9]{1,20}(?:-[a-zA-Z0-9]{1,12}){0,3}"  # at most 63 characters, and no two hyphens in a row
+_LABEL = r"[a-zA-Z0-9]{1,20}(?:-[a-zA-Z0-9]{1,12}){0,3}"  # at most 63 characters, and no two consecutive hyphens
 _DOMAIN = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
 

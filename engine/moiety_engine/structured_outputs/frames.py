@@ -1,7 +1,7 @@
-"""Messages between the core and its grammar processes, as frames of msgpack over Unix sockets.
+"""Messages between the core and its grammar processes, as msgpack frames over Unix sockets.
 
-The core asks the template process for a fork by an empty frame with two file descriptors: the child's socket, and a
-socket on which the template reports the child's end. The first frame on the child's socket tells the child its role.
+The core requests a fork from the template process by an empty frame with two file descriptors: the child's socket, and
+a socket on which the template reports the child's end. The first frame on the child's socket contains the child's role.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import msgspec
 
 from moiety_wire.grammars import GrammarSpec
 
-EXIT_CRASHED = 70  # of a child, after an exception that nobody expects
-EXIT_OUT_OF_MEMORY = 71  # where Python could not allocate; native code aborts
+EXIT_CRASHED = 70  # of a child, after an unexpected exception
+EXIT_OUT_OF_MEMORY = 71  # Python could not allocate; native code aborts
 MAX_FDS = 4
 _HEADER_BYTES = 4
 _Message = TypeVar("_Message")
 
 
 class TemplateReady(msgspec.Struct, frozen=True, array_like=True):
-    """First frame of the template process. `problem`: why this tokenizer supports no grammars; "" if it does."""
+    """First frame of the template process. `problem`: why this tokenizer does not support grammars; "" if it does."""
 
     num_words: int
     problem: str
 
 
 class ChildExit(msgspec.Struct, frozen=True, array_like=True):
-    """End of a child: its wait status, and the processor time that it used, in seconds."""
+    """Exit of a child: its wait status, and the processor time that it used, in seconds."""
 
     status: int
     cpu_s: float
@@ -52,7 +52,7 @@ class TrialReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepperOrder(msgspec.Struct, frozen=True, tag="stepper"):
-    """Step grammars until the socket closes. Comes with two descriptors: the mask buffer, the compile socket."""
+    """Step grammars until the socket closes. Comes with two descriptors: the mask buffer and the compile socket."""
 
     memory_bytes: int
     step_cpu_s: float
@@ -60,13 +60,13 @@ class StepperOrder(msgspec.Struct, frozen=True, tag="stepper"):
 
 
 class ChildOrder(msgspec.Struct, frozen=True, array_like=True):
-    """First frame of a child: what it is to be."""
+    """First frame of a child: its role."""
 
     role: TrialOrder | StepperOrder
 
 
 class PrepareOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Compile a grammar that has passed its trial, beside the steps."""
+    """Compile a grammar that has passed its trial, concurrently with the steps."""
 
     grammar_id: int
     guide: GrammarSpec
@@ -78,7 +78,7 @@ class PrepareReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True):
-    """One request's row: take these tokens, then write the mask of the next one. Mask i is that of row i."""
+    """One request's row: accept these tokens, then write the mask of the next one. Mask i belongs to row i."""
 
     state_id: int
     grammar_id: int
@@ -87,7 +87,7 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOrder(msgspec.Struct, frozen=True, array_like=True):
-    """All rows of one step. `grammars`: those among them that the process does not have yet."""
+    """All rows of one step. `grammars`: grammars of these rows that the process does not have yet."""
 
     rows: list[StepRow]
     grammars: list[PrepareOrder]
@@ -96,7 +96,7 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
-    """`problems`: index of a row, and why its request cannot go on."""
+    """Result of a step. `problems`: index of a row, and why its request cannot continue."""
 
     problems: list[tuple[int, str]]
 
@@ -111,7 +111,7 @@ def send_frame(link: socket.socket, message: object, fds: tuple[int, ...] = ()) 
 
 
 def receive_frame(link: socket.socket, kind: type[_Message]) -> _Message:
-    """Receive one frame. Raises EOFError where the other side is gone, OSError (also TimeoutError)."""
+    """Receive one frame. Raises EOFError where the peer is gone, OSError (including TimeoutError)."""
     return _receive_rest(link, b"", kind)
 
 

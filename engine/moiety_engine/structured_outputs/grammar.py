@@ -1,4 +1,7 @@
-"""From a guide to the grammar that llguidance compiles. What it would leave out of a schema is refused."""
+"""Conversion of a grammar spec to the grammar that llguidance compiles.
+
+Schema parts that llguidance would ignore are refused.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from moiety_wire.grammars import GrammarKind, GrammarSpec
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_TERMINAL_CHARS = 50_000  # of a terminal with those that it names written out
+MAX_TERMINAL_CHARS = 50_000  # of a terminal with its referenced terminals expanded
 MAX_CHOICES = 4096
 
-# At most one space between the parts of a document, so that none consists of white space.
+# At most one space between the parts of a document, so that no document consists of white space.
 _WHITESPACE = r"\x20"
 _RULE = re.compile(r"^\s*[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]]*\])?\s*:", re.MULTILINE)
 _NAME = re.compile(r"(?<![\w\\])[A-Z_][A-Z0-9_]*(?!\w)")
@@ -30,7 +33,7 @@ _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 
 
 def grammar_of(guide: GrammarSpec) -> str:
-    """Raises GrammarRefused."""
+    """Return the grammar for llguidance. Raises GrammarRefused."""
     match guide.kind:
         case GrammarKind.JSON_OBJECT:
             return _json_grammar('{"type":"object"}')
@@ -79,8 +82,11 @@ def _lark_grammar(text: str) -> str:
 
 
 def check_terminals(lark: str) -> None:
-    """A terminal is compiled as one expression, with the terminals that it names in their place: a few lines can stand
-    for more than any memory holds. Raises GrammarRefused."""
+    """Refuse terminals that expand to too many characters.
+
+    A terminal is compiled as one expression with its referenced terminals expanded: a few lines can expand beyond any
+    memory. Raises GrammarRefused.
+    """
     bodies = _terminals(lark)
     lengths: dict[str, int] = {}
     for name in bodies:
@@ -92,15 +98,17 @@ def check_terminals(lark: str) -> None:
 
 
 def _terminals(lark: str) -> Mapping[str, str]:
-    """The text of every terminal, by its name."""
+    """Return the text of every terminal by its name."""
     rules = list(_RULE.finditer(lark))
     ends = [*(rule.start() for rule in rules[1:]), len(lark)]
     return {rule[1]: lark[rule.end() : end] for rule, end in zip(rules, ends, strict=False) if rule[1].isupper()}
 
 
 def _length(name: str, bodies: Mapping[str, str], lengths: dict[str, int], within: set[str]) -> int:
-    """Characters of a terminal written out; a repetition counts as often as it says. One that names itself is the
-    library's to refuse."""
+    """Return the characters of an expanded terminal; a repetition counts as often as it repeats.
+
+    A terminal that refers to itself is left for the library to refuse.
+    """
     if name in lengths or name in within or name not in bodies:
         return lengths.get(name, 0)
     if len(within) >= 100:

@@ -1,7 +1,7 @@
-"""A model's tokenizer as the grammar library sees it: added tokens by their ids, all other tokens by their bytes.
+"""A model's tokenizer for the grammar library: added tokens by their ids, all other tokens by their bytes.
 
 Added tokens (special or not) and tokens that end an answer have no spelling here. A text in a grammar is spelled with
-ordinary tokens, also where it reads like an added token; only a token's id or its name outside of a string stands for
+ordinary tokens, also where it reads like an added token; only a token's id or its name outside of a string refers to
 the token itself.
 """
 
@@ -18,13 +18,16 @@ from moiety_text.tokenizer import Tokenizer
 
 
 class GrammarTokenizer:
-    """What `LLTokenizer` reads in place of a tokenizer's file. Called by the library from several threads."""
+    """Tokenizer that `LLTokenizer` reads instead of a tokenizer file. The library calls it from several threads."""
 
-    is_tokenizer_wrapper = True  # by which the library knows it
+    is_tokenizer_wrapper = True  # the library recognizes a wrapper by this attribute
     bos_token_id = None
 
     def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
-        """Raises moiety_text's errors, and ValueError where ordinary tokens cannot spell every text."""
+        """Build the wrapper.
+
+        Raises moiety_text's errors, and ValueError where ordinary tokens cannot spell every text.
+        """
         tokenizer = Tokenizer.from_json(tokenizer_json)
         by_id = frozenset({*tokenizer.added_tokens, *eos_token_ids})
         self.eos_token_id = eos_token_ids[0]
@@ -42,18 +45,20 @@ class GrammarTokenizer:
         self._backend = _without_added_tokens(tokenizer_json)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The ordinary tokens that the model would write a text with. Never raises, since the library does not expect
-        it to."""
+        """Return the ordinary tokens with which the model would write a text.
+
+        Never raises, since the library does not expect errors here.
+        """
         wanted = text.encode() if isinstance(text, str) else text
         with contextlib.suppress(Exception):
             found = self._backend.encode(wanted.decode(), add_special_tokens=False).ids
             is_ordinary = self._by_id.isdisjoint(found)
             if is_ordinary and b"".join([self.tokens[token_id] for token_id in found]) == wanted:
                 return found
-        return self._spell(wanted)  # its normalizer would change the text, for instance
+        return self._spell(wanted)  # for instance because its normalizer would change the text
 
     def _spell(self, text: bytes) -> list[int]:
-        """A text by its longest tokens from the left. Bytes without a token are left out."""
+        """Spell a text by its longest tokens from the left. Bytes without a token are left out."""
         found, at = [], 0
         while at < len(text):
             for length in range(min(self._max_bytes, len(text) - at), 0, -1):
@@ -68,7 +73,7 @@ class GrammarTokenizer:
 
 
 def _without_added_tokens(tokenizer_json: str) -> tokenizers.Tokenizer:
-    """The model of a tokenizer, which takes any text for a part of another one: nothing is added at its beginning."""
+    """Return a tokenizer's model that treats any text as part of another: nothing is added at its beginning."""
     spec = json.loads(tokenizer_json)
     spec["added_tokens"] = []
     spec["post_processor"] = None
@@ -81,7 +86,7 @@ def _without_added_tokens(tokenizer_json: str) -> tokenizers.Tokenizer:
 
 
 def _without_prefix(step: Any) -> Any:
-    """A normalizer or a pre-tokenizer that puts no space before a text."""
+    """Return a normalizer or pre-tokenizer that adds no space before a text."""
     if not isinstance(step, dict):
         return step
     if step.get("type") == "Prepend":

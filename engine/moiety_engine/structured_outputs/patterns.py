@@ -1,9 +1,10 @@
-"""Expressions, written for the grammar library so that every match is one for each dialect in use.
+"""Regular expressions rewritten for the grammar library so that every match is a match in each dialect in use.
 
-JSON Schema's patterns are ECMA-262 expressions, yet validators read them with their own language's engine, which
-differs in `.`, `\\d`, `\\w` and `\\s` beyond ASCII. A pattern of a value therefore becomes one that matches only what
-ECMA-262, Python and Rust all match. Characters that the library alone reads as operators become literals. An expression
-for a whole answer becomes one that matches only what Python and Rust match; where they differ otherwise, it is refused.
+JSON Schema's patterns are ECMA-262 expressions, but validators read them with their own language's engine, which
+differs in `.`, `\\d`, `\\w` and `\\s` beyond ASCII. A pattern of a value is therefore rewritten to match only what
+ECMA-262, Python and Rust all match. Characters that only the library reads as operators become literals. An expression
+for a whole answer is rewritten to match only what Python and Rust both match; where they differ otherwise, it is
+refused.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from moiety_engine.structured_outputs.expression_errors import excerpt
 
 
 class Use(StrEnum):
-    """What an expression is for."""
+    """Use of an expression."""
 
-    VALUE = "value"  # of a string in a schema
-    NAME = "name"  # of a property in a schema: what does not match matters as well
-    ANSWER = "answer"  # the whole of one
+    VALUE = "value"  # a string in a schema
+    NAME = "name"  # a property name in a schema: non-matches matter as well
+    ANSWER = "answer"  # a whole answer
 
 
 class _Set(NamedTuple):
-    """The inside of a character class: what all dialects of schemas take for members, what ECMA-262 does, what any
-    does; and what both Python and Rust do, what either does."""
+    """Inside of a character class, in variants.
+
+    For schemas: the members in all dialects, in ECMA-262, and in any dialect. For answers: the members in both Python
+    and Rust, and in either.
+    """
 
     narrow: str
     ecma: str
@@ -71,8 +75,10 @@ def exact_pattern(pattern: str) -> str:
 
 
 def exact_name_pattern(pattern: str) -> str:
-    """Return a pattern of property names as ECMA-262 reads it: what does not match it matters as well. Raises
-    GrammarRefused."""
+    """Return a pattern of property names as ECMA-262 reads it, since its non-matches matter as well.
+
+    Raises GrammarRefused.
+    """
     return _PatternRewrite(pattern, Use.NAME).rewrite()
 
 
@@ -88,7 +94,7 @@ class _PatternRewrite:
         self._pattern, self._use = pattern, use
         self._any = r"[^\n]" if use is Use.ANSWER else _ANY
         self._at = 0
-        self._groups: list[int] = []  # where those that are open begin
+        self._groups: list[int] = []  # beginnings of the open groups
         self._may_repeat = False
 
     def rewrite(self) -> str:
@@ -127,7 +133,7 @@ class _PatternRewrite:
         return _literal(found) if isinstance(found, int) else f"[{found}]"
 
     def _escaped(self, *, is_negated: bool) -> int | str:
-        """Take an escape sequence: a character, or the inside of a class."""
+        """Consume an escape sequence; return a character, or the inside of a class."""
         letter = self._pattern[self._at + 1 : self._at + 2]
         if letter in _SETS:
             self._at += 2
@@ -163,7 +169,7 @@ class _PatternRewrite:
         return code
 
     def _numbered(self, begin: int, letter: str) -> int:
-        """`\\xHH`, `\\uHHHH`, also as a pair of surrogates, or `\\u{H…}`."""
+        """Consume `\\xHH`, `\\uHHHH`, also as a pair of surrogates, or `\\u{H…}`."""
         text = self._pattern
         match = _NUMBERED.match(text, begin)
         if match is None:
@@ -270,18 +276,18 @@ class _PatternRewrite:
             raise self._refusal(self._at, "there is nothing to repeat", "put '\\' before it for the character")
         self._at, self._may_repeat = self._at + len(quantifier), False
         if self._pattern.startswith("?", self._at):
-            self._at += 1  # as few as possible: the same strings match
+            self._at += 1  # lazy quantifier: the same strings match
         return quantifier
 
 
 def _literal(code: int) -> str:
-    """A character as the library has it, within a class and outside."""
+    """Return a character in the library's syntax, valid within a class and outside."""
     character = chr(code)
     return character if character.isalnum() or (code > 0xA0 and character.isprintable()) else f"\\x{{{code:X}}}"
 
 
 def _unknown_escape(letter: str) -> tuple[str, str]:
-    """What is wrong with an escape sequence, and what to do."""
+    """Return the reason and the advice for an unknown escape sequence."""
     if not letter:
         return "a backslash escapes nothing", "write '\\\\' for a backslash"
     if letter in "bB":

@@ -1,4 +1,4 @@
-"""The core's side of grammar processes: starting the template, having it fork children, and learning how they ended."""
+"""The core's side of grammar processes: start the template, fork children, and read how they ended."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from moiety_engine.structured_outputs.frames import (
 
 log = structlog.get_logger()
 
-START_S = 120.0  # for the largest tokenizers on a slow disk
-END_S = 2.0  # that the template takes to end, or to tell of a child's end
-# Signals that a process brings upon itself, by what it does or by a limit that it reaches.
+START_S = 120.0  # enough for the largest tokenizers on a slow disk
+END_S = 2.0  # time for the template to end, or to report a child's end
+# Signals that a process causes by its own operations or by reaching a limit.
 OWN_SIGNALS = frozenset(
     {
         signal.SIGSEGV,
@@ -60,11 +60,14 @@ class WorkerChild:
         self.close()
 
     def send(self, role: TrialOrder | StepperOrder, fds: tuple[int, ...] = ()) -> None:
-        """Tell it its role. Raises OSError."""
+        """Send the child its role. Raises OSError."""
         send_frame(self.link, ChildOrder(role), fds)
 
     def wait_readable(self, timeout_s: float) -> bool:
-        """Whether it has answered or ended by then. Raises OSError where another thread has closed it."""
+        """Return whether the child answers or ends within the timeout.
+
+        Raises OSError where another thread closed it.
+        """
         poll = select.poll()
         try:
             poll.register(self.link, select.POLLIN)
@@ -73,30 +76,35 @@ class WorkerChild:
         return bool(poll.poll(timeout_s * 1000))
 
     def end(self) -> ChildExit | None:
-        """How it ended, after a moment for that; None if it has not, or its template cannot tell any more."""
+        """Return how the child ended; None if it has not, or its template cannot report it any more."""
         try:
             return receive_frame(self._status_link, ChildExit)
         except (EOFError, OSError):
             return None
 
     def kill(self) -> ChildExit | None:
-        """End it, and say how it ended."""
+        """Kill the child and return how it ended."""
         with contextlib.suppress(OSError):
             self._status_link.sendall(b"K")
         return self.end()
 
     def close(self) -> None:
-        """The template sees the status link close, and kills what still runs."""
+        """Close the links; the template then kills the child if it still runs."""
         self.link.close()
         self._status_link.close()
 
 
 class WorkerTemplate:
-    """The process from which all grammar processes are forked. Restarted when it is gone. Thread-safe."""
+    """Process from which all grammar processes are forked. Restarted when it is gone. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: of the checkpoint, for its tokenizer. Starts the process and waits until it can fork. Raises
-        ValueError where the tokenizer supports no grammars, GrammarWorkerFailed where the process does not start."""
+        """Start the process and wait until it can fork.
+
+        `folder`: the checkpoint, for its tokenizer.
+
+        Raises ValueError where the tokenizer does not support grammars, GrammarWorkerFailed where the process does not
+        start.
+        """
         self._folder = folder
         self._lock = threading.Lock()
         self._is_closed = False
@@ -108,7 +116,7 @@ class WorkerTemplate:
         return self._process.pid
 
     def fork(self) -> WorkerChild:
-        """A new process, which waits for its role. Raises GrammarWorkerFailed."""
+        """Return a new process, which waits for its role. Raises GrammarWorkerFailed."""
         with self._lock:
             for is_last in (False, True):
                 if self._is_closed:
@@ -122,7 +130,7 @@ class WorkerTemplate:
         raise AssertionError("either of them returns or raises")
 
     def restart(self, seen_pid: int) -> None:
-        """Replace a process that hangs, unless another thread has done so since `seen_pid` was read."""
+        """Replace a hanging process, unless another thread has done so since `seen_pid` was read."""
         with self._lock:
             if self._process.pid == seen_pid and not self._is_closed:
                 self._restart()
@@ -141,7 +149,7 @@ class WorkerTemplate:
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},  # whose threads would not survive a fork
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},  # its threads would not survive a fork
             )
         self._control = own
         own.settimeout(START_S)
@@ -184,7 +192,7 @@ class WorkerTemplate:
 
 
 def name_of(end: ChildExit) -> str:
-    """The way a process ended, for people."""
+    """Return a readable description of how a process ended."""
     if os.WIFSIGNALED(end.status):
         number = os.WTERMSIG(end.status)
         return f"signal {number}, {signal.Signals(number).name}"
@@ -192,7 +200,7 @@ def name_of(end: ChildExit) -> str:
 
 
 def is_own_fault(end: ChildExit) -> bool:
-    """Whether a process ended by what it did, and not because somebody killed it."""
+    """Return whether a process ended by its own fault, and was not killed from outside."""
     if os.WIFSIGNALED(end.status):
         return os.WTERMSIG(end.status) in OWN_SIGNALS
     return os.waitstatus_to_exitcode(end.status) != 0

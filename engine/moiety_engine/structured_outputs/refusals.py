@@ -1,4 +1,4 @@
-"""Complaints of the grammar library about JSON schemas, as sentences for clients: where, why, what to do."""
+"""Errors of the grammar library about JSON schemas, as sentences for clients: place, reason, advice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_
 from moiety_wire.grammars import GrammarKind, ToolCallsGrammar
 
 FORMATS = (*PATTERNS, "duration", "ipv4", "ipv6", "uri", "uuid")
-FIRST_TOOL_LINE = 3  # of a grammar of calls, where each tool's arguments stand on a line
+FIRST_TOOL_LINE = 3  # of a grammar of calls, with one line per tool's arguments
 
 _COUNTED = ("minProperties", "maxProperties")
 _IN_GRAMMAR = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ", re.DOTALL)
@@ -28,12 +28,14 @@ _NO_TARGET = re.compile(r"Pointer '([^']*)' does not exist")
 _ANCHORED = re.compile(r"lookarounds not supported yet; \w+ in regex /(.*)/")
 _OVERLAPPING = re.compile(r"patternProperty regexes /(.*)/ and /(.*)/ are not disjoint")
 
-Finding = Callable[[Mapping[str, Any]], str | None]  # the keyword of a schema that is meant; None if it has none
+Finding = Callable[[Mapping[str, Any]], str | None]  # returns the keyword of a schema that the error is about, or None
 
 
 def told_refusal(kind: GrammarKind, text: str, error: str) -> str:
-    """One sentence about a grammar, or a schema, that the library has refused. `text` is the client's, `error` the
-    library's."""
+    """Return one sentence about a grammar or schema that the library refused.
+
+    `text` is the client's, `error` the library's.
+    """
     error = error.replace("<non-verbose/>", "").strip()
     in_grammar = _IN_GRAMMAR.match(error)
     if error.startswith("NoExtension"):
@@ -64,7 +66,7 @@ def _told_of_schema(text: str, error: str) -> str:
 
 
 def _pointers(schema: Any, finding: Finding, pointer: str = "") -> Iterator[str]:
-    """The JSON pointers of what is meant."""
+    """Yield the JSON pointers of the matching keywords."""
     if isinstance(schema, list):
         for at, one in enumerate(schema):
             yield from _pointers(one, finding, f"{pointer}/{at}")

@@ -1,7 +1,7 @@
-"""Compiling and stepping of grammars in processes of their own: what the core asks, and what is remembered of answers.
+"""Service that compiles and steps grammars in separate processes, and caches which grammars are accepted or refused.
 
-A grammar is first compiled in a trial, a process with hard limits that ends with it. What passes is compiled again in
-the process that steps it. What does not is refused, and that is remembered, so that repeating it costs nothing.
+A grammar is first compiled in a trial, a process with hard limits that ends with it. An accepted grammar is compiled
+again in the process that steps it. A refusal is cached, so that repeating the grammar costs nothing.
 """
 
 from __future__ import annotations
@@ -39,18 +39,23 @@ from moiety_wire.grammars import GrammarSpec
 
 log = structlog.get_logger()
 
-REQUESTS_A_WORKER = 8  # fewer are not worth another one
-MAX_VERDICTS = 4096  # refusals that are remembered
-MAX_CRASHES = 2  # of stepping processes, by one grammar: then it is refused
-MAX_TRIALS = 3  # of one grammar whose trial was ended by somebody else
+REQUESTS_A_WORKER = 8  # fewer do not justify another worker
+MAX_VERDICTS = 4096  # cached refusals
+MAX_CRASHES = 2  # deaths of stepping processes by one grammar, after which it is refused
+MAX_TRIALS = 3  # trials of one grammar that were killed from outside
 
 
 class GrammarService:
-    """Owns the grammar processes of one replica. Thread-safe. `close` ends them; so does the end of the object."""
+    """Owner of the grammar processes of one replica. Thread-safe. They end with `close` or with the object."""
 
     def __init__(self, folder: Path, limits: GrammarLimits) -> None:
-        """`folder`: of the checkpoint, for its tokenizer. Raises ValueError where it supports no grammars, and
-        GrammarWorkerFailed where no process can be started."""
+        """Start the grammar processes.
+
+        `folder`: the checkpoint, for its tokenizer.
+
+        Raises ValueError where the tokenizer does not support grammars, and GrammarWorkerFailed where no process
+        starts.
+        """
         self._limits = limits
         self._template = WorkerTemplate(folder)
         self._lock = threading.Lock()
@@ -61,11 +66,11 @@ class GrammarService:
         note_crash = _weak_method(self)
         self._workers = [SteppingWorker(self._template, limits, note_crash) for _ in range(num_workers)]
         self._close = weakref.finalize(self, _close_all, self._workers, self._template)
-        self.compile_seconds_total = 0.0  # processor time of compilations, refused ones too
+        self.compile_seconds_total = 0.0  # processor time of compilations, including refused ones
 
     @property
     def num_words(self) -> int:
-        """32-bit words of a mask."""
+        """Number of 32-bit words in a mask."""
         return self._template.num_words
 
     @property
@@ -74,11 +79,11 @@ class GrammarService:
         return self._template.restarts_total + sum(worker.restarts_total for worker in self._workers)
 
     def refusal_of(self, guide: GrammarSpec) -> str:
-        """Why this grammar was refused before; "" if it was not."""
+        """Return why this grammar was refused before; "" if it was not."""
         return self._refusals.get(_digest(guide), "")
 
     def open(self, guide: GrammarSpec) -> GrammarHandle | None:
-        """For one request, if nothing is to be compiled for it."""
+        """Return a handle for one request; None if the grammar must be compiled first."""
         with self._lock:
             grammar = self._accepted.get(guide)
             if grammar is None:
@@ -88,8 +93,10 @@ class GrammarService:
         return worker.open(grammar) if worker.has(guide) else None
 
     def compile(self, guide: GrammarSpec) -> tuple[CheckedGrammar, SteppingWorker]:
-        """Compile a grammar where requests that follow can have it stepped. Waits for that. Raises GrammarRefused,
-        GrammarWorkerFailed."""
+        """Compile a grammar in a worker that can step it for later requests, and wait for it.
+
+        Raises GrammarRefused, GrammarWorkerFailed.
+        """
         if refusal := self.refusal_of(guide):
             raise GrammarRefused(refusal)
         with self._lock:
@@ -112,8 +119,10 @@ class GrammarService:
                 self._refusals.popitem(last=False)
 
     def note_crash(self, guide: GrammarSpec, problem: str) -> None:
-        """A stepping process died of a grammar that had passed its trial. Requests with it may have been unlucky with
-        their tokens; a second time, the grammar is refused."""
+        """Note that a stepping process died of a grammar that had passed its trial.
+
+        The first crash may depend on the request's tokens; after a second one, the grammar is refused.
+        """
         with self._lock:
             crashes = self._crashes.pop(guide, 0) + 1
             self._crashes[guide] = crashes
@@ -123,19 +132,24 @@ class GrammarService:
             self.remember_refusal(guide, problem)
 
     def close(self) -> None:
-        """End all processes. Calls that are under way raise GrammarWorkerFailed."""
+        """End all processes. Calls in progress raise GrammarWorkerFailed."""
         self._close()
 
     def _choose(self) -> SteppingWorker:
-        """The first with few requests, so that few processes run where one is enough; else that with the fewest."""
+        """Return the first worker with few requests; otherwise the one with the fewest.
+
+        So few processes run where one is enough.
+        """
         for worker in self._workers:
             if worker.num_open < REQUESTS_A_WORKER:
                 return worker
         return min(self._workers, key=lambda worker: worker.num_open)
 
     def _try(self, guide: GrammarSpec) -> int:
-        """Compile in a process that ends with it. Returns the bytes of memory that the grammar takes. Raises
-        GrammarRefused, GrammarWorkerFailed."""
+        """Compile in a trial process; return the bytes of memory that the grammar takes.
+
+        Raises GrammarRefused, GrammarWorkerFailed.
+        """
         limits = self._limits
         order = TrialOrder(guide, limits.compile_cpu_s, limits.compile_wall_s, limits.compile_memory_bytes)
         for _ in range(MAX_TRIALS):
@@ -162,9 +176,9 @@ class GrammarService:
         raise GrammarRefused("the process that compiles it was killed from outside; send the request again")
 
     def _refuse(self, guide: GrammarSpec, end: ChildExit) -> GrammarRefused:
-        """What the end of a trial means for the client."""
+        """Return the error for the client after a trial ended abnormally."""
         limits, number = self._limits, os.WTERMSIG(end.status) if os.WIFSIGNALED(end.status) else 0
-        if number == signal.SIGALRM:  # which depends on what else the machine does
+        if number == signal.SIGALRM:  # depends on the machine's other load
             return GrammarRefused(f"compiling it took more than {limits.compile_wall_s:g} s; make it simpler")
         if number in (signal.SIGPROF, signal.SIGXCPU):
             problem = f"compiling it takes more than {limits.compile_cpu_s:g} s of processor time; make it simpler"
@@ -188,7 +202,7 @@ class GrammarService:
 
 
 class GrammarServiceStart:
-    """A service that is being started beside other work, since large vocabularies take a second."""
+    """Start of a service beside other work, since large vocabularies take a second."""
 
     def __init__(self, folder: Path, limits: GrammarLimits) -> None:
         self._found: GrammarService | str = ""
@@ -196,7 +210,7 @@ class GrammarServiceStart:
         self._thread.start()
 
     def result(self) -> GrammarService | str:
-        """The service, or why there is none."""
+        """Return the service, or the reason why there is none."""
         self._thread.join()
         if isinstance(self._found, str):
             log.warning("structured_outputs_unavailable", reason=self._found)
@@ -210,7 +224,7 @@ class GrammarServiceStart:
 
 
 def _was_killed(end: ChildExit) -> bool:
-    """By somebody else: the operator, or a machine that is short of memory."""
+    """Return whether a process was killed from outside: by the operator, or for lack of memory."""
     return os.WIFSIGNALED(end.status) and os.WTERMSIG(end.status) in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -225,7 +239,7 @@ def _close_all(workers: Sequence[SteppingWorker], template: WorkerTemplate) -> N
 
 
 def _weak_method(service: GrammarService) -> Callable[[GrammarSpec, str], None]:
-    """`note_crash` without keeping the service alive."""
+    """Return `note_crash` without keeping the service alive."""
     method = weakref.WeakMethod(service.note_crash)
 
     def note(guide: GrammarSpec, problem: str) -> None:

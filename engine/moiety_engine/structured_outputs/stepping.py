@@ -1,8 +1,8 @@
-"""A process that steps the grammars of many requests, as the core sees it: one round trip a step, restarts, blame.
+"""The core's client of a stepping process: one round trip per step, restarts, and fault attribution.
 
-All that a request's grammar needs to go on is here: its source, and the tokens of its answer. When the process dies, a
-new one gets both of each request, and no other request notices but by the time that takes. A request in whose operation
-the process died by its own doing fails.
+This side has everything that a request's grammar needs to continue: its source and the tokens of its answer. When the
+process dies, a new one gets both for each request; other requests only notice the delay. A request fails if the process
+died by its own fault during the request's operation.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ MAX_WORKERS = 4  # processes that step the grammars of one replica
 MAX_KEPT = 256  # grammars in one process
 MAX_KEPT_BYTES = 8 << 20  # of their text
 STALL_S = 5.0  # without a finished operation, after which a process counts as stopped
-UNKNOWN_END = 0.5  # of a death that the template did not report, since it was killed itself or is late
-MAX_DEATHS = 2  # of processes while they worked for a request, without proof of its fault: then it fails
-MAX_UNEXPLAINED = 3  # deaths within one step that no request was the cause of
+UNKNOWN_END = 0.5  # share of a death that the template did not report: it was killed itself or is late
+MAX_DEATHS = 2  # deaths of processes during a request's operation, without proof of its fault, after which it fails
+MAX_UNEXPLAINED = 3  # deaths within one step that no request caused
 CRASHED = "following it crashed the process that does so ({how}); write it otherwise"
 NOT_RUNNING = "the engine cannot run its grammar processes ({reason}); send the request again"
 
@@ -58,30 +58,30 @@ class CheckedGrammar(NamedTuple):
 
 
 class GrammarHandle:
-    """The grammar of one request. Made by the thread that queues requests, then used by one thread at a time."""
+    """Grammar of one request. Created by the thread that queues requests, then used by one thread at a time."""
 
     __slots__ = ("__weakref__", "accepted_ids", "code", "grammar", "num_deaths", "problem", "state_id", "worker")
 
     def __init__(self, grammar: CheckedGrammar, worker: SteppingWorker, freed_ids: deque[int]) -> None:
-        """`freed_ids` gets the handle's `state_id` once nobody has the handle any more."""
+        """Create the handle. `freed_ids` gets its `state_id` when the handle is garbage collected."""
         self.grammar, self.worker = grammar, worker
         self.state_id = next(_ids)
         self.accepted_ids: list[int] = []  # tokens of the answer
-        self.problem, self.code = "", FailureCode.GUIDE_REFUSED  # why it cannot go on, for the client
-        self.num_deaths = 0.0  # of processes while they worked for it, without proof of its fault
+        self.problem, self.code = "", FailureCode.GUIDE_REFUSED  # why it cannot continue, for the client
+        self.num_deaths = 0.0  # deaths of processes during its operations, without proof of its fault
         weakref.finalize(self, freed_ids.append, self.state_id).atexit = False
 
     @property
     def num_taken(self) -> int:
-        """Tokens of the answer that it has taken."""
+        """Number of the answer's tokens taken."""
         return len(self.accepted_ids)
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens of the answer; the process hears of them with the next step."""
+        """Take the next tokens of the answer; the process receives them with the next step."""
         self.accepted_ids += token_ids
 
     def fail(self, problem: str, code: FailureCode = FailureCode.GUIDE_REFUSED) -> None:
-        """Say why it cannot go on. The first reason stands."""
+        """Set why the request cannot continue. The first reason is kept."""
         if not self.problem:
             self.problem, self.code = problem, code
 
@@ -121,13 +121,16 @@ class _Process:
 
 
 class SteppingWorker:
-    """A stepping process and those that come after it. `open` and `has` for the thread that queues requests, `prepare`
-    for compiling threads, `step` for one thread at a time."""
+    """A stepping process and its successors.
+
+    `open` and `has` are for the thread that queues requests, `prepare` for compiling threads, `step` for one thread at
+    a time.
+    """
 
     def __init__(
         self, template: WorkerTemplate, limits: GrammarLimits, note_crash: Callable[[GrammarSpec, str], None]
     ) -> None:
-        """`note_crash` is told of a grammar that ended the process."""
+        """Create the worker. `note_crash` is called with a grammar that crashed the process."""
         self._template, self._limits, self._note_crash = template, limits, note_crash
         self._lock = threading.Lock()
         self._process: _Process | None = None
@@ -138,11 +141,11 @@ class SteppingWorker:
 
     @property
     def num_open(self) -> int:
-        """Requests whose grammars it steps."""
+        """Number of requests whose grammars the worker steps."""
         return self._num_opened - self._num_freed - len(self._freed_ids)
 
     def has(self, guide: GrammarSpec) -> bool:
-        """Whether a request with this grammar can go on at once."""
+        """Return whether a request with this grammar can start at once."""
         process = self._process
         return process is not None and guide in process.has
 
@@ -151,8 +154,10 @@ class SteppingWorker:
         return GrammarHandle(grammar, self, self._freed_ids)
 
     def prepare(self, grammar: CheckedGrammar) -> float:
-        """Have the grammar compiled beside the steps; the processor time of that, in seconds. Raises GrammarRefused,
-        GrammarWorkerFailed."""
+        """Compile the grammar beside the steps; return the processor time in seconds.
+
+        Raises GrammarRefused, GrammarWorkerFailed.
+        """
         for _ in range(MAX_UNEXPLAINED):
             process = self._running()
             with process.prepare_lock:
@@ -175,8 +180,11 @@ class SteppingWorker:
         raise GrammarWorkerFailed("grammar processes end as soon as they start")
 
     def step(self, handles: Sequence[GrammarHandle]) -> tuple[memoryview, Sequence[int]]:
-        """Have each handle's new tokens taken and its mask written. Returns the masks, one after the other, which stay
-        until the next call, and the place of each handle's among them; -1 where it has a problem."""
+        """Accept each handle's new tokens and write its mask.
+
+        Returns the masks, one after the other, which stay valid until the next call, and each handle's index among
+        them; -1 where it has a problem.
+        """
         num_unexplained = 0
         while live := [handle for handle in handles if not handle.problem]:
             try:
@@ -203,7 +211,7 @@ class SteppingWorker:
         return memoryview(b""), [-1] * len(handles)
 
     def close(self) -> None:
-        """End the process. Calls that are under way fail."""
+        """End the process. Calls in progress fail."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:
@@ -256,7 +264,7 @@ class SteppingWorker:
         return StepOrder(rows, grammars, freed_ids, [one for one in freed_grammar_ids if one not in new_ids])
 
     def _keep(self, process: _Process, grammar: CheckedGrammar, grammar_id: int) -> _Kept:
-        """Note that the process has a grammar, and which it is to drop for it. The caller holds the lock."""
+        """Record that the process has a grammar, and which ones it must drop for it. The caller holds the lock."""
         kept = process.has[grammar.guide] = _Kept(grammar_id, grammar.memory_bytes, len(grammar.guide.text))
         while len(process.has) > 1 and (
             len(process.has) > MAX_KEPT
@@ -268,8 +276,7 @@ class SteppingWorker:
         return kept
 
     def _bury(self, process: _Process) -> ChildExit | None:
-        """A process that does not answer is ended; the next call starts another one. Returns how it ended, if that is
-        known."""
+        """End a process that does not answer; the next call starts another one. Returns how it ended, if known."""
         with self._lock:
             if self._process is process:
                 self._process = None
@@ -281,7 +288,7 @@ class SteppingWorker:
             return process.end
 
     def _blame(self, process: _Process, live: Sequence[GrammarHandle]) -> bool:
-        """Find the request in whose operation the process died. False: there was none."""
+        """Find the request in whose operation the process died. Returns False where there was none."""
         end = self._bury(process)
         masks = process.masks
         compiling, beside = masks.grammars_in_progress

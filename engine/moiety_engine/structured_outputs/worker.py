@@ -1,8 +1,8 @@
-"""`python -m moiety_engine.structured_outputs.worker FOLDER FD`: the template of grammar processes, started by a core.
+"""`python -m moiety_engine.structured_outputs.worker FOLDER FD`: template of grammar processes, started by a core.
 
-It reads the checkpoint's tokenizer once and then forks children on request, each of which gets a socket to the core. It
-never sees a grammar, so nothing that a client sends can hurt it. It has one thread, which makes forking safe. It ends
-when the core does, and ends its children with it.
+The template reads the checkpoint's tokenizer once and then forks children on request; each gets a socket to the core.
+It never receives a grammar, so no client can affect it. It has one thread, which makes forking safe. It ends when the
+core ends, and kills its children.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moiety_text.errors import TextError
 
 
 class Template:
-    """The process's state: its link to the core, and the links on which it reports the ends of its children."""
+    """State of the template: its link to the core, and the links on which it reports the ends of its children."""
 
     def __init__(self, control: socket.socket, compiler: GrammarCompiler) -> None:
         self._control, self._compiler = control, compiler
@@ -58,7 +58,7 @@ class Template:
             self._report_ends()
 
     def _fork(self) -> bool:
-        """Take one request. False: the core is gone."""
+        """Handle one fork request. Returns False where the core is gone."""
         try:
             _, fds = receive_frame_with_fds(self._control, type(None))
         except (EOFError, OSError):
@@ -75,7 +75,7 @@ class Template:
         return True
 
     def _forget_parent(self) -> None:
-        """In a child: close what is the template's, so that each link closes with the process that uses it."""
+        """Close the template's descriptors in a child, so that each link closes with the process that uses it."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -83,7 +83,10 @@ class Template:
             one.close()
 
     def _end_child(self, pid: int) -> None:
-        """The core has asked for its end, or does not wait for it any more. It is not reaped yet, so the id is its."""
+        """Kill a child at the core's request, or when the core no longer waits for it.
+
+        The child is not reaped yet, so the process id is still its own.
+        """
         self._selector.unregister(self._status_links[pid])
         os.kill(pid, signal.SIGKILL)
 
@@ -100,7 +103,7 @@ class Template:
             link = self._status_links.pop(pid)
             with contextlib.suppress(KeyError):
                 self._selector.unregister(link)
-            with contextlib.suppress(OSError):  # the core does not wait for it any more
+            with contextlib.suppress(OSError):  # the core no longer waits for it
                 send_frame(link, ChildExit(status, usage.ru_utime + usage.ru_stime))
             link.close()
 

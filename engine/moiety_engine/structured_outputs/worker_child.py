@@ -1,7 +1,7 @@
-"""Forked grammar processes: a trial compiles one grammar within hard limits; a stepper steps those that passed.
+"""Forked grammar processes: a trial compiles one grammar within hard limits; a stepper steps accepted ones.
 
-Limits are the kernel's: processor time by a profiling timer, wall time by a real timer, memory by the size of the
-address space. A child that reaches one is ended by a signal, also in the middle of native code.
+The kernel enforces the limits: processor time by a profiling timer, wall time by a real timer, memory by the size of
+the address space. A signal ends a child that reaches one, even in native code.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from moiety_engine.structured_outputs.mask_buffer import MaskBuffer
 from moiety_engine.structured_outputs.state import TOO_COSTLY, GrammarState
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-TRIAL_NICENESS = 5  # compilations give way to the steps of the model
-MAX_ROW_S = 0.25  # processor time of one mask: a grammar that takes longer holds up too many
-FREE_ROW_S = 0.02  # processor time of one mask that costs a request nothing; what is beyond it adds up,
-MAX_EXCESS_S = 2.0  # to this much in all
-TOKENS_AT_ONCE = 256  # of an answer that is taken in again: so many count as one operation
+TRIAL_NICENESS = 5  # compilations yield to the model's steps
+MAX_ROW_S = 0.25  # processor time of one mask; a slower grammar delays too many requests
+FREE_ROW_S = 0.02  # processor time of one mask that is free for a request; time beyond it adds up,
+MAX_EXCESS_S = 2.0  # to at most this
+TOKENS_AT_ONCE = 256  # of an answer that is replayed: as many count as one operation
 
 
 def run_child(link: socket.socket, compiler: GrammarCompiler) -> NoReturn:
-    """Be the child that the first frame asks for, and end the process."""
+    """Run the role of the first frame, and end the process."""
     code = EXIT_CRASHED
     try:
         _end_with_parent()
         null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 2)  # complaints of native code may quote what a client sent
+        os.dup2(null, 2)  # error output of native code may quote a client's text
         order, fds = receive_frame_with_fds(link, ChildOrder)
         if isinstance(order.role, TrialOrder):
             _run_trial(link, compiler, order.role)
@@ -72,7 +72,7 @@ def run_child(link: socket.socket, compiler: GrammarCompiler) -> NoReturn:
 
 
 def _end_with_parent() -> None:
-    """Die with the template, which alone can tell the core how a child ended."""
+    """Die with the template, which alone can report to the core how a child ended."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -80,7 +80,7 @@ def _end_with_parent() -> None:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let the address space grow by so much from now on, and write no core file."""
+    """Limit further growth of the address space to `more_bytes`, and disable core files."""
     limit_bytes = _memory_pages()[0] * resource.getpagesize() + more_bytes
     _, hard_bytes = resource.getrlimit(resource.RLIMIT_AS)
     if hard_bytes != resource.RLIM_INFINITY:
@@ -94,7 +94,7 @@ def _resident_bytes() -> int:
 
 
 def _memory_pages() -> tuple[int, int]:
-    """Of this process: its address space, and what of it is in memory."""
+    """Return this process's pages: address space and resident memory."""
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[0]), int(fields[1])
 
@@ -106,7 +106,7 @@ def _run_trial(link: socket.socket, compiler: GrammarCompiler, order: TrialOrder
     os.nice(TRIAL_NICENESS)
     limit_memory(order.memory_bytes)
     hard_s = math.ceil(order.cpu_s) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (hard_s, hard_s))  # should the timer fail
+    resource.setrlimit(resource.RLIMIT_CPU, (hard_s, hard_s))  # in case the timer fails
     signal.setitimer(signal.ITIMER_PROF, order.cpu_s)  # the default action of its signal ends the process
     signal.setitimer(signal.ITIMER_REAL, order.wall_s)
     begin_bytes, begin_s, refusal = _resident_bytes(), time.process_time(), ""
@@ -123,7 +123,7 @@ def _run_trial(link: socket.socket, compiler: GrammarCompiler, order: TrialOrder
 
 
 class _Stepper:
-    """Steps the grammars of requests. One thread answers steps, another one compiles beside it."""
+    """Stepper of requests' grammars. One thread answers steps, another one compiles beside it."""
 
     def __init__(
         self, link: socket.socket, compiler: GrammarCompiler, order: StepperOrder, mask_fd: int, compile_fd: int
@@ -138,7 +138,7 @@ class _Stepper:
         limit_memory(order.memory_bytes)
 
     def serve(self) -> None:
-        """Until the core closes the link."""
+        """Serve steps until the core closes the link."""
         threading.Thread(target=self._compile_beside, name="grammar-compile", daemon=True).start()
         while True:
             order = receive_frame(self._link, StepOrder)
@@ -157,7 +157,7 @@ class _Stepper:
             self._grammars.pop(grammar_id, None)
 
     def _compile_again(self, grammar: PrepareOrder) -> None:
-        """For a step, after a restart: its requests go on."""
+        """Compile a grammar again after a restart, so that its requests continue."""
         self._masks.mark_grammar(grammar.grammar_id, beside=False)
         signal.setitimer(signal.ITIMER_PROF, self._step_cpu_s)
         try:
@@ -168,7 +168,7 @@ class _Stepper:
         self._masks.mark_grammar(0, beside=False)
 
     def _step(self, index: int, row: StepRow) -> str:
-        """Take one row's tokens and write its mask. Returns why the request cannot go on, or ""."""
+        """Accept one row's tokens and write its mask. Returns why the request cannot continue, or ""."""
         if row.grammar_id in self._refusals:
             return self._refusals[row.grammar_id]
         self._begin(row.state_id)
@@ -192,7 +192,7 @@ class _Stepper:
         return state.problem
 
     def _begin(self, state_id: int) -> None:
-        """Mark the operation, and let it have its processor time. The signal's default action ends the process."""
+        """Mark the operation and start its processor-time limit. The signal's default action ends the process."""
         self._masks.mark_state(state_id)
         signal.setitimer(signal.ITIMER_PROF, self._step_cpu_s)
 

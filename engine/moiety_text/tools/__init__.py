@@ -1,5 +1,5 @@
-"""Tools that a model may call: what it is told of them, and the calls in what it writes.
+"""Tool calling: tool definitions for the model, and the calls in its output.
 
-The text of an answer goes into a `CallReader`, of the model's own `ToolFormat`, and comes out as content and calls. It
+The text of an answer goes into a `CallReader` of the model's `ToolFormat`, which returns content and calls. The package
 knows no API and no HTTP.
 """

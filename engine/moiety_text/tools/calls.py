@@ -1,7 +1,7 @@
 """One call in the text of an answer, read character by character.
 
-A call has begun once its name is known, is one of those that may be called, and its arguments have begun. Before that
-it may still turn out to be plain text, so nothing of it is told.
+A call has begun once its name is known and allowed, and its arguments have begun. Before that it may still turn out to
+be plain text, so it produces no deltas.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _SPACE = " \t\n\r"
 
 
 class CallText(Protocol):
-    """A call while it comes."""
+    """An incremental call."""
 
     @property
     def name(self) -> str | None:
-        """None until it has begun."""
+        """Name of the call; None until the call has begun."""
         ...
 
     @property
     def is_complete(self) -> bool: ...
 
     def advance(self, character: str) -> str:
-        """More of the arguments, if there is any to tell. Raises Malformed."""
+        """Return more of the arguments, if any. Raises Malformed."""
         ...
 
 
 class ArgumentsOnly:
-    """The arguments of a call whose name stood before them."""
+    """Arguments of a call whose name precedes them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -56,18 +56,21 @@ class ArgumentsOnly:
 
 
 class CallObject:
-    """`{"name": …, "arguments": {…}}` with its members in any order; `parameters` are arguments too. Without arguments
-    they are empty. An `id` and a `type` are passed over; before the call has begun, any other member makes it none."""
+    """`{"name": …, "arguments": {…}}` with its members in any order; `parameters` is a synonym of `arguments`.
+
+    Missing arguments are empty. An `id` and a `type` are skipped; any other member before the call has begun makes it
+    no call.
+    """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self.name: str | None = None
         self.is_complete = False
-        self._named: str | None = None  # by its member, which may come after the arguments
+        self._named: str | None = None  # value of the member `name`, which may follow the arguments
         self._has_arguments = False
-        self._early: list[str] = []  # arguments that came before the name
+        self._early: list[str] = []  # arguments that preceded the name
         self._member = ""
-        self._text: list[str] = []  # of the key, or of the value of a member that is a string
+        self._text: list[str] = []  # text of the key, or of the value of a string member
         self._scanner = JsonScanner()
         self._step: Callable[[str], str] = self._opening
 

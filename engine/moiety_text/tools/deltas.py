@@ -1,7 +1,7 @@
-"""What comes of an answer's text while it comes, and the whole of it.
+"""Deltas of an answer's incremental text, and the assembled answer.
 
 The calls of one answer are numbered from 0; their deltas come one call after another: CallBegun, CallArguments,
-CallEnded. They come once the call is whole and valid, so a call that was told is never taken back.
+CallEnded. They come once the call is complete and valid, so a call is never retracted.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text that is no call."""
+    """Text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Text that comes before the answer, and is none of it."""
+    """Reasoning text before the answer, not part of it."""
 
     text: str
 
@@ -32,7 +32,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The JSON object that holds the call's arguments, or more of it."""
+    """The JSON object of the call's arguments, or more of it."""
 
     index: int
     text: str
@@ -40,7 +40,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The call's arguments are whole and valid JSON."""
+    """The call's arguments are complete and valid JSON."""
 
     index: int
 
@@ -56,17 +56,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """What the model thought before it answered."""
+    """Reasoning of the model before its answer."""
 
     text: str
 
 
 Part = str | Call | Thought
-Parts = Sequence[Part]  # of a whole answer: its thought, if any, then its text and its calls in their order
+Parts = Sequence[Part]  # of a whole answer: its reasoning, if any, then its text and its calls in order
 
 
 def assemble(deltas: Iterable[Delta]) -> list[Part]:
-    """The parts of a whole answer, no text empty or next to another."""
+    """Return the parts of a whole answer; no text is empty or adjacent to another."""
     parts: list[Part] = []
     name, arguments = "", ""
     for delta in deltas:

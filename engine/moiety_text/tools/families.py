@@ -1,4 +1,4 @@
-"""The forms in which the families of models write their calls."""
+"""Formats in which model families write their calls."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ _MAX_NAME_TEXT = 512  # characters from Mistral's marker to the arguments
 
 
 class HermesReader(CallReader):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen write it."""
+    """Reader of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, the format of Hermes and Qwen."""
 
     opener = "<tool_call>"
     closer = "</tool_call>"
 
 
 class LlamaReader(CallReader):
-    """`{"name": …, "parameters": {…}}` at the beginning of the answer, or after `<|python_tag|>`; more calls follow a
-    semicolon. There is no other marker, so a JSON object that is not of this form is content."""
+    """Reader of `{"name": …, "parameters": {…}}` at the beginning of the answer, or after `<|python_tag|>`.
+
+    More calls follow a semicolon. There is no other marker, so a JSON object in another format is content.
+    """
 
     opener = "<|python_tag|>"
     separators = ";,"
@@ -32,7 +34,7 @@ class LlamaReader(CallReader):
         return self._object_after(text, self.separators + _SPACE)
 
     def _object_after(self, text: str, passed: str) -> str:
-        """A call, marked or not, if nothing but `passed` stands before it."""
+        """Open a call, marked or not, if only characters of `passed` precede it."""
         held = self._held + text
         rest = held.lstrip(passed)
         self._held = ""
@@ -63,8 +65,11 @@ _NAME_TEXT_SO_FAR = re.compile(
 
 
 class MistralReader(CallReader):
-    """`[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, or, as later models write it, each call after a marker of its
-    own: `[TOOL_CALLS]name[ARGS]{…}`, with an id in `[CALL_ID]…` before the arguments or without."""
+    """Reader of `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, or of later models' format.
+
+    Later models write each call after its own marker: `[TOOL_CALLS]name[ARGS]{…}`, optionally with an id in
+    `[CALL_ID]…` before the arguments.
+    """
 
     opener = "[TOOL_CALLS]"
     _is_list = False
@@ -97,7 +102,7 @@ class MistralReader(CallReader):
         return self._is_list and character == "]" and "]" not in behind
 
     def _after(self, text: str) -> str:
-        """After a call of a list comes another one, or the list's end."""
+        """Continue after a call of a list with another call, or the list's end."""
         if not self._is_list:
             return super()._after(text)
         held = self._held + text

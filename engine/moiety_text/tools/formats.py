@@ -1,4 +1,4 @@
-"""How one model is told of tools and answers with calls, as its chat template shows."""
+"""Tool-call format of one model, derived from its chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How an answer that must call begins: in the model's form, with the client's `name` for the tool in it."""
+    """Beginning of an answer that must call, in the model's format, with the client's `name` of the tool."""
 
     before: str = ""
     name: str = ""
@@ -36,36 +36,42 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One model's way. `markers` are what its calls are marked with, which may be special tokens; `to_name` and
-    `to_arguments` are what an answer that must call begins with, before the name and after it."""
+    """Tool-call format of one model.
+
+    `markers` mark its calls and may be special tokens. An answer that must call begins with `to_name` before the name
+    and `to_arguments` after it.
+    """
 
     reader: type[CallReader]
     markers: tuple[str, ...]
     to_name: str
     to_arguments: str
-    to_end: str | None  # what follows the arguments; None where more than this stands within a call
-    between: str = ""  # calls that one marker opens
-    closer: str = ""  # after the last of those
-    marks_calls: bool = True  # else a call is the whole answer, and known by its form
-    short_ids: bool = False  # its template takes ids of nine letters and digits only
+    to_end: str | None  # text after the arguments; None where a call contains more than this
+    between: str = ""  # separator of calls after one marker
+    closer: str = ""  # after the last of those calls
+    marks_calls: bool = True  # otherwise a call is the whole answer, and recognized by its format
+    short_ids: bool = False  # the template takes only ids of nine letters and digits
     one_call_a_message: bool = False
 
     def opening(self, offer: ToolOffer) -> Opening:
-        """Empty where the model is free to call or not."""
+        """Return the opening of an answer; empty where the model is free to call or not."""
         if not offer.must_call:
             return Opening()
         name = offer.first_call
         return Opening(self.to_name) if name is None else Opening(self.to_name, name, self.to_arguments)
 
     def new_reader(self, offer: ToolOffer, *, is_rest: bool) -> CallReader:
-        """For an answer to a prompt that ends with the opening. `is_rest`: the client has begun the answer."""
+        """Return a reader for an answer to a prompt that ends with the opening.
+
+        `is_rest`: the client has begun the answer.
+        """
         reader = self.reader(offer.names, offer.max_calls, is_rest=is_rest)
         told = reader.feed(self.opening(offer).text)
         assert not told, "nothing is told before the model has written a name and begun the arguments"
         return reader
 
     def adapted(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as this template takes them: results with the name of their tool, ids and calls in its form."""
+        """Return the messages in this template's form: results with their tool's name, ids and calls in its format."""
         named = list(_with_names(messages))
         if self.one_call_a_message:
             named = list(_apart(named))
@@ -73,8 +79,10 @@ class ToolFormat:
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """By what the chat template writes; None where that is no form known here, or where it would leave out the calls
-    that earlier answers have made."""
+    """Return the format that the chat template implies.
+
+    None where it is unknown, or where the template would omit the calls of earlier answers.
+    """
     if "tool_calls" not in template:
         return None
     if "[TOOL_CALLS]" in template:
@@ -127,7 +135,7 @@ def _with_names(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _apart(messages: Sequence[Message]) -> Iterator[Message]:
-    """Each call in a message of its own, followed by its result."""
+    """Yield each call in its own message, followed by its result."""
     left = deque(messages)
     while left:
         message = left.popleft()
@@ -155,7 +163,7 @@ def _with_short_ids(message: Message) -> Message:
 
 
 def _short_id(call_id: str) -> str:
-    """The id itself where it fits, else one that follows from it."""
+    """Return the id itself where it fits, otherwise one derived from it."""
     if _MISTRAL_ID.fullmatch(call_id):
         return call_id
     return blake2b(call_id.encode(), digest_size=5).hexdigest()[:9]

@@ -1,4 +1,4 @@
-"""One JSON value, checked character by character as it comes."""
+"""One JSON value, checked incrementally, character by character."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 MAX_DEPTH = 32
-MAX_NUMBER_LENGTH = 400  # a double has no more digits than that ahead of its point
+MAX_NUMBER_LENGTH = 400  # a double has no more digits before its decimal point
 
 _SPACE = " \t\n\r"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -15,25 +15,28 @@ _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
 
 
 class Malformed(Exception):
-    """What has come is not the beginning of what was to come."""
+    """The text so far is not a prefix of the expected text."""
 
 
 class JsonScanner:
-    """Follows an object, a list or a string to its end."""
+    """Scanner of an object, a list or a string up to its end."""
 
     def __init__(self) -> None:
         self.is_complete = False
-        self._closers: list[str] = []  # that are to come, the next one last
+        self._closers: list[str] = []  # expected closers, the next one last
         self._step: Callable[[str], None] = self._value
         self._is_key = False
         self._rest = ""  # of a literal
         self._number: list[str] = []
         self._hex_digits = ""
-        self._owes_low = False  # the first half of a surrogate pair has come
+        self._owes_low = False  # the first half of a surrogate pair has arrived
 
     def advance(self, character: str) -> str:
-        """The character as it may be told: a control character in a string, which models write and JSON forbids, is
-        escaped. Raises Malformed, and after that and once complete, no more may be added."""
+        """Return the character as output; a control character in a string is escaped.
+
+        Models write control characters, but JSON forbids them. Raises Malformed; nothing may be added after that or
+        after the value is complete.
+        """
         if character < " " and self._step == self._string and not self._owes_low:
             return f"\\u{ord(character):04x}" if character != "\n" else "\\n"
         self._step(character)

@@ -1,4 +1,4 @@
-"""What a conversation lets the model call."""
+"""Tools that a conversation lets the model call."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function of the client's. `parameters` is the JSON schema of its arguments."""
+    """A function of the client. `parameters` is the JSON schema of its arguments."""
 
     name: str
     description: str
     parameters: dict[str, Any]
-    strict: bool = False  # arguments must keep to the schema
+    strict: bool = False  # arguments must match the schema
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it."""
+        """Return the tool in the form of chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolOffer:
-    """At least one tool. `forced` names the one that must be called, exactly once."""
+    """Offer of at least one tool. `forced` names the tool that must be called, exactly once."""
 
     tools: tuple[Tool, ...]
     must_call: bool = False
     forced: str | None = None
-    parallel: bool = True  # whether there may be several calls in one answer
+    parallel: bool = True  # several calls in one answer are allowed
 
     @property
     def names(self) -> frozenset[str]:
-        """What may be called."""
+        """Names of the callable tools."""
         return frozenset([self.forced] if self.forced is not None else [tool.name for tool in self.tools])
 
     @property
@@ -41,7 +41,7 @@ class ToolOffer:
 
     @property
     def first_call(self) -> str | None:
-        """The name of the tool that must be called first, where there is no choice."""
+        """Name of the tool that must be called first, where there is no choice."""
         return next(iter(self.names)) if self.must_call and len(self.names) == 1 else None
 
     @property

@@ -1,10 +1,10 @@
-"""The text of one answer, as it comes, into content and calls: what all families have in common.
+"""Incremental split of one answer's text into content and calls: the part common to all model families.
 
-The rule: what a marker opens is a call if it names one of the tools that may be called, with a JSON object as
-arguments, and no closing bracket is left over behind it; else it is content, marker and all. So the answer is the same
-however its text is cut into pieces, and nothing is lost of text that is no call. White space before a marker, up to a
-bound, goes with the call. The end of a text that may yet open a call is held back, and so is a call until it is whole
-and something follows it: a stream cannot take back what it has told, and a client may run whatever it was told.
+The text after a marker is a call if it names one of the callable tools, with a JSON object as arguments, and no closing
+bracket is left over after it; otherwise it is content, including the marker. So the answer does not depend on how its
+text is split into pieces, and no text is lost that is not a call. White space before a marker, up to a bound, belongs
+to the call. The end of a text that may open a call is held back, and so is a call until it is complete and something
+follows it: a stream cannot retract its output, and a client may execute every call that it receives.
 """
 
 from __future__ import annotations
@@ -26,39 +26,44 @@ from moiety_text.tools.json_scanner import Malformed
 
 _SPACE = " \t\n\r"
 _CLOSERS = "}]"
-MAX_SPACE = 256  # characters of white space that are held back, since a marker may follow
+MAX_SPACE = 256  # characters of white space held back, since a marker may follow
 
 
 class CallReader:
-    """Owned by whoever reads the answer. A family says what stands before a call and after it."""
+    """Reader of one answer, owned by the answer's consumer. Subclasses define the text before and after a call."""
 
     opener: ClassVar[str]
     closer: ClassVar[str] = ""  # after a call, where there is one
-    separators: ClassVar[str] = ""  # between calls, beside white space
+    separators: ClassVar[str] = ""  # between calls, besides white space
 
     def __init__(self, names: Collection[str], max_calls: int | None = None, *, is_rest: bool = False) -> None:
-        """`names` are those of the tools that may be called. Calls beyond `max_calls` are left out, with all that
-        follows them. `is_rest`: the answer had text before what is fed."""
+        """Create the reader.
+
+        `names` are the callable tools.
+
+        Calls beyond `max_calls` are dropped, with everything after them. `is_rest`: the answer had text before the
+        first `feed`.
+        """
         self._names = names
         self._max_calls = max_calls
         self._num_ended = 0
-        self._held = ""  # content that may be the opening of a call
+        self._held = ""  # content that may open a call
         self._owes_closer = False
-        self._raw: list[str] | None = None  # the text of what may be a call, from its marker on; None outside of one
+        self._raw: list[str] | None = None  # text of a possible call, from its marker on; None outside of one
         self._call: CallText = CallObject(names)
-        self._arguments: list[str] = []  # of that call, until it is told
-        self._behind: str | None = None  # what came behind the call, which is whole, without deciding whether it is one
+        self._arguments: list[str] = []  # of that call, until it is emitted
+        self._behind: str | None = None  # text after a complete call that does not yet decide whether it is one
         self._deltas: list[Delta] = []
         self._step: Callable[[str], str] = self._content if is_rest else self._start
 
     def feed(self, text: str) -> list[Delta]:
-        """What more text brings."""
+        """Return the deltas of more text."""
         while text:
             text = self._step(text)
         return self._taken()
 
     def end(self) -> list[Delta]:
-        """What is left once the text is over. A call that is not whole by then is none."""
+        """Return the remaining deltas at the end of the text. An incomplete call is content."""
         if self._behind is not None:
             self._tell()
         elif self._raw is not None:
@@ -68,31 +73,31 @@ class CallReader:
         return self._taken()
 
     def read(self, text: str) -> list[Part]:
-        """The whole answer, whose text is there."""
+        """Return the parts of a whole answer."""
         return assemble([*self.feed(text), *self.end()])
 
-    # ── what a family may change: each takes some of the text and returns the rest ──
+    # ── hooks for families: each consumes some of the text and returns the rest ──
 
     def _start(self, text: str) -> str:
-        """At the beginning of the answer."""
+        """Handle the beginning of the answer."""
         self._step = self._content
         return text
 
     def _lead(self, text: str) -> str:
-        """After a marker."""
+        """Handle the text after a marker."""
         self._begin(CallObject(self._names))
         return text
 
     def _after(self, text: str) -> str:
-        """After a call."""
+        """Handle the text after a call."""
         self._owes_closer, self._step = bool(self.closer), self._content
         return text
 
     def _closes(self, behind: str, character: str) -> bool:
-        """Whether a character closes what the family wrote around the call; `behind` came between."""
+        """Return whether a character closes the family's wrapper around the call; `behind` came between."""
         return False
 
-    # ── what they share ──
+    # ── shared ──
 
     def _content(self, text: str) -> str:
         held = self._held + text
@@ -113,7 +118,7 @@ class CallReader:
         return held[end:]
 
     def _open(self, raw: str) -> None:
-        """`raw` has opened what may be a call."""
+        """Start a possible call, which `raw` has opened."""
         if self._max_calls is not None and self._num_ended >= self._max_calls:
             self._step = self._leave_out
         else:
@@ -141,7 +146,7 @@ class CallReader:
         return ""
 
     def _check_behind(self, text: str) -> str:
-        """Behind a whole call, until it is clear that no bracket is left over."""
+        """Handle the text after a complete call, until it is clear that no bracket is left over."""
         assert self._behind is not None, "the call is whole"
         for at, character in enumerate(text):
             is_space = character in _SPACE and len(self._behind) < MAX_SPACE
@@ -161,7 +166,7 @@ class CallReader:
         self._raw.append(raw)
 
     def _tell(self) -> None:
-        """Give out the call, which is whole, and go on behind it."""
+        """Emit the complete call and continue after it."""
         name, index = self._call.name, self._num_ended
         assert name is not None, "a whole call has a name"
         self._num_ended += 1
@@ -169,7 +174,7 @@ class CallReader:
         self._raw, self._behind, self._step = None, None, self._after
 
     def _give_up(self) -> None:
-        """What was opened is no call."""
+        """Treat the opened text as content instead of a call."""
         assert self._raw is not None, "within what may be a call"
         self._give("".join(self._raw))
         self._raw, self._behind, self._step = None, None, self._content
@@ -184,13 +189,13 @@ class CallReader:
 
 
 def _without_space(text: str, end: int) -> int:
-    """Where the white space begins that stands before `end`, and that may go with what follows."""
+    """Return where the white space before `end` begins, which may belong to the text that follows."""
     start = max(0, end - MAX_SPACE)
     return start + len(text[start:end].rstrip())
 
 
 def overlap(text: str, marker: str) -> int:
-    """The longest end of `text` with which `marker` begins."""
+    """Return the length of the longest end of `text` that is a prefix of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -91,7 +91,7 @@ class SpeculativePrefill:
 
         `take_ended` reports the outcome.
         """
-        assert submit.speculative_prefill is not None, "only what is foreseen comes here"
+        assert submit.speculative_prefill is not None, "only speculative prefills are submitted here"
         now_s = now_ns / 1e9
         self._advance(now_s)
         apart = self._groups.first.answers_apart
@@ -149,7 +149,7 @@ class SpeculativePrefill:
         while self._wanted:
             wanted = self._next()
             submit = wanted.sequence.submit
-            assert submit.speculative_prefill is not None, "only what is foreseen comes here"
+            assert submit.speculative_prefill is not None, "only speculative prefills are submitted here"
             if self.habits.likelihood(submit.speculative_prefill.habit, now_ns / 1e9 - wanted.asked_s) < LIKELY:
                 self._end(wanted, SpeculativePrefillOutcome.UNLIKELY, now_ns)
                 continue
