@@ -68,6 +68,7 @@ def run_engine(options: EngineOptions) -> None:
     0 when that does, 4 if it could not start, 5 if another rank was lost.
     """
     configure_logs()
+    options.check_sizes()
     try:
         if not options.allow_unauthenticated_tcp:
             keys = {"curve_key_file": options.curve_key_file}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,12 @@ class EngineOptions(ModelOptions):
     scripted: options.ScriptedOption = False
     scripted_tokens_per_step: options.ScriptedTokensPerStepOption = 1
     scripted_step_ms: options.ScriptedStepMsOption = 0.0
+
+    def check_sizes(self) -> None:
+        """Raise typer.BadParameter for an option in bytes that is not a size, whether or not it is used."""
+        for field in fields(self):
+            if field.name.endswith("_bytes"):
+                _size_or_none(getattr(self, field.name))
 
     def serving_config(self, folder: Path, name: str, adapters: dict[str, str]) -> EngineConfig:
         """Return the configuration of an engine that serves gateways. Raises CheckpointError and InvalidConfig."""

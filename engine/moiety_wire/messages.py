@@ -354,7 +354,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     prompt_logprobs: list[TokenLogprob] | None = None  # if requested: of each prompt token but the first
     arrival: KvTransferTimes | None = None  # transfer times of KV from the prefill engine
     # With `Submit.speculative_prefill`: tokens that were computed; `detail` then says how it ended. Otherwise:
-    # request, those of its cached ones that a speculative prefill computed.
+    # cached tokens that speculative prefill had computed.
     num_speculative_tokens: int = 0
 
 

@@ -33,7 +33,7 @@ class Rendezvous:
 
     @property
     def is_local(self) -> bool:
-        """Whether all ranks run on this host."""
+        """Return whether all ranks run on this host."""
         return self.local_num_ranks >= self.num_ranks or is_loopback(self.host)
 
     @property

@@ -49,7 +49,7 @@ def fits(form: Form, kv: KvCache) -> bool:
 
 
 def read(layer: LayerCache | LatentCache, blocks_n: Tensor, offset: int, num_tokens: int) -> list[Tensor]:
-    """Tokens from place `offset` of the first of these blocks on, contiguous, of each part of the layer's cache."""
+    """Return tokens of each part of the layer's cache, contiguous, from place `offset` of the first of these blocks on."""
     rows = []
     for part in layer.parts:
         by_token = part.index_select(0, blocks_n).movedim(_token_dim(layer), 1)

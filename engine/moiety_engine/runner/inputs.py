@@ -50,7 +50,7 @@ class HostBatch:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether every row decodes one token, and its result is wanted."""
+        """Return whether every row decodes one token, and its result is wanted."""
         return len(self.token_ids_T) == self.num_decode == len(self.wanted_rows_L) and not self.num_scored
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""The engine's front process: gateways on one side, the core on the other, text in between. Imports no torch."""
+"""Engine server: the process between the gateways and the core, which also handles text. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Adapters that gateways send: put together from their parts on this host's disk, where the core reads them."""
+"""Store of the adapters that gateways send: assembled from their parts on this host's disk, where the core reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moiety_wire.messages import AdapterPart
 log = structlog.get_logger()
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_ID = re.compile(r"[A-Za-z0-9_]{1,64}")  # a folder is called so
+_ID = re.compile(r"[A-Za-z0-9_]{1,64}")  # also the folder's name
 
 
 @dataclass(slots=True)
@@ -34,31 +34,37 @@ class _Upload:
 
 @dataclass(slots=True)
 class AdapterStore:
-    """Owns a folder of its own, gone with it. Holds `max_bytes` of adapters; the least recently used give way, but not
-    those that open requests use. `given` are the operator's, which lie elsewhere. One thread."""
+    """Adapters from gateways, at most `max_bytes`, in a temporary folder that the store owns.
+
+    The least recently used adapters are evicted, except those that open requests use. `given` are the operator's
+    adapters, which lie elsewhere. Used by one thread.
+    """
 
     max_bytes: int
     given: Container[str] = ()
     in_use: Callable[[], set[str]] = set
     _folder: Path | None = None
     _held: OrderedDict[str, int] = field(default_factory=OrderedDict)  # adapter → bytes, the least recently used first
-    _user_of: dict[str, str] = field(default_factory=dict)  # of those held: the tenant that uses it
-    _erased: set[str] = field(default_factory=set)  # tenants
-    _uploads: dict[tuple[bytes, str], _Upload] = field(default_factory=dict)  # by who sends it
+    _user_of: dict[str, str] = field(default_factory=dict)  # adapter → tenant that used it last
+    _erased: set[str] = field(default_factory=set)  # deleted tenants
+    _uploads: dict[tuple[bytes, str], _Upload] = field(default_factory=dict)  # by sender and adapter
     _commands: list[CoreAdapter] = field(default_factory=list)
 
     def __contains__(self, name: object) -> bool:
         return name in self._held or (isinstance(name, str) and name in self.given)
 
     def used(self, name: str, tenant_id: str) -> None:
-        """That tenant's request came for it."""
+        """Note that a tenant's request uses the adapter."""
         if name in self._held:
             self._held.move_to_end(name)
             self._user_of[name] = tenant_id
 
     def forget(self, tenant_ids: Iterable[str]) -> None:
-        """Remove what these tenants have used, now or when no open request uses it any more, and take nothing of theirs
-        that is still on its way. What of it the model holds gives way in its turn; nobody else may name it."""
+        """Delete the adapters that these tenants have used, at once or when no open request uses them any more.
+
+        Uploads of these tenants are dropped and refused. The model evicts its copies in time; no other tenant can name
+        them.
+        """
         self._erased.update(tenant_ids)
         for key in [key for key, upload in self._uploads.items() if upload.tenant_id in self._erased]:
             self._drop(key)
@@ -72,13 +78,16 @@ class AdapterStore:
                 self._remove(name)
 
     def take(self, sender: bytes, part: AdapterPart) -> None:
-        """The next part of what the sender sends. One that is held already, comes out of order or cannot be written is
-        dropped; its request is then told that the adapter is missing."""
+        """Store the next part of an upload.
+
+        The upload is dropped if the adapter is already held, a part comes out of order, or the part cannot be written.
+        The request then fails because the adapter is missing.
+        """
         key = sender, part.adapter_id
         if not _ID.fullmatch(part.adapter_id) or part.tenant_id in self._erased:
             return
         if part.adapter_id in self._held:
-            self._drop(key)  # another was quicker
+            self._drop(key)  # another upload was faster
             return
         try:
             self._add(key, part)
@@ -99,14 +108,14 @@ class AdapterStore:
             self._finish(key)
 
     def take_commands(self) -> list[CoreAdapter]:
-        """What the core has to be told since the last call."""
+        """Return the commands for the core since the last call."""
         if self._erased:
             self._sweep()
         commands, self._commands = self._commands, []
         return commands
 
     def left(self, sender: bytes) -> None:
-        """That gateway is gone, and sends nothing any more."""
+        """Drop the uploads of a gateway that is gone."""
         for key in [key for key in self._uploads if key[0] == sender]:
             self._drop(key)
 
@@ -130,7 +139,7 @@ class AdapterStore:
         upload.file.close()
         assert self._folder is not None
         place = self._folder / key[1]
-        shutil.rmtree(place, ignore_errors=True)  # of one that had given way
+        shutil.rmtree(place, ignore_errors=True)  # of an evicted adapter
         upload.folder.rename(place)
         del self._uploads[key]
         self._held[key[1]] = upload.num_bytes
@@ -141,7 +150,7 @@ class AdapterStore:
     def _drop(self, key: tuple[bytes, str]) -> None:
         upload = self._uploads.pop(key, None)
         if upload is not None:
-            with contextlib.suppress(OSError):  # what it still had to write
+            with contextlib.suppress(OSError):  # closing flushes the buffer
                 upload.file.close()
             shutil.rmtree(upload.folder, ignore_errors=True)
 
@@ -152,8 +161,10 @@ class AdapterStore:
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """For so many bytes beside what is held and what has come of others. False where those that are used leave too
-        few."""
+        """Evict adapters until so many bytes fit beside the held adapters and the uploads.
+
+        Returns False if adapters in use leave too little space.
+        """
         num_bytes += sum(upload.num_bytes for upload in self._uploads.values())
         if sum(self._held.values()) + num_bytes <= self.max_bytes:
             return True

@@ -1,4 +1,4 @@
-"""What the front tells every gateway of the engine: the model's card and the engine's load."""
+"""Messages that the engine server sends to every gateway: the model card and the load."""
 
 from __future__ import annotations
 

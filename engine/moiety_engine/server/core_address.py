@@ -1,9 +1,9 @@
-"""Where the socket between a front and its core lives, and the removal of what killed fronts have left behind.
+"""Address of the socket between an engine server and its core, and the removal of stale sockets of killed processes.
 
-Beside the gateways' socket where that is a file, so that whoever owns its directory owns this one too; otherwise in a
-directory of its own under the system's temporary one. Both names carry the pid of their owner: an owner that was
-killed cannot clean up, so the next front does. In another container that has the same temporary directory the same pid
-is another process or none, so a directory is locked by its owner as well, for as long as that lives.
+The socket lies beside the gateways' socket if that is a file, so that the owner of its directory owns this socket too;
+otherwise in a new directory under the system's temporary one. Both names contain the pid of their owner. A killed owner
+cannot clean up, so the next engine server does. In another container with the same temporary directory, the same pid is
+another process or none; therefore the owner also locks its directory as long as it lives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFIX = "moiety-core-"
 
 
 class CoreAddress:
-    """A fresh ipc address for the core of a front that listens on `listen`. `remove` it at the end."""
+    """New ipc address for the core of an engine server that listens on `listen`. Call `remove` at the end."""
 
     def __init__(self, listen: str = "") -> None:
         beside = _beside(listen)
@@ -46,7 +46,7 @@ class CoreAddress:
 
 
 def _beside(listen: str) -> Path | None:
-    """None where gateways use no file, or one whose name leaves no room for a longer one."""
+    """Return a path beside the gateways' socket file; None if there is no file, or its name is too long."""
     name = listen.removeprefix(IPC)
     if name == listen or not name or name[0] in "@*":
         return None
@@ -55,7 +55,10 @@ def _beside(listen: str) -> Path | None:
 
 
 def _make_locked(pid: int) -> tuple[Path, int]:
-    """A directory for this user only, and the descriptor that holds its lock. It has no pid in its name until then."""
+    """Return a new directory for this user only, and the descriptor that holds its lock.
+
+    The pid is added to its name only after it is locked.
+    """
     made = Path(tempfile.mkdtemp(prefix=f"{PREFIX}new-"))
     lock = os.open(made, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -69,7 +72,7 @@ def _siblings_of(path: Path) -> re.Pattern[str]:
 def _remove_stale(directory: Path, pattern: re.Pattern[str]) -> None:
     try:
         entries = list(os.scandir(directory))
-    except FileNotFoundError:  # the bind will say so, with the address
+    except FileNotFoundError:  # the bind reports this, with the address
         return
     for entry in entries:
         found = pattern.fullmatch(entry.name)
@@ -81,7 +84,7 @@ def _remove_stale(directory: Path, pattern: re.Pattern[str]) -> None:
 def _is_ours(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # another front was quicker
+    except FileNotFoundError:  # another engine server was faster
         return False
 
 
@@ -96,10 +99,10 @@ def _is_alive(pid: int) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """By an owner that lives, perhaps where its pid means nothing here."""
+    """Return whether a living owner holds the lock, possibly in another pid namespace."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # gone, or a socket of its own, which nobody locks
+    except OSError:  # removed, or a plain socket, which is never locked
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,6 +115,6 @@ def _is_locked(path: Path) -> bool:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)  # ZeroMQ or another front may be removing it at this moment
+        shutil.rmtree(path, ignore_errors=True)  # ZeroMQ or another engine server may remove it at the same time
     else:
         path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""The line to a core: what the front needs of one, and the core that is a child process.
+"""Connection to a core: the interface that the engine server needs, and a core in a child process.
 
-The child gets its settings as one line of JSON on standard input, which then stays open: when the front ends, however
-it ends, the pipe closes and the child follows. A core says something at least a few times a second between steps; one
-that says nothing for long hangs, and is killed.
+The child gets its settings as one line of JSON on standard input, which then stays open: when the engine server ends
+for any reason, the pipe closes and the child ends too. A core sends a message at least a few times a second between
+steps; a core that is silent for long hangs, and is killed.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from moiety_engine.server.zmq_reader import ZmqReader
 log = structlog.get_logger()
 
 STOP_GRACE_S = 10.0
-LOADING_GRACE_S = 2.0  # of a core that is not ready: it may be importing, and has nothing to lose
+LOADING_GRACE_S = 2.0  # of a core that is not ready: it may be importing, and has no state to save
 KILL_GRACE_S = 10.0
 SILENCE_CHECKS = 4
-STANDARD_ERROR = 2  # standard output of the front is its report; a core's goes with the logs
+STANDARD_ERROR = 2  # the engine server's standard output is its report; a core's output goes to the logs
 
 
 class CoreEvents(Protocol):
-    """What a core tells the front."""
+    """Callbacks for a core's messages and its death."""
 
     def on_message(self, message: ToFront) -> None: ...
 
     def on_death(self, reason: str) -> None:
-        """The core has ended or hangs, without being asked to; nothing more comes from it."""
+        """Called when the core has ended or hangs without a request to stop. No more messages follow."""
 
 
 class CoreLink(Protocol):
-    """One core."""
+    """Connection to one core."""
 
     async def start(self, events: CoreEvents) -> None: ...
 
     def send(self, commands: list[ToCore]) -> None:
-        """Never blocks; what is sent to a dead core is lost."""
+        """Send commands to the core. Never blocks; commands to a dead core are lost."""
 
     def first_step_keys(self) -> frozenset[int] | None:
-        """The requests whose first token the core computed when it died; None if that is not known."""
+        """Return the requests whose first token the core was computing when it died; None if unknown."""
 
     async def stop(self) -> None:
         """End the core, and wait until it has ended."""
 
 
 class ProcessCore:
-    """A CoreLink to `python -m MODULE --address …`."""
+    """CoreLink to a child process `python -m MODULE --address …`."""
 
     def __init__(
         self,
@@ -69,7 +69,10 @@ class ProcessCore:
         listen: str = "",
         silence_s: float = CORE_SILENCE_S,
     ) -> None:
-        """`listen`: the front's own address. A core that is ready and says nothing for `silence_s` hangs."""
+        """Create the link. `listen` is the engine server's own address.
+
+        A core that is ready counts as hanging after `silence_s` without a message.
+        """
         self._context = context
         self._module = module
         self._config = config
@@ -87,7 +90,7 @@ class ProcessCore:
         self._is_ready = False
         self._was_heard = False
         self._num_silent_checks = 0
-        self._hangs = False  # and was killed for it
+        self._hangs = False  # it hung and was killed
         self._silence_check: asyncio.TimerHandle | None = None
 
     @property
@@ -97,7 +100,7 @@ class ProcessCore:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative for a signal."""
+        """Exit code; None while the process runs; negative for a signal."""
         assert self._process is not None
         return self._process.returncode
 
@@ -107,7 +110,7 @@ class ProcessCore:
         address = str(self._address)
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by what gateways have open
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the gateways' open requests
         self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by credit
         self._socket.bind(address)
         self._reader = ZmqReader(self._socket, lambda frames, _: self._take(frames), lambda: None)
@@ -118,7 +121,7 @@ class ProcessCore:
             stdin=PIPE,
             stdout=STANDARD_ERROR,
             pass_fds=[self._first_steps.fd],
-            start_new_session=True,  # an interrupt from the terminal is for the front, which drains
+            start_new_session=True,  # a terminal interrupt must only reach the engine server, which drains
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
@@ -127,7 +130,7 @@ class ProcessCore:
     def send(self, commands: Sequence[ToCore]) -> None:
         if self._socket is None or self._reader is None:
             return
-        with contextlib.suppress(zmq.Again):  # no peer any more: on_death tells the rest
+        with contextlib.suppress(zmq.Again):  # the peer is gone: on_death follows
             self._socket.send(self._encoder.encode(commands), zmq.NOBLOCK)
         self._reader.read_soon()
 
@@ -157,10 +160,10 @@ class ProcessCore:
             if self._is_ready:
                 self.send([CoreShutdown()])
             elif process.stdin is not None:
-                process.stdin.close()  # the life line: a core that loads reads no commands
+                process.stdin.close()  # ends the core: a core that is loading reads no commands
             if not await _has_ended(process, STOP_GRACE_S if self._is_ready else LOADING_GRACE_S):
                 process.kill()
-        if not await _has_ended(process, KILL_GRACE_S):  # in a system call that never returns, of a driver perhaps
+        if not await _has_ended(process, KILL_GRACE_S):  # perhaps in a system call that never returns
             log.error("core_cannot_be_killed", pid=process.pid)
             return
         if self._watch is not None:
@@ -180,9 +183,12 @@ class ProcessCore:
         self._silence_check = asyncio.get_running_loop().call_later(self._check_interval_s, self._check_silence)
 
     def _check_silence(self) -> None:
-        """Counts checks rather than seconds: a front that was itself stopped for a while did not listen then."""
+        """Kill the core after too many silent checks.
+
+        Checks are counted instead of seconds: an engine server that was itself suspended did not receive messages then.
+        """
         assert self._process is not None and self._reader is not None
-        self._reader.read()  # what has come by now counts
+        self._reader.read()  # messages that have arrived count
         if self._events is None or self._process.returncode is not None:
             return
         self._num_silent_checks = 0 if self._was_heard else self._num_silent_checks + 1
@@ -192,7 +198,7 @@ class ProcessCore:
             return
         self._hangs = True
         self._process.kill()
-        events, self._events = self._events, None  # its end, which may never come, is no news any more
+        events, self._events = self._events, None  # do not report its end, which may never come
         silence_s = self._check_interval_s * SILENCE_CHECKS
         events.on_death(f"the core process {self._process.pid} said nothing for {silence_s:g} s and was killed")
 
@@ -200,7 +206,7 @@ class ProcessCore:
         assert self._process is not None
         code = await self._process.wait()
         if self._reader is not None:
-            self._reader.read()  # its last words
+            self._reader.read()  # read its last messages
         if self._events is not None:
             ending = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._events.on_death(f"the core process {self._process.pid} ended with {ending}")

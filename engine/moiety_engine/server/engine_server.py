@@ -1,7 +1,7 @@
-"""The front of an engine: the socket for gateways, the line to the core, the timers, and an orderly end.
+"""Engine server: the socket for gateways, the connection to the core, timers, and an orderly shutdown.
 
-All of it runs in one event loop, as callbacks: there is no task a request or a token. Text and requests are the desk's
-business, sending is the sessions'.
+Everything runs in one event loop as callbacks; there is no task per request or token. The request manager handles text
+and requests, the sessions handle sending.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ LOADING = CoreLoad(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Ending(IntEnum):
-    """How the front ended; its process's exit code."""
+    """Reason of the engine server's end; the exit code of its process."""
 
     DRAINED = 0
-    CORE_DIED = 70  # while serving: start again
-    CORE_DID_NOT_START = 71  # it will not help to start again as is
+    CORE_DIED = 70  # while serving: a restart can help
+    CORE_DID_NOT_START = 71  # a restart without changes does not help
 
 
 class EngineServer:
-    """One engine's front. `start`, then `wait`; `begin_drain` asks for the end."""
+    """Server of one engine. Call `start`, then `wait`; `begin_drain` requests the end."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class EngineServer:
         self._shelf.in_use = self._desk.adapters_in_use
         self._experts = ExpertQueries(self._post)
         self._rest = SleepMode()
-        self._sleep = SleepState.AWAKE  # as gateways were told
+        self._sleep = SleepState.AWAKE  # as last sent to gateways
         self._num_tellings = 0
         self._load = LOADING
         self._refusal = ""
@@ -131,14 +131,14 @@ class EngineServer:
         return self._desk.num_open
 
     def stats(self) -> ServerStats:
-        """What it tells as metrics. From any thread."""
+        """Return the figures for metrics. Callable from any thread."""
         num_gateways = sum(1 for session in self._sessions.all() if session.has_card)
         num_refused = self._permissions.num_refused
         counts = num_gateways, self.num_open, self._meter.num_unacknowledged, self.num_undecodable, num_refused
         return ServerStats(self._load, *counts, is_ready=self.card is not None and self._desk.is_awake)
 
     async def start(self) -> None:
-        """Bind, and start the core. Raises zmq.ZMQError if the address cannot be had."""
+        """Bind the socket, and start the core. Raises zmq.ZMQError if the address cannot be bound."""
         self._socket.bind(self.settings.listen)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         has_users = self.settings.curve_secret_key is not None
@@ -149,13 +149,13 @@ class EngineServer:
         await self._core.start(self)
 
     async def wait_ready(self) -> bool:
-        """Whether the engine came up; False if it ended before."""
+        """Return whether the engine became ready; False if it ended before."""
         ends: set[asyncio.Future[Any]] = {self._ready, self._ended}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return self._ready.done()
 
     def begin_drain(self, timeout_s: float | None = None) -> None:
-        """Take no more requests, finish the open ones, then end. A second call can shorten the time."""
+        """Accept no more requests, finish the open ones, then end. A second call can shorten the time."""
         timeout_s = self.settings.drain_timeout_s if timeout_s is None else timeout_s
         first = self._drain_until_s is None
         self._drain_until_s = self._clock() + timeout_s
@@ -167,18 +167,18 @@ class EngineServer:
         self._on_drain_time(timeout_s)
 
     async def wait(self) -> Ending:
-        """Until the front has ended; everything is freed then."""
+        """Wait until the engine server has ended and all resources are freed."""
         try:
             return await self._ended
         finally:
             await self.close()
 
     async def close(self) -> None:
-        """End at once. Open requests are failed."""
+        """End at once and fail the open requests."""
         self._desk.fail_all(FailureCode.ENGINE_FAILED, "the engine was shut down; send the request to another one")
         if self._beat is not None:
             self._beat.cancel()
-        self._sessions.flush()  # what was failed is told before the core's end is waited for
+        self._sessions.flush()  # send the failures before waiting for the core's end
         await self._core.stop()
         self._sessions.flush()
         self._sessions.retry()
@@ -207,7 +207,7 @@ class EngineServer:
             log.warning("gateway_message_undecodable", num_bytes=len(data), num_undecodable=self.num_undecodable)
             return
         roles = self._permissions.roles_of(public_key)
-        if not roles:  # its key was taken out of the list, or is new there
+        if not roles:  # its key was removed from the list, or is new
             self._reload_keys()
             roles = self._permissions.roles_of(public_key)
         if not roles:
@@ -223,7 +223,7 @@ class EngineServer:
                 self._refuse(session, message)
 
     def _refuse(self, session: GatewaySession, message: ToEngine) -> None:
-        """Refuse a message that the gateway's roles do not allow; say so where the protocol has an answer."""
+        """Refuse a message that the gateway's roles do not allow; answer it where the protocol has an answer."""
         self._permissions.note_refusal(session, message, "its key lacks the role")
         match message:
             case Submit():
@@ -262,14 +262,14 @@ class EngineServer:
                 if num_refused:
                     self._permissions.note_refusal(session, message, "usage of another gateway")
             case Heartbeat():
-                pass  # being heard is all
+                pass  # any message counts as a sign of life
 
     def _greet(self, session: GatewaySession, hello: Hello) -> None:
         if not self._permissions.claim_replica(hello.replica_id, session.public_key):
             self._permissions.note_refusal(session, hello, "another key speaks for this replica_id")
             return
         if session.gateway_id and session.gateway_id != hello.gateway_id:
-            self._desk.abort_session(session)  # another process has taken the identity
+            self._desk.abort_session(session)  # another process uses the identity
         if hello.protocol_version != PROTOCOL_VERSION:
             log.warning("gateway_protocol_differs", theirs=hello.protocol_version, ours=PROTOCOL_VERSION)
         session.gateway_id, session.replica_id = hello.gateway_id, hello.replica_id
@@ -280,9 +280,9 @@ class EngineServer:
     def _send_card(self, session: GatewaySession, card: ModelCard) -> None:
         session.wants_card, session.has_card = False, True
         if not self._serves_requests(session):
-            card = msgspec.structs.replace(card, kv_secret="")  # which is for those that submit requests
+            card = msgspec.structs.replace(card, kv_secret="")  # the secret is only for gateways that submit requests
         self._post(session, card)
-        self._sessions.flush()  # alone in its frame, so that a gateway of another release can read which this one is
+        self._sessions.flush()  # alone in its frame, so that a gateway of another release can read the protocol version
         self._send_load(session)
         self._experts.greet(session)
 
@@ -331,7 +331,7 @@ class EngineServer:
         self._sessions.post(session, message)
 
     def _settle(self) -> None:
-        """After every turn: pass on what it brought."""
+        """Finish a turn: forward the messages and commands that it produced."""
         self._sessions.flush()
         for session in self._sessions.take_gone():
             self._desk.abort_session(session)
@@ -350,7 +350,7 @@ class EngineServer:
             self._end(Ending.DRAINED)
 
     def _keep_rest(self) -> list[ToCore]:
-        """What the core must be told to sleep or wake as it is to; gateways are told how far it is."""
+        """Return the command that brings the core to the requested sleep state; send gateways the new state."""
         command = self._rest.next_command(self.num_open)
         state = self._rest.state
         self._desk.is_awake = state is SleepState.AWAKE
@@ -377,7 +377,7 @@ class EngineServer:
             if now_s - session.heard_at_s <= self.settings.silence_limit_s:
                 continue
             if session.open_keys:
-                self._desk.abort_session(session)  # it is told, should it listen after all, and forgotten thereafter
+                self._desk.abort_session(session)  # it gets the end, if it still reads, and is lost at the next beat
             else:
                 self._sessions.lose(session, "silent")
         self._send_loads()
@@ -385,7 +385,7 @@ class EngineServer:
         self._settle()
 
     def _reload_keys(self) -> None:
-        """End the sessions of keys that were taken out of the list."""
+        """Reload the file of gateway keys, and end the sessions of removed keys."""
         if self._permissions.reload():
             for session in self._sessions.all():
                 session.rest_refusal = ""
@@ -400,8 +400,10 @@ class EngineServer:
         await self._meter.write()
 
     def _tell_what_was_left(self) -> None:
-        """What gateways that are gone have not settled, to one that is there; and to each what it seems to have
-        forgotten."""
+        """Send the unacknowledged usage of gone gateways to one connected gateway.
+
+        Also send each connected gateway the usage that it seems to have forgotten.
+        """
         sessions = [
             session
             for session in self._sessions.all()
@@ -415,7 +417,7 @@ class EngineServer:
                 self._send_unacknowledged(session, forgotten)
         records = self._meter.left_behind({session.replica_id for session in self._sessions.all()})
         if records:
-            self._num_tellings += 1  # one that does not store them is not asked alone
+            self._num_tellings += 1  # rotate, in case one gateway does not store them
             self._send_unacknowledged(sessions[self._num_tellings % len(sessions)], records)
 
     def _serves_requests(self, session: GatewaySession) -> bool:
@@ -448,7 +450,7 @@ class EngineServer:
         return {session.replica_id for session in self._sessions.all() if session.open_keys and session.replica_id}
 
     def _on_drain_time(self, wait_s: float) -> None:
-        """Ends the drain if nothing is open; aborts what is open if the time is over; else comes back then."""
+        """End the drain if no request is open; abort the open requests after the timeout; otherwise check again then."""
         if self._ended.done() or self._drain_until_s is None:
             return
         left_s = self._drain_until_s - self._clock()

@@ -1,5 +1,7 @@
-"""What gateways ask of the experts' load: their questions go to the core, and its answers to whoever asked. How evenly
-experts are used is told to all, when the core says so and to who joins."""
+"""Queries of gateways about the expert load: the core answers them, and each answer goes to the gateway that asked.
+
+The balance of the experts is sent to all gateways when the core reports it, and to each gateway that connects.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from moiety_engine.server.sessions import GatewaySession
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import ToGateway
 
-MAX_OPEN = 256  # questions; a core that answers none of them is not asked any more
+MAX_OPEN = 256  # open queries; beyond it, further queries are dropped
 
 
 class ExpertQueries:
-    """Owns the questions that are open. One thread."""
+    """Owns the open queries. Used by one thread."""
 
     def __init__(self, post: Callable[[GatewaySession, ToGateway], None]) -> None:
         self._post = post
@@ -25,7 +27,7 @@ class ExpertQueries:
         self._balance: ExpertBalance | None = None
 
     def ask(self, session: GatewaySession, ask: AskExperts) -> None:
-        """One that is too many is not answered: the gateway that asked gives up after a while."""
+        """Add a query. Beyond MAX_OPEN it is dropped, and the gateway times out."""
         if len(self._open) >= MAX_OPEN:
             self._open = {key: one for key, one in self._open.items() if not one[0].is_gone}
         if len(self._open) >= MAX_OPEN:
@@ -35,7 +37,7 @@ class ExpertQueries:
         self._asks.append(msgspec.structs.replace(ask, ask_id=self._num_asked))
 
     def take_asks(self) -> list[AskExperts]:
-        """What the core has to be asked since the last call."""
+        """Return the queries for the core since the last call."""
         asks, self._asks = self._asks, []
         return asks
 
@@ -49,6 +51,6 @@ class ExpertQueries:
             self.greet(session)
 
     def greet(self, session: GatewaySession) -> None:
-        """What a gateway that joins has missed."""
+        """Send the last balance to a gateway that connects."""
         if self._balance is not None and session.has_card and not session.outbox:
             self._post(session, self._balance)

@@ -1,7 +1,9 @@
-"""A file of frames: each whole or not there, whatever is killed when. It knows nothing of what is in them.
+"""File of frames: each frame is stored completely or not at all, even if a process is killed.
 
-A frame is its length, its checksum and its bytes, written at once. One process has the file at a time. Nothing is
-forced to the disk, so what is written survives the process, not the machine.
+Independent of the content.
+
+A frame is its length, its checksum and its bytes, written at once. Only one process uses the file at a time. Nothing is
+synced to disk, so written frames survive the process, but not a crash of the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ log = structlog.get_logger()
 
 
 class FrameFile:
-    """Held from `open` to `close`. Not for several threads at once."""
+    """File of frames, locked from `open` to `close`. Not thread-safe."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -31,7 +33,7 @@ class FrameFile:
 
     @classmethod
     def open(cls, path: Path) -> FrameFile:
-        """Raises InvalidConfig where it cannot be written, or another engine has it."""
+        """Open and lock the file. Raises InvalidConfig if it cannot be written, or another engine uses it."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
@@ -45,7 +47,7 @@ class FrameFile:
         return cls(path, descriptor)
 
     def read(self) -> list[bytes]:
-        """All its frames. What comes after a damaged one is of no use, and is kept beside the file."""
+        """Return all frames. Data from the first damaged frame on is moved to a second file."""
         data, frames, at = self._path.read_bytes(), [], 0
         while at < len(data):
             frame = _frame_at(data, at)
@@ -63,18 +65,20 @@ class FrameFile:
         return self._path.with_name(f"{self._path.name}.damaged")
 
     def set_aside(self, data: bytes) -> None:
-        """Keep what cannot be used, for a person to look at."""
+        """Save unusable data to the second file for manual inspection."""
         with self._aside.open("ab") as file:
             file.write(data)
 
     def append(self, frame: bytes) -> None:
-        """Raises OSError; what is in the file may then end with a damaged frame."""
-        self.num_bytes += _HEAD.size + len(frame)  # also if only a part of it can be written
+        """Append a frame. Raises OSError; the file may then end with a damaged frame."""
+        self.num_bytes += _HEAD.size + len(frame)  # also if only a part is written
         _write(self._descriptor, frame)
 
     def replace(self, frame: bytes) -> None:
-        """Have nothing but this frame in the file, or where it is empty, nothing. Raises OSError, and then the file is
-        as it was."""
+        """Replace the content of the file by this frame, or by nothing if it is empty.
+
+        Raises OSError, and then the file is unchanged.
+        """
         if not frame:
             os.ftruncate(self._descriptor, 0)
             self.num_bytes = 0
@@ -82,7 +86,7 @@ class FrameFile:
         draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         descriptor = os.open(draft, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before anybody can find it
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before another process can open it
             _write(descriptor, frame)
             draft.replace(self._path)
         except OSError:
@@ -97,7 +101,7 @@ class FrameFile:
 
 
 def _is_ours(path: Path, descriptor: int) -> bool:
-    """Whether nobody else has it; nor has replaced it while it was opened."""
+    """Return whether the lock was acquired, and the file was not replaced while it was opened."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(path.stat(), os.fstat(descriptor))
@@ -114,7 +118,7 @@ def _frame_at(data: bytes, at: int) -> bytes | None:
 
 
 def _write(descriptor: int, frame: bytes) -> None:
-    """Raises OSError."""
+    """Write a frame completely. Raises OSError."""
     data = memoryview(_HEAD.pack(len(frame), zlib.crc32(frame)) + frame)
     while data:
         data = data[os.write(descriptor, data) :]

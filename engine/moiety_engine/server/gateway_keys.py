@@ -1,4 +1,4 @@
-"""Admission of gateways by their CURVE public keys, through ZeroMQ's authentication protocol.
+"""Authentication of gateways by their CURVE public keys, through ZeroMQ's authentication protocol.
 
 ZAP is specified at https://rfc.zeromq.org/spec/27.
 """
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = "gateways"
-_NUM_CURVE_FRAMES = 7  # of a ZAP request whose mechanism is CURVE; the last is the client's public key
+_NUM_CURVE_FRAMES = 7  # frames of a ZAP request with CURVE; the last is the client's public key
 _KEY_CHARACTERS = 40
 
 
@@ -70,7 +70,7 @@ def read_gateway_keys(path: Path) -> dict[bytes, AllowedGateway]:
 
 
 def refuse_strangers(option: str, address: str, **key_files: Path | None) -> None:
-    """Refuse a TCP address beyond loopback where a file of keys is not set. Raises InvalidConfig."""
+    """Raise InvalidConfig for a TCP address beyond loopback if a key file is not set."""
     missing = [f"--{name.replace('_', '-')}" for name, path in key_files.items() if path is None]
     host = address.removeprefix("tcp://").rpartition(":")[0]
     if not address.startswith("tcp://") or not missing or is_loopback(host):
@@ -83,15 +83,15 @@ def refuse_strangers(option: str, address: str, **key_files: Path | None) -> Non
 
 
 class GatewayAuthenticator:
-    """Answers ZAP requests of one context in a thread of its own, until the context ends.
+    """Answers ZAP requests of one context in its own thread, until the context ends.
 
-    An admitted connection's messages carry its public key as their user id. The file is read at each handshake, so a
-    change holds for the next connection. A file that cannot be used admits nobody; without a file any key is admitted.
+    Messages of an admitted connection carry its public key as their user id. The file is read at each handshake, so a
+    change applies to the next connection. An unusable file admits no gateway; without a file any key is admitted.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys_file: Path | None) -> None:
         self._keys_file = keys_file
-        # Of its own, since `destroy` of the other would close the socket under the thread; the end of either ends both.
+        # A shadow context: `destroy` of the original would close the thread's socket. Both contexts end together.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
         self._socket = self._context.socket(zmq.REP)
         self._socket.bind(ZAP_ADDRESS)

@@ -1,4 +1,4 @@
-"""The options of `moiety engine` for structured outputs."""
+"""Command-line options of `moiety engine` for structured outputs."""
 
 from __future__ import annotations
 

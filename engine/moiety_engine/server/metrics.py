@@ -1,6 +1,6 @@
-"""An engine's own /metrics, for Prometheus, from a thread of its own: what its core and its front count.
+"""Prometheus endpoint /metrics of an engine, served by its own thread: figures of the core and of the engine server.
 
-The gateway tells the core's figures too, as `moiety_engine_…` with a label `engine`; here they are `moiety_core_…`,
+The gateway exports the core's figures too, as `moiety_engine_…` with a label `engine`. Here they are `moiety_core_…`,
 so that no sum counts them twice. Labels are bounded: the deployment's classes and the scheduler's reasons.
 """
 
@@ -24,7 +24,7 @@ from moiety_wire.figures import ClassLoad
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """A front at one moment."""
+    """State of an engine server at one moment."""
 
     load: CoreLoad
     num_gateways: int
@@ -32,11 +32,11 @@ class ServerStats:
     num_unacknowledged: int
     num_undecodable: int
     num_refused: int
-    is_ready: bool  # loaded, and awake
+    is_ready: bool  # loaded and awake
 
 
 class ServerCollector(Collector):
-    """Of one front."""
+    """Prometheus collector of one engine server."""
 
     def __init__(self, read: Callable[[], ServerStats]) -> None:
         self._read = read
@@ -86,8 +86,10 @@ def _classes(loads: list[ClassLoad]) -> Iterator[Metric]:
 
 
 class MetricsServer:
-    """Owned by the entry point, which closes it. Listens before there is a front, so that an address that cannot be
-    had is told at once."""
+    """HTTP server of the metrics. The entry point owns and closes it.
+
+    It listens before the engine server exists, so that an unusable address is reported at once.
+    """
 
     def __init__(self, registry: CollectorRegistry, server: WSGIServer, thread: threading.Thread) -> None:
         self._registry, self._server, self._thread = registry, server, thread
@@ -96,7 +98,7 @@ class MetricsServer:
 
     @classmethod
     def listen(cls, address: str) -> MetricsServer:
-        """At host:port. Raises InvalidConfig."""
+        """Listen at host:port. Raises InvalidConfig."""
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise InvalidConfig(f"--metrics-listen {address!r} is not host:port; write for example 127.0.0.1:9400")
@@ -109,7 +111,7 @@ class MetricsServer:
             raise InvalidConfig(f"--metrics-listen {address}: {exc}; choose another") from exc
 
     def serve(self, read: Callable[[], ServerStats]) -> None:
-        """Tell what `read` says from now on."""
+        """Export the stats that `read` returns, from now on."""
         self._registry.register(ServerCollector(read))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The options of `moiety engine` for a model that is larger than its device."""
+"""Command-line options of `moiety engine` for expert offloading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `moiety engine`: names, environment variables and help. What they do is the command's business."""
+"""Command-line options of `moiety engine`: names, environment variables and help. The command interprets them."""
 
 from __future__ import annotations
 

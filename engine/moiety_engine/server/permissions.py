@@ -1,8 +1,8 @@
-"""Permissions of connected gateways: the roles of their keys, and which usage they may acknowledge.
+"""Permissions of connected gateways: the roles of their keys, and the usage that they may acknowledge.
 
-With CURVE a gateway is known by the public key that authenticated its connection, and a message never counts as that of
-another key's gateway. Roles come from the file of gateway keys, which is read again when it changes, so a key that was
-taken out loses its sessions without a restart.
+With CURVE a gateway is identified by the public key that authenticated its connection; a message is never attributed to
+the gateway of another key. Roles come from the file of gateway keys, which is read again when it changes, so a removed
+key loses its sessions without a restart.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ log = structlog.get_logger()
 
 
 class GatewayPermissions:
-    """Roles of each public key and the gateway processes that each key speaks for. One thread."""
+    """Roles of each public key, and the gateway processes that each key speaks for. Used by one thread."""
 
     def __init__(self, keys_file: Path | None) -> None:
-        """Without a file every gateway has all roles. Raises InvalidConfig if the file cannot be used."""
+        """Read the file. Without a file every gateway has all roles. Raises InvalidConfig if the file is unusable."""
         self._keys_file = keys_file
         self._roles: dict[str, frozenset[SenderRole]] = {}
         self._version: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ class GatewayPermissions:
         return GATEWAY_ROLES if self._keys_file is None else self._roles.get(public_key, _NO_ROLES)
 
     def reload(self) -> bool:
-        """Read the file if it has changed; return whether it was read. A file that cannot be used changes nothing."""
+        """Read the file if it has changed; return whether it was read. An unusable file changes nothing."""
         if self._keys_file is None:
             return False
         version = _version_of(self._keys_file)
@@ -58,15 +58,15 @@ class GatewayPermissions:
         return True
 
     def claim_replica(self, replica_id: str, public_key: str) -> bool:
-        """Return whether this key speaks for the gateway process; the first key that says so does."""
+        """Return whether this key speaks for the gateway process; the first key that claims a process does."""
         return not replica_id or self._key_of.setdefault(replica_id, public_key) == public_key
 
     def release_replicas(self, needed: Collection[str]) -> None:
-        """Forget the processes that are neither connected nor have usage that is not acknowledged."""
+        """Forget the processes that are not connected and have no unacknowledged usage."""
         self._key_of = {one: key for one, key in self._key_of.items() if one in needed}
 
     def begin_interval(self) -> None:
-        """Let refusals be logged again."""
+        """Reset the limit of logged refusals."""
         self._num_logged = 0
 
     def note_refusal(self, session: GatewaySession, message: object, why: str) -> None:
@@ -90,7 +90,7 @@ def _read_roles(path: Path) -> dict[str, frozenset[SenderRole]]:
 
 
 def _version_of(path: Path) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to."""
+    """Return a value that changes when the file is replaced or written."""
     try:
         status = path.stat()
     except OSError:

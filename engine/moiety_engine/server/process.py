@@ -1,4 +1,4 @@
-"""The life of a front process: event loop, signals, the report of readiness, the exit code."""
+"""Main function of the engine server's process: event loop, signals, readiness report, exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeCore = Callable[[zmq.Context[zmq.Socket[bytes]]], CoreLink]
 
 
 class ReadyReport(msgspec.Struct, frozen=True):
-    """Printed as one line of JSON when the engine can serve."""
+    """Report of readiness, printed as one line of JSON when the engine can serve."""
 
     event: str
     engine_id: str
@@ -42,8 +42,10 @@ class ReadyReport(msgspec.Struct, frozen=True):
 
 
 def run_front(settings: ServerSettings, text: TextModel, make_core: MakeCore, *, say: Callable[[str], None]) -> Ending:
-    """Serve until told to stop by SIGTERM or SIGINT, or until the core dies. `say` prints the report of readiness.
-    Raises InvalidConfig where the settings' file of unacknowledged usage or the port of metrics cannot be had."""
+    """Serve until SIGTERM or SIGINT, or until the core dies. `say` prints the readiness report.
+
+    Raises InvalidConfig if the file of unacknowledged usage or the metrics port is unusable.
+    """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings, text, make_core, say))
 
@@ -77,7 +79,7 @@ async def _serve(settings: ServerSettings, text: TextModel, make_core: MakeCore,
             await front.start()
             if await front.wait_ready():
                 _report(settings, front, metrics.url if metrics else "", say)
-        except BaseException:  # a stop as well: the core's process must not outlive this one
+        except BaseException:  # also on cancellation: the core's process must not outlive this one
             await front.close()
             raise
         return await front.wait()
@@ -87,7 +89,7 @@ async def _serve(settings: ServerSettings, text: TextModel, make_core: MakeCore,
 
 
 def _drain_on_signals(front: EngineServer) -> None:
-    """The first signal drains, the second ends what is open."""
+    """Drain at the first signal; abort the open requests at the second."""
     num_signals = 0
 
     def on_signal() -> None:

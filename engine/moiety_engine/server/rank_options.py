@@ -1,4 +1,4 @@
-"""The options of `moiety engine` for a model over several devices."""
+"""Command-line options of `moiety engine` for distributed inference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One open request: from the core's tokens to the messages of its gateway.
+"""One open request: the conversion of the core's tokens into messages for its gateway.
 
-Owns the request's detokenizer, stop finder and counters. It knows no sockets and no other request.
+Owns the request's detokenizer, stop finder and counters. It uses no sockets and no other requests.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from moiety_wire.messages import (
 from moiety_wire.notes import Event, Phases
 
 GATHERED_TOKENS = 16
-GATHERED_CREDIT = 8  # at most such a part of the first credit is held, since a gateway renews it by what it has seen
+GATHERED_CREDIT = 8  # at most 1/8 of the first credit is held: a gateway renews credit by the tokens it received
 
 
 class TokenTable:
-    """Text and bytes of single tokens, remembered; at most one entry a token of the vocabulary."""
+    """Cache of the text and bytes of single tokens, at most one entry per token of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def describe(self, token_id: int) -> tuple[str, bytes]:
-        """("", b"") for an id that only the model has."""
+        """Return a token's text and bytes; ("", b"") for an id that only the model has."""
         found = self._known.get(token_id)
         if found is None:
             spelled = b"" if self._tokenizer.find_token(token_id) is None else self._tokenizer.token_bytes(token_id)
@@ -55,7 +55,7 @@ class TokenTable:
 
 @dataclass(slots=True)
 class _HeldTokens:
-    """Tokens that wait to go with others."""
+    """Tokens that are held to be sent together with later ones."""
 
     position: int
     num_cached_tokens: int
@@ -67,27 +67,30 @@ class _HeldTokens:
 def _most_held(submit: Submit, max_tokens: int) -> int:
     if not submit.gathers:
         return 0
-    is_paid = submit.credit_tokens >= max_tokens  # for all that may come
+    is_paid = submit.credit_tokens >= max_tokens  # the credit covers all tokens
     return GATHERED_TOKENS if is_paid else min(GATHERED_TOKENS, submit.credit_tokens // GATHERED_CREDIT)
 
 
 class OpenRequest:
-    """Gives out Accepted once the core has admitted it, then Tokens, then one Finished or Failed. Where nobody reads
-    along, tokens after the first are held until there are several, the credit is used up, or the end has come."""
+    """Creates the request's messages: Accepted after admission, then Tokens, then one Finished or Failed.
+
+    If the output is not streamed, tokens after the first are held until there are several, the credit is used up, or
+    the request ends.
+    """
 
     def __init__(
         self, submit: Submit, key: int, tokenizer: Tokenizer, table: TokenTable, *, max_tokens: int, now_unix_ns: int
     ) -> None:
-        """`max_tokens` is what the core was given, possibly clipped to the context."""
+        """Create the request. `max_tokens` is the core's limit, possibly clipped to the context."""
         self.request_id = submit.request_id
         self.key = key
         self.submit = submit
         self.received_unix_ns = now_unix_ns
         self.num_output = 0
-        self.num_cached_tokens = 0  # of the prompt, once its first output has come
-        self.stopped_by: str | None = None  # the stop string; the core is then told, and only its finish still counts
+        self.num_cached_tokens = 0  # of the prompt; set with the first output
+        self.stopped_by: str | None = None  # the stop string; after that only the core's finish counts
         self.abort_detail = ""
-        self.served_class = ""  # until the core has admitted it
+        self.served_class = ""  # empty until the core has admitted it
         self.credit_tokens = submit.credit_tokens
         self._held: _HeldTokens | None = None
         self._most_held = _most_held(submit, max_tokens)
@@ -101,20 +104,22 @@ class OpenRequest:
         wants_logprobs = submit.sampling.num_logprobs is not None
         self._chars = CharacterCount(tokenizer, submit.shown_ids) if wants_logprobs else None
         self._scores: dict[int, CoreLogprob] = {}  # by position in the prompt
-        self._steps = StepCollection() if submit.traceparent else None  # else nobody looks at them
+        self._steps = StepCollection() if submit.traceparent else None  # without a trace they are not used
         self._seq = 0
 
     def ran_in(self, step: msgspec.Raw) -> None:
-        """A step that was looked at had this request in it."""
+        """Add a recorded step in which this request ran."""
         if self._steps is not None:
             self._steps.add(step)
 
     def resume(self, token_ids: list[int], stop_token_ids: Container[int]) -> CoreFinish | None:
-        """Take in the output that another engine has sent: text and stop strings go on after it. How the request ends,
-        if that output was all of it and only the end was lost."""
+        """Take in the output that another engine has sent, so that text and stop strings continue after it.
+
+        Returns the end of the request if that output was complete and only the end was lost; otherwise None.
+        """
         if not token_ids:
             return None
-        may_stop = self._has_guide or len(token_ids) > self._min_tokens  # as the core has it
+        may_stop = self._has_guide or len(token_ids) > self._min_tokens  # same rule as in the core
         ends_by_token = may_stop and token_ids[-1] in stop_token_ids
         shown = token_ids[:-1] if ends_by_token else token_ids
         if self._chars is not None:
@@ -142,13 +147,15 @@ class OpenRequest:
         )
 
     def take_tokens(self, output: CoreOutput) -> Tokens | None:
-        """The message for an output's tokens, or None while they are held; sets `stopped_by` if they complete a stop
-        string. None once stopped."""
+        """Return the message for an output's tokens, or None while they are held or after the request has stopped.
+
+        Sets `stopped_by` if the tokens complete a stop string.
+        """
         if not output.token_ids or self.stopped_by is not None:
             return None
         token_ids = output.token_ids
         ends_by_token = output.finish is not None and output.finish.reason is FinishReason.STOP
-        shown = token_ids[:-1] if ends_by_token else token_ids  # the token that ends a request is no text
+        shown = token_ids[:-1] if ends_by_token else token_ids  # the token that ends a request has no text
         if self._finder is None:
             text = self._detokenizer.add(shown)
         else:
@@ -170,11 +177,11 @@ class OpenRequest:
         return None if self._may_wait(held) else self.release()
 
     def take_scores(self, scores: CoreScores) -> None:
-        """Of a part of the prompt; they are told at the end."""
+        """Store the scores of a part of the prompt; they are sent at the end."""
         self._scores.update(enumerate(scores.logprobs, scores.position))
 
     def release(self) -> Tokens | None:
-        """The message for what is held."""
+        """Return the message for the held tokens; None if there are none."""
         held, self._held = self._held, None
         if held is None:
             return None
@@ -197,15 +204,15 @@ class OpenRequest:
         )
 
     def metered(self, replica_id: str) -> MeteredUsage:
-        """What it used so far, for the gateway process that it is of."""
+        """Return the usage so far, for its gateway process."""
         bill, served_class = self.submit.bill, self.served_class
         return MeteredUsage(replica_id, self.request_id, bill, served_class, self.num_cached_tokens, self.num_output)
 
     def finish(self, finish: CoreFinish, name_of: Callable[[int], str]) -> Finished:
-        """The last message. `name_of` tells the request id of a key, for the events."""
+        """Return the last message. `name_of` returns the request id of a key, for the events."""
         text, reason, detail = "", finish.reason, finish.detail
         if self.stopped_by is None:
-            text = "" if reason is FinishReason.PREFILL_DONE else self._last_text()  # the other engine goes on with it
+            text = "" if reason is FinishReason.PREFILL_DONE else self._last_text()  # the other engine continues
             if detail == "max_tokens" and self._is_clipped:
                 detail = "context"
             if reason is FinishReason.ABORT:
@@ -249,19 +256,19 @@ class OpenRequest:
         )
 
     def _ended(self, reason: FinishReason, detail: str) -> CoreFinish:
-        """As the core would tell it, of a request that it never saw."""
+        """Return a finish like the core's, for a request that the core never received."""
         now_ns = self.received_unix_ns
         return CoreFinish(reason, detail, 0, self.num_output, 0, 0, now_ns, self.submit.service.name, [], 0)
 
     def _prompt_logprobs(self) -> list[TokenLogprob] | None:
-        """None where they were not asked for, or did not all come before an abort."""
+        """Return the prompt's log-probabilities; None if not requested, or not complete before an abort."""
         ids = self.submit.prompt_ids
         if self.submit.sampling.num_prompt_logprobs is None or len(self._scores) != len(ids) - 1:
             return None
         return [self._table.logprob(ids[position], self._scores[position]) for position in range(1, len(ids))]
 
     def _search(self, token_ids: list[int]) -> tuple[str, int]:
-        """(text, tokens used up to and including the one that completes a stop string, or all of them)."""
+        """Return (text, number of tokens used): up to and including the token that completes a stop string, or all."""
         assert self._finder is not None
         text = ""
         for i, token_id in enumerate(token_ids):

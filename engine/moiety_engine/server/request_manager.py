@@ -1,7 +1,7 @@
-"""The requests of all gateways: taken in, handed to the core, answered, ended.
+"""Manager of the open requests of all gateways, from submission to their end.
 
-Every request that comes in gets exactly one Finished or Failed while its gateway can hear it. The desk knows no
-sockets: it posts messages to sessions and collects commands for the core.
+Every submitted request gets exactly one Finished or Failed while its gateway is connected. The manager uses no sockets:
+it posts messages to sessions and collects commands for the core.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FORGOTTEN = "forgotten"
 
 
 class RequestManager:
-    """Owns the open requests. One thread."""
+    """Owns the open requests. Used by one thread."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class RequestManager:
         adapters: Container[str] = (),
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`adapters`: those that requests may name."""
+        """Create the manager. `adapters` are those that requests may name."""
         self.limits: ModelLimits | None = None  # None until the core is ready
         self.is_draining = False
         self.is_awake = True
@@ -66,7 +66,7 @@ class RequestManager:
         self._adapters = adapters
         self._clock_ns = clock_ns
         self._open: dict[int, tuple[OpenRequest, GatewaySession]] = {}
-        self._ended: dict[int, str] = {}  # key → request id, of the last that ended: events may still name them
+        self._ended: dict[int, str] = {}  # key → request id of recently ended requests, which events may still name
         self._commands: list[ToCore] = []
         self._num_keys = 0
 
@@ -75,11 +75,11 @@ class RequestManager:
         return len(self._open)
 
     def adapters_in_use(self) -> set[str]:
-        """Of all requests that are open."""
+        """Return the adapters of all open requests."""
         return {request.submit.adapter for request, _ in self._open.values()} - {""}
 
     def take_commands(self) -> list[ToCore]:
-        """What the core has to be told since the last call."""
+        """Return the commands for the core since the last call."""
         commands, self._commands = self._commands, []
         return commands
 
@@ -92,7 +92,7 @@ class RequestManager:
             self._post(session, Failed(submit.request_id, 0, code, message))
             return
         self._num_keys += 1
-        key = self._num_keys  # from 1: an event's 0 names nobody
+        key = self._num_keys  # from 1: in an event, 0 means no request
         command = to_core(submit, self.limits, key)
         request = OpenRequest(
             submit,
@@ -139,7 +139,7 @@ class RequestManager:
             self._commands.append(CoreExtend(key, extend.credit_tokens, extend.last))
 
     def abort(self, session: GatewaySession, abort: Abort) -> None:
-        """Nothing happens if the request has already ended: the two messages have crossed."""
+        """Abort a request. A request that has already ended is ignored: the two messages have crossed."""
         key = session.open_keys.get(abort.request_id)
         if key is not None:
             self._abort(key, "")
@@ -149,7 +149,7 @@ class RequestManager:
             self._abort(key, detail)
 
     def forgo(self) -> None:
-        """Do not wait for speculative prefills."""
+        """Abort all speculative prefills."""
         for key, (request, _) in list(self._open.items()):
             if request.submit.speculative_prefill is not None:
                 self._abort(key, FORGONE)
@@ -160,7 +160,7 @@ class RequestManager:
 
     def _abort(self, key: int, detail: str) -> None:
         request, _ = self._open[key]
-        if request.stopped_by is None:  # else the core is ending it already
+        if request.stopped_by is None:  # otherwise the core is already ending it
             request.abort_detail = request.abort_detail or detail
             self._commands.append(CoreAbort(key, FinishReason.ABORT))
 
@@ -198,7 +198,7 @@ class RequestManager:
                 self._fail(*found, failure)
 
     def _tell_step(self, traced: TracedStep) -> None:
-        """To each request that ran in it."""
+        """Add a step's notes to each request that ran in it."""
         requests = [found[0] for key in traced.keys if (found := self._open.get(key)) is not None]
         classes = Counter(request.served_class for request in requests if request.submit.speculative_prefill is None)
         packed = encode_step(msgspec.structs.replace(traced.step, classes=dict(classes)))
@@ -206,7 +206,10 @@ class RequestManager:
             request.ran_in(packed)
 
     def fail_all(self, code: FailureCode, message: str, first_step_keys: Container[int] | None = None) -> None:
-        """The core is gone. `first_step_keys`: requests whose first token it computed as it died, if that is known."""
+        """Fail all open requests, because the core is gone.
+
+        `first_step_keys` are the requests whose first token the core was computing when it died; None if unknown.
+        """
         for request, session in list(self._open.values()):
             in_first_step = None if first_step_keys is None else request.key in first_step_keys
             self._fail(request, session, CoreFailure(request.key, code, message, in_first_step=in_first_step))
@@ -220,7 +223,7 @@ class RequestManager:
         self._post(session, message)
 
     def _fail(self, request: OpenRequest, session: GatewaySession, failure: CoreFailure) -> None:
-        if request.stopped_by is not None:  # all of its answer was sent: what failed later does not concern it
+        if request.stopped_by is not None:  # its output was sent completely, so the later failure is irrelevant
             ended = CoreFinish(
                 FinishReason.STOP, "", 0, request.num_output, 0, 0, self._clock_ns(), request.served_class, [], 0
             )
@@ -233,7 +236,7 @@ class RequestManager:
         self._post(session, message)
 
     def _release(self, request: OpenRequest, session: GatewaySession) -> None:
-        """What is held goes out before the end does."""
+        """Send the held tokens before the end."""
         tokens = request.release()
         if tokens is not None:
             self._post(session, tokens)
@@ -246,6 +249,6 @@ class RequestManager:
             del self._ended[next(iter(self._ended))]
 
     def _name_of(self, key: int) -> str:
-        """The id of a request that an event names, open or ended; "forgotten" if it ended long ago."""
+        """Return the id of a request that an event names, open or ended; "forgotten" if it ended long ago."""
         found = self._open.get(key)
         return self._ended.get(key, FORGOTTEN) if found is None else found[0].request_id

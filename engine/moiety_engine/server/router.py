@@ -1,4 +1,4 @@
-"""The socket that gateways connect to."""
+"""Socket that gateways connect to."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 def make_router(context: zmq.Context[zmq.Socket[bytes]], settings: ServerSettings) -> zmq.Socket[bytes]:
-    """Not bound yet. Raises zmq.ZMQError for a CURVE key that is none."""
+    """Return the ROUTER socket, not bound yet. Raises zmq.ZMQError for an invalid CURVE key."""
     has_keys = settings.curve_secret_key is not None
     if has_keys:
         GatewayAuthenticator(context, settings.gateway_keys_file)
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # A gateway whose connection broke comes back under its identity. With keys a new connection could belong to another
-    # gateway, so it does not get the identity of one that is connected.
+    # A gateway reconnects under its identity. With keys a new connection could belong to another
+    # gateway, so it does not get the identity of a connected one.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0 if has_keys else 1)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, settings.send_high_water)

@@ -1,9 +1,9 @@
-"""Gateways that are connected, and the sending of messages to them.
+"""Sessions of connected gateways, and the sending of messages to them.
 
-What a turn of the event loop has for a gateway goes to it as one frame: a step of the engine is one frame for each
-gateway, however many of its requests run. A gateway that does not read holds up nobody: what its socket queue does not
-take waits in its outbox, which credit bounds for honest gateways and `max_outbox_messages` for all. A gateway that is
-gone is noted here; ending its requests is the desk's business.
+All messages for a gateway in one turn of the event loop are sent as one frame: a step of the engine is one frame per
+gateway, regardless of the number of its running requests. A gateway that does not read blocks no other: messages beyond
+its socket queue wait in its outbox, which credit bounds for honest gateways and `max_outbox_messages` for all. Lost
+gateways are recorded here; the request manager ends their requests.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ log = structlog.get_logger()
 
 
 class GatewaySession:
-    """One gateway process, known by the identity of its socket and, with CURVE, by its public key. Owned by Sessions;
-    the desk fills `open_keys`."""
+    """Session of one gateway process, identified by its socket identity and, with CURVE, its public key.
+
+    Sessions owns it; the request manager fills `open_keys`.
+    """
 
     def __init__(self, identity: bytes, heard_at_s: float, public_key: str = "") -> None:
         self.identity = identity
         self.public_key = public_key
-        self.rest_refusal = ""  # why sleep mode was not changed for it
+        self.rest_refusal = ""  # why its sleep command was refused
         self.gateway_id = ""
-        self.replica_id = ""  # of its process, which may come back by another session
+        self.replica_id = ""  # id of its process, which may reconnect with another session
         self.heard_at_s = heard_at_s
         self.open_keys: dict[str, int] = {}  # request id → key
-        self.unsent: list[ToGateway] = []  # of this turn
-        self.outbox: deque[tuple[bytes, int]] = deque()  # frames that its socket did not take, of so many messages
+        self.unsent: list[ToGateway] = []  # messages of this turn
+        self.outbox: deque[tuple[bytes, int]] = deque()  # unsent frames, with their numbers of messages
         self.num_waiting = 0  # messages in the outbox
         self.wants_card = False
         self.has_card = False
@@ -42,10 +44,10 @@ class GatewaySession:
 
 
 class Sessions:
-    """Owns the sessions. One thread."""
+    """Owns the sessions. Used by one thread."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, max_outbox_messages: int) -> None:
-        """`socket` is a bound ROUTER with ROUTER_MANDATORY; it stays its maker's."""
+        """Create the sessions. `socket` is a bound ROUTER with ROUTER_MANDATORY; the caller keeps its ownership."""
         self._socket = socket
         self._max_outbox_messages = max_outbox_messages
         self._by_identity: dict[bytes, GatewaySession] = {}
@@ -57,9 +59,9 @@ class Sessions:
         return list(self._by_identity.values())
 
     def heard(self, identity: bytes, now_s: float, public_key: str = "") -> GatewaySession:
-        """Return the session of a gateway that has just sent something; a new one if it was not known.
+        """Return the session of a gateway that has just sent a message; create it if the gateway is new.
 
-        A session ends where its identity is used with another key: nothing of it passes to the new one.
+        If the identity is used with another key, the old session ends, and nothing of it passes to the new one.
         """
         session = self._by_identity.get(identity)
         if session is not None and session.public_key != public_key:
@@ -71,15 +73,15 @@ class Sessions:
         return session
 
     def post(self, session: GatewaySession, message: ToGateway) -> None:
-        """Send with the next `flush`, or keep for later, or drop if the gateway is gone. Never raises."""
-        if session.is_gone or (session.outbox and isinstance(message, Load)):  # it will be told when it reads again
+        """Queue a message for the next `flush`, or for the outbox; drop it if the gateway is gone. Never raises."""
+        if session.is_gone or (session.outbox and isinstance(message, Load)):  # a newer load follows once it reads
             return
         if not session.unsent:
             self._with_unsent.append(session)
         session.unsent.append(message)
 
     def flush(self) -> None:
-        """The end of a turn: send what was posted. Never blocks, never raises."""
+        """Send the messages that were posted in this turn. Never blocks, never raises."""
         sessions, self._with_unsent = self._with_unsent, []
         for session in sessions:
             messages, session.unsent = session.unsent, []
@@ -103,7 +105,7 @@ class Sessions:
         return bool(self._with_outbox)
 
     def retry(self) -> None:
-        """Send what the outboxes hold, as far as it goes."""
+        """Send from the outboxes until the sockets accept no more."""
         for session in list(self._with_outbox):
             while session.outbox and self._send(session, session.outbox[0][0]):
                 session.num_waiting -= session.outbox.popleft()[1]
@@ -111,7 +113,7 @@ class Sessions:
                 self._with_outbox.discard(session)
 
     def lose(self, session: GatewaySession, why: str) -> None:
-        """Forget a gateway; `take_gone` hands it to whoever ends its requests."""
+        """End the session of a gateway; `take_gone` then returns it, so that its requests are ended."""
         if session.is_gone:
             return
         session.is_gone = True

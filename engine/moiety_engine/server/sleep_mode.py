@@ -1,4 +1,4 @@
-"""Whether an engine sleeps, and whether it is to: from the one to the other, a command at a time."""
+"""Sleep mode of an engine: its actual and its requested state, and the commands that change it, one at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moiety_wire.figures import SleepState
 
 
 class SleepMode:
-    """What was asked for last counts, also while the core is still busy with what was asked for before."""
+    """State machine of sleep mode. The last request counts, even while the core executes an earlier command."""
 
     def __init__(self) -> None:
         self._is_asleep = False
@@ -28,7 +28,7 @@ class SleepMode:
         self.problem = ""
 
     def next_command(self, num_open: int) -> CoreSleep | None:
-        """What the core is to be told now, if anything; it falls asleep when nothing is open any more."""
+        """Return the command for the core, if any. The core falls asleep only when no request is open."""
         if self._core_is_busy or self._is_asleep == self._is_to_sleep or (self._is_to_sleep and num_open):
             return None
         self._core_is_busy = True
@@ -39,4 +39,4 @@ class SleepMode:
         self._is_asleep = message.asleep
         if message.problem:
             self.problem = message.problem
-            self._is_to_sleep = message.asleep  # it is not tried for ever
+            self._is_to_sleep = message.asleep  # do not retry forever

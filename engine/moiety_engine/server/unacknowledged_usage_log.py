@@ -1,9 +1,9 @@
-"""What requests used and no gateway has settled, written down, so that it survives the engine.
+"""Log of usage that no gateway has acknowledged, so that it survives the engine.
 
-A few times a second one frame of changes is appended: what was let in, with its bill; how far it has come; what was
-settled. The engine that starts in this one's place reads it. When the file has grown, it is written anew with what is
-unacknowledged still. Where it cannot be written, which is said once, what is unacknowledged is as safe as memory is
-until it can.
+A few times a second one frame of changes is appended: admitted requests with their billing contexts, their progress,
+and acknowledgements. The next engine reads the file. When the file has grown, it is rewritten with the usage that is
+still unacknowledged. If the file cannot be written, the error is logged once, and until it can be written the usage is
+only in memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moiety_engine.server.frame_file import FrameFile
 from moiety_wire.messages import MeteredUsage
 
 FLUSH_S = 0.1
-COMPACT_BYTES = 2**20  # below it, the file may hold what was settled long ago
-GROWTH = 4  # how often as large as what is unacknowledged it may become
+COMPACT_BYTES = 2**20  # smallest size at which the file is compacted
+GROWTH = 4  # growth since the last compaction at which the file is compacted
 
 Key = tuple[str, str]  # gateway process, request
 
 
 class Running(Protocol):
-    """A request that was let in and has not ended."""
+    """Admitted request that has not ended."""
 
     @property
     def num_cached_tokens(self) -> int: ...
@@ -36,12 +36,12 @@ class Running(Protocol):
     def num_output(self) -> int: ...
 
     def metered(self, replica_id: str) -> MeteredUsage:
-        """What it used so far."""
+        """Return the usage so far."""
         ...
 
 
 class _Noted(msgspec.Struct, frozen=True, array_like=True, tag="noted"):
-    number: int  # its name in the entries that follow
+    number: int  # its number in later entries
     record: MeteredUsage
 
 
@@ -62,19 +62,19 @@ log = structlog.get_logger()
 
 
 class UnacknowledgedUsageLog:
-    """Owns the file. One thread, but for the writing itself."""
+    """Owns the file. Used by one thread, except for the writing itself."""
 
     def __init__(self, path: Path) -> None:
-        """Raises InvalidConfig where the file cannot be had."""
+        """Open the log. Raises InvalidConfig if the file is unusable."""
         self._file = FrameFile.open(path)
         self._written: dict[Key, tuple[int, int, int]] = {}  # number, cached tokens, output tokens
         self._num_noted = 0
-        self._num_bytes_whole = 0  # when it was last written anew
-        self._is_behind = True  # so that all of it has to be written
+        self._num_bytes_whole = 0  # size after the last rewrite
+        self._is_behind = True  # the file must be rewritten
         self._is_failing = False
 
     def read(self) -> list[MeteredUsage]:
-        """What an engine before this one has left."""
+        """Return the usage that an earlier engine has left."""
         found: dict[int, MeteredUsage] = {}
         for frame in self._file.read():
             try:
@@ -90,8 +90,10 @@ class UnacknowledgedUsageLog:
     async def write(
         self, running: Mapping[Key, Running], ended: Mapping[Key, MeteredUsage], changed: Collection[Key]
     ) -> None:
-        """Write down what has changed since the last time: the counts of what runs, and what is in `changed`, which has
-        ended or was settled. Never raises; wait for one call before the next."""
+        """Write the changes since the last call. Never raises; await one call before the next.
+
+        These are the counts of running requests, and the requests in `changed`, which have ended or were acknowledged.
+        """
         is_large = self._file.num_bytes > max(COMPACT_BYTES, GROWTH * self._num_bytes_whole)
         is_whole = self._is_behind or is_large or not (running or ended)
         if is_whole:
@@ -129,7 +131,7 @@ class UnacknowledgedUsageLog:
         for key in changed:
             record, written = ended.get(key), self._written.get(key)
             if key in running:
-                continue  # again, after it had ended
+                continue  # the request was resumed after it had ended
             if record is None:
                 if written is not None:
                     del self._written[key]

@@ -1,4 +1,4 @@
-"""The engine's own record of what requests used: one line of JSON each, the oracle against which bills are checked."""
+"""The engine's own record of usage, one line of JSON per request, against which bills are verified."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import msgspec
 
 
 class UsageLine(msgspec.Struct, frozen=True):
-    """One ended request; time and engine are filled in as it is written. Tokens are counts; `output_tokens` are all
-    positions up to the end, also those that an engine before this one has generated."""
+    """Usage of one ended request; the time and the engine are filled in when it is written.
+
+    Tokens are counts. `output_tokens` counts all positions up to the end, including those that an earlier engine
+    generated.
+    """
 
     at_unix_ns: int
     engine_id: str
-    replica_id: str  # the gateway process
+    replica_id: str  # gateway process
     request_id: str
     tenant_id: str
     model: str
@@ -26,17 +29,19 @@ class UsageLine(msgspec.Struct, frozen=True):
 
 
 class UsageJournal:
-    """Appends to a file, a line a write, so that what is written survives the process. Rotate it by renaming: it is
-    opened anew when its path is no longer the same file."""
+    """Appends to a file, one line per write, so that written lines survive the process.
+
+    Rotate the file by renaming it: the journal opens its path again when it is no longer the same file.
+    """
 
     def __init__(self, path: Path, engine_id: str) -> None:
-        """Raises OSError where the file cannot be written."""
+        """Open the file. Raises OSError if it cannot be written."""
         self._path = path
         self._engine_id = engine_id
         self._descriptor = self._open()
 
     def add(self, line: UsageLine) -> None:
-        """Raises OSError if the disk is full."""
+        """Append a line. Raises OSError if the disk is full."""
         if not self._is_in_place():
             os.close(self._descriptor)
             self._descriptor = self._open()

@@ -1,9 +1,10 @@
-"""What ended requests used, kept until a gateway has stored it.
+"""Usage of ended requests, kept until a gateway has stored it.
 
-The engine's own count is the proof of what a gateway that died has left unsaid: what it neither settled nor will, since
-nothing was heard of it for a while, is told to another. With a log, that holds beyond the engine's own death: what an
-engine before this one has left there counts as ended with it. A gateway that is still there settles that by itself too,
-and is asked for what it seems to have forgotten, since a `Settled` may have died with the engine.
+The engine's own count proves the usage that a dead gateway did not report. If nothing is received from a gateway for a
+while, its unacknowledged usage is sent to another gateway. With a log, this survives the engine: the usage that an
+earlier engine left in the log counts as ended. A gateway that is still connected normally acknowledges that usage by
+itself; the engine sends it what it seems to have forgotten, since a UsageAcknowledgement may have been lost with the
+earlier engine.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from moiety_engine.server.usage_journal import UsageJournal, UsageLine
 from moiety_wire.messages import Failed, Finished, MeteredUsage, Submit
 
 MAX_RECORDS = 200_000
-RECORDS_AT_ONCE = 256  # in one message
-GRACE_S = 10.0  # after a gateway was last heard of; it may come back and settle by itself
+RECORDS_AT_ONCE = 256  # records per message
+GRACE_S = 10.0  # time after a gateway's last message in which it may reconnect and acknowledge
 REPEAT_S = 5.0
 
 log = structlog.get_logger()
 
 
 class UsageMeter:
-    """Owns the records, by gateway process and request. One thread. Without a `bill` nothing is kept."""
+    """Owns the usage records, by gateway process and request. Used by one thread.
+
+    Requests without a `bill` are not recorded.
+    """
 
     def __init__(
         self,
@@ -43,14 +47,14 @@ class UsageMeter:
         self._journal = journal
         self._log = unacknowledged
         self._max_records = max_records
-        self._running: dict[Key, OpenRequest] = {}  # that were let in, and have a bill
+        self._running: dict[Key, OpenRequest] = {}  # admitted requests with a bill
         self._records: dict[Key, MeteredUsage] = {}
-        self._inherited: set[Key] = set()  # the records of an engine before this one
-        self._changed: set[Key] = set()  # records, or former ones, that the log does not have so
-        self._num_of: defaultdict[str, int] = defaultdict(int)  # records of each process
-        self._heard_at_s: dict[str, float] = {}  # of processes with records
+        self._inherited: set[Key] = set()  # records of an earlier engine
+        self._changed: set[Key] = set()  # records whose change is not in the log yet
+        self._num_of: defaultdict[str, int] = defaultdict(int)  # number of records per process
+        self._heard_at_s: dict[str, float] = {}  # time of the last message, of processes with records
         self._told_at_s: dict[Key, float] = {}
-        self._told_to: defaultdict[Key, set[str]] = defaultdict(set)  # processes that were told of a record
+        self._told_to: defaultdict[Key, set[str]] = defaultdict(set)  # processes that a record was sent to
         self.num_lost = 0
         self._began_at_s = clock()
         for record in unacknowledged.read() if unacknowledged is not None else ():
@@ -59,23 +63,23 @@ class UsageMeter:
 
     @property
     def replicas(self) -> set[str]:
-        """The processes that have something unacknowledged."""
+        """Gateway processes with unacknowledged usage."""
         return set(self._num_of)
 
     @property
     def num_unacknowledged(self) -> int:
-        """Ended requests that no gateway has said it stored."""
+        """Ended requests whose usage no gateway has acknowledged."""
         return len(self._records)
 
     def begin(self, replica_id: str, request: OpenRequest) -> None:
-        """A request was let in."""
+        """Record that a request was admitted."""
         if self._log is not None and request.submit.bill:
             key = replica_id, request.request_id
             self._running[key] = request
-            self._inherited.discard(key)  # it was resumed where it had ended
+            self._inherited.discard(key)  # it was resumed after it had ended
 
     def note(self, replica_id: str, submit: Submit, end: Finished | Failed, served_class: str) -> None:
-        """A request that was let in has ended."""
+        """Record that an admitted request has ended."""
         if not served_class:
             return
         num_cached = end.num_cached_tokens if isinstance(end, Finished) else 0
@@ -121,7 +125,10 @@ class UsageMeter:
             log.error("usage_journal_failed", error=str(error), request_id=submit.request_id, output_tokens=num_output)
 
     def settle_for(self, sender: str, replica_id: str, request_ids: Collection[str]) -> int:
-        """Settle what the process `sender` may: its own, and what it was told of. Return how many it may not."""
+        """Process an acknowledgement by the process `sender`. Return how many of the requests it may not acknowledge.
+
+        It may acknowledge its own usage, and the usage that was sent to it.
+        """
         if sender == replica_id:
             self.settle(replica_id, request_ids)
             return 0
@@ -131,12 +138,12 @@ class UsageMeter:
         return len(known) - len(allowed)
 
     def note_told(self, replica_id: str, records: Iterable[MeteredUsage]) -> None:
-        """That process was told of these, and may settle them."""
+        """Record that these records were sent to that process, which may now acknowledge them."""
         for record in records:
             self._told_to[record.replica_id, record.request_id].add(replica_id)
 
     def settle(self, replica_id: str, request_ids: Iterable[str]) -> None:
-        """What these used is stored. What is not known does no harm."""
+        """Delete the usage of these requests, which is stored. Unknown requests are ignored."""
         for request_id in request_ids:
             key = replica_id, request_id
             if self._records.pop(key, None) is None:
@@ -151,7 +158,10 @@ class UsageMeter:
                 self._heard_at_s.pop(replica_id, None)
 
     def left_behind(self, connected: Collection[str]) -> list[MeteredUsage]:
-        """What is to be told to another gateway now, given the processes that are connected."""
+        """Return the usage of gateways that are gone, to be sent to another gateway now.
+
+        `connected` are the gateway processes that are connected.
+        """
         now_s = self._clock()
         for replica_id in connected:
             if replica_id in self._heard_at_s:
@@ -168,7 +178,7 @@ class UsageMeter:
         return self._due((key for key in self._inherited if key[0] == replica_id), now_s)
 
     async def write(self) -> None:
-        """Bring the log up to date. Never raises; wait for one call before the next."""
+        """Update the log. Never raises; await one call before the next."""
         if self._log is not None:
             changed, self._changed = self._changed, set()
             await self._log.write(self._running, self._records, changed)
@@ -178,7 +188,7 @@ class UsageMeter:
             self._changed.add(key)
 
     def _due(self, keys: Iterable[Key], now_s: float) -> list[MeteredUsage]:
-        """Of these, what was not told lately, that which was not told for the longest first."""
+        """Return the records among these keys that were not sent recently, the longest unsent first."""
         told = ((self._told_at_s.get(key, float("-inf")), key) for key in keys)
         due = [(at_s, key) for at_s, key in told if now_s - at_s >= REPEAT_S]
         chosen = [key for _, key in heapq.nsmallest(RECORDS_AT_ONCE, due, key=itemgetter(0))]

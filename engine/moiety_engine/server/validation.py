@@ -1,4 +1,4 @@
-"""Which requests an engine can serve: a pure check of a Submit against the model, and its form for the core."""
+"""Validation of a Submit against the model, and its conversion for the core. Without side effects."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moiety_wire.messages import FailureCode, ModelCard, Sampling, SpeculativePr
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_PENALTY = 1000.0
-MIN_REPETITION_PENALTY = 1 / MAX_PENALTY  # logits are divided by it
-MAX_BIAS = 1e30  # times a penalty, over the least temperature, it is still finite in float32
-MAX_CLASS_NAME_LENGTH = 64  # a name labels the engine's counters
+MIN_REPETITION_PENALTY = 1 / MAX_PENALTY  # logits are divided by the penalty
+MAX_BIAS = 1e30  # multiplied by a penalty and divided by the least temperature, still finite in float32
+MAX_CLASS_NAME_LENGTH = 64  # the name is a label of the engine's counters
 MAX_KEEP_S = 7 * 86_400.0
 TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -57,7 +57,7 @@ class Refusal:
 
 
 def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
-    """Why this request cannot be served; None if it can."""
+    """Return why this request cannot be served; None if it can."""
     if submit.model != limits.model:
         return Refusal(FailureCode.UNKNOWN_MODEL, f"this engine serves {limits.model!r}, not {submit.model!r}")
     num_prompt = len(submit.prompt_ids)
@@ -83,7 +83,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
 
 
 def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
-    """A checked request for the core, its length clipped to the context."""
+    """Return a validated request for the core, with its length clipped to the context."""
     stopping = submit.stopping
     stop_ids = set(stopping.stop_token_ids)
     if not stopping.ignore_eos:

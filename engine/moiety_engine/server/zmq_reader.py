@@ -1,7 +1,7 @@
-"""Reads a ZeroMQ socket from an event loop without a task or a future a message.
+"""Reader of a ZeroMQ socket in an event loop, without a task or a future per message.
 
-ZeroMQ's file descriptor is edge-triggered and tells only that something may have changed: after it fires, and after
-every send, one must read until nothing is left. That is kept here.
+ZeroMQ's file descriptor is edge-triggered and only signals that the state may have changed: after each signal, and
+after every send, the socket must be read until it is empty. This module ensures that.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ MESSAGES_A_TURN = 256
 
 
 class ZmqReader:
-    """Gives every message of `socket` to `on_frames`, with the user id that ZAP gave to its connection ("" where there
-    is none), and calls `on_turn_end` after each batch. Does not own the socket, but stops reading on close()."""
+    """Passes every message of `socket` to `on_frames`, and calls `on_turn_end` after each batch.
+
+    `on_frames` also gets the user id that ZAP assigned to the connection, or "". The reader does not own the socket; it
+    stops reading at `close`.
+    """
 
     def __init__(
         self,
@@ -37,13 +40,13 @@ class ZmqReader:
         self.read_soon()
 
     def read_soon(self) -> None:
-        """To be called after a send on the socket, which may have swallowed the edge."""
+        """Schedule a read. Call it after a send on the socket, which may have consumed the edge."""
         if not self._is_due and not self._is_closed:
             self._is_due = True
             self._loop.call_soon(self.read)
 
     def read(self) -> None:
-        """Read what is there."""
+        """Read the messages that are queued."""
         self._is_due = False
         num_read = 0
         while not self._is_closed and num_read < MESSAGES_A_TURN:
