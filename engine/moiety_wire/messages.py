@@ -38,7 +38,7 @@ from moiety_wire.grammars import GrammarSpec
 from moiety_wire.notes import Event, Phases, Reason
 from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 

@@ -144,7 +144,7 @@ class DataParallelGroup:
 class PendingRows:
     """Rows in transfer."""
 
-    _rows_NB: Tensor  # held until all have gone
+    _rows_NB: Tensor  # kept alive until sent
     _rows_MB: Tensor
     _work: dist.Work
 
@@ -199,7 +199,7 @@ class RowExchange:
 class PendingRowCounts:
     """Numbers of rows in transfer."""
 
-    _num_sent_R: Tensor  # held until all have gone
+    _num_sent_R: Tensor  # kept alive until sent
     _num_received_R: Tensor
     _work: dist.Work
 

@@ -57,7 +57,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Heartbeat. `waited_s` is the total time that the rank has waited for the ranks with the other half of each layer."""
+    """Heartbeat. `waited_s`: total time that the rank has waited for the ranks with the other half of each layer."""
 
     waited_s: float = 0.0
 

@@ -56,7 +56,7 @@ class RankProcesses:
             [sys.executable, "-m", MODULE],
             stdin=subprocess.PIPE,
             stdout=STANDARD_ERROR,  # standard output is reserved for rank 0's report
-            start_new_session=True,  # an interrupt from the terminal is for rank 0
+            start_new_session=True,  # a terminal interrupt must only reach rank 0
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `ended` reports that it has ended

@@ -38,7 +38,7 @@ LONGEST_WAIT = timedelta(days=365)  # of collectives: the heartbeat ends a proce
 
 @dataclass(frozen=True, slots=True)
 class RankExclusion:
-    """Policy for the exclusion of ranks: after `after_s` seconds, rank 0 stops waiting for ranks that can be excluded."""
+    """Policy for the exclusion of ranks: rank 0 waits `after_s` seconds for ranks that can be excluded."""
 
     layout: Layout
     after_s: float

@@ -49,7 +49,10 @@ def fits(form: Form, kv: KvCache) -> bool:
 
 
 def read(layer: LayerCache | LatentCache, blocks_n: Tensor, offset: int, num_tokens: int) -> list[Tensor]:
-    """Return tokens of each part of the layer's cache, contiguous, from place `offset` of the first of these blocks on."""
+    """Return tokens of each part of the layer's cache, from place `offset` of the first of these blocks on.
+
+    The returned tensors are contiguous.
+    """
     rows = []
     for part in layer.parts:
         by_token = part.index_select(0, blocks_n).movedim(_token_dim(layer), 1)

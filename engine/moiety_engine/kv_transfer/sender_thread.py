@@ -54,7 +54,7 @@ class SenderThread:
         self._secret_key = secret_key
         self._host = own_host()
         self._lock = threading.Lock()
-        self._kv_sender: dict[str, _OutgoingTransfer] = {}
+        self._transfers: dict[str, _OutgoingTransfer] = {}
         self._held_bytes = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._links: dict[str, zmq.Socket[bytes]] = {}
@@ -77,14 +77,14 @@ class SenderThread:
                 return f"there is no memory to share ({exc}); --kv-transport tcp does without"
             begin = msgspec.structs.replace(begin, segment=way.segment, way=way.name.value)
             transfer = _OutgoingTransfer(begin, hand_over.address, way, time.monotonic())
-            self._kv_sender[begin.transfer_id] = transfer
+            self._transfers[begin.transfer_id] = transfer
             self._held_bytes += begin.num_bytes
         self._jobs.put(lambda: self._tell(transfer, begin))
         return ""
 
     def put(self, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
         """Send a chunk of one layer; its tensors are in host memory once the mark is passed."""
-        transfer = self._kv_sender.get(piece.transfer_id)
+        transfer = self._transfers.get(piece.transfer_id)
         if transfer is not None and not transfer.problem:
             self._jobs.put(lambda: self._send(transfer, piece, parts, mark))
 
@@ -93,7 +93,7 @@ class SenderThread:
 
         Return why the receiver refused it, if that is known by now, or "".
         """
-        transfer = self._kv_sender.get(transfer_id)
+        transfer = self._transfers.get(transfer_id)
         if transfer is None:
             return ""  # it has arrived already
         if not transfer.problem:
@@ -103,7 +103,7 @@ class SenderThread:
         return transfer.problem
 
     def cancel(self, transfer_id: str) -> None:
-        transfer = self._kv_sender.get(transfer_id)
+        transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             self._jobs.put(lambda: self._cancel(transfer))
 
@@ -124,7 +124,7 @@ class SenderThread:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=POLL_S if self._kv_sender else None)
+                job = self._jobs.get(timeout=POLL_S if self._transfers else None)
                 if job is None:
                     break
                 job()
@@ -177,7 +177,7 @@ class SenderThread:
             case Received():
                 self._forget(answer.transfer_id)
             case Refused():
-                transfer = self._kv_sender.get(answer.transfer_id)
+                transfer = self._transfers.get(answer.transfer_id)
                 if transfer is not None:
                     transfer.problem = answer.reason
                     log.warning("kv_was_refused", address=transfer.address, reason=answer.reason)
@@ -185,7 +185,7 @@ class SenderThread:
     def _give_up(self) -> None:
         """Drop transfers without an answer, and close the connection to their receiver with its queue."""
         now_s = time.monotonic()
-        for transfer in list(self._kv_sender.values()):
+        for transfer in list(self._transfers.values()):
             if now_s - transfer.heard_s > ANSWER_S:
                 log.warning("kv_not_answered", address=transfer.address, num_bytes=transfer.begin.num_bytes)
                 self._forget(transfer.begin.transfer_id)
@@ -195,7 +195,7 @@ class SenderThread:
 
     def _forget(self, transfer_id: str) -> None:
         with self._lock:
-            transfer = self._kv_sender.pop(transfer_id, None)
+            transfer = self._transfers.pop(transfer_id, None)
             if transfer is not None:
                 self._held_bytes -= transfer.begin.num_bytes
         if transfer is not None:

@@ -47,7 +47,7 @@ class Transport(Protocol):
         ...
 
     def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
-        """Write a chunk's bytes at an offset of the receiver's buffer, or return the frames to send with its message."""
+        """Write a chunk's bytes at an offset of the receiver's buffer, or return the frames to send with it."""
         ...
 
     def close(self) -> None:

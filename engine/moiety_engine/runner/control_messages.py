@@ -69,7 +69,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
         arrays = {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int32) for name in _INT32}
         arrays |= {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int64) for name in _INT64}
         arrays["block_table_SB"] = arrays["block_table_SB"].reshape(len(arrays["context_len_S"]), -1)
-        arrays["owner_T"] = np.full(len(arrays["token_ids_T"]), NOBODY)  # rank 0 counts experts for all
+        arrays["owner_T"] = np.full(len(arrays["token_ids_T"]), NOBODY)  # rank 0 counts expert picks for all ranks
         return HostBatch(
             **arrays,
             num_scored=self.num_scored,

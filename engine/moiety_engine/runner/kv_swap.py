@@ -19,7 +19,7 @@ from torch import Tensor
 from moiety_engine.model.batch import KvCache
 
 SLAB_BYTES = 1 << 30  # page-locked memory is allocated in powers of two; slabs bound the waste to one slab
-STAGING_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}  # a few large copies, not many small ones
+STAGING_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}  # for a few large copies instead of many small ones
 NUM_MEASURED_BLOCKS = 32
 
 
@@ -161,7 +161,7 @@ class HostKv:
         return locked.to(self._device, non_blocking=True)
 
     def _runs(self, host_ids: list[int]) -> Iterator[tuple[Tensor, int, int, int]]:
-        """Yield runs of consecutive host blocks: (slab, its first row, first staging row, count). Each run is one copy."""
+        """Yield runs of consecutive host blocks: (slab, its first row, first staging row, count). A run is one copy."""
         first = 0
         while first < len(host_ids):
             slab, row = divmod(host_ids[first], self._rows_per_slab)

@@ -12,7 +12,7 @@ RESERVE_FRACTION = 0.02  # of a GPU's memory, for fragmentation and captured gra
 RESERVE_BYTES = 512 << 20  # for kernels that are loaded later
 ADAPTER_FRACTION = 1 / 64  # of a GPU's memory, for adapters
 ADAPTER_BYTES = 1 << 30  # on a CPU, where unused memory is not allocated
-HOST_FRACTION = 0.25  # of the available memory beside a GPU, for the host tier
+HOST_FRACTION = 0.25  # of the available host memory, for the host tier beside a GPU
 HOST_PER_DEVICE = 2  # upper bound, in multiples of the device's KV cache
 
 

@@ -1,4 +1,4 @@
-"""Store of the adapters that gateways send: assembled from their parts on this host's disk, where the core reads them."""
+"""Store of the adapters that gateways send, assembled from parts on this host's disk, where the core reads them."""
 
 from __future__ import annotations
 

@@ -450,7 +450,7 @@ class EngineServer:
         return {session.replica_id for session in self._sessions.all() if session.open_keys and session.replica_id}
 
     def _on_drain_time(self, wait_s: float) -> None:
-        """End the drain if no request is open; abort the open requests after the timeout; otherwise check again then."""
+        """End the drain if no request is open; abort the open requests after the timeout; otherwise check again."""
         if self._ended.done() or self._drain_until_s is None:
             return
         left_s = self._drain_until_s - self._clock()

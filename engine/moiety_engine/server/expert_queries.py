@@ -42,8 +42,11 @@ class ExpertQueries:
         return asks
 
     def answer(self, load: ExpertLoad) -> None:
-        session, ask_id = self._open.pop(load.ask_id)
-        self._post(session, msgspec.structs.replace(load, ask_id=ask_id))
+        """Send the core's answer to the gateway that asked, unless its query was dropped since."""
+        asked = self._open.pop(load.ask_id, None)
+        if asked is not None:
+            session, ask_id = asked
+            self._post(session, msgspec.structs.replace(load, ask_id=ask_id))
 
     def tell(self, sessions: list[GatewaySession], balance: ExpertBalance) -> None:
         self._balance = balance

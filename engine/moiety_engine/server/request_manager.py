@@ -173,9 +173,7 @@ class RequestManager:
                 request, session = found
                 self._post(session, request.accept(admission))
                 self._meter.begin(session.replica_id, request)
-        for (
-            traced
-        ) in step.traced:  # after the admissions, which tell the classes, and before the ends, which tell steps
+        for traced in step.traced:  # after admissions, which set the class, and before ends, which send the steps
             self._tell_step(traced)
         for output in step.outputs:
             found = self._open.get(output.key)

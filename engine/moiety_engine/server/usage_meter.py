@@ -170,8 +170,7 @@ class UsageMeter:
         return self._due((key for key in self._records if key[0] in gone), now_s) if gone else []
 
     def forgotten_by(self, replica_id: str) -> list[MeteredUsage]:
-        """What an engine before this one has left of a gateway process that is connected, and has settled nothing of
-        it since."""
+        """Return usage of a connected gateway that an earlier engine recorded, and that is not acknowledged since."""
         now_s = self._clock()
         if not self._inherited or now_s - self._began_at_s <= GRACE_S:
             return []
