@@ -36,8 +36,9 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
 
 
 THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination: make test-all
-FAST = bool(os.environ.get("MOIETY_TEST_FAST"))  # each test function once, in process: make test-fast
+FAST = os.environ.get("MOIETY_TEST_FAST", "")  # test functions that are short, once each: make test-fast
 TESTS = Path(__file__).parent
+LONG = frozenset() if FAST == "all" else frozenset((TESTS / "long_tests.txt").read_text().split())
 WITH_PROCESSES = frozenset({"system", "dashboard", "helm", "fuzz"})  # folders whose tests start servers or a browser
 
 
@@ -64,11 +65,13 @@ def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pyt
 
 
 def _is_fast(item: pytest.Item, seen: set[tuple[Path, str]]) -> bool:
-    """Return whether a test is one of the fast ones: neither slow nor with processes, and the first of its function's
+    """Return whether a test is one of the fast ones: short, without processes, and the first of its function's
     parameters. `seen`: the functions of which one test was kept."""
-    folder = item.path.relative_to(TESTS).parts[0]
+    path = item.path.relative_to(TESTS)
     function = item.path, getattr(item, "originalname", item.name)
-    if folder in WITH_PROCESSES or item.get_closest_marker("slow") or function in seen:
+    if path.parts[0] in WITH_PROCESSES or item.get_closest_marker("slow") or function in seen:
+        return False
+    if f"tests/{path}::{function[1]}" in LONG:
         return False
     seen.add(function)
     return True
