@@ -11,7 +11,7 @@ from moiety_wire.roles import EngineRole
 
 
 class Batching(StrEnum):
-    """How requests are put into steps; see `moiety_engine.scheduling.strategies`."""
+    """Batching strategy; see `moiety_engine.scheduling.strategies`."""
 
     NONE = "none"
     STATIC = "static"
@@ -21,7 +21,7 @@ class Batching(StrEnum):
 
 
 class PolicyName(StrEnum):
-    """Who goes first under continuous batching; see `moiety_engine.scheduling.policies`."""
+    """Scheduling policy under continuous batching; see `moiety_engine.scheduling.policies`."""
 
     MOIETY = "moiety"
     FCFS = "fcfs"
@@ -33,14 +33,14 @@ class PolicyName(StrEnum):
 
 
 class LoadFormat(StrEnum):
-    """Where weights come from."""
+    """Source of the weights."""
 
     AUTO = "auto"  # the checkpoint's files
     DUMMY = "dummy"  # drawn at random: only config.json and the tokenizer are needed
 
 
 class Overlap(StrEnum):
-    """Whether a step is planned and launched while the one before it runs."""
+    """Overlap of planning and launching a step with the step before it."""
 
     AUTO = "auto"  # on a GPU
     ON = "on"
@@ -48,7 +48,7 @@ class Overlap(StrEnum):
 
 
 class Speculate(StrEnum):
-    """What drafts tokens that a step verifies; see `moiety_engine.scheduling.speculative_decoding`."""
+    """Source of the tokens that speculative decoding verifies; see `moiety_engine.scheduling.speculative_decoding`."""
 
     OFF = "off"
     NGRAM = "ngram"  # what followed the newest words when the text said them before
@@ -57,7 +57,7 @@ class Speculate(StrEnum):
 
 
 class KvTransport(StrEnum):
-    """How KV goes to another engine."""
+    """Transport of KV to another engine."""
 
     AUTO = "auto"  # by shared memory on one host, else by TCP
     TCP = "tcp"
@@ -65,14 +65,14 @@ class KvTransport(StrEnum):
 
 
 class Offload(StrEnum):
-    """What of a model need not fit on its device."""
+    """Part of a model that is offloaded from its device."""
 
     NONE = "none"
     EXPERTS = "experts"  # they are kept elsewhere, and hot ones cached on the device; see `moiety_engine.offload`
 
 
 class ExpertEviction(StrEnum):
-    """Which expert makes room for another one of its layer."""
+    """Eviction policy of the expert cache, within a layer."""
 
     FREQUENCY = "frequency"  # the one that was asked for least often, of late more than long ago
     LRU = "lru"  # the one that was asked for longest ago
@@ -90,7 +90,7 @@ LOSSES_WITHIN_S = 600.0
 
 
 class MoeKernel(StrEnum):
-    """Who computes the experts of a mixture layer; see `moiety_kernels.moe`."""
+    """Implementation of the experts of a mixture layer; see `moiety_kernels.moe`."""
 
     AUTO = "auto"
     TRITON = "triton"
@@ -99,7 +99,7 @@ class MoeKernel(StrEnum):
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How KV goes from one engine to another."""
+    """Settings of KV transfer between engines."""
 
     role: EngineRole = EngineRole.BOTH
     listen: str = ""  # ZeroMQ address for KV from other engines; "" takes none

@@ -57,7 +57,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class HandlerServices:
-    """What every endpoint needs that asks something of an engine. The bounds may be set to others, for the bodies that
+    """Services of every inference endpoint. The bounds may be set to others, for the bodies that
     are read from then on."""
 
     authenticator: Authenticator
@@ -75,7 +75,7 @@ class HandlerServices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointDocs:
-    """What the OpenAPI says of an endpoint beside its body: `answer` is the type of a whole answer, `event` the schema
+    """OpenAPI description of an endpoint beside its body. `answer` is the type of a whole answer, `event` the schema
     of each event of a streamed one, None where nothing streams (see `event_of`)."""
 
     tag: str

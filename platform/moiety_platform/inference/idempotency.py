@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class IdempotentRequests:
-    """What a POST endpoint serves its requests through."""
+    """Serves the requests of POST endpoints, each key once."""
 
     def __init__(self, keeper: IdempotencyKeys, metrics: Metrics, max_body_bytes: int) -> None:
         self._keeper = keeper

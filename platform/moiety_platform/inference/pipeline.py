@@ -69,7 +69,7 @@ class Pipeline:
         return HeldRun(self, record, generation, streams)
 
     async def choose(self, record: RequestRecord, generation: Generation) -> _Choice:
-        """What comes before the gate: whether there is such a model, and the class."""
+        """Choose the model card and the service class, before admission."""
         record.generation = generation
         states, adapter = self._replicas.states(), None
         if self._adapters is not None:
@@ -189,7 +189,7 @@ class HeldRun:
 
 
 class _Choice(msgspec.Struct, frozen=True):
-    """What a request goes to."""
+    """Model card, engines and class that a request was matched with."""
 
     card: ModelCard
     states: list[EngineState]  # as they were then

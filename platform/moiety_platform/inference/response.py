@@ -75,7 +75,7 @@ class HttpResponse:
         await self._send(_body(data, more=False))
 
     async def replay(self, answer: KeptAnswer) -> None:
-        """What an earlier request was answered with, byte for byte."""
+        """Send the answer of an earlier request, byte for byte."""
         fields = _encode({**answer.headers, "content-length": str(len(answer.body))})
         await self._send(_start(answer.status, [*fields, (REPLAYED_HEADER, b"true")]))
         for start in range(0, len(answer.body), REPLAY_BYTES):

@@ -28,7 +28,7 @@ STOP_TOKEN = "stop_token"  # the detail of an end by a token that is no text
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a request cost, in tokens. A prompt counts once, however many choices it has."""
+    """Usage of a request, in tokens. A prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -76,7 +76,7 @@ class Run:
         return len(self._sequences)
 
     def new_readers(self) -> list[AnswerReader] | None:
-        """What tells calls of tools and thoughts in the text of each sequence; None where there can be neither."""
+        """Return readers of tool calls and reasoning for each sequence; None where there can be neither."""
         generation = self._record.generation
         assert generation is not None, "known before the request is submitted"
         return self.text.new_readers(generation, self.prompts)
@@ -131,8 +131,8 @@ class Run:
                 return sequence, message
 
     def _received(self) -> tuple[Sequence, Delivery] | None:
-        """What has come already, unless there is more to do for it than to take it: nearly all that comes of a request
-        comes together."""
+        """Return what has arrived already, unless more must be done for it than to take it: nearly all that comes of
+        a request comes together."""
         deliveries = self._inbox.deliveries
         if not deliveries:
             return None
@@ -226,7 +226,7 @@ class Run:
         sequence.progress.take(num_tokens, now_s - record.started_s)
 
     def _lacks(self, sequence: Sequence) -> int:
-        """How much more credit it is to have now; renewed by halves, so that few messages are needed."""
+        """Return how much more credit the sequence gets now; renewed by halves, so that few messages are needed."""
         window, stream = self._credit_window, sequence.stream
         num_left = stream.credit_tokens - stream.num_output_tokens
         if stream.ended or stream.credit_is_last or num_left > window // 2:
@@ -260,7 +260,7 @@ class Run:
         return sequence.output_ids[:-1] if finished.detail == STOP_TOKEN else sequence.output_ids
 
     def usage(self) -> Usage:
-        """What has been generated so far; exact when every stream has ended."""
+        """Return the usage so far; exact when every stream has ended."""
         num_choices = max(1, len(self._sequences) // len(self.prompts))
         cached_tokens = output_tokens = 0
         for number, sequence in enumerate(self._sequences):
