@@ -19,10 +19,8 @@ import structlog
 import torch
 
 from moiety_engine.adapters.registry import AdapterRegistry
-from moiety_engine.cache.blocks import BlockPool
-from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.prefix import tenant_mark
-from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
+from moiety_engine.config import EngineConfig
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.distribution.rank_group import RankGroup
 from moiety_engine.draft_model.draft_model import DraftModel
@@ -43,12 +41,8 @@ from moiety_engine.runner.rebalancing import rebalancing_of
 from moiety_engine.runner.runner import InFlightStep
 from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.runner.weights import Weights
-from moiety_engine.scheduling.finish import NonFiniteEnd
-from moiety_engine.scheduling.kv_ledger import KvLedger
-from moiety_engine.scheduling.limits import SchedulerLimits
+from moiety_engine.scheduler_setup import build_scheduler
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
 from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
 from moiety_engine.structured_outputs.service import GrammarService
@@ -105,17 +99,7 @@ class EngineLoop:
         self._device_state: DeviceState | None = self._allocate_device_state()
         self._experts = self._watch_experts()
         self.rebalancing = rebalancing_of(model, config, self._orders, clock_ns() / 1e9)
-        first, *further = [self._ledger() for _ in range(model.ranks.across.size)]
-        limits = SchedulerLimits(
-            sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms
-        )
-        policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
-        draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens
-        strategy = STRATEGIES[config.batching]
-        proposer = None if self._draft is None else self._draft.proposer
-        self.scheduler = Scheduler(
-            first, limits, strategy, policy, draft_tokens=draft_tokens, proposer=proposer, further=further
-        )
+        self.scheduler = build_scheduler(config, model, sizes, self._draft)
         self.disk = DiskTier(config, model, self.scheduler, self._awake().kv) if config.disk_cache else None
         self._pending_requests = PendingRequests(self.exchange.arrivals, self.adapters, self._compile_queue, self.disk)
         self._flight: InFlightStep | None = None  # launched, and not collected
@@ -368,17 +352,6 @@ class EngineLoop:
         orders = self._orders.waited_s(), self._orders.masked_ranks
         return load_of(self.scheduler, self.exchange, *parts, *orders, held, self._compile_queue.figures())
 
-    def _ledger(self) -> KvLedger:
-        """Build the KV ledger of one rank group."""
-        sizes = self.sizes
-        return KvLedger(
-            BlockPool(sizes.num_blocks),
-            sizes.block_size,
-            prefix_caching=self.config.prefix_caching,
-            host=HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None,
-            answers_apart=self.model.arithmetic.invariant,
-        )
-
     def _queue(self, submit: CoreSubmit, guide: GrammarHandle | None) -> None:
         seed = submit.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
@@ -459,18 +432,9 @@ class EngineLoop:
                 self.disk.invalidate(ended.hashes)
             log.error("output_not_finite", adapter=ended.adapter, num_output_tokens=ended.num_output_tokens)
             self._failures.append(
-                CoreFailure(ended.key, FailureCode.NON_FINITE, _not_finite(ended), ended.num_output_tokens)
+                CoreFailure(ended.key, FailureCode.NON_FINITE, ended.message, ended.num_output_tokens)
             )
 
     def _emit(self, output: CoreOutput | None) -> None:
         if output is not None:
             self._outputs.append(output)
-
-
-def _not_finite(ended: NonFiniteEnd) -> str:
-    if ended.adapter:
-        return (
-            "the model computes values that are not finite with this adapter: see that its weights times "
-            "lora_alpha / r are of the size that training left them at"
-        )
-    return "the model computed values that are not finite: the operator should check the checkpoint's weights"

@@ -149,7 +149,7 @@ def test_with_drafts_what_came_true_before_is_kept(
     assert tokens == healthy | {BAD: healthy[BAD][: bad_token[1] + 1]}
     assert list(failed) == [BAD]
     if by == "draft":
-        assert loop.scheduler.accepted_tokens_total > 0
+        assert loop.scheduler.output_processor.accepted_tokens_total > 0
 
 
 def test_what_it_left_in_the_cache_is_nobodys_beginning(poisoned: Loops, bad_token: tuple[int, int]) -> None:

@@ -157,9 +157,9 @@ def test_what_stops_by_itself_is_computed_one_step_too_far_and_neither_emitted_n
     answers = Answers(loop)
     drive(loop, answers)
     answers.to_the_end()
-    assert 0 < loop.scheduler.tokens_past_stop_total <= len(submits)
+    assert 0 < loop.scheduler.output_processor.tokens_past_stop_total <= len(submits)
     assert loop.scheduler.output_tokens_total == sum(map(len, answers.tokens.values()))
-    assert loop.load().tokens_past_stop_total == loop.scheduler.tokens_past_stop_total
+    assert loop.load().tokens_past_stop_total == loop.scheduler.output_processor.tokens_past_stop_total
 
 
 def test_what_ends_by_its_length_is_computed_no_step_too_far_and_frees_its_blocks_when_its_last_step_starts(
@@ -175,7 +175,7 @@ def test_what_ends_by_its_length_is_computed_no_step_too_far_and_frees_its_block
     loop.extend(0, 50, last=False)  # too late to matter
     answers.to_the_end()
     assert (answers.finishes[0].detail, len(answers.tokens[0])) == ("max_tokens", 4)
-    assert (loop.steps_total, loop.scheduler.tokens_past_stop_total) == (4, 0)
+    assert (loop.steps_total, loop.scheduler.output_processor.tokens_past_stop_total) == (4, 0)
 
 
 def test_nothing_is_computed_or_emitted_beyond_the_credit_however_it_comes(loops: Any) -> None:

@@ -394,7 +394,7 @@ class Replica:
         self._commit(self._flight)
         self._flight = None
         stopped = [c for c in self.clients.values() if c.aborted or (c.tokens and c.tokens[-1] == EOS)]
-        assert self.scheduler.tokens_past_stop_total <= self.overlap * len(stopped), "computed in vain"
+        assert self.scheduler.output_processor.tokens_past_stop_total <= self.overlap * len(stopped), "computed in vain"
         assert self.scheduler.groups.num_used == 0
         for client in self.clients.values():
             if client.finish is not None:

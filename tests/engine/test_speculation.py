@@ -94,7 +94,7 @@ def test_steps_that_are_looked_at_tell_all_the_tokens_that_came_of_them(drafting
         found = loop.take_outputs()
         steps += [] if found is None else [traced.step for traced in found.traced]
     assert len(steps) == loop.steps_total
-    assert loop.scheduler.accepted_tokens_total > 0
+    assert loop.scheduler.output_processor.accepted_tokens_total > 0
     assert sum(step.num_output_tokens for step in steps) == loop.scheduler.output_tokens_total == 4 * 60
 
 

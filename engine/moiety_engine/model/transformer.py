@@ -17,8 +17,8 @@ from moiety_engine.distribution.collectives import ALONE, Ranks
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
-from moiety_engine.model.dispatch import Dispatch
 from moiety_engine.model.expert_migration import SlotWeights
+from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
 from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
 from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.norms import make_norm
@@ -27,22 +27,19 @@ from moiety_engine.model.rotary import RotaryTable, rotation_of
 from moiety_engine.model.spec import KV_SCALE_BYTES, AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.vocabulary import Vocabulary
-from moiety_engine.model.weight_offload import WeightOffload, named_tensors
+from moiety_engine.model.weight_offload import WeightOffload
 from moiety_engine.model.weights import ModelWeights, MoeWeights
-from moiety_engine.moe.expert_slots import ExpertSlots
 from moiety_engine.moe.load import ExpertCounter
-from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import NUM_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from moiety_engine.distribution.collectives import RankCollectives
-    from moiety_engine.distribution.layout import Seat
     from moiety_engine.model.adapter_stacks import Key
     from moiety_engine.model.decode_programs import DecodePrograms, Decodes, Replayed
-    from moiety_engine.model.spec import DenseSpec
     from moiety_engine.model.weights import NormWeights
+    from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.cache import ExpertCache
     from moiety_placement.transition import Write
 
@@ -84,7 +81,7 @@ class Transformer:
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.kv_dtype = kv_dtype or self.activation_dtype
         self._first_layer = ranks.seat.layers_of(len(spec.layers)).start
-        self.experts = _expert_shape(spec, weights, ranks.seat, expert_bytes)
+        self.experts = expert_shape(spec, weights, ranks.seat, expert_bytes)
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
         self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in own.layers}
@@ -113,11 +110,13 @@ class Transformer:
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self.expert_cache = expert_cache
         cached = None if expert_cache is None else iter(expert_cache.layers)
-        self._slots = [_slots(one.ffn, ranks, self.device) for one in own.layers]
+        self._slots = [expert_slots(one.ffn, ranks, self.device) for one in own.layers]
         feeds = [
             RemoteExperts(one.ffn, w.ffn, self._chosen, arithmetic, ranks, slots)
             if ranks.crossings and isinstance(one.ffn, MoeSpec) and isinstance(w.ffn, MoeWeights)
-            else feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, _dispatch(slots, ranks), cached)
+            else feed_forward(
+                one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, expert_dispatch(slots, ranks), cached
+            )
             for one, w, factors, slots in zip(
                 own.layers, weights.layers, self.adapters.layers, self._slots, strict=True
             )
@@ -423,47 +422,6 @@ def _times(factor: float, values: Tensor) -> Tensor:
 
 def _end(begun: Callable[[], Tensor]) -> Tensor:
     return begun()
-
-
-def _slots(spec: DenseSpec | MoeSpec, ranks: Ranks, device: torch.device) -> ExpertSlots | None:
-    layout = ranks.seat.layout
-    if not isinstance(spec, MoeSpec) or (layout.ep == 1 and ranks.experts is None):
-        return None
-    num_experts = spec.routing.num_experts
-    slots, counts = layout.slots(num_experts), False if ranks.crossings else None  # remote: no device sync
-    own = {"num_parts": layout.ep, "own_part": ranks.seat.ep_rank}
-    return ExpertSlots(slots, num_experts, **own, device=device, counts=counts)
-
-
-def _dispatch(slots: ExpertSlots | None, ranks: Ranks) -> Dispatch | None:
-    return None if ranks.experts is None or slots is None else Dispatch(ranks.seat, ranks.experts, slots)
-
-
-def _expert_shape(spec: ModelSpec, weights: ModelWeights, seat: Seat, expert_bytes: int | None) -> ExpertShape | None:
-    """Return the dimensions of the model's experts for load counting; None if no layer has experts.
-
-    Covers all layers on all ranks; all MoE layers have the same dimensions. `expert_bytes`: given if the rank may have
-    no experts.
-    """
-    if not spec.moe_layers:
-        return None
-    index = spec.moe_layers[0]
-    ffn = spec.layers[index].ffn
-    assert isinstance(ffn, MoeSpec)
-    routing = ffn.routing
-    if expert_bytes is None:
-        tensors = weights.layers[index].ffn
-        assert isinstance(tensors, MoeWeights)
-        num_held = tensors.down_EDF.shape[0]  # for offloaded experts: the slots
-        held_bytes = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
-        expert_bytes = held_bytes // num_held * seat.expert_cuts
-    return ExpertShape(
-        layers=spec.moe_layers,
-        num_experts=routing.num_experts,
-        top_k=routing.top_k,
-        expert_bytes=expert_bytes,
-        num_groups=routing.num_groups,
-    )
 
 
 def _decode_programs(parts: _Pass) -> DecodePrograms:

@@ -18,6 +18,16 @@ class NonFiniteEnd:
     num_output_tokens: int
     hashes: list[bytes]
 
+    @property
+    def message(self) -> str:
+        """Explanation for the client."""
+        if self.adapter:
+            return (
+                "the model computes values that are not finite with this adapter: see that its weights times "
+                "lora_alpha / r are of the size that training left them at"
+            )
+        return "the model computed values that are not finite: the operator should check the checkpoint's weights"
+
 
 def why_it_ends(sequence: Sequence, token_id: int) -> tuple[FinishReason, str] | None:
     """Return reason and detail if the sequence ends with `token_id`, its newest token; None if it goes on."""

@@ -14,18 +14,18 @@ uses no tensors and no clock: times are passed in.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.admission_queue import AdmissionQueue
 from moiety_engine.scheduling.class_counters import ClassCounters
-from moiety_engine.scheduling.finish import NonFiniteEnd, finish_of, why_it_ends
+from moiety_engine.scheduling.finish import NonFiniteEnd, finish_of
 from moiety_engine.scheduling.kv_groups import KvGroups
 from moiety_engine.scheduling.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.output_predictor import OutputPredictor
+from moiety_engine.scheduling.output_processor import OutputProcessor
 from moiety_engine.scheduling.padded_prefill_planner import PaddedPrefillPlanner
-from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.policies import make_policy
 from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext
 from moiety_engine.scheduling.preemptor import Preemptor, SwapCost
@@ -44,7 +44,6 @@ from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.figures import ClassLoad
 from moiety_wire.messages import FinishReason
 
-_Sampled = tuple[int, CoreLogprob | None]
 _QUEUED = (SequenceState.WAITING, SequenceState.RETURNING)
 
 
@@ -104,11 +103,11 @@ class Scheduler:
         self._watch = StepTiming(self.step_time)
         proposer = proposer or NgramProposer()
         self.speculator = Speculator(draft_tokens, self.step_time, proposer) if draft_tokens else None
+        self.output_processor = OutputProcessor(
+            self.places, self.speculator, on_computed=self._computed, on_end=self._end, on_park=self._park
+        )
         self.output_tokens_total = self.recomputed_tokens_total = 0
         self.prefill_seconds_total = self.decode_seconds_total = 0.0  # of steps with and without prompt tokens
-        self.drafted_tokens_total = self.accepted_tokens_total = 0
-        self._non_finite: list[int] = []  # keys of sequences to end because their newest row is not finite
-        self.tokens_past_stop_total = 0  # sampled for sequences that had already ended
 
     # ── requests ──
 
@@ -201,7 +200,7 @@ class Scheduler:
         The contents of their blocks are removed from the prefix cache.
         """
         ended = []
-        for key in dict.fromkeys([*self._non_finite, *also]):
+        for key in dict.fromkeys([*self.output_processor.non_finite_keys, *also]):
             sequence = self.places.by_key.get(key)
             if sequence is None:
                 continue
@@ -210,7 +209,7 @@ class Scheduler:
             if output is not None and output.finish is not None:
                 num_output = output.finish.num_output_tokens
                 ended.append(NonFiniteEnd(key, sequence.submit.adapter, num_output, hashes))
-        self._non_finite.clear()
+        self.output_processor.non_finite_keys.clear()
         self._retire_padding_rows()
         return ended
 
@@ -259,35 +258,14 @@ class Scheduler:
     ) -> list[CoreOutput]:
         """Process the result of a step.
 
-        In the plan's order, there is one token for each chunk that samples and one for each token of its draft, and one
-        vector for each chunk that embeds. A step that was not launched is launched first: nothing is planned while it
-        runs. Results of rows in `non_finite`, and empty vectors, are not output: `end_non_finite` ends their sequences.
+        The arguments are those of `OutputProcessor.process`; `end_non_finite` ends the sequences whose results are not
+        finite. A step that was not launched is launched first: nothing is planned while it runs.
         """
         if self._running is None:
             self.launched(plan)
         assert self._running is plan, "a step was committed while another ran"
         self._running = None
-        outputs = []
-        sampled = iter(zip(token_ids, logprobs, strict=True))
-        embedded = iter(embeddings)
-        got_token = []
-        row = 0  # the chunk's first row among the sampled rows
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            if chunk.samples:
-                token = next(sampled)
-                drafted = list(islice(sampled, len(chunk.draft))) if chunk.draft else []
-                first, row = row, row + 1 + len(chunk.draft)
-                if sequence.pending_row < 0:
-                    self.tokens_past_stop_total += 1
-                    continue
-                output = self._take_samples(chunk, [token, *drafted], now_ns, first, non_finite)
-                if output is None:
-                    continue
-                got_token += [sequence] * len(output.token_ids)
-                outputs.append(output)
-            elif chunk.embeds:
-                outputs += self._take_vector(sequence, next(embedded), now_ns)
+        outputs, got_token = self.output_processor.process(plan, token_ids, logprobs, now_ns, embeddings, non_finite)
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
         self._retire_padding_rows()
@@ -373,74 +351,6 @@ class Scheduler:
         else:
             planner.limit_time(self.policy.step_budget(view, now_ns / 1e9))
             self._prefill_planner.fill(planner, view, joinable, now_ns)
-
-    def _take_samples(
-        self, chunk: Chunk, sampled: list[_Sampled], now_ns: int, first: int, non_finite: frozenset[int]
-    ) -> CoreOutput | None:
-        """Process the samples of a chunk; its first row is row `first` of the step. None if that row is not finite."""
-        if non_finite:
-            sampled = sampled[: next((i for i in range(len(sampled)) if first + i in non_finite), None)]
-        if not sampled:
-            self._non_finite.append(chunk.sequence.key)
-            return None
-        if chunk.draft:
-            return self._take_draft(chunk, sampled[0], sampled[1:], now_ns)
-        return self._take_token(chunk.sequence, *sampled[0], now_ns)
-
-    def _take_vector(self, sequence: Sequence, vector: bytes, now_ns: int) -> list[CoreOutput]:
-        """Process the vector of an embedded prompt; an empty vector is not finite."""
-        if sequence.place is SequenceState.ENDED:
-            return []
-        if not vector:
-            self._non_finite.append(sequence.key)
-            return []
-        finish = self._end(sequence, FinishReason.STOP, "", now_ns, vector)
-        return [CoreOutput(sequence.key, [], None, finish)]
-
-    def _take_token(self, sequence: Sequence, token_id: int, logprob: CoreLogprob | None, now_ns: int) -> CoreOutput:
-        sequence.token_came(token_id, now_ns / 1e9)
-        num_cached = 0
-        if sequence.first_token_unix_ns == 0:
-            sequence.first_token_unix_ns, num_cached = now_ns, sequence.num_cached
-        finish = None
-        num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
-        if num_output >= submit.max_tokens or num_output >= sequence.credit_tokens or token_id in submit.stop_token_ids:
-            ends = why_it_ends(sequence, token_id)
-            finish = ends and self._end(sequence, *ends, now_ns)
-        return CoreOutput(submit.key, [token_id], None if logprob is None else [logprob], finish, num_cached)
-
-    def _take_draft(self, chunk: Chunk, first: _Sampled, drafted: list[_Sampled], now_ns: int) -> CoreOutput:
-        """Process the first token and the accepted part of the draft.
-
-        As long as a draft token equals the sampled token, the token sampled after it counts as output.
-        """
-        sequence = chunk.sequence
-        sequence.num_drafted += len(chunk.draft)
-        self.drafted_tokens_total += len(chunk.draft)
-        output = self._take_token(sequence, *first, now_ns)
-        token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
-        for place, guessed in enumerate(chunk.draft):
-            if finish is not None or guessed != token_ids[-1]:
-                break
-            if place == len(drafted):  # the next value is not finite
-                self._non_finite.append(sequence.key)
-                break
-            sampled = drafted[place]
-            sequence.num_accepted += 1
-            self._computed(sequence, 1)
-            sequence.expect_token(-1)
-            more = self._take_token(sequence, *sampled, now_ns)
-            token_ids += more.token_ids
-            logprobs = logprobs and logprobs + (more.logprobs or [])
-            finish = more.finish
-        self.accepted_tokens_total += (num_right := len(token_ids) - 1)
-        if self.speculator is not None:
-            self.speculator.verified(sequence, num_right, one_wrong=finish is None and num_right < len(drafted))
-        if sequence.place is SequenceState.RUNNING:
-            self.places.verified(sequence)
-            if not sequence.has_credit:
-                self._park(sequence)
-        return CoreOutput(sequence.key, token_ids, logprobs, finish)
 
     def _park(self, sequence: Sequence) -> None:
         self.places.park(sequence)

@@ -7,7 +7,6 @@ and requests, the sessions handle sending.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from enum import IntEnum
@@ -29,7 +28,8 @@ from moiety_engine.server.router import make_router
 from moiety_engine.server.sessions import GatewaySession, Sessions
 from moiety_engine.server.settings import ServerSettings
 from moiety_engine.server.sleep_mode import SleepMode
-from moiety_engine.server.unacknowledged_usage_log import FLUSH_S, UnacknowledgedUsageLog
+from moiety_engine.server.unacknowledged_usage_log import UnacknowledgedUsageLog
+from moiety_engine.server.unacknowledged_usage_sender import UnacknowledgedUsageSender
 from moiety_engine.server.usage_journal import UsageJournal
 from moiety_engine.server.usage_meter import UsageMeter
 from moiety_engine.server.validation import ModelLimits
@@ -50,16 +50,14 @@ from moiety_wire.messages import (
     Forget,
     Heartbeat,
     Hello,
-    MeteredUsage,
     ModelCard,
     SleepCommand,
     Submit,
     ToEngine,
     ToGateway,
-    UnacknowledgedUsage,
     UsageAcknowledgement,
 )
-from moiety_wire.permissions import SenderRole, may_send
+from moiety_wire.permissions import may_send
 
 log = structlog.get_logger()
 
@@ -106,6 +104,7 @@ class EngineServer:
         self._journal = UsageJournal(settings.usage_journal, engine_id) if settings.usage_journal else None
         self._unacknowledged = unacknowledged
         self._meter = UsageMeter(clock, self._journal, unacknowledged)
+        self._usage_sender = UnacknowledgedUsageSender(engine_id, self._meter, self._sessions, self._permissions)
         tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._shelf = AdapterStore(settings.adapter_disk_bytes, settings.adapters)
         self._desk = RequestManager(tokenizer, self._post, self._meter, adapters=self._shelf)
@@ -113,7 +112,6 @@ class EngineServer:
         self._experts = ExpertQueries(self._post)
         self._rest = SleepMode()
         self._sleep = SleepState.AWAKE  # as last sent to gateways
-        self._num_tellings = 0
         self._load = LOADING
         self._refusal = ""
         self._drain_until_s: float | None = None
@@ -145,7 +143,7 @@ class EngineServer:
         self._reader = ZmqReader(self._socket, self._take_frames, self._settle, has_users=has_users)
         self._beat = self._loop.call_later(self.settings.heartbeat_interval_s, self._on_beat)
         if self._unacknowledged is not None:
-            self._writer = asyncio.create_task(self._write_unacknowledged(), name="unacknowledged-writer")
+            self._writer = asyncio.create_task(self._meter.write_until(self._closing), name="unacknowledged-writer")
         await self._core.start(self)
 
     async def wait_ready(self) -> bool:
@@ -279,7 +277,7 @@ class EngineServer:
 
     def _send_card(self, session: GatewaySession, card: ModelCard) -> None:
         session.wants_card, session.has_card = False, True
-        if not self._serves_requests(session):
+        if not self._permissions.may_submit(session.public_key):
             card = msgspec.structs.replace(card, kv_secret="")  # the secret is only for gateways that submit requests
         self._post(session, card)
         self._sessions.flush()  # alone in its frame, so that a gateway of another release can read the protocol version
@@ -381,7 +379,7 @@ class EngineServer:
             else:
                 self._sessions.lose(session, "silent")
         self._send_loads()
-        self._tell_what_was_left()
+        self._usage_sender.send_due()
         self._settle()
 
     def _reload_keys(self) -> None:
@@ -391,41 +389,6 @@ class EngineServer:
                 session.rest_refusal = ""
                 if not self._permissions.roles_of(session.public_key):
                     self._sessions.lose(session, "its key is not on the list any more")
-
-    async def _write_unacknowledged(self) -> None:
-        while not self._closing.is_set():
-            await self._meter.write()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), FLUSH_S)
-        await self._meter.write()
-
-    def _tell_what_was_left(self) -> None:
-        """Send the unacknowledged usage of gone gateways to one connected gateway.
-
-        Also send each connected gateway the usage that it seems to have forgotten.
-        """
-        sessions = [
-            session
-            for session in self._sessions.all()
-            if session.has_card and not session.outbox and self._serves_requests(session)
-        ]
-        if not sessions:
-            return
-        for session in sessions:
-            forgotten = self._meter.forgotten_by(session.replica_id)
-            if forgotten:
-                self._send_unacknowledged(session, forgotten)
-        records = self._meter.left_behind({session.replica_id for session in self._sessions.all()})
-        if records:
-            self._num_tellings += 1  # rotate, in case one gateway does not store them
-            self._send_unacknowledged(sessions[self._num_tellings % len(sessions)], records)
-
-    def _serves_requests(self, session: GatewaySession) -> bool:
-        return SenderRole.INFERENCE in self._permissions.roles_of(session.public_key)
-
-    def _send_unacknowledged(self, session: GatewaySession, records: list[MeteredUsage]) -> None:
-        self._meter.note_told(session.replica_id, records)
-        self._post(session, UnacknowledgedUsage(self.engine_id, records))
 
     def _send_loads(self) -> None:
         for session in self._sessions.all():

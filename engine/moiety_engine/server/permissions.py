@@ -41,6 +41,10 @@ class GatewayPermissions:
     def roles_of(self, public_key: str) -> frozenset[SenderRole]:
         return GATEWAY_ROLES if self._keys_file is None else self._roles.get(public_key, _NO_ROLES)
 
+    def may_submit(self, public_key: str) -> bool:
+        """Return whether gateways with this key submit requests."""
+        return SenderRole.INFERENCE in self.roles_of(public_key)
+
     def reload(self) -> bool:
         """Read the file if it has changed; return whether it was read. An unusable file changes nothing."""
         if self._keys_file is None:

@@ -9,6 +9,8 @@ earlier engine.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
@@ -17,7 +19,7 @@ from operator import itemgetter
 import structlog
 
 from moiety_engine.server.request import OpenRequest
-from moiety_engine.server.unacknowledged_usage_log import Key, UnacknowledgedUsageLog
+from moiety_engine.server.unacknowledged_usage_log import FLUSH_S, Key, UnacknowledgedUsageLog
 from moiety_engine.server.usage_journal import UsageJournal, UsageLine
 from moiety_wire.messages import Failed, Finished, MeteredUsage, Submit
 
@@ -181,6 +183,14 @@ class UsageMeter:
         if self._log is not None:
             changed, self._changed = self._changed, set()
             await self._log.write(self._running, self._records, changed)
+
+    async def write_until(self, closing: asyncio.Event) -> None:
+        """Update the log every FLUSH_S until `closing` is set, and then once more."""
+        while not closing.is_set():
+            await self.write()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(closing.wait(), FLUSH_S)
+        await self.write()
 
     def _note_change(self, key: Key) -> None:
         if self._log is not None:

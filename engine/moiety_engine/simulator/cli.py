@@ -27,7 +27,9 @@ from moiety_workload.errors import WorkloadError
 from moiety_workload.tenants import parse_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    from moiety_wire.classes import ServiceClass
 
 
 def simulate_command(
@@ -71,14 +73,11 @@ def simulate_command(
 ) -> None:
     """Run the real scheduler under virtual time, on a trace or on drawn arrivals."""
     console = Console(stderr=True)
-    names = list(dict.fromkeys([*(policy or []), *filter(None, (name.strip() for name in compare_with.split(",")))]))
-    names = names or ["moiety"]
+    names = _policy_names(policy or [], compare_with)
     try:
         if plot is not None:
             check_plot(plot)
-        chosen = find_device(device)
-        if max_batch_tokens is not None:
-            chosen = msgspec.structs.replace(chosen, max_batch_tokens=max_batch_tokens)
+        chosen = _device(device, max_batch_tokens)
         scenario = Scenario(
             trace=trace,
             spec=generate,
@@ -118,21 +117,33 @@ def simulate_command(
                 on_progress=on_progress,
             )
         if plot is not None:
-            ranked = sorted(known_classes, key=lambda service: service.rank)
-            draw(done.policies, [service.name for service in ranked], f"{chosen.name}, {_describe(scenario)}", plot)
+            _draw_plot(done, known_classes, f"{chosen.name}, {_describe(scenario)}", plot)
     except (EngineError, WorkloadError) as exc:
         print_error("moiety simulate", exc)
         raise typer.Exit(1) from exc
     if not as_json:
         _print(done)
         return
-    settings = {
-        "device": msgspec.to_builtins(chosen),
-        "max_tokens": max_tokens,
-        "seeds": seed_list,
-        "drain": drain,
-    }
+    settings = {"device": msgspec.to_builtins(chosen), "max_tokens": max_tokens, "seeds": seed_list, "drain": drain}
     typer.echo(json.dumps(_report(scenario, settings, done)))
+
+
+def _policy_names(policies: list[str], compare_with: str) -> list[str]:
+    """Return the policies to simulate, each once: those of `--policy`, then those of `--compare`."""
+    compared = filter(None, (name.strip() for name in compare_with.split(",")))
+    return list(dict.fromkeys([*policies, *compared])) or ["moiety"]
+
+
+def _device(name: str, max_batch_tokens: int | None) -> SimulatedDevice:
+    """Return the simulated device, with another token budget if one is given."""
+    device = find_device(name)
+    return device if max_batch_tokens is None else msgspec.structs.replace(device, max_batch_tokens=max_batch_tokens)
+
+
+def _draw_plot(done: PolicyComparison, classes: Iterable[ServiceClass], title: str, path: Path) -> None:
+    """Draw the comparison, with the classes in the order of their ranks."""
+    ranked = sorted(classes, key=lambda service: service.rank)
+    draw(done.policies, [service.name for service in ranked], title, path)
 
 
 def _tell_roles(found: dict[str, Any], scenario: Scenario, device: SimulatedDevice, *, as_json: bool) -> None:

@@ -4,7 +4,7 @@ Each task packs the rows that it multiplies. For a weight in bfloat16, or in fou
 are rounded to bfloat16), rows become bfloat16 and are multiplied in pairs (AVX512-BF16). For a weight in eight bits
 they become 16-bit integers, of which each GROUP shares a scale (AVX512-BW; one instruction with VNNI): that takes fewer
 operations than widening the weight, and keeps more of the rows' precision. Sums run over the inputs in one order, so a
-row's result has the same bits whatever other rows are in the batch.
+row's result has the same bits whatever other rows are in the batch. `row_packing.py` packs the rows.
 
 Few rows are multiplied with one weight row after the other: memory is then read sequentially, and the hardware
 prefetcher follows (4-bit rows are so short that several are read at once). More rows are multiplied with COLS weight
@@ -14,7 +14,6 @@ weight rows, so that memory is read during computation. For them, a 4-bit weight
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import llvmlite.binding as llvm
@@ -45,8 +44,7 @@ from moiety_kernels.cpu.instructions import (
 from moiety_kernels.quantization.reference import MAGNITUDES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
+    from collections.abc import Sequence
 
 PAIRS_FEW, FOURS_FEW, EIGHTS_FEW, COLS = 2, 4, 4, 4  # rows, for weights in bfloat16, four and eight bits
 PAIRS_ROWS = 6  # rows multiplied with COLS weight rows at once: their sums fill the registers
@@ -65,8 +63,6 @@ if PAIRS_AVAILABLE and PAIRS_FEATURE not in EMULATED:
 _PAIR_LANES = 2 * LANES
 _BYTES, _WORDS = ir.VectorType(I8, _PAIR_LANES), ir.VectorType(I16, _PAIR_LANES)
 _HALF_BYTES, _HALF_WORDS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
-_GREATEST = 32_767.0  # largest integer of a row: a group's products with eight bits stay far below 2³¹
-_LEAST = 1e-30  # a group whose values are all smaller counts as zeros
 _INT4 = [float(number) for number in range(-8, 8)]
 _E2M1 = [*MAGNITUDES, *(-one for one in MAGNITUDES)]
 
@@ -97,78 +93,6 @@ def _multiplied(e: Emitter, x: ir.Value, w: ir.Value) -> ir.Value:
     if WORDS_FEATURE in EMULATED:
         return multiplied_words(e, x, w, VI32)
     return e.intrinsic("llvm.x86.avx512.pmaddw.d.512", VI32, [_WORDS] * 2, x, w)
-
-
-def _pack_pairs(e: Emitter) -> None:
-    """Emit out[i] = bfloat16(row[i]); arguments: row, count, out."""
-    row, count, out = e.function.args
-
-    def body(i: ir.Value) -> list[ir.Value]:
-        at = e.builder.mul(i, I64(4))
-        pairs = narrowed(e, e.load(row, at), e.load(row, e.builder.add(at, I64(4 * LANES))))
-        e.store(pairs, out, e.builder.mul(i, I64(2)))
-        return []
-
-    e.loop(count, _PAIR_LANES, [], body)
-
-
-def _pack_fours(e: Emitter) -> None:
-    """Emit out = bfloat16(row) in the order in which `_Fours` reads the inputs of a 4-bit weight.
-
-    A byte of that weight holds two inputs that are 16 apart, and two blocks are read at once. Arguments: row, count,
-    out.
-    """
-    row, count, out = e.function.args
-    builder = e.builder
-
-    def write(i: ir.Value, quarters: Sequence[int], to: int) -> None:
-        low, high = (e.load(row, builder.mul(builder.add(i, I64(LANES * one)), I64(4))) for one in quarters)
-        e.store(narrowed(e, low, high), out, builder.mul(builder.add(i, I64(to)), I64(2)))
-
-    def both(i: ir.Value) -> list[ir.Value]:
-        write(i, (0, 2), 0)
-        write(i, (1, 3), _PAIR_LANES)
-        return []
-
-    def last(i: ir.Value) -> list[ir.Value]:
-        write(builder.add(i, whole), (0, 1), 0)
-        return []
-
-    whole = builder.and_(count, I64(-BLOCKS))
-    e.loop_if_any(whole, BLOCKS, [], both)
-    e.loop_if_any(builder.sub(count, whole), _PAIR_LANES, [], last)
-
-
-def _pack_whole(e: Emitter) -> None:
-    """Emit the integers of a row's group and their scale: row[i] ≈ out[i] · scale.
-
-    A NaN or infinite input makes the scale NaN or infinite. Arguments: row, count, out, scale.
-    """
-    row, count, out, scale_at = e.function.args
-    builder = e.builder
-    magnitude = ir.Constant(VI32, [0x7FFFFFFF] * LANES)
-
-    def larger(a: ir.Value, b: ir.Value) -> ir.Value:
-        return builder.select(builder.icmp_signed(">", a, b), a, b)  # of a float's bits: NaN is the largest
-
-    def body(i: ir.Value, top: ir.Value) -> list[ir.Value]:
-        return [larger(builder.and_(builder.bitcast(e.load(row, builder.mul(i, I64(4))), VI32), magnitude), top)]
-
-    (top,) = e.loop(count, LANES, [ir.Constant(VI32, [0] * LANES)], body)
-    top = builder.bitcast(e.reduce(top, larger), VF)
-    is_some = builder.fcmp_unordered(">=", top, constant(_LEAST))
-    scale = builder.select(is_some, builder.fmul(top, constant(1.0 / _GREATEST)), constant(0.0))
-    is_number = builder.and_(is_some, builder.fcmp_ordered("<", top, constant(math.inf)))
-    inverse = builder.select(is_number, builder.fdiv(constant(_GREATEST), top), constant(0.0))
-    e.store(builder.extract_element(scale, I32(0)), scale_at)
-
-    def write(i: ir.Value) -> list[ir.Value]:
-        value = builder.fmul(e.load(row, builder.mul(i, I64(4))), inverse)
-        whole = builder.fptosi(e.intrinsic(f"llvm.rint.v{LANES}f32", VF, [VF], value), VI32)
-        e.store(builder.trunc(whole, _HALF_WORDS), out, builder.mul(i, I64(2)))
-        return []
-
-    e.loop(count, LANES, [], write)
 
 
 class _Dots:
@@ -275,7 +199,7 @@ class _FourBits:
         self.numbers = e.builder.select(e.builder.icmp_signed("==", kind, I64(0)), *tables)
 
     def two_blocks(self, values: ir.Value, scales: ir.Value, i: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return the inputs from i on, in the order of `_pack_fours`."""
+        """Return the inputs from i on, in the order of `pack_fours_row`."""
         builder = self.e.builder
         wide = builder.zext(self._load(values, i, _BYTES), _WORDS)
         second = _words([0] * LANES + [16] * LANES)  # its block's half of the table
@@ -315,7 +239,7 @@ def _words(values: Sequence[int]) -> ir.Constant:
 
 
 def _unpack_fours(e: Emitter) -> None:
-    """Emit out = bfloat16 of a 4-bit weight row, in the order of `_pack_fours`.
+    """Emit out = bfloat16 of a 4-bit weight row, in the order of `pack_fours_row`.
 
     Arguments: values, scales, k, shift, kind, out.
     """
@@ -462,14 +386,7 @@ def _choose(e: Emitter) -> None:
     builder.position_at_end(others)
 
 
-def _packing(name: str, num_arguments: int, emit: Callable[[Emitter], None], is_there: bool) -> Any:
-    return function(f"moiety_pack_{name}", [I64] * num_arguments, emit if is_there else lambda _: None)
-
-
-pack_pairs_row = _packing("pairs", 3, _pack_pairs, PAIRS_AVAILABLE)
-pack_fours_row = _packing("fours", 3, _pack_fours, FOURS_AVAILABLE)
-unpack_fours_row = _packing("out_fours", 6, _unpack_fours, FOURS_AVAILABLE)
-pack_whole_group = _packing("whole", 4, _pack_whole, WHOLE_AVAILABLE)
+unpack_fours_row = function("moiety_pack_out_fours", [I64] * 6, _unpack_fours if FOURS_AVAILABLE else lambda _: None)
 
 # kinds of weights: bfloat16, four bits, eight bits with a scale per row, eight bits with scales of groups
 PAIRS, FOURS, EIGHTS, GROUPED_EIGHTS = range(4)

@@ -20,12 +20,10 @@ from moiety_kernels.cpu.dots import (
     PAIRS_ROWS,
     SHARE_BITS,
     dots,
-    pack_fours_row,
-    pack_pairs_row,
-    pack_whole_group,
     unpack_fours_row,
 )
 from moiety_kernels.cpu.memory import load_i64, store_i64
+from moiety_kernels.cpu.row_packing import pack_fours_row, pack_pairs_row, pack_whole_group
 from moiety_kernels.cpu.unpacking import E2M1, INT8, PLAIN, WHOLE_ROW
 from moiety_kernels.cpu.vectors import fetch
 

@@ -11,7 +11,6 @@ import math
 
 from moiety_kernels.cpu import dots, tiles
 from moiety_kernels.cpu.compiling import jit
-from moiety_kernels.cpu.dots import pack_pairs_row
 from moiety_kernels.cpu.gemm import TASKS_PER_THREAD, UNPACKED_AT, WIDE_AT
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.panels import (
@@ -28,6 +27,7 @@ from moiety_kernels.cpu.panels import (
     weigh_masked_scores,
     weigh_scores,
 )
+from moiety_kernels.cpu.row_packing import pack_pairs_row
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.vectors import copy_row, fetch, scale_row
 from moiety_kernels.paged_attention.cpu_arguments import (

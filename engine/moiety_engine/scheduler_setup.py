@@ -1,0 +1,43 @@
+"""Construction of a replica's scheduler, with a KV ledger for each rank group, from the configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.host import HostTier
+from moiety_engine.config import Batching, PolicyName, Speculate
+from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.limits import SchedulerLimits
+from moiety_engine.scheduling.scheduler import Scheduler
+from moiety_engine.scheduling.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from moiety_engine.config import EngineConfig
+    from moiety_engine.draft_model.draft_model import DraftModel
+    from moiety_engine.model.transformer import Transformer
+    from moiety_engine.runner.sizes import Sizes
+
+
+def build_scheduler(config: EngineConfig, model: Transformer, sizes: Sizes, draft: DraftModel | None) -> Scheduler:
+    """Build the scheduler. Without a draft model, drafts are found by n-gram lookup."""
+    first, *further = [_build_ledger(config, model, sizes) for _ in range(model.ranks.across.size)]
+    limits = SchedulerLimits(
+        sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms
+    )
+    policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
+    draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens
+    strategy = STRATEGIES[config.batching]
+    proposer = None if draft is None else draft.proposer
+    return Scheduler(first, limits, strategy, policy, draft_tokens=draft_tokens, proposer=proposer, further=further)
+
+
+def _build_ledger(config: EngineConfig, model: Transformer, sizes: Sizes) -> KvLedger:
+    """Build the KV ledger of one rank group."""
+    return KvLedger(
+        BlockPool(sizes.num_blocks),
+        sizes.block_size,
+        prefix_caching=config.prefix_caching,
+        host=HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None,
+        answers_apart=model.arithmetic.invariant,
+    )
