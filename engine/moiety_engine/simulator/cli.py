@@ -72,7 +72,6 @@ def simulate_command(
     as_json: AsJson = False,
 ) -> None:
     """Run the real scheduler under virtual time, on a trace or on drawn arrivals."""
-    console = Console(stderr=True)
     names = _policy_names(policy or [], compare_with)
     try:
         if plot is not None:
@@ -105,7 +104,7 @@ def simulate_command(
             )
             _tell_roles(found, scenario, chosen, as_json=as_json)
             return
-        with _progress(console) as on_progress:
+        with _progress() as on_progress:
             done = compare(
                 scenario,
                 chosen,
@@ -121,11 +120,8 @@ def simulate_command(
     except (EngineError, WorkloadError) as exc:
         print_error("moiety simulate", exc)
         raise typer.Exit(1) from exc
-    if not as_json:
-        _print(done)
-        return
-    settings = {"device": msgspec.to_builtins(chosen), "max_tokens": max_tokens, "seeds": seed_list, "drain": drain}
-    typer.echo(json.dumps(_report(scenario, settings, done)))
+    settings = {"max_tokens": max_tokens, "seeds": seed_list, "drain": drain}
+    _tell_comparison(done, scenario, chosen, settings, as_json=as_json)
 
 
 def _policy_names(policies: list[str], compare_with: str) -> list[str]:
@@ -144,6 +140,15 @@ def _draw_plot(done: PolicyComparison, classes: Iterable[ServiceClass], title: s
     """Draw the comparison, with the classes in the order of their ranks."""
     ranked = sorted(classes, key=lambda service: service.rank)
     draw(done.policies, [service.name for service in ranked], title, path)
+
+
+def _tell_comparison(
+    done: PolicyComparison, scenario: Scenario, device: SimulatedDevice, settings: dict[str, Any], *, as_json: bool
+) -> None:
+    if not as_json:
+        _print(done)
+        return
+    typer.echo(json.dumps(_report(scenario, {"device": msgspec.to_builtins(device), **settings}, done)))
 
 
 def _tell_roles(found: dict[str, Any], scenario: Scenario, device: SimulatedDevice, *, as_json: bool) -> None:
@@ -179,8 +184,9 @@ def _report(scenario: Scenario, settings: dict[str, Any], done: PolicyComparison
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int, float, int], None] | None]:
+def _progress() -> Iterator[Callable[[str, int, float, int], None] | None]:
     """Show a progress bar per run on a terminal; yield None in a pipe."""
+    console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
