@@ -32,7 +32,6 @@ import torch
 import zmq
 
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.config import LoadFormat
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
 from moiety_engine.kv_transfer.receiver_thread import ReceiverThread
 from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer
@@ -43,6 +42,7 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.supervisor.ports import claim_port
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.messages import Finished, Sampling, Stopping, Submit
 from moiety_wire.roles import KvHandoff, transfer_token
 

@@ -30,7 +30,7 @@ from gpu_strategies import check_crowd, measure_fp8, measure_strategies
 from gpu_watch import Watch, copy_bandwidth, step_bytes
 
 from moiety_engine.bench.lengths import BenchLengths
-from moiety_engine.config import Batching, Overlap
+from moiety_engine.config import Overlap
 from moiety_engine.environment import environment
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
@@ -39,6 +39,7 @@ from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import BATCH
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling
 
 QWEN3_30B_A3B = {

@@ -14,13 +14,14 @@ from typing import Any
 
 from moiety_engine.bench.engine import make_request
 from moiety_engine.bench.lengths import BenchLengths
-from moiety_engine.config import EngineConfig, LoadFormat
+from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.device_state import free_cached_memory
 from moiety_engine.startup import load_loop
+from moiety_wire.engine_choices import LoadFormat
 
 
 @dataclass

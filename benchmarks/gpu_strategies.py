@@ -12,8 +12,8 @@ from gpu_loops import Bench, Report, requests
 
 from moiety_engine.bench.engine import percentiles
 from moiety_engine.bench.lengths import BenchLengths
-from moiety_engine.config import Batching
 from moiety_engine.offline import run_all
+from moiety_wire.engine_choices import Batching
 
 STATIC_TARGET, NONE_TARGET, FP8_TARGET, WASTE_TARGET, CROWD_TARGET = 2.3, 9.3, 2.3, 0.05, 2.0
 BATCH = 64

@@ -28,7 +28,7 @@ from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
 from schemas import SchemaMaker
 
 from moiety_demo import checkpoint_path
-from moiety_engine.config import EngineConfig, LoadFormat, PolicyName
+from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
@@ -36,6 +36,7 @@ from moiety_engine.startup import load_loop
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import Sampling
 

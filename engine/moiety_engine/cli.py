@@ -12,9 +12,7 @@ import typer
 import zmq
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
-from moiety_engine.config import (
-    EngineConfig,
-)
+from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.rendezvous_address import (
     meeting_from,

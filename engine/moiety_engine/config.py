@@ -7,17 +7,8 @@ from enum import StrEnum
 import msgspec
 
 from moiety_engine.errors import InvalidConfig
+from moiety_wire.engine_choices import Batching, DeviceChoice, Dtype, KvDtype, LoadFormat, MoeKernel, Quantization
 from moiety_wire.roles import EngineRole
-
-
-class Batching(StrEnum):
-    """Batching strategy; see `moiety_engine.scheduling.strategies`."""
-
-    NONE = "none"
-    STATIC = "static"
-    DYNAMIC = "dynamic"
-    PADDED = "padded"
-    CONTINUOUS = "continuous"
 
 
 class PolicyName(StrEnum):
@@ -30,13 +21,6 @@ class PolicyName(StrEnum):
     VTC = "vtc"
     DLPM = "dlpm"
     QOSERVE = "qoserve"
-
-
-class LoadFormat(StrEnum):
-    """Source of the weights."""
-
-    AUTO = "auto"  # the checkpoint's files
-    DUMMY = "dummy"  # drawn at random: only config.json and the tokenizer are needed
 
 
 class Overlap(StrEnum):
@@ -79,23 +63,10 @@ class ExpertEviction(StrEnum):
     ALL = "all"  # none are kept for the next pass
 
 
-DEVICES = ("auto", "cpu", "cuda")
-DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
-KV_DTYPES = ("auto", "bf16", "fp8", "int8")
 MAX_TRACED_PER_S = 1000
 REBALANCE_EVERY_S = 60.0  # where experts are redundant, which is of no use if they stay where they are
 MASK_AFTER_LOSSES = 3  # where --rank-failure-log is given
 LOSSES_WITHIN_S = 600.0
-
-
-class MoeKernel(StrEnum):
-    """Implementation of the experts of a mixture layer; see `moiety_kernels.moe`."""
-
-    AUTO = "auto"
-    TRITON = "triton"
-    GROUPED = "grouped"
-    REFERENCE = "reference"
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,14 +172,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_adapter_rank: int = 32
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise InvalidConfig(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
-        if self.dtype not in DTYPES:
-            raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.quantization not in QUANTIZATIONS:
-            raise InvalidConfig(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
-        if self.kv_dtype not in KV_DTYPES:
-            raise InvalidConfig(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
+        choices = {"device": DeviceChoice, "dtype": Dtype, "quantization": Quantization, "kv_dtype": KvDtype}
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in list(known):
+                raise InvalidConfig(f"{name} must be one of {', '.join(known)}, not {value!r}")
         if self.batch_invariant and self.batching is Batching.PADDED:
             raise InvalidConfig("batch_invariant cannot be had with padded batching: choose another --batching")
         positive = {

@@ -11,13 +11,10 @@ import typer
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import (
-    Batching,
     EngineConfig,
     ExpertEviction,
     GrammarLimits,
     KvTransport,
-    LoadFormat,
-    MoeKernel,
     Offload,
     OffloadConfig,
     Overlap,
@@ -27,6 +24,7 @@ from moiety_engine.config import (
 )
 from moiety_engine.server import grammar_options, offload_options, options, rank_options
 from moiety_engine.server.settings import CORE_SILENCE_S
+from moiety_wire.engine_choices import Batching, DeviceChoice, Dtype, KvDtype, LoadFormat, MoeKernel, Quantization
 from moiety_wire.roles import EngineRole
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -62,10 +60,10 @@ class ModelOptions:
     """Options of a model's weights, its layout over ranks, and its steps."""
 
     model: options.ModelOption = ""
-    device: options.DeviceOption = options.DeviceChoice.auto
-    dtype: options.DtypeOption = options.Dtype.auto
-    quantization: options.QuantizationOption = options.Quantization.auto
-    kv_dtype: options.KvDtypeOption = options.KvDtype.auto
+    device: options.DeviceOption = DeviceChoice.AUTO
+    dtype: options.DtypeOption = Dtype.AUTO
+    quantization: options.QuantizationOption = Quantization.AUTO
+    kv_dtype: options.KvDtypeOption = KvDtype.AUTO
     moe_kernel: options.MoeKernelOption = MoeKernel.AUTO
     batch_invariant: options.BatchInvariantOption = False
     threads: options.ThreadsOption = None

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap, Speculate
+from moiety_engine.config import EngineConfig, Overlap, Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
@@ -25,6 +25,7 @@ from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
 from moiety_engine.sequence import Sequence
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import BATCH
+from moiety_wire.engine_choices import Batching, LoadFormat
 from moiety_wire.messages import Sampling
 
 KINDS = [

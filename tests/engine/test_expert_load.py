@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moiety_engine.config import Batching, EngineConfig, Overlap
+from moiety_engine.config import EngineConfig, Overlap
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.moe.history import ExpertPace, LoadHistory
@@ -19,6 +19,7 @@ from moiety_engine.moe.tenants import NOBODY, OTHERS, TenantSlots
 from moiety_engine.offline import run_all
 from moiety_kernels.expert_count import count_picks, reference
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching
 from moiety_wire.experts import OTHER_TENANTS, AskExperts, ExpertLoad, pack_counts, unpack_counts, unpack_shares
 from moiety_wire.messages import Sampling
 

@@ -6,11 +6,12 @@ import os
 from typing import Any
 
 from moiety_demo import checkpoint_path
-from moiety_engine.config import EngineConfig, LoadFormat, Overlap
+from moiety_engine.config import EngineConfig, Overlap
 from moiety_engine.first_steps import MAX_KEYS, FirstSteps
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.messages import Sampling
 
 

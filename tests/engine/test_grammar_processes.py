@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from moiety_demo import checkpoint_path
-from moiety_engine.config import EngineConfig, GrammarLimits, LoadFormat, Overlap
+from moiety_engine.config import EngineConfig, GrammarLimits, Overlap
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFailure, CoreSubmit
@@ -32,6 +32,7 @@ from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import FailureCode, Sampling
 

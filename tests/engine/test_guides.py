@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moiety_demo import checkpoint_path
-from moiety_engine.config import EngineConfig, LoadFormat, Overlap, Speculate
+from moiety_engine.config import EngineConfig, Overlap, Speculate
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
@@ -30,6 +30,7 @@ from moiety_text.tools.deltas import Call
 from moiety_text.tools.formats import format_of
 from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
 from moiety_wire.notes import EventKind

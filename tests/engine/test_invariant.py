@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moiety_engine.cache.blocks import BlockPool
-from moiety_engine.config import Batching, EngineConfig, PolicyName
+from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
@@ -29,6 +29,7 @@ from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling
 
 GPU = pytest.param(("cuda", True), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moiety_engine.config import Batching, EngineConfig, PolicyName
+from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
@@ -20,6 +20,7 @@ from moiety_engine.offline import Result, run_all
 from moiety_engine.startup import load_loop
 from moiety_kernels.cpu.team import Program, Team
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
 
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32

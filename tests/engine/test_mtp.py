@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moiety_engine.config import EngineConfig, LoadFormat, Overlap, PolicyName, Speculate, TransferConfig
+from moiety_engine.config import EngineConfig, Overlap, PolicyName, Speculate, TransferConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.errors import UnsupportedModelError
@@ -31,6 +31,7 @@ from moiety_engine.scheduling.speculative_decoding.drafted_kv import DraftedKv
 from moiety_engine.sequence import Sequence
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import BATCH
+from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.messages import Sampling
 from moiety_wire.roles import EngineRole, KvHandoff, transfer_token
 

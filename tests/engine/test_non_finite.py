@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moiety_engine.adapters.dummy import write_adapter
-from moiety_engine.config import Batching, EngineConfig, Speculate
+from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_engine.offline import run_all
@@ -24,6 +24,7 @@ from moiety_engine.sampling.finite import finite_rows
 from moiety_engine.sequence import Sequence
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FailureCode, Sampling
 
 from .conftest import Loops

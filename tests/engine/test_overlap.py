@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moiety_engine.cache.blocks import BlockPool
-from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap, PolicyName
+from moiety_engine.config import EngineConfig, Overlap, PolicyName
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv_groups import KvGroups
@@ -23,6 +23,7 @@ from moiety_engine.scheduling.step_time_model import StepTimeModel
 from moiety_engine.sequence import PENDING, Sequence, SequenceState
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching, LoadFormat
 from moiety_wire.messages import FinishReason, Sampling
 
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_engine.cache.blocks import BlockPool
-from moiety_engine.config import Batching
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.runner.group_results import order_of
 from moiety_engine.runner.inputs import BatchBuilder
@@ -20,6 +19,7 @@ from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling
 
 BLOCK_SIZE, BUDGET = 4, 64

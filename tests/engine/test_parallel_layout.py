@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from moiety_engine.config import Batching, EngineConfig
+from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.layout import Layout, Seat, layout_of, leaving, without
 from moiety_engine.distribution.rendezvous_address import meeting_from, require_hosts_apart
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.tensor_shards import own_spec
+from moiety_wire.engine_choices import Batching
 
 NOTED = {"dp_attention": 2, "exclude_rank_after_s": 5, "rank_failure_log": "losses"}
 LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}

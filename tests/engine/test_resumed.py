@@ -8,10 +8,11 @@ import msgspec
 import pytest
 import torch
 
-from moiety_engine.config import Batching, PolicyName
+from moiety_engine.config import PolicyName
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling
 from moiety_wire.notes import EventKind, Reason
 

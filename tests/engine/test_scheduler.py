@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_engine.cache.blocks import BlockPool
-from moiety_engine.config import Batching
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.scheduling.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling
 
 BLOCK_SIZE = 4

@@ -29,7 +29,6 @@ from hypothesis.stateful import (
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
-from moiety_engine.config import Batching
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
@@ -44,6 +43,7 @@ from moiety_engine.scheduling.step_time_model import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import PENDING, Sequence, SequenceState
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction, ServiceClass
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling
 from moiety_wire.notes import Reason
 

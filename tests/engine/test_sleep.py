@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moiety_engine.config import EngineConfig, LoadFormat, Overlap, TransferConfig
+from moiety_engine.config import EngineConfig, Overlap, TransferConfig
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.memory import Memory
@@ -27,6 +27,7 @@ from moiety_engine.runner.profiling import largest_step
 from moiety_engine.server.sleep_mode import SleepMode
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.figures import SleepState
 from moiety_wire.messages import Sampling
 

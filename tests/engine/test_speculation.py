@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName, Speculate
+from moiety_engine.config import EngineConfig, Overlap, PolicyName, Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
@@ -22,6 +22,7 @@ from moiety_engine.scheduling.speculative_decoding.ngrams import NgramIndex, con
 from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import BATCH
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling
 
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32

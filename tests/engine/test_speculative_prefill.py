@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.prefix import tenant_mark
-from moiety_engine.config import Batching
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv_ledger import KvLedger
@@ -24,6 +23,7 @@ from moiety_engine.scheduling.speculative_prefill.return_patterns import HORIZON
 from moiety_engine.scheduling.speculative_prefill.speculative_prefill import LIKELY, MAX_WANTED, _Wanted
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling, SpeculativePrefillRequest
 
 BLOCK = 4

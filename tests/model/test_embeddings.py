@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from moiety_engine.config import Batching, EngineConfig, PolicyName
+from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.loading import load_model
 from moiety_engine.offline import Result, run_all
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
 from moiety_wire.notes import EventKind
 

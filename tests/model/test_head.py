@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from moiety_engine.config import EngineConfig, LoadFormat
+from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.collectives import ALONE
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.messages import CoreSubmit
@@ -23,6 +23,7 @@ from moiety_kernels.cpu import dots, tiles
 from moiety_kernels.cpu.team import Program, Team
 from moiety_kernels.quantization import FORMATS, INT8, QuantizedWeight, dequantize, quantize
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.messages import Sampling
 
 PROMPT = list(range(3, 60))

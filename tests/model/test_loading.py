@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moiety_engine.config import LoadFormat
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError, WeightsError
 from moiety_engine.model.families import read_spec, spec_from_config
 from moiety_engine.model.loading import load_model
@@ -21,6 +20,7 @@ from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_engine.model.weights import products_of
 from moiety_kernels.quantization import QuantizedWeight
+from moiety_wire.engine_choices import LoadFormat
 
 PROMPT = list(range(3, 60))
 

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moiety_engine.config import LoadFormat
 from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.errors import UnsupportedModelError, WeightsError
 from moiety_engine.model.loading import load_model, load_mtp
 from moiety_engine.model.transformer import Transformer
+from moiety_wire.engine_choices import LoadFormat
 
 FAMILIES = ["deepseek_v3, as wide as blocks", "glm4_moe"]
 BLOCK_SIZE = 16

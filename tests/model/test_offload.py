@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moiety_engine.config import ExpertEviction, LoadFormat, Offload, OffloadConfig
+from moiety_engine.config import ExpertEviction, Offload, OffloadConfig
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model import checkpoint as reading
 from moiety_engine.model.loading import load_model
 from moiety_engine.offload.cache import ExpertCache
 from moiety_engine.offload.file import ExpertFile
+from moiety_wire.engine_choices import LoadFormat
 
 PROMPT = list(range(3, 60))
 OTHER = [7, 9, 300, 42, 8]

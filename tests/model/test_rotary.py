@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from moiety_engine.config import LoadFormat
 from moiety_engine.model.families import spec_from_config
 from moiety_engine.model.families.config import read_rope
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.rotary import RotaryTable, inverse_frequencies
+from moiety_wire.engine_choices import LoadFormat
 
 LONGEST = 131_072
 # every position near the ends, and some between

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from moiety_engine.cache.blocks import BlockPool
-from moiety_engine.config import Batching
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.kv_ledger import KvLedger
@@ -32,6 +31,7 @@ from moiety_engine.scheduling.step_time_model import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import SHIPPED, OverloadAction, ServiceClass
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling
 
 _BLOCK_SIZE = 16

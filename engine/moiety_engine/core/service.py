@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from moiety_engine.config import Batching, EngineConfig
+from moiety_engine.config import EngineConfig
 from moiety_engine.core.link import IDLE_WAIT_MS, ServerLink
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import OutOfMemory
@@ -30,6 +30,7 @@ from moiety_engine.messages import (
 )
 from moiety_engine.model.families import ignored_keys
 from moiety_engine.startup import load_loop
+from moiety_wire.engine_choices import Batching
 from moiety_wire.experts import AskExperts
 
 COMPANY_WAIT_MS = 2  # wait while requests wait for a batch (dynamic batching) or for others' work, such as grammars

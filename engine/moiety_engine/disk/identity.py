@@ -15,7 +15,8 @@ import msgspec
 import structlog
 import torch
 
-from moiety_engine.config import EngineConfig, LoadFormat
+from moiety_engine.config import EngineConfig
+from moiety_wire.engine_choices import LoadFormat
 
 if TYPE_CHECKING:
     from moiety_engine.model.batch import KvCache

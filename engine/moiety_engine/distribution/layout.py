@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moiety_engine.config import Batching
 from moiety_engine.errors import InvalidConfig
+from moiety_wire.engine_choices import Batching
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -16,10 +16,11 @@ from rich.progress import Progress
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
 from moiety_engine.command_errors import print_error
-from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap
+from moiety_engine.config import EngineConfig, Overlap
 from moiety_engine.errors import EngineError
 from moiety_engine.logs import configure_logs
 from moiety_engine.server import options, rank_options
+from moiety_wire.engine_choices import Batching, DeviceChoice, Dtype, KvDtype, LoadFormat, MoeKernel, Quantization
 from moiety_wire.replica import Replica
 
 OFFLINE_GROUP = "moiety.offline"  # its entry point `run_file` answers a file with the replica that it is given
@@ -33,10 +34,10 @@ def batch_run(
         Path | None,
         typer.Option(dir_okay=False, help="Answers, one a line; FILE with .answers.jsonl at its end if not given."),
     ] = None,
-    device: options.DeviceOption = options.DeviceChoice.auto,
-    dtype: options.DtypeOption = options.Dtype.auto,
-    quantization: options.QuantizationOption = options.Quantization.auto,
-    kv_dtype: options.KvDtypeOption = options.KvDtype.auto,
+    device: options.DeviceOption = DeviceChoice.AUTO,
+    dtype: options.DtypeOption = Dtype.AUTO,
+    quantization: options.QuantizationOption = Quantization.AUTO,
+    kv_dtype: options.KvDtypeOption = KvDtype.AUTO,
     moe_kernel: options.MoeKernelOption = MoeKernel.AUTO,
     batch_invariant: options.BatchInvariantOption = False,
     tp: rank_options.TpOption = 1,

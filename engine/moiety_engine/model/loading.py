@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 import structlog
 import torch
 
-from moiety_engine.config import LoadFormat, OffloadConfig
+from moiety_engine.config import OffloadConfig
 from moiety_engine.distribution.collectives import ALONE, Ranks
 from moiety_engine.memory import device_memory
 from moiety_engine.model.arithmetic import Arithmetic, cannot_be_invariant
@@ -33,6 +33,7 @@ from moiety_kernels.moe import MOE_KERNELS, unavailable
 from moiety_kernels.quantization import FORMATS, INT4, INT8
 from moiety_kernels.quantization.on_gpu import FLOAT8_CAPABILITY
 from moiety_kernels.quantization.weight import BLOCK, GPU_PACK
+from moiety_wire.engine_choices import LoadFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from moiety_engine.config import LoadFormat
 from moiety_engine.model.checkpoint import tensor_files
 from moiety_engine.model.errors import UnsupportedModelError, WeightsError
+from moiety_wire.engine_choices import LoadFormat
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_engine.checkpoint import fingerprint
-from moiety_engine.config import LoadFormat, Offload
+from moiety_engine.config import Offload
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.names.tensor_mapping import addresses
 from moiety_engine.model.spec import MoeSpec
@@ -20,6 +20,7 @@ from moiety_engine.offload.cache import ExpertCache, slots_a_layer
 from moiety_engine.offload.file import ExpertFile
 from moiety_engine.offload.pinned import PinnedExperts
 from moiety_kernels.quantization import QuantizedWeight
+from moiety_wire.engine_choices import LoadFormat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.config import KV_DTYPES
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec, spec_from_config
 from moiety_engine.model.spec import KV_SCALE_BYTES
 from moiety_engine.model.weight_offload import weight_bytes
 from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_kernels.quantization.weight import FORMATS
+from moiety_wire.engine_choices import KvDtype
 
 if TYPE_CHECKING:
     from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec
@@ -144,8 +144,8 @@ def find_model(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Ser
     else:
         folder = resolve_checkpoint(model, ("config.json",))
         name, spec = folder.name, read_spec(folder)
-    if kv_dtype not in KV_DTYPES:
-        raise InvalidConfig(f"--kv-dtype {kv_dtype!r} must be one of {', '.join(KV_DTYPES)}")
+    if kv_dtype not in list(KvDtype):
+        raise InvalidConfig(f"--kv-dtype {kv_dtype!r} must be one of {', '.join(KvDtype)}")
     if weights in ("auto", "bf16"):
         form = spec.weight_format if weights == "auto" else None
     elif weights in FORMATS:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moiety_engine.config import Batching
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.request_queues import RequestQueues
+from moiety_wire.engine_choices import Batching
 
 
 class QueueView(NamedTuple):

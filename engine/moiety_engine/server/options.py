@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moiety_engine.config import (
-    MAX_TRACED_PER_S,
-    Batching,
-    KvTransport,
-    LoadFormat,
-    MoeKernel,
-    Overlap,
-    PolicyName,
-    Speculate,
-)
+from moiety_engine.config import MAX_TRACED_PER_S, KvTransport, Overlap, PolicyName, Speculate
+from moiety_wire.engine_choices import Batching, DeviceChoice, Dtype, KvDtype, LoadFormat, MoeKernel, Quantization
 from moiety_wire.roles import EngineRole
 
 LISTENING = "Where it listens"
@@ -25,33 +16,6 @@ ADAPTERS = "Adapters"
 MEMORY = "Batching and memory"
 ROLES = "Prompts and answers on engines of their own"
 TESTING = "Without a model"
-
-
-class DeviceChoice(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Quantization(StrEnum):
-    auto = "auto"
-    none = "none"
-    int8 = "int8"
-    int4 = "int4"
-    fp8 = "fp8"
-
-
-class KvDtype(StrEnum):
-    auto = "auto"
-    bf16 = "bf16"
-    fp8 = "fp8"
-    int8 = "int8"
 
 
 ModelOption = Annotated[

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
-from moiety_engine.config import Batching
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.scheduling.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
@@ -21,6 +20,7 @@ from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.step_time_model import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.simulator.devices import SimulatedDevice
+from moiety_wire.engine_choices import Batching
 
 
 @dataclass(frozen=True, slots=True)

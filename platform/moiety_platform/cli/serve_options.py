@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moiety_platform.cli.config_file import take_defaults
+from moiety_wire.engine_choices import Batching, DeviceChoice, Dtype, LoadFormat, MoeKernel, Quantization
 
 ENGINE = "Engine"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Quantization(StrEnum):
-    none = "none"
-    int8 = "int8"
-    int4 = "int4"
-    fp8 = "fp8"
-
-
-class Dtype(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class MoeKernel(StrEnum):
-    auto = "auto"
-    triton = "triton"
-    grouped = "grouped"
-    reference = "reference"
-
-
-class Batching(StrEnum):
-    none = "none"
-    static = "static"
-    dynamic = "dynamic"
-    padded = "padded"
-    continuous = "continuous"
-
-
-class LoadFormat(StrEnum):
-    auto = "auto"
-    dummy = "dummy"
 
 
 MoreArgument = Annotated[
@@ -96,7 +57,7 @@ ConfigOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    Device | None, typer.Option(rich_help_panel=ENGINE, help="Where the model runs; auto if not given.")
+    DeviceChoice | None, typer.Option(rich_help_panel=ENGINE, help="Where the model runs; auto if not given.")
 ]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(rich_help_panel=ENGINE, help="Type of the weights; auto if not given.")

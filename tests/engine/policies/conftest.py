@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from moiety_engine.cache.blocks import BlockPool
-from moiety_engine.config import Batching
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
@@ -13,6 +12,7 @@ from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.step_time_model import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD, ServiceClass
+from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling
 from moiety_wire.notes import EventKind
 
