@@ -80,3 +80,11 @@ def test_a_large_log_is_put_aside(tmp_path: Path) -> None:
             file.truncate(17 * 1024 * 1024)
         assert not opened.log_path("engine").exists()
         assert path.with_name("engine.log.1").exists()
+
+
+def test_files_of_an_earlier_version_are_found_under_their_names(tmp_path: Path) -> None:
+    """A rename of one would lose what is in it at an upgrade: keys, tenants, or usage that is not stored yet."""
+    data_dir = DataDir(tmp_path)
+    paths = data_dir.database_path, data_dir.pepper_path, data_dir.keys_path, data_dir.unacknowledged_usage_path
+    assert [path.name for path in paths] == ["moiety.db", "pepper", "keys.json", "unsettled-usage"]
+    assert all(path.parent == tmp_path for path in paths)

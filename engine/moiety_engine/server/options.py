@@ -51,7 +51,7 @@ UsageJournalOption = Annotated[
 UnacknowledgedUsageOption = Annotated[
     Path | None,
     typer.Option(
-        envvar="MOIETY_ENGINE_UNSETTLED_USAGE",
+        envvar="MOIETY_ENGINE_UNACKNOWLEDGED_USAGE",
         rich_help_panel=LISTENING,
         help="Keep in this file, for the next start, what gateways have not yet stored of what requests used.",
     ),

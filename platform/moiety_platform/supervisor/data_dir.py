@@ -85,9 +85,12 @@ class DataDir:
         return self.path / "pepper"
 
     @property
-    def unsettled_path(self) -> Path:
-        """Return the path of the engine's unacknowledged usage: usage that the gateway has not stored yet."""
-        return self.path / "unacknowledged-usage"
+    def unacknowledged_usage_path(self) -> Path:
+        """Return the path of the engine's unacknowledged usage: usage that the gateway has not stored yet.
+
+        The file keeps its name of version 0.1.0, so that an upgrade loses no usage.
+        """
+        return self.path / "unsettled-usage"
 
     @property
     def keys_path(self) -> Path:

@@ -53,7 +53,7 @@ class ServeOptions:
 
 def engine_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> ProcessSpec:
     arguments = ["engine", "--listen", f"ipc://{socket}", "--name", options.name]
-    arguments += ["--unacknowledged-usage", str(data_dir.unsettled_path)]
+    arguments += ["--unacknowledged-usage", str(data_dir.unacknowledged_usage_path)]
     if options.model is not None:
         arguments += ["--model", options.model]
     return ProcessSpec("engine", (*arguments, *options.engine_arguments))

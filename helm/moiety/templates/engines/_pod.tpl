@@ -47,7 +47,7 @@ containers:
       - --drain-timeout={{ $pool.drainSeconds }}
       - --curve-key-file=/etc/moiety/curve/key
       - --gateway-keys-file=/etc/moiety/curve/gateways
-      - --unacknowledged-usage=/var/lib/moiety/unacknowledged.usage
+      - --unacknowledged-usage=/var/lib/moiety/unsettled.usage
       {{- if ne $pool.role "both" }}
       - --role={{ $pool.role }}
       {{- end }}
