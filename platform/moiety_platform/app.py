@@ -13,8 +13,7 @@ from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from litestar.types import ControllerRouterHandler, ExceptionHandlersMap
 
 from moiety_platform.adapters.cache import AdapterCache
-from moiety_platform.admission.gate import AdmissionGate
-from moiety_platform.admission.streams import StreamGate
+from moiety_platform.admission.gate import AdmissionGate, StreamGate
 from moiety_platform.admission.turns import Turns
 from moiety_platform.allowed_methods import tell_allowed_methods
 from moiety_platform.anthropic_api.controller import MessageServices, message_routes
@@ -37,13 +36,13 @@ from moiety_platform.http_errors import (
     answer_unexpected_error,
 )
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
-from moiety_platform.inference.client_disconnect import ClientDisconnected
 from moiety_platform.inference.handler import HandlerServices
 from moiety_platform.inference.idempotency import IdempotentRequests
 from moiety_platform.inference.model_texts import ModelTexts
 from moiety_platform.inference.pipeline import Pipeline
 from moiety_platform.inference.request_record import CLIENT_CLOSED_REQUEST
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
+from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
@@ -53,7 +52,7 @@ from moiety_platform.openai_api.controller import completion_routes
 from moiety_platform.openapi.controller import schema_routes
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.reloading.reloader import Reloader
-from moiety_platform.request_ids import add_request_id
+from moiety_platform.request_head import add_request_id
 from moiety_platform.responses_api.controller import ResponseServices, response_routes
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.routing.breaker_metrics import BreakerCollector

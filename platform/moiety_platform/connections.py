@@ -20,10 +20,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
 from moiety_platform.errors import BadRequest, HeadTooLarge, PlatformError, RequestTimeout
 from moiety_platform.http_errors import OPENAI_ERRORS
-from moiety_platform.http_head import BAD_HTTP, refusal_of
-from moiety_platform.inference.client_disconnect import DISCONNECT_SIGNAL, DisconnectSignal
-from moiety_platform.inference.response import SEND_WHOLE
-from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
+from moiety_platform.inference.response import DISCONNECT_SIGNAL, SEND_WHOLE, DisconnectSignal
+from moiety_platform.request_head import BAD_HTTP, MESSAGES_PATH, refusal_of, request_id_of
 from moiety_platform.security_headers import AS_BYTES as SECURITY_LINES
 from moiety_platform.security_headers import SECURITY_HEADERS
 from moiety_platform.settings import GatewaySettings

@@ -12,7 +12,7 @@ from litestar import Litestar
 from litestar.routes import HTTPRoute
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
-from moiety_platform.request_ids import add_request_id
+from moiety_platform.request_head import add_request_id
 
 DIRECT = "direct"  # key of this ASGI application in the `opt` of its POST route
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_platform.admission.decide import refuse_hopeless
-from moiety_platform.admission.gate import AdmissionGate
+from moiety_platform.admission.gate import AdmissionGate, refuse_hopeless
 from moiety_platform.clock import ManualClock
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
 from moiety_platform.errors import Overloaded

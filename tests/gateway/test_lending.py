@@ -21,7 +21,7 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.errors import NotFound, PlatformError, Unavailable
-from moiety_platform.routing.roles import Need, first_engines
+from moiety_platform.routing.choose import Need, first_engines
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import AdapterPart, Finished, Sampling, Stopping, Submit
 

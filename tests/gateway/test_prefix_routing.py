@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.routing.affinity import BLOCK_TOKENS, prefix_keys
-from moiety_platform.routing.choose import SPARE_REQUESTS, choose
+from moiety_platform.routing.choose import BLOCK_TOKENS, SPARE_REQUESTS, choose, prefix_keys
 from moiety_wire.classes import STANDARD
 from moiety_wire.figures import ClassLoad, Load, SleepState
 

@@ -20,7 +20,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.errors import Unavailable
-from moiety_platform.routing.roles import kv_address_of, partner_among
+from moiety_platform.routing.choose import kv_address_of, partner_among
 from moiety_text.folder import read_text_model
 from moiety_wire.classes import STANDARD
 from moiety_wire.figures import Load, StepCosts

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from moiety_platform.auth.authenticator import OUTAGE_PAUSE_S, PATIENCE_S, TTL_S, Authenticator
 from moiety_platform.auth.keys import derive_cache_salt, generate_key, parse_key
+from moiety_platform.auth.principal import ADMIN_SCOPE, INFERENCE_SCOPE, require_scope
 from moiety_platform.auth.schemas import NewKey
-from moiety_platform.auth.scopes import ADMIN_SCOPE, INFERENCE_SCOPE, require_scope
 from moiety_platform.auth.service import create_key, revoke_key, rotate_key
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database

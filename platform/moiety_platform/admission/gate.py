@@ -1,15 +1,27 @@
-"""Count of each tenant's sequences in flight at this gateway, and the bound on it."""
+"""Bounds of admission at this gateway, before a request reaches an engine.
+
+Each tenant has a bound on its sequences in flight, each key one on its open streams, and a class that is overloaded
+refuses what is certainly hopeless.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moiety_platform.clock import Clock
-from moiety_platform.errors import Overloaded
+from moiety_platform.errors import Overloaded, RateLimited
+from moiety_wire.classes import OverloadAction, ServiceClass
+from moiety_wire.figures import ClassLoad
 from moiety_wire.notes import Reason
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
+STREAM_RETRY_AFTER_S = 1.0
+HOPELESS = 2.0  # times the class's longest wait, above which a request is refused
+MAX_CLASS_RETRY_S = 3600.0
 MEMORY = 0.9  # weight of the previous mean at each new gap
 
 
@@ -74,3 +86,56 @@ def _retry_after_s(tenant: _Tenant, num_too_many: int) -> float:
     """Return the seconds until `num_too_many` of the tenant's sequences will have ended, at the recent rate of ends."""
     wait_s = MIN_RETRY_S if tenant.gap_s is None else num_too_many * tenant.gap_s
     return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
+
+
+class StreamGate:
+    """Counter of streamed responses, from the body of their request to their end. For one event loop."""
+
+    def __init__(self, max_per_key: int) -> None:
+        self.limit = max_per_key  # can be changed, for streams that begin from then on
+        self._num_open: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, key_id: str) -> Iterator[None]:
+        """Count a stream as open. Raises RateLimited where the key is at its limit."""
+        if self._num_open[key_id] >= self.limit:
+            raise RateLimited(
+                f"This key has {self.limit} streams open at this gateway, and no more are allowed; read some to their "
+                "end or close them, then try again",
+                code="too_many_streams",
+                retry_after_s=STREAM_RETRY_AFTER_S,
+            )
+        self._num_open[key_id] += 1
+        try:
+            yield
+        finally:
+            self._num_open[key_id] -= 1
+            if not self._num_open[key_id]:
+                del self._num_open[key_id]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRefusal:
+    """Reason for a refusal, and the time after which a retry makes sense."""
+
+    reason: Reason
+    retry_after_s: float
+    message: str
+
+
+def refuse_hopeless(service: ServiceClass, load: ClassLoad | None) -> AdmissionRefusal | None:
+    """Return a refusal, or None to send the request to the engine.
+
+    `load` is None where no recent report on the class is known.
+    """
+    if load is None or service.on_overload is not OverloadAction.REJECT:
+        return None
+    if load.predicted_ttft_s <= HOPELESS * service.max_queue_s:
+        return None
+    retry_after_s = min(max(load.predicted_ttft_s - service.max_queue_s, MIN_RETRY_S), MAX_CLASS_RETRY_S)
+    message = (
+        f"the class {service.name!r} is overloaded: the first token would take about {load.predicted_ttft_s:.0f} s, "
+        f"and the longest wait is to be {service.max_queue_s:g} s; try again in {retry_after_s:.0f} s, or ask for a "
+        "lower service_tier"
+    )
+    return AdmissionRefusal(Reason.PREDICTED_LATE, retry_after_s, message)

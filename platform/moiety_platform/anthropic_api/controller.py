@@ -19,9 +19,8 @@ from moiety_platform.anthropic_api.answers import MessageEvents, MessageHead, wh
 from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS, AnthropicErrorBody
 from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
 from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks_of
-from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
+from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
 from moiety_platform.errors import PlatformError
-from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import error_headers, internal_error
 from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
 from moiety_platform.inference.handler import Endpoint, EndpointDocs, HandlerServices, route
@@ -34,7 +33,7 @@ from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
-from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
+from moiety_platform.request_head import MESSAGES_PATH, authorization_of, header_of, request_id_of
 from moiety_platform.routing.replicas import Replicas
 
 SECURITY = (ANTHROPIC_KEY, KEY)

@@ -18,8 +18,7 @@ from typing import Any, Self
 import structlog
 from sqlalchemy import exc as sa
 
-from moiety_platform.auth.bearer import HOW_TO, read_key
-from moiety_platform.auth.keys import KeyText, derive_cache_salt, hash_key, hashes_match, mark_of
+from moiety_platform.auth.keys import HOW_TO, KeyText, derive_cache_salt, hash_key, hashes_match, mark_of, read_key
 from moiety_platform.auth.known_ids import KnownKeyIds
 from moiety_platform.auth.lookups import LookupQueue, StoreHealth, cannot_check
 from moiety_platform.auth.pepper import PepperRotation

@@ -7,8 +7,7 @@ from typing import Any
 from litestar import Request
 
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.principal import Principal
-from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
+from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, require_scope
 
 
 async def authenticate(authenticator: Authenticator, request: Request[Any, Any, Any]) -> Principal:

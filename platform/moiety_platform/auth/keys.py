@@ -10,12 +10,18 @@ import secrets
 import string
 from dataclasses import dataclass
 
+from moiety_platform.errors import Unauthenticated
+
 PREFIX = "mty_"
 ID_LENGTH = 16  # 95 bits: no collisions
 SECRET_LENGTH = 32  # base62 characters: 190 bits
 HINT_LENGTH = 4
 MIN_PEPPER_BYTES = 16
 MARK_LENGTH = 16  # hexadecimal digits; length of the column
+
+HOW_TO = "Send your key as 'Authorization: Bearer mty_…', or to /v1/messages as 'x-api-key: mty_…'."
+
+_MAX_HEADER_LENGTH = 512
 
 _ALPHABET = string.ascii_letters + string.digits
 _SHAPE = re.compile(rf"{PREFIX}([A-Za-z0-9]{{{ID_LENGTH}}})\.([A-Za-z0-9]{{{SECRET_LENGTH}}})", re.ASCII)
@@ -85,3 +91,16 @@ def derive_cache_salt(tenant_id: str, pepper: bytes) -> bytes:
 def random_base62(length: int) -> str:
     """Return random letters and digits from the system's source of randomness."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+
+
+def read_key(authorization: str | None) -> KeyText:
+    """Return the key, not yet verified. Raises Unauthenticated where the header has none."""
+    if not authorization:
+        raise Unauthenticated(f"There is no API key in this request. {HOW_TO}", code="missing_api_key")
+    scheme, _, credential = authorization[:_MAX_HEADER_LENGTH].partition(" ")
+    if scheme.lower() != "bearer":
+        raise Unauthenticated(f"The Authorization header must use the Bearer scheme. {HOW_TO}")
+    key = parse_key(credential.strip())
+    if key is None:
+        raise Unauthenticated(f"This is not the form of an API key of ours. Check that it is whole. {HOW_TO}")
+    return key

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from moiety_platform.access.roles import Role, tenant_complaint
-from moiety_platform.auth.scopes import INFERENCE_SCOPE, scope_of
+from moiety_platform.auth.principal import INFERENCE_SCOPE, scope_of
 from moiety_platform.etags import Tagged
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.tenants.checks import NAME

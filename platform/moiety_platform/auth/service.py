@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.auth.keys import KeyText, generate_key, hash_key, mark_of
+from moiety_platform.auth.principal import INFERENCE_SCOPE, scope_of
 from moiety_platform.auth.schemas import (
     MAX_ALLOWED_MODELS,
     MAX_GRACE_S,
@@ -17,7 +18,6 @@ from moiety_platform.auth.schemas import (
     KeyView,
     NewKey,
 )
-from moiety_platform.auth.scopes import INFERENCE_SCOPE, scope_of
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest, Conflict, NotFound
 from moiety_platform.tenants.checks import check_moment, check_name, is_id

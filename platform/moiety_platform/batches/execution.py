@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.principal import Principal
-from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
+from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, require_scope
 from moiety_platform.backoff import Backoff
 from moiety_platform.batches.answers import answered, line_key, refused
 from moiety_platform.batches.claims import ClaimedLine, LineKey

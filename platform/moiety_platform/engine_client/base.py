@@ -8,8 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from moiety_platform.engine_client.inbox import Inbox
-from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.engine_client.stream import EngineStream, Inbox
 from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.figures import ClassLoad, Load, SleepState
 from moiety_wire.messages import ModelCard, Submit

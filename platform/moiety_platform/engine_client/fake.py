@@ -18,8 +18,7 @@ from msgspec.structs import replace
 
 from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.engine_client.base import EngineState
-from moiety_platform.engine_client.inbox import Inbox
-from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
+from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
 from moiety_platform.errors import EngineDied, Unavailable
 from moiety_text.stop import StopFinder, new_stop_finder
 from moiety_wire.experts import ExpertBalance, ExpertLoad

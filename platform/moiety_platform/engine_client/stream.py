@@ -7,9 +7,10 @@ streams of this class and feeds them with `deliver` or `fail`.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import Generic, TypeVar
 
-from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.errors import (
     UNSUPPORTED_RESPONSE_FORMAT,
     BadRequest,
@@ -34,8 +35,41 @@ from moiety_wire.messages import (
     Tokens,
 )
 
+Sender = TypeVar("Sender")
+Delivery = Accepted | Tokens | Finished
+
 _REFUSALS = {FailureCode.GUIDE_REFUSED: UNSUPPORTED_RESPONSE_FORMAT, FailureCode.ADAPTER_REFUSED: "adapter_refused"}
 ABORT_WAIT_S = 6.0  # longer than an engine step and than the silence limit of the connection
+
+
+class Inbox(Generic[Sender]):
+    """Deliveries in order of arrival. Its size is bounded by the credit of the streams that share it."""
+
+    def __init__(self) -> None:
+        self.deliveries: deque[tuple[Sender, Delivery | PlatformError]] = deque()  # not read yet
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, stream: Sender, message: Delivery | PlatformError) -> None:
+        self.deliveries.append((stream, message))
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> tuple[Sender, Delivery]:
+        """Return the next delivery. Raises the error of a failed stream."""
+        stream, message = await self.get_any()
+        if isinstance(message, Exception):
+            raise message
+        return stream, message
+
+    async def get_any(self) -> tuple[Sender, Delivery | PlatformError]:
+        """Return the next delivery, or the error of a failed stream, which is its last delivery."""
+        while not self.deliveries:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self.deliveries.popleft()
 
 
 class EngineStream:

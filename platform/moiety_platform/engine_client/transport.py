@@ -17,9 +17,8 @@ from moiety_platform.clock import Clock
 from moiety_platform.engine_client.adapter_sync import ReadAdapter
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.curve import CurveKeys
-from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.session import Session
-from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
+from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
 from moiety_platform.errors import NO_FORMS, UNSUPPORTED_RESPONSE_FORMAT, BadRequest, EngineDied, Unavailable
 from moiety_wire.experts import ExpertLoad
 from moiety_wire.messages import (

@@ -20,8 +20,7 @@ import structlog
 from moiety_platform.clock import Clock
 from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
 from moiety_platform.engine_client.base import EngineState
-from moiety_platform.engine_client.inbox import Inbox
-from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.engine_client.stream import EngineStream, Inbox
 from moiety_platform.errors import BadRequest, Conflict, EngineFailed, Unavailable
 from moiety_platform.external_engines.answer import ExternalAnswer
 from moiety_platform.external_engines.completions import Completions

@@ -14,7 +14,7 @@ from multipart import (  # type: ignore[import-untyped]  # it comes with litesta
 )
 
 from moiety_platform.errors import BadRequest, TooLarge
-from moiety_platform.inference.client_disconnect import ClientDisconnected
+from moiety_platform.inference.response import ClientDisconnected
 
 MAX_FIELD_BYTES = 1024
 MAX_FIELDS = 16

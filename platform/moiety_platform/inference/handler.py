@@ -18,23 +18,20 @@ from litestar import Request, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from moiety_platform.admission.streams import StreamGate
+from moiety_platform.admission.gate import StreamGate
 from moiety_platform.admission.turns import Turns
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.principal import Principal
-from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
+from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, require_scope
 from moiety_platform.direct import DIRECT
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated, forget_frames
-from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm, internal_error
 from moiety_platform.inference.body_fields import AskingBody
-from moiety_platform.inference.client_disconnect import ClientDisconnected, WatchingForDisconnect
 from moiety_platform.inference.idempotency import IdempotentRequests
 from moiety_platform.inference.pipeline import Pipeline
 from moiety_platform.inference.request_body import receive_body
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
-from moiety_platform.inference.response import HttpResponse
+from moiety_platform.inference.response import ClientDisconnected, HttpResponse, WatchingForDisconnect
 from moiety_platform.inference.run import Run
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.known_parameters import check_query
@@ -43,7 +40,7 @@ from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, OF_SPENDING
 from moiety_platform.randomness import ordered_hex
-from moiety_platform.request_ids import request_id_of
+from moiety_platform.request_head import authorization_of, header_of, request_id_of
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 
 CLASS_HEADER = "x-moiety-class"  # the class that is served

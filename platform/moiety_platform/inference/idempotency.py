@@ -19,7 +19,7 @@ from moiety_platform.idempotency.keys import KeyBinding, key_of
 from moiety_platform.idempotency.store import KeptAnswer
 from moiety_platform.inference.response import HttpResponse
 from moiety_platform.metrics import Metrics
-from moiety_platform.request_ids import request_id_of
+from moiety_platform.request_head import request_id_of
 
 Serve = Callable[[Receive], Awaitable[None]]
 

@@ -10,8 +10,7 @@ import msgspec
 
 from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
 from moiety_platform.adapters.naming import adapting_card, allowed_of
-from moiety_platform.admission.decide import refuse_hopeless
-from moiety_platform.admission.gate import AdmissionGate, GatePlace
+from moiety_platform.admission.gate import AdmissionGate, GatePlace, refuse_hopeless
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
@@ -23,11 +22,10 @@ from moiety_platform.inference.model_texts import ModelTexts
 from moiety_platform.inference.placement import Placement
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import Run
-from moiety_platform.inference.tariffs import Tariffs
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.routing.choose import able_engines, are_extensible, card_of, cards_of, choose
+from moiety_platform.prices.terms import Tariffs
+from moiety_platform.routing.choose import Need, able_engines, are_extensible, card_of, cards_of, choose
 from moiety_platform.routing.replicas import Replicas
-from moiety_platform.routing.roles import Need
 from moiety_platform.traces.request_trace import Phase
 from moiety_wire.messages import ModelCard, Submit
 

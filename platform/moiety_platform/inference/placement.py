@@ -10,9 +10,9 @@ import msgspec
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, NotFound, PlatformError, Unavailable
 from moiety_platform.randomness import random_hex
-from moiety_platform.routing.replica_breakers import RequestOutcome
+from moiety_platform.routing.choose import Need, is_handed_over, kv_address_of
+from moiety_platform.routing.circuit_breaker import RequestOutcome
 from moiety_platform.routing.replicas import Replicas
-from moiety_platform.routing.roles import Need, is_handed_over, kv_address_of
 from moiety_wire.classes import ServiceClass
 from moiety_wire.roles import KvHandoff, transfer_token
 

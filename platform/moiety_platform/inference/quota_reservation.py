@@ -12,8 +12,7 @@ import msgspec
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import Forbidden, Unavailable
-from moiety_platform.inference.tariffs import FREE, NO_TARIFF, Tariff
-from moiety_platform.prices.terms import MILLION, Price
+from moiety_platform.prices.terms import FREE, MILLION, NO_TARIFF, Price, Tariff
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.kinds import LimitLevel, Meter, Scope, Unit

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from moiety_platform.errors import BadRequest, TooLarge
 from moiety_platform.inference.body_fields import StrictBody
-from moiety_platform.inference.client_disconnect import ClientDisconnected
+from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.json_depth import check_depth
 

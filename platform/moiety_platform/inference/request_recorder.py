@@ -16,10 +16,10 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.clock import Clock
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_platform.http_errors import internal_error
-from moiety_platform.inference.client_disconnect import ClientDisconnected
 from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
 from moiety_platform.inference.request_record import RequestRecord, settle
 from moiety_platform.inference.request_spans import spans_of
+from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.metrics import Metrics
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.lease import Charge

@@ -9,8 +9,7 @@ import msgspec
 
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.clock import Clock
-from moiety_platform.engine_client.inbox import Delivery, Inbox
-from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.engine_client.stream import Delivery, EngineStream, Inbox
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_platform.inference.engine_attempts import EngineAttempt
 from moiety_platform.inference.model_texts import ModelText

@@ -8,8 +8,7 @@ from contextlib import AbstractAsyncContextManager
 import msgspec
 
 from moiety_platform.engine_client.base import Connection
-from moiety_platform.engine_client.inbox import Delivery, Inbox
-from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.engine_client.stream import Delivery, EngineStream, Inbox
 from moiety_platform.errors import (
     CRASH_SUSPECTED,
     BadRequest,
@@ -22,9 +21,8 @@ from moiety_platform.errors import (
 from moiety_platform.inference.engine_attempts import EngineAttempt
 from moiety_platform.inference.placement import Place, Placement
 from moiety_platform.inference.slo import SloProgress
-from moiety_platform.routing.affinity import Prefix
-from moiety_platform.routing.replica_breakers import RequestOutcome
-from moiety_platform.routing.roles import Need, need_of
+from moiety_platform.routing.choose import Need, Prefix, need_of
+from moiety_platform.routing.circuit_breaker import RequestOutcome
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Tokens
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moiety_platform.routing.circuit_breaker import BreakerState
-from moiety_platform.routing.replica_breakers import ReplicaBreakers
+from moiety_platform.routing.circuit_breaker import BreakerState, ReplicaBreakers
 
 _ENGINE = ("engine",)
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}

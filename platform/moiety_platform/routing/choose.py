@@ -1,28 +1,54 @@
-"""Choice of a replica: a pure function of the engines' states and of the prompt's prefix.
+"""Choice of the engine of a request: a pure function of the engines' states and of the prompt's prefix.
 
-Bounded loads (Mirrokni, Thorup, Zadimoghaddam: Consistent hashing with bounded loads, 2018), by the engines'
+Load: bounded loads (Mirrokni, Thorup, Zadimoghaddam: Consistent hashing with bounded loads, 2018), by the engines'
 predictions: a prompt goes to the engine that its prefix prefers unless that engine clearly has more work than the least
 loaded.
+
+Roles: a prefill engine gets a request only together with a decode engine that continues it. The decode engine is chosen
+first, so that the prompt's KV can be transferred while it is computed.
+
+Prefix affinity: rendezvous hashing (Thaler, Ravishankar: Using name-based mappings to increase hit rates, 1998): each
+engine has a weight for a prefix, and the prefix belongs to the engine with the largest weight. A new engine takes only
+the prefixes for which it now has the largest weight; a removed engine gives away only its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from hashlib import blake2b
+from urllib.parse import urlsplit
 
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import NotFound, Unavailable
-from moiety_platform.routing.affinity import weight
-from moiety_platform.routing.roles import Need, first_engines
 from moiety_wire.classes import ServiceClass
 from moiety_wire.figures import SleepState
-from moiety_wire.messages import ModelCard
+from moiety_wire.messages import ModelCard, Submit
+from moiety_wire.roles import ANY_HOST, EngineRole
 
 MODEL_NOT_FOUND = "model_not_found"
 WAIT_GRAIN = 0.25  # share of the SLO's wait: predictions that differ by less count as equal
 SLEEP_S = 30  # retry interval for a model whose engines sleep
 SPARE_REQUESTS = 4  # a prefix hit is worth this many requests more than the least loaded engine has …
 SPARE_SHARE = 0.25  # … or this share more
+NO_DECODE_ENGINE = "no_decode_engine"
+_LOOPBACK = "127.0.0.1"
+BLOCK_TOKENS = 16
+DEPTHS_BLOCKS = (1, 4, 16)  # shallow prefixes, which many prompts share, come first
+
+
+class Need(Enum):
+    """Work that a request needs of engines."""
+
+    PROMPT = auto()  # ends with its prompt, or with the first token
+    ANSWER = auto()  # a prefill, and a decode that another engine may run
+    WHOLE = auto()  # both on one engine
+    ADAPTED = auto()  # the same, on an engine that serves adapters
+
+
+# ── choice ──
 
 
 def choose(
@@ -144,3 +170,159 @@ def _work(engine: EngineState) -> tuple[int, float]:
         return engine.num_inflight, 0.0
     kv_use = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
     return max(load.num_running + load.num_waiting, engine.num_inflight), kv_use
+
+
+# ── roles ──
+
+
+def need_of(submit: Submit) -> Need:
+    """Return the need of a request. Prompt logprobs come with the end of the output, from the engine that prefilled."""
+    if submit.adapter:
+        return Need.ADAPTED
+    if submit.sampling.num_prompt_logprobs is not None:
+        return Need.WHOLE
+    num_tokens = len(submit.resumed_ids or ())
+    return Need.PROMPT if submit.embed or submit.stopping.max_tokens <= num_tokens + 1 else Need.ANSWER
+
+
+def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
+    """Return the engines that may receive a request first, of the able engines of its model.
+
+    Decode engines take whole requests where no other engine can. Raises Unavailable where there are only prefill
+    engines, or none that serves the required adapters.
+    """
+    if need is Need.ADAPTED:
+        able = [engine for engine in able if engine.card is not None and engine.card.takes_adapters]
+        if not able:
+            raise Unavailable(
+                "No engine that serves adapters can take a request now; try again shortly.", retry_after_s=1
+            )
+    for engine in able:
+        if _role(engine) is not EngineRole.BOTH:
+            break
+    else:  # true nearly everywhere
+        if able:
+            return list(able)
+    roles: dict[EngineRole, list[EngineState]] = {role: [] for role in EngineRole}
+    for engine in able:
+        roles[_role(engine)].append(engine)
+    hands_over = need is Need.PROMPT or (need is Need.ANSWER and any(map(takes_over, able)))
+    first = roles[EngineRole.BOTH] + (roles[EngineRole.PREFILL] if hands_over else [])
+    if first or roles[EngineRole.DECODE]:
+        return first or roles[EngineRole.DECODE]
+    raise _no_decode_engine()
+
+
+def takes_over(engine: EngineState) -> bool:
+    """Return whether the engine can decode after another engine's prefill."""
+    return _role(engine) is not EngineRole.PREFILL and engine.card is not None and bool(engine.card.kv_address)
+
+
+def is_handed_over(first: EngineState, need: Need) -> bool:
+    """Return whether another engine continues a request with that need that was submitted to `first`."""
+    return need is Need.ANSWER and _role(first) is EngineRole.PREFILL
+
+
+def partner_among(able: Sequence[EngineState], service: ServiceClass | None, coming: Mapping[str, int]) -> EngineState:
+    """Return the engine that decodes a request. Raises Unavailable.
+
+    Preference: the role decode rather than both; then steps short enough for the class; then the least work, of which
+    `coming` are requests on their way there (by address).
+    """
+    others = [engine for engine in able if takes_over(engine)]
+    if not others:
+        raise _no_decode_engine()
+    return min(
+        others,
+        key=lambda engine: (
+            _role(engine) is EngineRole.BOTH,
+            _is_too_slow(engine, service, coming.get(engine.address, 0)),
+            _num_requests(engine) + coming.get(engine.address, 0),
+            _kv_use(engine),
+        ),
+    )
+
+
+def kv_address_of(engine: EngineState) -> str:
+    """Return the address at which other engines reach it.
+
+    An engine that listens on all addresses does not know its own, so the host of the gateway's connection is used.
+    """
+    assert engine.card is not None, "chosen by its card"
+    found = urlsplit(engine.address)
+    host = (found.hostname or _LOOPBACK) if found.scheme == "tcp" else _LOOPBACK
+    return engine.card.kv_address.replace(f"tcp://{ANY_HOST}:", f"tcp://[{host}]:" if ":" in host else f"tcp://{host}:")
+
+
+def _no_decode_engine() -> Unavailable:
+    return Unavailable(
+        "the engines that are there compute prompts only (--role prefill), and none of the role decode or both can "
+        "take a request now; try again shortly, or start one with --role decode",
+        code=NO_DECODE_ENGINE,
+        retry_after_s=1,
+    )
+
+
+def _role(engine: EngineState) -> EngineRole:
+    card = engine.card
+    if card is None or (card.role is EngineRole.PREFILL and not card.hands_over):
+        return EngineRole.BOTH
+    return card.role
+
+
+def _is_too_slow(engine: EngineState, service: ServiceClass | None, num_coming: int) -> bool:
+    """Return whether its predicted step time, with one more output in the batch, exceeds the class's TPOT."""
+    load = engine.load
+    if service is None or service.tpot_s is None or load is None or load.step_costs is None:
+        return False
+    costs, rows = load.step_costs, load.num_running + num_coming + 1
+    bent_s = sum(max(0, rows - bend) * more_s for bend, more_s in costs.bends)
+    context_s = costs.context_token_s * load.kv_blocks_used * load.block_size
+    return costs.step_s + rows * costs.row_s + bent_s + context_s > service.tpot_s
+
+
+def _num_requests(engine: EngineState) -> int:
+    load = engine.load
+    return engine.num_inflight if load is None else max(load.num_running + load.num_waiting, engine.num_inflight)
+
+
+def _kv_use(engine: EngineState) -> float:
+    load = engine.load
+    return 0.0 if load is None or not load.kv_blocks_total else load.kv_blocks_used / load.kv_blocks_total
+
+
+# ── prefix affinity ──
+
+
+def prefix_keys(cache_salt: bytes, prompt_ids: Sequence[int]) -> tuple[bytes, ...]:
+    """Return a key for each depth that the prompt fills, the shallowest first; none for a prompt below one block.
+
+    The salt is the tenant's, so another tenant's same prompt has other keys.
+    """
+    keys: list[bytes] = []
+    salt = b""
+    for num_blocks in DEPTHS_BLOCKS:
+        num_tokens = num_blocks * BLOCK_TOKENS
+        if len(prompt_ids) < num_tokens:
+            break
+        tokens = array("Q", prompt_ids[:num_tokens]).tobytes()
+        salt = salt or blake2b(cache_salt, digest_size=32).digest()
+        keys.append(blake2b(tokens, digest_size=16, key=salt).digest())
+    return tuple(keys)
+
+
+class Prefix:
+    """Keys of one prompt, computed on demand: a model with one engine needs none."""
+
+    __slots__ = ("_cache_salt", "_prompt_ids")
+
+    def __init__(self, cache_salt: bytes, prompt_ids: Sequence[int]) -> None:
+        self._cache_salt, self._prompt_ids = cache_salt, prompt_ids
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(prefix_keys(self._cache_salt, self._prompt_ids))
+
+
+def weight(prefix_key: bytes, address: str) -> int:
+    """Return the engine's weight for the prefix, from its address, which survives restarts."""
+    return int.from_bytes(blake2b(address.encode(), digest_size=8, key=prefix_key).digest())

@@ -12,8 +12,7 @@ from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
-from moiety_platform.routing.circuit_breaker import BreakerState
-from moiety_platform.routing.replica_breakers import ReplicaBreakers
+from moiety_platform.routing.circuit_breaker import BreakerState, ReplicaBreakers
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.figures import ClassLoad, Load, SleepState, StepCosts
 from moiety_wire.roles import EngineRole

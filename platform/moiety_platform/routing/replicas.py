@@ -12,9 +12,17 @@ from typing import Self
 from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.errors import NotFound, Unavailable
-from moiety_platform.routing.choose import able_engines, card_of, cards_of, choose
-from moiety_platform.routing.replica_breakers import ReplicaBreakers
-from moiety_platform.routing.roles import Need, first_engines, partner_among, takes_over
+from moiety_platform.routing.choose import (
+    Need,
+    able_engines,
+    card_of,
+    cards_of,
+    choose,
+    first_engines,
+    partner_among,
+    takes_over,
+)
+from moiety_platform.routing.circuit_breaker import ReplicaBreakers
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import ModelCard
 

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from moiety_platform.traces.context import parse_traceparent
-from moiety_platform.traces.request_trace import RequestTrace
+from moiety_platform.traces.request_trace import RequestTrace, parse_traceparent
 from moiety_platform.traces.sampling import Ending, Sampler, SamplingDecision, SamplingTerms
 from moiety_platform.traces.span import Span
 

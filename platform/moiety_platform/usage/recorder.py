@@ -32,8 +32,7 @@ import structlog
 
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.usage.journal import Journal, Segment, to_line
-from moiety_platform.usage.live_log import LiveLog
+from moiety_platform.usage.journal import Journal, LiveLog, Segment, to_line
 from moiety_platform.usage.proof import REFUSALS, is_about_values, takes_plain_rows
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.set_aside import SetAside

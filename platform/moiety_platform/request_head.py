@@ -1,12 +1,16 @@
-"""Checks of a request's head that the parser leaves open and that servers could interpret differently. Pure.
+"""Head of an HTTP request: the checks of it, its fields, and its request id.
 
-RFC 9110 and 9112. The parser (llhttp) makes the other checks itself: docs/http.md lists every rule.
+The checks are those that the parser leaves open and that servers could interpret differently (RFC 9110 and 9112). The
+parser (llhttp) makes the other checks itself: docs/http.md lists every rule. The gateway reads few fields; it ignores
+other claims of a client about itself (a tenant, a class, a priority, a cache salt).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+
+from litestar.types import Message, Scope
 
 from moiety_platform.errors import (
     BadRequest,
@@ -15,10 +19,18 @@ from moiety_platform.errors import (
     UnsupportedHttpVersion,
     UnsupportedTransferCoding,
 )
+from moiety_platform.randomness import random_hex
 
 BAD_HTTP = "bad_http"
 SINGLE = frozenset((b"host", b"content-length", b"content-type", b"authorization", b"x-api-key"))
 """Fields that may occur only once: framing, routing or authentication could read another one (RFC 9110, 5.3)."""
+
+HEADER = "x-request-id"
+MESSAGES_PATH = "/v1/messages"
+MESSAGES_HEADER = "request-id"
+_ON_OTHERS, _ON_MESSAGES = (HEADER,), (HEADER, MESSAGES_HEADER)
+_STATE_KEY = "moiety_request_id"
+_REASONABLE = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
 _ABSOLUTE = re.compile(rb"https?://[^/?#@\s]+/[^#]*", re.IGNORECASE)
@@ -82,3 +94,45 @@ def _repeated(fields: Fields) -> str | None:
 
 def _bad(why: str) -> BadRequest:
     return BadRequest(f"This is not HTTP/1.1 as this server reads it: {why}; use an HTTP client", code=BAD_HTTP)
+
+
+def header_of(scope: Scope, name: bytes) -> str | None:
+    """Return the first header of that lower-case name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return value.decode("latin-1")
+    return None
+
+
+def authorization_of(scope: Scope) -> str | None:
+    """Return the client's credentials, in the form `Bearer KEY`."""
+    return header_of(scope, b"authorization")
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the request's id, which never changes during the request."""
+    state = scope.setdefault("state", {})
+    request_id = state.get(_STATE_KEY)
+    if request_id is None:
+        request_id = state[_STATE_KEY] = _offered(scope) or f"req_{random_hex(12)}"
+    return str(request_id)
+
+
+def _offered(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            return text if _REASONABLE.fullmatch(text) else None
+    return None
+
+
+def id_headers(path: str, request_id: str) -> dict[str, str]:
+    """Return the response headers with the id."""
+    return dict.fromkeys(_ON_MESSAGES if path.startswith(MESSAGES_PATH) else _ON_OTHERS, request_id)
+
+
+async def add_request_id(message: Message, scope: Scope) -> None:
+    """Add the id headers. A `before_send` hook."""
+    if message["type"] == "http.response.start":
+        more = id_headers(scope["path"], request_id_of(scope))
+        message["headers"] = [*message["headers"], *((k.encode(), v.encode("latin-1")) for k, v in more.items())]
