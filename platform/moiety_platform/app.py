@@ -14,7 +14,6 @@ from litestar.types import ControllerRouterHandler, ExceptionHandlersMap
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.admission.gate import AdmissionGate, StreamGate
-from moiety_platform.admission.turns import Turns
 from moiety_platform.allowed_methods import tell_allowed_methods
 from moiety_platform.anthropic_api.controller import MessageServices, message_routes
 from moiety_platform.auth.admin import check_actions
@@ -36,10 +35,9 @@ from moiety_platform.http_errors import (
     answer_unexpected_error,
 )
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
-from moiety_platform.inference.handler import HandlerServices
-from moiety_platform.inference.idempotency import IdempotentRequests
 from moiety_platform.inference.model_texts import ModelTexts
-from moiety_platform.inference.pipeline import Pipeline
+from moiety_platform.inference.pipeline import PipelineLimits, PipelineServices, RequestPipeline
+from moiety_platform.inference.request_body import BodyLimits, BodyReader
 from moiety_platform.inference.request_record import CLIENT_CLOSED_REQUEST
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
 from moiety_platform.inference.response import ClientDisconnected
@@ -61,14 +59,16 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.traces.tracing import Tracing
 
+OF_BODIES = ("max_body_bytes", "max_json_depth", *ShapeLimits.__dataclass_fields__)
 OF_PIPELINE = (
     "inline_tokenize_bytes",
     "max_inflight_per_tenant",
+    "max_streams_per_key",
     "credit_window_tokens",
     "max_sequences",
     "failover_wait_s",
+    *OF_BODIES,
 )
-OF_BODIES = ("max_body_bytes", "max_json_depth", "max_streams_per_key", *ShapeLimits.__dataclass_fields__)
 OF_KEEPING = (
     "idempotency_ttl_s", "idempotency_max_answer_bytes", "idempotency_max_keys_per_tenant",
     "idempotency_max_bytes_per_tenant", "responses_ttl_s", "responses_max_per_tenant", "responses_max_bytes_per_tenant",
@@ -115,71 +115,59 @@ class BoundedRequest(Request[Any, Any, Any]):
             yield chunk
 
 
-def create_pipeline(settings: GatewaySettings, services: Services) -> Pipeline:
+def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPipeline:
     """Return the pipeline of all inference requests of the process."""
-    pipeline = Pipeline(
-        services.replicas,
-        ModelTexts(settings.inline_tokenize_bytes),
-        services.classes,
-        services.prices,
-        AdmissionGate(settings.max_inflight_per_tenant, services.clock),
-        services.clock,
-        credit_window=settings.credit_window_tokens,
-        max_sequences=settings.max_sequences,
-        failover_wait_s=settings.failover_wait_s,
+    parts = PipelineServices(
+        authenticator=services.authenticator,
+        idempotency=services.idempotency,
+        recorder=services.recorder,
+        bodies=BodyReader(BodyLimits.of(settings)),
+        gate=AdmissionGate(settings.max_inflight_per_tenant, services.clock),
+        streams=StreamGate(settings.max_streams_per_key),
+        classes=services.classes,
+        prices=services.prices,
+        replicas=services.replicas,
+        texts=ModelTexts(settings.inline_tokenize_bytes),
+        metrics=services.metrics,
+        clock=services.clock,
         adapters=services.adapters,
+        next_turn_prefill=services.next_turn_prefill,
     )
+    pipeline = RequestPipeline(parts, _limits_of(settings))
 
     def use(wanted: GatewaySettings) -> None:
-        pipeline.texts.use(wanted.inline_tokenize_bytes)
-        pipeline.gate.limit = wanted.max_inflight_per_tenant
-        pipeline.credit_window, pipeline.max_sequences = wanted.credit_window_tokens, wanted.max_sequences
-        pipeline.failover_wait_s = wanted.failover_wait_s
+        pipeline.limits, parts.bodies.limits = _limits_of(wanted), BodyLimits.of(wanted)
+        parts.texts.use(wanted.inline_tokenize_bytes)
+        parts.gate.limit, parts.streams.limit = wanted.max_inflight_per_tenant, wanted.max_streams_per_key
 
     if services.live is not None:
         services.live.follow(OF_PIPELINE, use)
     return pipeline
 
 
-def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline | None = None) -> Litestar:
+def _limits_of(settings: GatewaySettings) -> PipelineLimits:
+    return PipelineLimits(settings.credit_window_tokens, settings.max_sequences, settings.failover_wait_s)
+
+
+def create_app(settings: GatewaySettings, services: Services, pipeline: RequestPipeline | None = None) -> Litestar:
     """Return the gateway's application over running services; it creates a pipeline if none is given."""
     pipeline = pipeline or create_pipeline(settings, services)
     services.metrics.registry.register(EngineCollector(services.replicas.states))
     services.metrics.registry.register(BreakerCollector(services.replicas.breakers))
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
-    limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
-    shape, turns = ShapeLimits.of(settings), Turns()
-    exchange = HandlerServices(
-        services.authenticator,
-        services.recorder,
-        pipeline,
-        IdempotentRequests(services.idempotency, services.metrics, settings.max_body_bytes),
-        services.metrics,
-        **limits,
-        shape=shape,
-        streams=StreamGate(settings.max_streams_per_key),
-        turns=turns,
-        next_turn_prefill=services.next_turn_prefill,
-    )
-    models = ModelServices(
-        services.authenticator,
-        services.replicas,
-        pipeline.texts,
-        **limits,
-        shape=shape,
-        turns=turns,
-        adapters=services.adapters,
-    )
+    serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
+    replicas, adapters = services.replicas, services.adapters
+    messages = MessageServices(serve, services.authenticator, bodies, replicas, texts, adapters)
     has_operations = settings.has_operations_on_port
-    schemas = schema_routes(lambda: exchange.shape)
+    schemas = schema_routes(lambda: bodies.limits.shape)
     app = GatewayApp(
         route_handlers=[
-            *completion_routes(exchange),
-            embedding_route(exchange),
-            *message_routes(MessageServices(exchange, services.replicas, pipeline.texts, services.adapters)),
-            *response_routes(ResponseServices(exchange, services.responses)),
-            *model_routes(models),
-            *probe_routes(services.replicas, services.store, with_reasons=has_operations),
+            *completion_routes(serve),
+            embedding_route(serve),
+            *message_routes(messages),
+            *response_routes(ResponseServices(serve, services.authenticator, services.responses)),
+            *model_routes(ModelServices(services.authenticator, replicas, texts, bodies, adapters)),
+            *probe_routes(replicas, services.store, with_reasons=has_operations),
             *(services.batches.routes() if services.batches is not None else ()),
             *services.admin_routes,
             *((metrics_route(services.metrics, services.store), *schemas) if has_operations else ()),
@@ -195,31 +183,21 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
     )
     check_actions(app)
     if services.live is not None:
-        _follow(services.live, app, services, exchange, models)
+        _follow(services.live, app, services)
     return app
 
 
-def _follow(
-    live: LiveSettings[GatewaySettings],
-    app: Litestar,
-    services: Services,
-    exchange: HandlerServices,
-    models: ModelServices,
-) -> None:
+def _follow(live: LiveSettings[GatewaySettings], app: Litestar, services: Services) -> None:
     """Apply changed bounds of bodies and of stored responses to later requests."""
 
     def bound(wanted: GatewaySettings) -> None:
-        app.state.max_body_bytes = exchange.once.max_body_bytes = wanted.max_body_bytes
-        for one in (exchange, models):
-            one.max_body_bytes, one.max_json_depth = wanted.max_body_bytes, wanted.max_json_depth
-            one.shape = ShapeLimits.of(wanted)
-        exchange.streams.limit = wanted.max_streams_per_key
+        app.state.max_body_bytes = wanted.max_body_bytes
 
     def keep(wanted: GatewaySettings) -> None:
         services.idempotency.limits = KeepingLimits.of(wanted)
         services.responses.limits = ConversationLimits.of(wanted)
 
-    live.follow(OF_BODIES, bound)
+    live.follow(["max_body_bytes"], bound)
     live.follow([*OF_KEEPING, "max_messages", "max_body_bytes"], keep)
     if services.batches is not None:
         live.follow([*OF_BATCHES, *OF_BODIES], services.batches.use)

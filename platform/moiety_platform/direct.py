@@ -10,9 +10,7 @@ from typing import Any
 
 from litestar import Litestar
 from litestar.routes import HTTPRoute
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
-
-from moiety_platform.request_head import add_request_id
+from litestar.types import ASGIApp
 
 DIRECT = "direct"  # key of this ASGI application in the `opt` of its POST route
 
@@ -20,7 +18,7 @@ DIRECT = "direct"  # key of this ASGI application in the `opt` of its POST route
 class GatewayApp(Litestar):
     """Application with direct dispatch of POST requests.
 
-    Routes with an ASGI application of their own get POST requests directly; the request id is added to their responses.
+    Routes with an ASGI application of their own get POST requests directly, and add the request id to their responses.
     """
 
     __slots__ = ("_direct",)
@@ -41,12 +39,4 @@ class GatewayApp(Litestar):
             await super().__call__(scope, receive, send)
         else:
             scope.setdefault("state", {})  # not every server sets it
-            await _answer(direct, scope, receive, send)
-
-
-async def _answer(direct: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    async def send_with_id(message: Message) -> None:
-        await add_request_id(message, scope)
-        await send(message)
-
-    await direct(scope, receive, send_with_id)
+            await direct(scope, receive, send)

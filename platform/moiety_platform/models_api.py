@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, TypeVar
 
 from litestar import Request, get, post
@@ -14,7 +13,6 @@ from pydantic import ConfigDict, model_validator
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import allowed_of
-from moiety_platform.admission.turns import Turns
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
@@ -22,8 +20,7 @@ from moiety_platform.errors import BadRequest, NotFound, Unavailable
 from moiety_platform.inference.body_fields import ModelName, StrictBody, TokenIds, refuse, shows
 from moiety_platform.inference.generation import Conversation, Prompt
 from moiety_platform.inference.model_texts import ModelTexts
-from moiety_platform.inference.request_body import receive_body
-from moiety_platform.inference.shape_limits import ShapeLimits
+from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openai_api.chat_messages import Messages
@@ -31,6 +28,7 @@ from moiety_platform.openai_api.schemas import FORMS
 from moiety_platform.openai_api.tools import ChatTools, offer_of
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
+from moiety_platform.request_head import fields_of
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import ModelCard
@@ -129,17 +127,14 @@ class Detokenized(TypedDict):
     prompt: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelServices:
-    """Dependencies of these endpoints. The bounds can be changed, for later bodies."""
+    """Services that these endpoints need."""
 
     authenticator: Authenticator
     replicas: Replicas
     texts: ModelTexts
-    max_body_bytes: int
-    max_json_depth: int
-    shape: ShapeLimits
-    turns: Turns
+    bodies: BodyReader
     adapters: AdapterCache | None = None
 
 
@@ -161,9 +156,7 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
         return found
 
     async def receive(schema: type[Body], principal: Principal, request: Request[Any, Any, Any]) -> Body:
-        limits = (services.max_body_bytes, services.max_json_depth, services.shape)
-        turn = partial(services.turns.wait, principal.tenant_id)
-        return await receive_body(schema, request.receive, request.scope["headers"], *limits, turn)
+        return await services.bodies.read(schema, request.receive, fields_of(request.scope), principal.tenant_id)
 
     @get("/v1/models", name="list_models", tags=["models"], security=SECURITY, opt=_BETA)
     async def list_models(request: Request[Any, Any, Any]) -> ModelList:

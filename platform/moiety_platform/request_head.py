@@ -96,6 +96,11 @@ def _bad(why: str) -> BadRequest:
     return BadRequest(f"This is not HTTP/1.1 as this server reads it: {why}; use an HTTP client", code=BAD_HTTP)
 
 
+def fields_of(scope: Scope) -> dict[bytes, bytes]:
+    """Return the header fields by lower-case name. Of several fields of a name, the first counts."""
+    return dict([*scope["headers"]][::-1])
+
+
 def header_of(scope: Scope, name: bytes) -> str | None:
     """Return the first header of that lower-case name."""
     for key, value in scope["headers"]:
@@ -132,7 +137,7 @@ def id_headers(path: str, request_id: str) -> dict[str, str]:
 
 
 async def add_request_id(message: Message, scope: Scope) -> None:
-    """Add the id headers. A `before_send` hook."""
-    if message["type"] == "http.response.start":
+    """Add the id headers to a response without them. A `before_send` hook."""
+    if message["type"] == "http.response.start" and HEADER.encode() not in dict(message["headers"]):
         more = id_headers(scope["path"], request_id_of(scope))
         message["headers"] = [*message["headers"], *((k.encode(), v.encode("latin-1")) for k, v in more.items())]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.usage import live_log
+from moiety_platform.usage import journal
 from moiety_platform.usage.journal import Journal
 from moiety_platform.usage.models import LedgerEntry, UsageHour, UsageRecord
 from moiety_platform.usage.recorder import UsageRecorder
@@ -364,7 +364,7 @@ async def test_a_kill_loses_no_row_and_what_ran_is_stored_as_failed(
 async def test_the_live_log_stays_small_and_keeps_what_still_runs(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_log, "COMPACT_BYTES", 4096)
+    monkeypatch.setattr(journal, "COMPACT_BYTES", 4096)
     folder = tmp_path / "journal"
     async with recording(database, folder, interval_s=60.0) as recorder:
         recorder.opened(make_row("long"))

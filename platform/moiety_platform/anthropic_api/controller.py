@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import structlog
 from litestar import Request, Response, post
 from litestar.handlers import HTTPRouteHandler
-from litestar.types import Scope
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import allowed_of
@@ -19,13 +17,14 @@ from moiety_platform.anthropic_api.answers import MessageEvents, MessageHead, wh
 from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS, AnthropicErrorBody
 from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
 from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks_of
+from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import error_headers, internal_error
 from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
-from moiety_platform.inference.handler import Endpoint, EndpointDocs, HandlerServices, route
+from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, bearer_authorization, route
 from moiety_platform.inference.model_texts import ModelTexts
-from moiety_platform.inference.request_body import receive_body
+from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import Run
 from moiety_platform.inference.text_answer import TextAnswer
@@ -33,7 +32,7 @@ from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
-from moiety_platform.request_head import MESSAGES_PATH, authorization_of, header_of, request_id_of
+from moiety_platform.request_head import MESSAGES_PATH, fields_of, request_id_of
 from moiety_platform.routing.replicas import Replicas
 
 SECURITY = (ANTHROPIC_KEY, KEY)
@@ -54,7 +53,9 @@ log = structlog.get_logger(__name__)
 class MessageServices:
     """Services that these endpoints need."""
 
-    exchange: HandlerServices
+    serve: Serve
+    authenticator: Authenticator
+    bodies: BodyReader
     replicas: Replicas
     texts: ModelTexts
     adapters: AdapterCache | None = None
@@ -81,7 +82,7 @@ def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
         authorization=_authorization_of,
         ignored_parameters=SENT_BY_ANTHROPIC_CLIENTS,
     )
-    return [route(messages, services.exchange), _count_route(services)]
+    return [route(messages, services.serve), _count_route(services)]
 
 
 async def _whole(body: MessagesBody, run: Run, record: RequestRecord, choices: Sequence[AnswerChoice]) -> bytes:
@@ -102,8 +103,6 @@ def _head(body: MessagesBody, record: RequestRecord) -> MessageHead:
 
 
 def _count_route(services: MessageServices) -> HTTPRouteHandler:
-    exchange = services.exchange
-
     @post(
         f"{MESSAGES_PATH}/count_tokens",
         name="count_message_tokens",
@@ -115,17 +114,10 @@ def _count_route(services: MessageServices) -> HTTPRouteHandler:
     )
     async def count_tokens(request: Request[Any, Any, Any]) -> TokenCount:
         """Count a conversation's tokens."""
-        principal = await exchange.authenticator.authenticate(_authorization_of(request.scope))
+        fields = fields_of(request.scope)
+        principal = await services.authenticator.authenticate(_authorization_of(fields))
         require_scope(principal, INFERENCE_SCOPE)
-        body = await receive_body(
-            ConversationBody,
-            request.receive,
-            request.scope["headers"],
-            exchange.max_body_bytes,
-            exchange.max_json_depth,
-            exchange.shape,
-            partial(exchange.turns.wait, principal.tenant_id),
-        )
+        body = await services.bodies.read(ConversationBody, request.receive, fields, principal.tenant_id)
         adapter = None
         if services.adapters is not None:
             adapter = await services.adapters.find(principal.tenant_id, body.model)
@@ -138,10 +130,10 @@ def _count_route(services: MessageServices) -> HTTPRouteHandler:
     return count_tokens
 
 
-def _authorization_of(scope: Scope) -> str | None:
+def _authorization_of(fields: Mapping[bytes, bytes]) -> str | None:
     """Return the API key. Anthropic's own header takes precedence over `Authorization`."""
-    key = header_of(scope, b"x-api-key")
-    return authorization_of(scope) if key is None else f"Bearer {key}"
+    key = fields.get(b"x-api-key")
+    return bearer_authorization(fields) if key is None else f"Bearer {key.decode('latin-1')}"
 
 
 def _answer_error(request: Request[Any, Any, Any], error: PlatformError) -> Response[bytes]:

@@ -22,7 +22,7 @@ from moiety_platform.files.controller import FileServices, file_routes
 from moiety_platform.files.service import Files
 from moiety_platform.files.store import Now
 from moiety_platform.files.upload import Uploads
-from moiety_platform.inference.pipeline import Pipeline
+from moiety_platform.inference.pipeline import RequestPipeline
 from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.metrics import Metrics
@@ -99,7 +99,7 @@ class Batches:
             self._worker.use(settings.batch_concurrency, settings.batch_lease_s)
 
     @asynccontextmanager
-    async def working(self, pipeline: Pipeline) -> AsyncIterator[None]:
+    async def working(self, pipeline: RequestPipeline) -> AsyncIterator[None]:
         """Answer lines through this pipeline while the context is open.
 
         With a concurrency of 0 other gateways do all the work.

@@ -22,10 +22,12 @@ from moiety_platform.db.keyset import After, Listing, list_fields, parse_list
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.store import Now
-from moiety_platform.inference.request_body import receive_body
+from moiety_platform.inference.request_body import BodyLimits, BodyReader
+from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
 from moiety_platform.openapi.described import JSON, Described, describes, fails
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.query_parameters import whole
+from moiety_platform.request_head import fields_of
 
 DEFAULT_LIST = 20
 MAX_LIST = 100
@@ -54,7 +56,7 @@ class BatchServices:
 
 def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
     """Return the handlers of these endpoints."""
-    database = services.database
+    database, bodies = services.database, BodyReader(BodyLimits(MAX_BODY_BYTES, MAX_JSON_DEPTH, DEFAULT_SHAPE))
 
     async def caller(request: Request[Any, Any, Any]) -> Principal:
         return await authenticate(services.authenticator, request)
@@ -70,8 +72,7 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
     async def create(request: Request[Any, Any, Any]) -> BatchObject:
         """Create a batch from the lines of an uploaded file."""
         owner = await caller(request)
-        headers = request.scope["headers"]
-        new = await receive_body(NewBatch, request.receive, headers, MAX_BODY_BYTES, MAX_JSON_DEPTH)
+        new = await bodies.read(NewBatch, request.receive, fields_of(request.scope), owner.tenant_id)
         async with database.write() as session:
             max_open, keep_files_s = services.max_open_batches, services.keep_files_s
             batch = await create_batch(

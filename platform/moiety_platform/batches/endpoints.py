@@ -15,8 +15,8 @@ from moiety_platform.embeddings.controller import EMBEDDINGS
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_platform.inference.answer_collection import collect
 from moiety_platform.inference.body_fields import AskingBody
-from moiety_platform.inference.handler import Endpoint
-from moiety_platform.inference.pipeline import Pipeline
+from moiety_platform.inference.endpoint import Endpoint
+from moiety_platform.inference.pipeline import RequestPipeline
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.openai_api.answer_types import ChatCompletion, TextCompletion
 from moiety_platform.openai_api.controller import CHAT, COMPLETIONS
@@ -27,7 +27,7 @@ MAX_VECTOR_BYTES = 32 * 1024 * 1024  # of one line's answer, which is held and s
 BYTES_A_NUMBER = {"base64": 6, "float": 24}  # at most
 
 Answer = ChatCompletion | TextCompletion | msgspec.Raw
-AnswerBody = Callable[[Pipeline, RequestRecord, AskingBody], Awaitable[Answer]]
+AnswerBody = Callable[[RequestPipeline, RequestRecord, AskingBody], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,21 @@ class BatchEndpoint:
     answer: AnswerBody
 
 
-async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Answer:
+async def answer_generation(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
     """Answer a whole chat or text completion, in the batch class whatever its `service_tier`."""
     asked = cast("GenerationBody", body)
-    async with pipeline.run(record, msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)) as run:
+    async with await pipeline.start(
+        record, msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)
+    ) as run:
         return await whole_answer(asked, run, record, await collect(run))
 
 
-async def answer_embeddings(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Answer:
+async def answer_embeddings(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
     """Return the embeddings of all inputs, in the batch class. Raises BadRequest if they are too large for one line."""
     asked = cast("EmbeddingBody", body)
     max_numbers = MAX_VECTOR_BYTES // BYTES_A_NUMBER[asked.encoding_format or "float"]
     generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER, max_numbers=max_numbers)
-    async with pipeline.run(record, generation) as run:
+    async with await pipeline.start(record, generation) as run:
         pieces = vectors.pieces_of(asked, run, record, await vectors.collect(run))
     return msgspec.Raw(await asyncio.to_thread(b"".join, pieces))
 

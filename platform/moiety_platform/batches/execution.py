@@ -31,7 +31,7 @@ from moiety_platform.errors import (
     forget_frames,
 )
 from moiety_platform.http_errors import OPENAI_ERRORS, internal_error
-from moiety_platform.inference.pipeline import Pipeline
+from moiety_platform.inference.pipeline import RequestPipeline
 from moiety_platform.inference.request_body import decode_body
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import RequestRecorder
@@ -84,7 +84,7 @@ class LineRunner:
         authenticator: Authenticator,
         recorder: RequestRecorder,
         rows: HeldRows,
-        pipeline: Pipeline,
+        pipeline: RequestPipeline,
         max_json_depth: int,
         shape: ShapeLimits,
         backoff: Backoff,
@@ -128,7 +128,7 @@ class LineRunner:
     async def _answer(self, principal: Principal, line: ClaimedLine, request_id: str) -> bytes:
         """Return the line of the output file. Raises the errors of `moiety_platform.errors`."""
         endpoint = ENDPOINTS[line.batch.endpoint]
-        async with self._recorder.open(
+        with self._recorder.open(
             principal,
             request_id=request_id,
             client_request_id=f"{line.batch.id}/{line.number}",

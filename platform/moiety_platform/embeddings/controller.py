@@ -13,15 +13,15 @@ from litestar.handlers import HTTPRouteHandler
 from moiety_platform.embeddings.answer_types import EmbeddingList
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_platform.embeddings.whole import collect, pieces_of
-from moiety_platform.inference.handler import Endpoint, EndpointDocs, HandlerServices, SendLast, route
+from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
 from moiety_platform.inference.run import Run
 
 
-def embedding_route(services: HandlerServices) -> HTTPRouteHandler:
+def embedding_route(serve: Serve) -> HTTPRouteHandler:
     """Return the handler of the endpoint."""
-    return route(EMBEDDINGS, services)
+    return route(EMBEDDINGS, serve)
 
 
 async def _answer(body: EmbeddingBody, run: Run, record: RequestRecord, reply: HttpResponse) -> SendLast:

@@ -27,17 +27,17 @@ class AdapterSync:
     def __init__(self, send: Callable[[ToEngine], None], has: Callable[[str], bool]) -> None:
         self._send, self._has = send, has
         self._sent: dict[str, asyncio.Task[None]] = {}  # adapter → its transfer, running or done
-        self._submits: dict[str, tuple[Submit, EngineStream, ReadAdapter]] = {}  # requests that may be resent
+        self.submits: dict[str, tuple[Submit, EngineStream, ReadAdapter]] = {}  # requests that may be resent
         self._again: set[asyncio.Task[None]] = set()
 
     async def submit(self, submit: Submit, stream: EngineStream, read: ReadAdapter) -> None:
         """Send a request after its adapter. Raises NotFound if the adapter no longer exists, or Unavailable."""
         if not self._has(submit.adapter):
-            self._submits[submit.request_id] = submit, stream, read
+            self.submits[submit.request_id] = submit, stream, read
             try:
                 await self._bring(submit, read)
             except BaseException as error:
-                self._submits.pop(submit.request_id, None)
+                self.submits.pop(submit.request_id, None)
                 if stream.ended and isinstance(error, Unavailable):
                     return  # the session was lost meanwhile; the stream has already failed
                 stream.was_not_sent()
@@ -46,9 +46,7 @@ class AdapterSync:
 
     def takes(self, message: Accepted | Tokens | Finished | Failed) -> bool:
         """Return whether the engine lacks the request's adapter. The adapter and then the request are sent again."""
-        if not self._submits:
-            return False
-        waiting = self._submits.pop(message.request_id, None)
+        waiting = self.submits.pop(message.request_id, None)
         if waiting is None or not isinstance(message, Failed) or message.code is not FailureCode.ADAPTER_MISSING:
             return False
         task = asyncio.create_task(self._submit_again(message, *waiting), name="adapter sent again")
@@ -59,7 +57,7 @@ class AdapterSync:
     def close(self) -> None:
         for task in (*self._sent.values(), *self._again):
             task.cancel()
-        self._submits.clear()
+        self.submits.clear()
 
     async def _submit_again(self, failed: Failed, submit: Submit, stream: EngineStream, read: ReadAdapter) -> None:
         known = self._sent.get(submit.adapter)

@@ -201,16 +201,18 @@ class Session:
                 log.warning("engine_message_undecodable", error=str(exc))
                 messages = []
             for message in messages:
-                self._take(message)
+                if isinstance(message, _OfRequest):  # the common case
+                    stream = self.streams.get(message.request_id)
+                    if stream is not None and not (self.lending.submits and self.lending.takes(message)):
+                        stream.deliver(message)
+                else:
+                    self._take(message)
             num_taken += 1 + len(messages)
         self._drain_soon()
 
     def _take(self, message: ToGateway) -> None:
-        if isinstance(message, _OfRequest):  # the common case
-            stream = self.streams.get(message.request_id)
-            if stream is not None and not self.lending.takes(message):
-                stream.deliver(message)
-        elif isinstance(message, ModelCard):
+        """Process a message that belongs to no request."""
+        if isinstance(message, ModelCard):
             self._take_card(message)
         elif isinstance(message, UnacknowledgedUsage):
             self._on_unacknowledged(message)

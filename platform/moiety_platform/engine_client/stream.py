@@ -101,6 +101,11 @@ class EngineStream:
         self._end_waiter: asyncio.Future[None] | None = None
 
     @property
+    def num_unused_credit_tokens(self) -> int:
+        """Output tokens that the engine may generate without more credit."""
+        return self.credit_tokens - self.num_output_tokens
+
+    @property
     def wants_more(self) -> bool:
         """True if the stream has neither ended nor been aborted."""
         return not (self.ended or self._aborted)
@@ -141,7 +146,18 @@ class EngineStream:
             return
         self._next_seq_in += 1
         if type(message) is Tokens:
-            self._take_tokens(message)
+            if self.accepted is None:
+                self._break("tokens came before the verdict")
+                return
+            if message.position != self.num_output_tokens:
+                self._break(f"tokens from position {message.position} came where {self.num_output_tokens} was due")
+                return
+            self.num_output_tokens += len(message.token_ids)
+            self.num_cached_tokens = self.num_cached_tokens or message.num_cached_tokens
+            if self.num_output_tokens > self.credit_tokens:
+                self._break(f"{self.num_output_tokens} tokens came for a credit of {self.credit_tokens}")
+                return
+            self.inbox.put(self, message)
         elif type(message) is Accepted:
             self.accepted = message
             self.inbox.put(self, message)
@@ -186,20 +202,6 @@ class EngineStream:
             yield message
             if type(message) is Finished:
                 return
-
-    def _take_tokens(self, message: Tokens) -> None:
-        if self.accepted is None:
-            self._break("tokens came before the verdict")
-            return
-        if message.position != self.num_output_tokens:
-            self._break(f"tokens from position {message.position} came where {self.num_output_tokens} was due")
-            return
-        self.num_output_tokens += len(message.token_ids)
-        self.num_cached_tokens = self.num_cached_tokens or message.num_cached_tokens
-        if self.num_output_tokens > self.credit_tokens:
-            self._break(f"{self.num_output_tokens} tokens came for a credit of {self.credit_tokens}")
-            return
-        self.inbox.put(self, message)
 
     def _take_finished(self, message: Finished) -> None:
         if self._embeds and message.reason is not FinishReason.ABORT and not message.embedding:

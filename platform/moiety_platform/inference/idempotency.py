@@ -1,13 +1,10 @@
-"""A request that is served once: with an `Idempotency-Key`, a repeated one gets the first one's answer.
+"""Idempotent requests: a request with the `Idempotency-Key` of an earlier one gets that one's stored answer.
 
-The key is claimed before the request is served, and so before anything of it is counted: a replay has no usage row.
-What is sent is kept just before its last bytes go out; what ends otherwise gives the key back, and then the client is
-told.
+The key is claimed before the request has a record, so a replayed answer has no usage row and no charge. The answer is
+stored just before its last bytes are sent. If the request fails, the key is released before the client gets the error.
 """
 
 from __future__ import annotations
-
-from collections.abc import Awaitable, Callable
 
 import structlog
 from litestar.types import Receive, ReceiveMessage, Scope
@@ -19,57 +16,46 @@ from moiety_platform.idempotency.keys import KeyBinding, key_of
 from moiety_platform.idempotency.store import KeptAnswer
 from moiety_platform.inference.response import HttpResponse
 from moiety_platform.metrics import Metrics
-from moiety_platform.request_head import request_id_of
-
-Serve = Callable[[Receive], Awaitable[None]]
 
 log = structlog.get_logger(__name__)
 
 
-class IdempotentRequests:
-    """Serves the requests of POST endpoints, each key once."""
+async def claim_key(
+    keys: IdempotencyKeys,
+    metrics: Metrics,
+    principal: Principal,
+    endpoint: str,
+    scope: Scope,
+    receive: Receive,
+    response: HttpResponse,
+    max_body_bytes: int,
+) -> Receive | None:
+    """Claim the request's key for `response`, and return a `receive` that reads the body again.
 
-    def __init__(self, keeper: IdempotencyKeys, metrics: Metrics, max_body_bytes: int) -> None:
-        self._keeper = keeper
-        self._metrics = metrics
-        self.max_body_bytes = max_body_bytes
-
-    async def serve(
-        self, principal: Principal, endpoint: str, scope: Scope, receive: Receive, reply: HttpResponse, serve: Serve
-    ) -> None:
-        """Have `serve` read the body and answer by `reply`, or answer from what is kept. A request without a key costs
-        nothing here. Raises what `serve` raises, BadKey, and what the keeper raises."""
-        key = key_of(scope["headers"])
-        if key is None:
-            await serve(receive)
-            return
-        body, receive = await _read_ahead(receive, self.max_body_bytes)
-        if body is None:  # too large, or the client has left: refused before anything is served
-            await serve(receive)
-            return
-        try:
-            found = await self._keeper.claim(key, _asked(principal, endpoint, body))
-        except PlatformError as error:
-            self._metrics.observe_idempotency(error.code)
-            raise
-        if isinstance(found, KeptAnswer):
-            self._metrics.observe_idempotency("replayed")
-            log.info("replayed", request_id=request_id_of(scope), tenant_id=principal.tenant_id, endpoint=endpoint)
-            await reply.replay(found)
-            return
-        reply.claim = found
-        try:
-            await serve(receive)
-        finally:
-            await found.release()
-
-
-def _asked(principal: Principal, endpoint: str, body: bytes) -> KeyBinding:
-    return KeyBinding(principal.tenant_id, principal.project_id, principal.allowed_models, endpoint, body)
+    Returns None if `response` has replayed the stored answer. A body that is too large or incomplete claims nothing,
+    since its request is refused. Raises BadKey, KeyReused, KeyInUse, AnswerNotKept, TooManyKeys or Unavailable.
+    """
+    key = key_of(scope["headers"])
+    body, receive = await _read_ahead(receive, max_body_bytes)
+    if key is None or body is None:
+        return receive
+    bound_to = KeyBinding(principal.tenant_id, principal.project_id, principal.allowed_models, endpoint, body)
+    try:
+        found = await keys.claim(key, bound_to)
+    except PlatformError as error:
+        metrics.observe_idempotency(error.code)
+        raise
+    if isinstance(found, KeptAnswer):
+        metrics.observe_idempotency("replayed")
+        log.info("replayed", request_id=response.request_id, tenant_id=principal.tenant_id, endpoint=endpoint)
+        await response.replay(found)
+        return None
+    response.claim = found
+    return receive
 
 
 async def _read_ahead(receive: Receive, max_bytes: int) -> tuple[bytes | None, Receive]:
-    """The body, None if it does not end within `max_bytes`; and what gives all that was read once more."""
+    """Return the body, None if it does not end within `max_bytes`, and a `receive` that starts from its beginning."""
     messages: list[ReceiveMessage] = []
     body: bytearray | None = bytearray()
     more = True

@@ -1,196 +1,299 @@
-"""The life of a request, from what is asked to its last token. Knows no HTTP and no API's field names.
+"""The inference pipeline: every request, of every API, from its HTTP head to its usage row, in this order.
 
-choose a class → pass the gate → tokenize → check the context → reserve under the limits → choose a replica for every
-sequence and submit it → wait for the verdicts → merge what comes, reserving ahead of it → settle the counts
+authenticate → claim the idempotency key → parse → classify → admit → reserve → place → stream → settle
+
+`RequestPipeline.serve` is the whole order for a request over HTTP; batch lines begin at `start`. The pipeline knows no
+API's fields: an `Endpoint` parses the body and formats the answer.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
 import msgspec
+import structlog
+from litestar.types import Receive, Scope, Send
 
 from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
 from moiety_platform.adapters.naming import adapting_card, allowed_of
-from moiety_platform.admission.gate import AdmissionGate, GatePlace, refuse_hopeless
+from moiety_platform.admission.gate import AdmissionGate, StreamGate, refuse_hopeless
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, require_scope
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.base import EngineState
-from moiety_platform.errors import Overloaded, PlatformError
+from moiety_platform.errors import Forbidden, Overloaded, PlatformError, Unauthenticated, forget_frames
+from moiety_platform.http_errors import internal_error
+from moiety_platform.idempotency.key_store_client import IdempotencyKeys
+from moiety_platform.idempotency.keys import HEADER as IDEMPOTENCY_KEY
+from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
 from moiety_platform.inference.generation import Generation
+from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.model_texts import ModelTexts
 from moiety_platform.inference.placement import Placement
+from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
+from moiety_platform.inference.response import ClientDisconnected, HttpResponse, WatchingForDisconnect
 from moiety_platform.inference.run import Run
+from moiety_platform.known_parameters import check_query
+from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.terms import Tariffs
+from moiety_platform.randomness import ordered_hex
+from moiety_platform.request_head import fields_of, request_id_of
 from moiety_platform.routing.choose import Need, able_engines, are_extensible, card_of, cards_of, choose
 from moiety_platform.routing.replicas import Replicas
+from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.traces.request_trace import Phase
-from moiety_wire.messages import ModelCard, Submit
+from moiety_wire.classes import OverloadAction
+from moiety_wire.messages import ModelCard
+
+CLASS_HEADER = "x-moiety-class"  # the class that is served
+ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
+
+log = structlog.get_logger(__name__)
 
 
-class Pipeline:
-    """Carries out generations for one gateway process. Its public numbers may be set to others, for the requests that
-    come from then on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineServices:
+    """Services that the pipeline calls. Opened and closed by the entry point."""
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        texts: ModelTexts,
-        classes: ClassCache,
-        prices: PriceCache,
-        gate: AdmissionGate,
-        clock: Clock,
-        *,
-        credit_window: int,
-        max_sequences: int,
-        failover_wait_s: float,
-        adapters: AdapterCache | None = None,
-    ) -> None:
-        self._replicas = replicas
-        self.texts = texts
-        self._classes = classes
-        self._prices = prices
+    authenticator: Authenticator
+    idempotency: IdempotencyKeys
+    recorder: RequestRecorder
+    bodies: BodyReader
+    gate: AdmissionGate
+    streams: StreamGate
+    classes: ClassCache
+    prices: PriceCache
+    replicas: Replicas
+    texts: ModelTexts
+    metrics: Metrics
+    clock: Clock
+    adapters: AdapterCache | None = None
+    next_turn_prefill: NextTurnPrefill | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLimits:
+    """Settings of the pipeline that can change while it runs."""
+
+    credit_window_tokens: int  # output tokens that an engine may generate ahead of the client
+    max_sequences: int  # of one request
+    failover_wait_s: float  # time that a sequence without a usable engine waits for one
+
+
+class RequestPipeline:
+    """Pipeline of one gateway process. `limits` may be replaced, for later requests."""
+
+    def __init__(self, services: PipelineServices, limits: PipelineLimits) -> None:
+        self.services = services
+        self.limits = limits
         self._tariffs = Tariffs()
-        self.gate = gate
-        self._clock = clock
-        self.credit_window, self.max_sequences = credit_window, max_sequences
-        self.failover_wait_s = failover_wait_s
-        self._adapters = adapters
 
-    def run(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> HeldRun:
-        """Submit a request, whose reader wants each token as it comes if it `streams`, and hold it once every sequence
-        of it is admitted. However this is left, every sequence is ended at its engine and counted in the record. Raises
-        the errors of `moiety_platform.errors`; Overloaded where one of the sequences is turned away, and then the
-        others are ended too."""
-        return HeldRun(self, record, generation, streams)
-
-    async def choose(self, record: RequestRecord, generation: Generation) -> _Choice:
-        """Choose the model card and the service class, before admission."""
-        record.generation = generation
-        states, adapter = self._replicas.states(), None
-        if self._adapters is not None:
-            adapter = await self._adapters.find(record.principal.tenant_id, generation.model)
-        base = generation.model if adapter is None else adapter.model
+    async def serve(self, endpoint: Endpoint[Body], scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request, as an ASGI application. Its record is closed before its client gets an error."""
+        services = self.services
+        fields = fields_of(scope)
+        response = HttpResponse(send, scope, endpoint.errors)
         try:
-            card = card_of(states, base, allowed_of(record.principal.allowed_models, adapter))
-        except PlatformError:
-            if base in cards_of(states):  # there is such a model, if not for this request
-                record.served_model, record.base_model = generation.model, base
+            principal = await self._authenticate(endpoint.authorization(fields))
+            if scope["query_string"]:
+                check_query(scope["query_string"], (), endpoint.ignored_parameters)
+            if IDEMPOTENCY_KEY in fields:
+                claimed = await claim_key(
+                    services.idempotency, services.metrics, principal, endpoint.path, scope, receive, response,
+                    services.bodies.limits.max_body_bytes,
+                )  # fmt: skip
+                if claimed is None:
+                    return  # the client got the stored answer
+                receive = claimed
+            with services.recorder.open(
+                principal,
+                request_id=endpoint.id_prefix + ordered_hex(),
+                client_request_id=response.request_id,
+                operation=endpoint.operation,
+                endpoint=endpoint.path,
+                traceparent=fields.get(b"traceparent"),
+                status_of=endpoint.errors.status,
+            ) as record:
+                body = await services.bodies.read(endpoint.schema, receive, fields, principal.tenant_id)
+                streams = body.wants_stream
+                with services.streams.hold(principal.root_key_id) if streams else contextlib.nullcontext():
+                    with WatchingForDisconnect(response.disconnect):
+                        if endpoint.prepare is not None:
+                            body = await endpoint.prepare(body, record)
+                        async with await self.start(record, body.generation(), streams=streams) as run:
+                            response.headers = _headers_of(record)
+                            send_last = await endpoint.answer(body, run, record, response)
+                    record.completed()
+                    await send_last()
+                    if services.next_turn_prefill is not None:
+                        services.next_turn_prefill.ended(record, run)
+        except ClientDisconnected:
+            return
+        except asyncio.CancelledError:
+            await _report(response, STOPPING)
             raise
-        record.served_model, record.base_model = generation.model, base
+        except PlatformError as exc:
+            forget_frames(exc)
+            await _report(response, exc)
+        except Exception:  # the root of a request: answered with 500, logged completely
+            log.exception("request_failed", request_id=request_id_of(scope))
+            await _report(response, internal_error())
+        finally:
+            await response.release_claim()
+
+    async def start(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> Run:
+        """Submit a request, and return its run once an engine has admitted every sequence.
+
+        Enter the run as a context: on exit every sequence has ended at its engine and is counted in the record. With
+        `streams` engines send each token as it comes. Raises the errors of `moiety_platform.errors`, such as Overloaded
+        where an engine rejects one of the sequences, and then all have ended.
+        """
+        services, limits = self.services, self.limits
+        record.trace.enter(Phase.PREPARE)
+        matched = await self._classify(record, generation)
+        place = services.gate.enter(record.principal.tenant_id, record.num_sequences)
+        run = None
+        try:
+            _refuse_hopeless(generation, matched)
+            text = await services.texts.get(matched.card)
+            prompts = await text.encode_prompts(generation)
+            longest = [most_output_tokens(generation, matched.card, len(prompt_ids)) for prompt_ids in prompts]
+            origin = await self._reserve(record, matched, prompts, max(longest), streams)
+            service = matched.chosen.service
+            placement = Placement(services.replicas, matched.card.model, service, limits.failover_wait_s)
+            run = Run(
+                record, matched.chosen, prompts, text, placement, services.clock, limits.credit_window_tokens, place
+            )
+            record.reservation.require_current()
+            for submit in submits_of(origin, generation, prompts, longest, text):
+                await run.submit(submit)
+            await run.wait_admitted()
+        except BaseException:
+            if run is None:
+                place.leave()
+            else:
+                await run.close()
+            raise
+        record.trace.enter(Phase.ANSWER)
+        return run
+
+    async def _authenticate(self, authorization: str | None) -> Principal:
+        """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
+        try:
+            principal = await self.services.authenticator.authenticate(authorization)
+            require_scope(principal, INFERENCE_SCOPE)
+        except (Unauthenticated, Forbidden) as exc:
+            self.services.metrics.observe_refusal(exc.status)
+            raise
+        return principal
+
+    async def _classify(self, record: RequestRecord, generation: Generation) -> _Matched:
+        """Choose the model card and the service class, and check the request against them.
+
+        Raises NotFound, BadRequest or Unavailable.
+        """
+        services, principal, model = self.services, record.principal, generation.model
+        record.generation, record.num_sequences = generation, generation.num_sequences
+        states, adapter, allowed = services.replicas.states(), None, principal.allowed_models
+        if services.adapters is not None and ":" in model:
+            adapter = await services.adapters.find(principal.tenant_id, model)
+            allowed = allowed_of(allowed, adapter)
+        base = model if adapter is None else adapter.model
+        try:
+            card = card_of(states, base, allowed)
+        except PlatformError:
+            if base in cards_of(states):  # there is such a model, but not for this request
+                record.served_model, record.base_model = model, base
+            raise
+        record.served_model, record.base_model = model, base
         if adapter is not None:
             card = adapting_card(adapter, card, able_engines(states, base))
-        check_limits(generation, card, self.max_sequences)
-        cap = record.principal.service_class
-        catalogue = await self._classes.get(cap)
-        chosen = catalogue.choose(cap, generation.service_tier)
+        check_limits(generation, card, self.limits.max_sequences)
+        catalogue = await services.classes.get(principal.service_class)
+        chosen = catalogue.choose(principal.service_class, generation.service_tier)
         record.chose(catalogue, chosen.service)
-        return _Choice(card, states, catalogue, chosen, adapter)
+        return _Matched(card, states, catalogue, chosen, adapter)
 
-    def enter(self, record: RequestRecord, generation: Generation) -> GatePlace:
-        """The tenant's place at the gate. Raises Overloaded."""
-        return self.gate.enter(record.principal.tenant_id, generation.num_sequences)
+    async def _reserve(
+        self, record: RequestRecord, matched: _Matched, prompts: list[list[int]], most_tokens: int, streams: bool
+    ) -> RequestOrigin:
+        """Reserve the prompts and the first output under every quota, and return what all sequences share.
 
-    async def prepare(
-        self, record: RequestRecord, generation: Generation, choice: _Choice, streams: bool
-    ) -> tuple[Run, list[Submit]]:
-        """Everything between the gate and the first message to an engine."""
-        card, catalogue, chosen = choice.card, choice.catalogue, choice.chosen
-        credit_window, failover_wait_s = self.credit_window, self.failover_wait_s
-        need = Need.PROMPT if generation.embed else Need.ANSWER
-        need = need if choice.adapter is None else Need.ADAPTED
-        state = choose(choice.states, card.model, chosen.service, need=need)
-        refusal = refuse_hopeless(chosen.service, state.class_load(chosen.service.name))
-        if refusal is not None:
-            raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
-        text = await self.texts.get(card)
-        prompts = await text.encode_prompts(generation)
-        longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
+        Raises QuotaExceeded, RequestExceedsQuota, Forbidden or Unavailable.
+        """
+        card, chosen, principal = matched.card, matched.chosen, record.principal
+        adapter = "" if matched.adapter is None else matched.adapter.engine_name
+        prices = await self.services.prices.current()
+        priced_model = f"{card.model}:{adapter}" if adapter else card.model  # names of adapters are their tenants'
+        tariff = self._tariffs.of(prices, matched.catalogue, chosen, priced_model, card.model)
         num_prompt_tokens = sum(map(len, prompts))
-        is_extensible = are_extensible(choice.states, card.model)
-        own = "" if choice.adapter is None else f":{choice.adapter.engine_name}"  # names of adapters are their tenants'
-        prices = await self._prices.current()
-        tariff = self._tariffs.of(prices, catalogue, chosen, card.model + own, card.model)
+        credit_tokens = most_tokens
+        if are_extensible(matched.states, card.model):
+            credit_tokens = min(most_tokens, self.limits.credit_window_tokens)
         record.trace.enter(Phase.HOLD)
-        credit = await record.spending.begin(
-            num_prompt_tokens,
-            generation.num_sequences,
-            min(max(longest), credit_window) if is_extensible else max(longest),
-            tariff,
-        )
+        credit_tokens = await record.reservation.begin(num_prompt_tokens, record.num_sequences, credit_tokens, tariff)
         record.trace.enter(Phase.ADMISSION)
-        principal = record.principal
-        adapter = "" if choice.adapter is None else choice.adapter.engine_name
-        origin = RequestOrigin(
+        return RequestOrigin(
             request_id=record.request_id,
             model=card.model,
             tenant_id=principal.tenant_id,
             chosen=chosen,
             cache_salt=principal.cache_salt + adapter.encode(),
             arrival_unix_ns=record.arrival_unix_ns,
-            credit_tokens=credit,
+            credit_tokens=credit_tokens,
             weight=principal.weight,
             traceparent=record.trace.traceparent,
             bill=record.reserved(num_prompt_tokens),
             gathers=not streams,
             adapter=adapter,
         )
-        submits = submits_of(origin, generation, prompts, longest, text)
-        placement = Placement(self._replicas, card.model, chosen.service, failover_wait_s)
-        return Run(record, chosen, prompts, text, placement, self._clock, credit_window), submits
 
 
-class HeldRun:
-    """A run that is held for as long as its context lasts; see `Pipeline.run`."""
-
-    __slots__ = ("_generation", "_pipeline", "_place", "_record", "_run", "_streams")
-
-    def __init__(self, pipeline: Pipeline, record: RequestRecord, generation: Generation, streams: bool) -> None:
-        self._pipeline, self._record, self._generation, self._streams = pipeline, record, generation, streams
-        self._place: GatePlace | None = None
-        self._run: Run | None = None
-
-    async def __aenter__(self) -> Run:
-        try:
-            return await self._admit()
-        except BaseException:
-            await self._leave()
-            raise
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._leave()
-
-    async def _admit(self) -> Run:
-        """Submit every sequence and wait for the verdicts."""
-        pipeline, record, generation = self._pipeline, self._record, self._generation
-        record.trace.enter(Phase.PREPARE)
-        choice = await pipeline.choose(record, generation)
-        self._place = pipeline.enter(record, generation)
-        run, submits = await pipeline.prepare(record, generation, choice, self._streams)
-        self._run = run
-        record.spending.require_current()
-        for submit in submits:
-            await run.submit(submit)
-        await run.wait_admitted()
-        record.trace.enter(Phase.ANSWER)
-        return run
-
-    async def _leave(self) -> None:
-        try:
-            if self._run is not None:
-                await self._run.close()
-        finally:
-            if self._place is not None:
-                self._place.leave()
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    """Model card, engines and class that a request was matched with."""
+class _Matched(msgspec.Struct, frozen=True):
+    """Model card, engines and service class of a request."""
 
     card: ModelCard
-    states: list[EngineState]  # as they were then
+    states: list[EngineState]  # of all engines, at the time of the choice
     catalogue: Catalogue
     chosen: ChosenClass
     adapter: NamedAdapter | None
+
+
+def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
+    """Raise Overloaded if the engine of the request predicts far too late a first token for its class.
+
+    Raises Unavailable if no engine can take the request.
+    """
+    service = matched.chosen.service
+    if service.on_overload is not OverloadAction.REJECT:
+        return
+    need = Need.PROMPT if generation.embed else Need.ANSWER
+    need = need if matched.adapter is None else Need.ADAPTED
+    state = choose(matched.states, matched.card.model, service, need=need)
+    refusal = refuse_hopeless(service, state.class_load(service.name))
+    if refusal is not None:
+        raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
+
+
+def _headers_of(record: RequestRecord) -> dict[str, str]:
+    """Return the response headers of an admitted request."""
+    return {
+        CLASS_HEADER: record.service_class,
+        ADMISSION_HEADER: record.admission_reason,
+        **record.reservation.headers(),
+    }
+
+
+async def _report(response: HttpResponse, error: PlatformError) -> None:
+    """Send an error to a client that may have stopped reading. Its idempotency key is free before."""
+    await response.release_claim()
+    with contextlib.suppress(ClientDisconnected):
+        await response.fail(error)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from litestar.types import Receive
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from moiety_platform.admission.turns import Turns
 from moiety_platform.errors import BadRequest, TooLarge
 from moiety_platform.inference.body_fields import StrictBody
 from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.json_depth import check_depth
+from moiety_platform.settings import GatewaySettings
 
 PATIENCE = 16  # times the limit, up to which an excessive body is read
 INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
@@ -24,16 +26,48 @@ MAX_NAME_CHARS = 64  # of a field name in an error message
 Body = TypeVar("Body", bound=StrictBody)
 
 
-async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> bytes:
-    """Return the whole body.
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Limits of request bodies."""
+
+    max_body_bytes: int
+    max_json_depth: int
+    shape: ShapeLimits
+
+    @classmethod
+    def of(cls, settings: GatewaySettings) -> BodyLimits:
+        return cls(settings.max_body_bytes, settings.max_json_depth, ShapeLimits.of(settings))
+
+
+class BodyReader:
+    """Reader of request bodies of one gateway process. `limits` may be replaced, for later requests."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self.limits = limits
+        self._turns = Turns()
+
+    async def read(self, schema: type[Body], receive: Receive, fields: Mapping[bytes, bytes], tenant_id: str) -> Body:
+        """Read the body, wait for the tenant's turn, and decode it, in a thread if it is large.
+
+        `fields` are the header fields by name. Raises the errors of `read_body` and `decode_body`.
+        """
+        limits = self.limits
+        data = await read_body(receive, fields.get(b"content-length", b""), limits.max_body_bytes)
+        await self._turns.wait(tenant_id)
+        if len(data) <= INLINE_BYTES:
+            return decode_body(schema, data, limits.max_json_depth, limits.shape)
+        return await asyncio.to_thread(decode_body, schema, data, limits.max_json_depth, limits.shape)
+
+
+async def read_body(receive: Receive, content_length: bytes, max_bytes: int) -> bytes:
+    """Return the whole body. `content_length` is the header field, empty if there is none.
 
     Raises TooLarge, or ClientDisconnected if the client disconnects. A body that is too large is read and discarded up
     to PATIENCE times the limit, since a client that is cut off while it sends does not see the error.
     """
     patience_bytes = PATIENCE * max_bytes
-    for name, value in headers:
-        if name == b"content-length" and value.isdigit() and int(value[:20]) > patience_bytes:
-            raise _too_large(max_bytes)
+    if content_length.isdigit() and int(content_length[:20]) > patience_bytes:
+        raise _too_large(max_bytes)
     chunks: list[bytes] = []
     size = 0
     while size <= patience_bytes:
@@ -56,27 +90,6 @@ async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], ma
 
 def _too_large(max_bytes: int) -> TooLarge:
     return TooLarge(f"the body is larger than the {max_bytes} bytes that this server accepts; send less")
-
-
-async def receive_body(
-    schema: type[Body],
-    receive: Receive,
-    headers: Iterable[tuple[bytes, bytes]],
-    max_bytes: int,
-    max_depth: int,
-    shape: ShapeLimits = DEFAULT_SHAPE,
-    turn: Callable[[], Awaitable[None]] | None = None,
-) -> Body:
-    """Read the body, wait for the tenant's `turn`, and decode it, in a thread if it is large.
-
-    Raises the errors of `read_body` and `decode_body`.
-    """
-    data = await read_body(receive, headers, max_bytes)
-    if turn is not None:
-        await turn()
-    if len(data) <= INLINE_BYTES:
-        return decode_body(schema, data, max_depth, shape)
-    return await asyncio.to_thread(decode_body, schema, data, max_depth, shape)
 
 
 def decode_body(schema: type[Body], data: bytes, max_depth: int, shape: ShapeLimits = DEFAULT_SHAPE) -> Body:

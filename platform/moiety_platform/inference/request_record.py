@@ -59,10 +59,11 @@ class RequestRecord:
     on_submitted: Callable[[UsageRow], None]
     make_bill: Callable[[RequestRecord, int], BillingContext]
     status_of: Callable[[PlatformError], int]  # HTTP status of an error in the request's API
-    spending: QuotaReservation
+    reservation: QuotaReservation
     bill: BillingContext | None = None  # set once the quota is reserved
     bills_failures: bool = True  # whether tokens generated before a failure are billed
     generation: Generation | None = None
+    num_sequences: int = 0  # of the generation
     chosen: ServiceClass | None = None
     served: ServiceClass | None = None  # the fallback class if an engine has downgraded a sequence
     catalogue: Catalogue | None = None  # at the time when the class was chosen
@@ -160,7 +161,7 @@ class RequestRecord:
         self.outcome = next((cut.value for cut in cuts if cut.value in self.finish_reasons), FinishReason.STOP.value)
         self.http_status = 200
         if self.was_cut_by_limit:
-            self.error_code = self.spending.refusal_code
+            self.error_code = self.reservation.refusal_code
 
     def disconnected(self) -> None:
         self.outcome, self.http_status, self.error_code = "disconnected", CLIENT_CLOSED_REQUEST, "client_disconnected"

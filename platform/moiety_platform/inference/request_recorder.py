@@ -77,7 +77,7 @@ class RequestRecorder:
         client_request_id: str,
         operation: str,
         endpoint: str,
-        traceparent: str | None,
+        traceparent: bytes | None,
         status_of: Callable[[PlatformError], int],
         bills_failures: bool = True,
     ) -> OpenRecord:
@@ -94,14 +94,16 @@ class RequestRecorder:
             operation=operation,
             endpoint=endpoint,
             principal=principal,
-            trace=self._tracing.start(traceparent, arrival_unix_ns, self._clock.unix_ns),
+            trace=self._tracing.start(
+                None if traceparent is None else traceparent.decode("latin-1"), arrival_unix_ns, self._clock.unix_ns
+            ),
             started_at=self._clock.now(),
             started_s=self._clock.monotonic(),
             arrival_unix_ns=arrival_unix_ns,
             on_submitted=self._usage.opened,
             make_bill=self._bill,
             status_of=status_of,
-            spending=QuotaReservation(self._quotas, principal),
+            reservation=QuotaReservation(self._quotas, principal),
             bills_failures=bills_failures,
         )
         return OpenRecord(self, record)
@@ -123,8 +125,8 @@ class RequestRecorder:
     def _tell(self, record: RequestRecord) -> None:
         record.trace.enter(Phase.SETTLE)
         used = record.used
-        cost = record.spending.cost(used)
-        row = self._row(record, used, cost, record.spending.settle(used, cost))
+        cost = record.reservation.cost(used)
+        row = self._row(record, used, cost, record.reservation.settle(used, cost))
         # not a method of the record, which would keep the whole request in memory until its row is stored
         self._usage.record(row, partial(settle, record.sequences) if record.sequences else None)
         self._metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
@@ -169,8 +171,8 @@ class RequestRecorder:
         self._tracing.end(ending, self._clock.monotonic(), lambda verdict: spans_of(record, row, verdict, ended_ns))
 
     def _bill(self, record: RequestRecord, num_prompt_tokens: int) -> BillingContext:
-        spending, used = record.spending, UsedTokens(record.service_class, num_prompt_tokens, 0, 0)
-        cost = spending.cost(used)
+        reservation, used = record.reservation, UsedTokens(record.service_class, num_prompt_tokens, 0, 0)
+        cost = reservation.cost(used)
         principal, generation = record.principal, record.generation
         row = UsageRow(
             request_id=record.request_id,
@@ -181,16 +183,16 @@ class RequestRecorder:
             model=record.served_model,
             service_class=used.service_class,
             started_at=record.started_at,
-            num_choices=generation.num_sequences if generation else 0,
+            num_choices=record.num_sequences,
             prompt_tokens=num_prompt_tokens,
             cost_nanodollars=cost,
-            charges=spending.charges(used, cost),
+            charges=reservation.charges(used, cost),
             **KILLED,
         )
         return BillingContext(
             row,
-            spending.prices,
-            spending.stocks,
+            reservation.prices,
+            reservation.stocks,
             self._quotas.replica_id,
             generation.num_choices if generation else 1,
         )
@@ -209,7 +211,7 @@ class RequestRecorder:
             started_at=record.started_at,
             outcome=record.outcome,
             http_status=record.http_status,
-            num_choices=generation.num_sequences if generation else 0,
+            num_choices=record.num_sequences,
             prompt_tokens=record.prompt_tokens,
             cached_tokens=record.cached_tokens,
             output_tokens=record.output_tokens,
@@ -233,11 +235,11 @@ class OpenRecord:
     def __init__(self, recorder: RequestRecorder, record: RequestRecord) -> None:
         self._recorder, self._record = recorder, record
 
-    async def __aenter__(self) -> RequestRecord:
+    def __enter__(self) -> RequestRecord:
         self._recorder.begin()
         return self._record
 
-    async def __aexit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
+    def __exit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
         record = self._record
         if isinstance(exc, ClientDisconnected):
             record.disconnected()
@@ -245,7 +247,7 @@ class OpenRecord:
             record.failed(STOPPING)
         elif isinstance(exc, PlatformError):
             record.failed(exc)
-        elif isinstance(exc, Exception):  # internal error: recorded here, logged by the request handler
+        elif isinstance(exc, Exception):  # internal error: recorded here, logged by the pipeline
             record.failed(internal_error())
         self._recorder.end(record)
 
@@ -254,5 +256,5 @@ def _tpot_s(record: RequestRecord) -> float | None:
     """Return the mean time between the tokens of one sequence, without the first, in seconds."""
     if record.first_token_s is None or record.last_token_s is None or record.generation is None:
         return None
-    num_gaps = record.output_tokens // record.generation.num_sequences - 1
+    num_gaps = record.output_tokens // record.num_sequences - 1
     return (record.last_token_s - record.first_token_s) / num_gaps if num_gaps > 0 else None

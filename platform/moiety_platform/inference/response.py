@@ -1,4 +1,4 @@
-"""The sending half of one HTTP exchange: a whole answer, or a stream of events, or an error in either."""
+"""The response to one HTTP request, and the disconnect of its client."""
 
 from __future__ import annotations
 
@@ -94,33 +94,42 @@ class WatchingForDisconnect:
 
 
 class HttpResponse:
-    """Owned by the exchange; sends one answer. Sending to a client that has left raises ClientDisconnected."""
+    """Response to one request: a complete answer, a stream of events, or an error.
+
+    Owned by the pipeline. Every method raises ClientDisconnected if the client has disconnected.
+    """
 
     def __init__(self, send: Send, scope: Scope, errors: ErrorForm) -> None:
         self._raw_send = send
         self._scope = scope
         self._send_whole: SendWhole | None = scope["state"].get(SEND_WHOLE)
-        self.transfer = DisconnectSignal.of(scope["state"])
-        self.errors = errors  # an answer may have its own once it streams
-        self._request_id = request_id_of(scope)
+        self.disconnect = DisconnectSignal.of(scope["state"])
+        self.errors = errors  # a streamed answer may have its own
+        self.request_id = request_id_of(scope)
         self._streaming = False
         self._in_pieces = False
         self.headers: dict[str, str] = {}  # of an answer; an error has its own
-        self.claim: KeyClaim | None = None  # what the answer is kept under; an error is not kept
+        self.claim: KeyClaim | None = None  # the idempotency key that the answer is stored under; errors are not stored
+
+    async def release_claim(self) -> None:
+        """Release the idempotency key if no answer was stored under it. Idempotent."""
+        if self.claim is not None:
+            await self.claim.release()
 
     async def whole(self, status: int, body: bytes) -> None:
-        """A whole answer."""
+        """Send a complete answer."""
         await self._keep(status, _JSON_HEADERS, body)
         await self._whole(status, body, self.headers)
 
     async def pieces(self, pieces: Iterable[bytes]) -> None:
-        """A whole answer that is made while it is sent, and so is never in memory all at once."""
+        """Send a complete answer that is made while it is sent, so that it is never in memory as a whole."""
         self._in_pieces = True
-        await self._send(_start(200, _JSON_HEADERS + _encode(self.headers)))
+        await self._start(200, _JSON_HEADERS, self.headers)
         for piece in pieces:
-            self._note(piece)
+            if self.claim is not None:
+                self.claim.note(piece)
             await self._send(_body(piece, more=True))
-            await asyncio.sleep(0)  # sending waits for the connection only; others get their turn too
+            await asyncio.sleep(0)  # sending waits for the connection only; let other tasks run
         await self._keep(200, _JSON_HEADERS, b"")
         await self._send(_body(b"", more=False))
 
@@ -128,29 +137,39 @@ class HttpResponse:
         """Send events; the first ones start the answer. Returns when the connection can take more."""
         if not self._streaming:
             self._streaming = True
-            await self._send(_start(200, _STREAM_HEADERS + _encode(self.headers)))
-        self._note(data)
-        await self._send(_body(data, more=True))
+            await self._start(200, _STREAM_HEADERS, self.headers)
+        if self.claim is not None:
+            self.claim.note(data)
+        if self.disconnect.has_left:
+            raise ClientDisconnected
+        await self._raw_send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, data: bytes) -> None:
-        """The last events of an answer that is whole."""
-        await self._keep(200, _STREAM_HEADERS, data)
+        """Send the last events of a complete answer."""
+        if self.claim is not None:
+            await self._keep(200, _STREAM_HEADERS, data)
         await self._send(_body(data, more=False))
 
     async def replay(self, answer: KeptAnswer) -> None:
         """Send the answer of an earlier request, byte for byte."""
-        fields = _encode({**answer.headers, "content-length": str(len(answer.body))})
-        await self._send(_start(answer.status, [*fields, (REPLAYED_HEADER, b"true")]))
+        length = str(len(answer.body))
+        await self._start(answer.status, [(REPLAYED_HEADER, b"true")], {**answer.headers, "content-length": length})
         for start in range(0, len(answer.body), REPLAY_BYTES):
             await self._send(_body(answer.body[start : start + REPLAY_BYTES], more=True))
         await self._send(_body(b"", more=False))
 
-    def _note(self, data: bytes) -> None:
-        if self.claim is not None:
-            self.claim.note(data)
+    async def fail(self, error: PlatformError) -> None:
+        """Send an error, as an event if the answer has begun; close the connection where neither is possible."""
+        if self._in_pieces:
+            self.disconnect.drop()
+        elif self._streaming:
+            await self._send(_body(self.errors.event(error, self.request_id), more=False))
+        else:
+            body = self.errors.body(error, self.request_id)
+            await self._whole(self.errors.status(error), body, error_headers(error))
 
     async def _keep(self, status: int, fields: list[tuple[bytes, bytes]], last: bytes) -> None:
-        """Keep what was sent and what is to be sent last, so that whoever has an answer finds it kept."""
+        """Store what was sent and the last part, before that is sent: a client with the answer finds it stored."""
         if self.claim is not None:
             self.claim.note(last)
             headers = {name.decode(): value.decode() for name, value in fields}
@@ -158,37 +177,23 @@ class HttpResponse:
             await self.claim.keep(status, headers | own)
 
     async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        if self._send_whole is not None and not self.transfer.has_left:
-            ids = id_headers(self._scope["path"], self._request_id)
+        if self._send_whole is not None and not self.disconnect.has_left:
+            ids = id_headers(self._scope["path"], self.request_id)
             if self._send_whole(self._scope, status, {"content-type": "application/json", **headers, **ids}, body):
                 return
-        fields = [*_JSON_HEADERS, (b"content-length", b"%d" % len(body))]
-        await self._send(_start(status, fields + _encode(headers)))
+        await self._start(status, [*_JSON_HEADERS, (b"content-length", b"%d" % len(body))], headers)
         await self._send(_body(body, more=False))
 
+    async def _start(self, status: int, fields: list[tuple[bytes, bytes]], headers: dict[str, str]) -> None:
+        named = {**headers, **id_headers(self._scope["path"], self.request_id)}
+        encoded = [(name.lower().encode(), value.encode("latin-1")) for name, value in named.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": fields + encoded})
+
     async def _send(self, event: HTTPResponseStartEvent | HTTPResponseBodyEvent) -> None:
-        """Returns when the connection can take more."""
-        if self.transfer.has_left:
+        """Send an ASGI message. Returns when the connection can take more."""
+        if self.disconnect.has_left:
             raise ClientDisconnected
         await self._raw_send(event)
-
-    async def fail(self, error: PlatformError) -> None:
-        """An error answer, or an error event if the answer has begun; the end of the connection where neither fits."""
-        if self._in_pieces:
-            self.transfer.drop()
-        elif self._streaming:
-            await self._send(_body(self.errors.event(error, self._request_id), more=False))
-        else:
-            body = self.errors.body(error, self._request_id)
-            await self._whole(self.errors.status(error), body, error_headers(error))
-
-
-def _encode(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-
-
-def _start(status: int, headers: list[tuple[bytes, bytes]]) -> HTTPResponseStartEvent:
-    return {"type": "http.response.start", "status": status, "headers": headers}
 
 
 def _body(data: bytes, *, more: bool) -> HTTPResponseBodyEvent:

@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 
+from moiety_platform.admission.gate import GatePlace
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.stream import Delivery, EngineStream, Inbox
@@ -38,6 +39,8 @@ class Usage(msgspec.Struct, frozen=True):
 class Run:
     """A submitted request: iterate for (index of the sequence, message) until every sequence has finished.
 
+    Enter it as a context: on exit every sequence has ended at its engine, and is counted in the record.
+
     Credit is extended when the reader comes back for more, that is after it has relayed what it got; so a client that
     reads slowly pauses its sequences instead of filling memory.
 
@@ -53,6 +56,7 @@ class Run:
         placement: Placement,
         clock: Clock,
         credit_window: int,
+        gate_place: GatePlace,
     ) -> None:
         self.prompts = prompts
         self._num_prompt_tokens = sum(map(len, prompts))
@@ -62,13 +66,14 @@ class Run:
         self._clock = clock
         self._credit_window = credit_window
         self._placement = placement
+        self._gate_place = gate_place
         self._inbox: Inbox[EngineStream] = Inbox()
         self._sequences: list[Sequence] = []
         self._to_close: list[Sequence] = []
         self._of_stream: dict[EngineStream, Sequence] = {}
         self._early: deque[tuple[Sequence, Delivery]] = deque()  # came before the last verdict
         self._num_open = 0
-        self._relaying: Sequence | None = None
+        self._relayed: Sequence | None = None  # its tokens were returned last
 
     @property
     def num_sequences(self) -> int:
@@ -97,8 +102,8 @@ class Run:
     async def wait_admitted(self) -> None:
         """Return when every sequence is admitted; what comes meanwhile is kept for the reader. Raises what an engine
         turns one of them away with: then none is to be answered."""
-        while False in [sequence.is_admitted for sequence in self._sequences]:
-            self._early.append(self._received() or await self._receive())
+        while not all(sequence.is_admitted for sequence in self._sequences):
+            self._early.append(await self._receive())
         for sequence in self._sequences:
             assert sequence.accepted is not None
             self._record.admitted(self._served(sequence), sequence.accepted.reason)
@@ -107,50 +112,37 @@ class Run:
         return self
 
     async def __anext__(self) -> tuple[int, Tokens | Finished]:
-        if self._relaying is not None:
-            if self._lacks(self._relaying):
-                await self._extend(self._relaying)
-            self._relaying = None
+        relayed, self._relayed = self._relayed, None
+        if relayed is not None and relayed.stream.num_unused_credit_tokens <= self._credit_window // 2:
+            await self._extend(relayed)
         if self._num_open == 0:
             raise StopAsyncIteration
-        sequence, message = await self._next()
+        while True:
+            sequence, message = self._early.popleft() if self._early else await self._receive()
+            if not isinstance(message, Accepted):
+                break
+        record, now_s = self._record, self._clock.monotonic()
         if isinstance(message, Finished):
             self._num_open -= 1
-            if message.embedding:  # all that comes of a prompt that is embedded
-                sequence.progress.take(1, self._clock.monotonic() - self._record.started_s)
+            if message.embedding:  # the only message for a prompt that is embedded
+                sequence.progress.take(1, now_s - record.started_s)
         else:
-            self._relaying = sequence
-            self._note_tokens(sequence, len(message.token_ids))
+            self._relayed = sequence
+            record.last_token_s = now_s
+            if record.first_token_s is None:
+                record.first_token_s = now_s
+            sequence.progress.take(len(message.token_ids), now_s - record.started_s)
         return sequence.index, message
 
-    async def _next(self) -> tuple[Sequence, Tokens | Finished]:
-        while True:
-            sequence, message = self._early.popleft() if self._early else self._received() or await self._receive()
-            if not isinstance(message, Accepted):
-                return sequence, message
-
-    def _received(self) -> tuple[Sequence, Delivery] | None:
-        """Return what has arrived already, unless more must be done for it than to take it: nearly all that comes of
-        a request comes together."""
-        deliveries = self._inbox.deliveries
-        if not deliveries:
-            return None
-        stream, message = deliveries[0]
-        if isinstance(message, PlatformError) or _is_handed_over(message):
-            return None
-        deliveries.popleft()
-        sequence = self._of_stream[stream]
-        sequence.take(message)
-        return sequence, message
-
     async def _receive(self) -> tuple[Sequence, Delivery]:
-        """The next that comes of any sequence, from whichever engine."""
+        """Return the next message for any sequence, from any engine."""
+        inbox = self._inbox
         while True:
-            stream, message = await self._inbox.get_any()
+            stream, message = inbox.deliveries.popleft() if inbox.deliveries else await inbox.get_any()
             sequence = self._of_stream[stream]
             if isinstance(message, PlatformError):
                 await self._fail_over(sequence, message)
-            elif isinstance(message, Finished) and _is_handed_over(message):
+            elif isinstance(message, Finished) and message.reason is FinishReason.PREFILL_DONE:
                 await self._hand_over(sequence, message)
             else:
                 sequence.take(message)
@@ -217,36 +209,26 @@ class Run:
         accepted = sequence.accepted
         return self._chosen.service if accepted is None else self._chosen.served(accepted.served_class)
 
-    def _note_tokens(self, sequence: Sequence, num_tokens: int) -> None:
-        record = self._record
-        record.last_token_s = now_s = self._clock.monotonic()
-        if record.first_token_s is None:
-            record.first_token_s = now_s
-        sequence.progress.take(num_tokens, now_s - record.started_s)
-
-    def _lacks(self, sequence: Sequence) -> int:
-        """Return how much more credit the sequence gets now; renewed by halves, so that few messages are needed."""
-        window, stream = self._credit_window, sequence.stream
-        num_left = stream.credit_tokens - stream.num_output_tokens
-        if stream.ended or stream.credit_is_last or num_left > window // 2:
-            return 0
-        return max(0, min(sequence.max_tokens, stream.num_output_tokens + window) - stream.credit_tokens)
-
     async def _extend(self, sequence: Sequence) -> None:
-        """Keep a window of credit ahead of what was relayed. Where a limit has nothing left, the sequence ends with the
-        credit that it has."""
-        more, stream = self._lacks(sequence), sequence.stream
-        if not more:
+        """Keep a window of credit ahead of what was relayed, renewed by halves, so that few messages are needed.
+
+        Where a quota is exhausted, the sequence ends with the credit that it has.
+        """
+        window, stream = self._credit_window, sequence.stream
+        if stream.ended or stream.credit_is_last or stream.num_unused_credit_tokens > window // 2:
+            return
+        more = min(sequence.max_tokens, stream.num_output_tokens + window) - stream.credit_tokens
+        if more <= 0:
             return
         reserved = self._num_prompt_tokens + sum(other.num_claimed_tokens for other in self._sequences)
-        spending = self._record.spending
+        reservation = self._record.reservation
         if stream.credit_tokens > stream.num_output_tokens:
             try:
-                granted = await spending.extend(reserved, more)
+                granted = await reservation.extend(reserved, more)
             except (Throttled, Unavailable):
                 return  # there is credit left: asked again with the next tokens
         else:
-            granted = await spending.extend_patiently(reserved, more)
+            granted = await reservation.extend_patiently(reserved, more)
         stream.extend(stream.credit_tokens + granted, last=granted == 0)
 
     def whole_answer(self) -> list[int] | None:
@@ -279,14 +261,26 @@ class Run:
         for sequence in self._sequences:
             sequence.stream.abort()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
-        """The end, whatever has come: every sequence has ended at its engine, and is counted in the record."""
+        """End every sequence at its engine, count it in the record, and release the request's place at the gate."""
+        try:
+            await self._end_all()
+        finally:
+            self._gate_place.leave()
+
+    async def _end_all(self) -> None:
         self.abort()
         try:
             while self._to_close:
                 await self._to_close.pop().close()
-        except BaseException:  # the others are ended all the same
-            await self.close()
+        except BaseException:  # the others are ended nevertheless
+            await self._end_all()
             raise
         self._settle()
 
@@ -316,7 +310,3 @@ class Run:
             record.was_cut_by_limit |= finished.detail == CREDIT_REFUSED
         if queues_ns:
             record.queue_ms = max(queues_ns) / 1e6
-
-
-def _is_handed_over(message: Delivery) -> bool:
-    return isinstance(message, Finished) and message.reason is FinishReason.PREFILL_DONE

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from moiety_platform.inference.answer_collection import AnswerChoice, collect
 from moiety_platform.inference.body_fields import GeneratingBody
-from moiety_platform.inference.handler import SendLast
+from moiety_platform.inference.endpoint import SendLast
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
 from moiety_platform.inference.run import Run, Usage

@@ -9,7 +9,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from moiety_platform.http_errors import ErrorBody
 from moiety_platform.inference.answer_collection import AnswerChoice
-from moiety_platform.inference.handler import Endpoint, EndpointDocs, HandlerServices, route
+from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import Run
 from moiety_platform.inference.text_answer import TextAnswer
@@ -26,9 +26,9 @@ from moiety_platform.openai_api.whole_answers import echoes_of, head_of, whole_a
 from moiety_platform.openapi.described import event_of
 
 
-def completion_routes(services: HandlerServices) -> list[HTTPRouteHandler]:
+def completion_routes(serve: Serve) -> list[HTTPRouteHandler]:
     """Return the handlers of both endpoints."""
-    return [route(CHAT, services), route(COMPLETIONS, services)]
+    return [route(CHAT, serve), route(COMPLETIONS, serve)]
 
 
 async def _whole(body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[AnswerChoice]) -> bytes:

@@ -11,11 +11,12 @@ from litestar import Request, Response, delete, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
+from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
 from moiety_platform.db.keyset import After, Identified, list_fields, parse_list
 from moiety_platform.errors import BadRequest
-from moiety_platform.inference.handler import Endpoint, EndpointDocs, HandlerServices, SendLast, route
+from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
 from moiety_platform.inference.run import Run
@@ -55,7 +56,8 @@ _SHOWN = EndpointDocs(
 class ResponseServices:
     """Services that these endpoints need."""
 
-    exchange: HandlerServices
+    serve: Serve
+    authenticator: Authenticator
     keeper: ResponseKeeper
 
 
@@ -63,7 +65,7 @@ def response_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
     """Return the handlers of all endpoints."""
     answers = ResponseAnswers(services.keeper)
     endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare)
-    return [route(endpoint, services.exchange), *_kept_routes(services)]
+    return [route(endpoint, services.serve), *_kept_routes(services)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
     keeper = services.keeper
 
     async def caller(request: Request[Any, Any, Any]) -> Principal:
-        return await authenticate(services.exchange.authenticator, request)
+        return await authenticate(services.authenticator, request)
 
     @get(
         PATH + "/{response_id:str}",

@@ -148,7 +148,7 @@ class NextTurnPrefill:
         """Run the prefill at the engine, store the usage, and return the outcome."""
         record = turn.record
         is_charged = record.principal.speculative_prefill is SpeculativePrefillMode.CHARGED
-        price = record.spending.cost if is_charged else _free
+        price = record.reservation.cost if is_charged else _free
         most = UsedTokens(record.service_class, len(submit.prompt_ids), 0, 0)
         if is_charged:  # check the quota, but hold nothing while the engine waits until it is idle
             room = await self._reserve(record, most, price(most))
