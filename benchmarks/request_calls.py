@@ -38,6 +38,7 @@ from moiety_platform.settings import SECTION, GatewaySettings
 
 PACKAGE = f"{os.sep}moiety_platform{os.sep}"
 WARM_UP_REQUESTS = 50
+LAST_CHUNK = b"0\r\n\r\n"
 
 
 class CallCounter:
@@ -88,15 +89,16 @@ def main() -> None:
 async def _count(folder: Path, num_requests: int) -> list[CallCounter]:
     with _scripted_engine(folder) as address:
         async with _gateway(folder, address) as (port, key):
-            for _ in range(WARM_UP_REQUESTS):
-                await asyncio.to_thread(_ask, port, key)
-            counters = []
-            for _ in range(num_requests):
-                await asyncio.sleep(0.05)  # what the request before left to do is done
-                with CallCounter() as counter:
-                    await asyncio.to_thread(_ask, port, key)
-                counters.append(counter)
-            return counters
+            with ChatClient(port, key) as client:
+                for _ in range(WARM_UP_REQUESTS):
+                    await asyncio.to_thread(client.ask)
+                counters = []
+                for _ in range(num_requests):
+                    await asyncio.sleep(0.05)  # the tasks that the last request started have ended
+                    with CallCounter() as counter:
+                        await asyncio.to_thread(client.ask)
+                    counters.append(counter)
+                return counters
 
 
 @contextmanager
@@ -137,25 +139,41 @@ def _wait_ready(port: int) -> None:
         time.sleep(0.1)
 
 
-def _ask(port: int, key: str) -> None:
-    """Send one chat request over a kept connection, and read its stream to the end."""
-    body = json.dumps(
-        {
-            "model": "scripted",
-            "messages": [{"role": "user", "content": "hello"}],
-            "max_tokens": 4,
-            "ignore_eos": True,
-            "stream": True,
-        }
-    )
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: moiety\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-        connection.sendall(head.encode() + body.encode())
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert b" 200 " in answer.split(b"\r\n", 1)[0] and b"[DONE]" in answer, answer[:500]
+class ChatClient:
+    """A client that sends one chat request after another over a kept connection."""
+
+    def __init__(self, port: int, key: str) -> None:
+        body = json.dumps(
+            {
+                "model": "scripted",
+                "messages": [{"role": "user", "content": "hello"}],
+                "max_tokens": 4,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        )
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: moiety\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nAuthorization: Bearer {key}\r\n\r\n"
+        )
+        self._request = head.encode() + body.encode()
+        self._connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+
+    def __enter__(self) -> ChatClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def ask(self) -> None:
+        """Send one request, and read its stream to the end."""
+        self._connection.sendall(self._request)
+        answer = b""
+        while not answer.endswith(LAST_CHUNK):
+            part = self._connection.recv(65536)
+            assert part, answer[:500]
+            answer += part
+        assert b" 200 " in answer.split(b"\r\n", 1)[0] and b"[DONE]" in answer, answer[:500]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from moiety_demo import checkpoint_path
 from moiety_engine.scripted.text_model import END_ID, scripted_text_model
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
-from moiety_platform.inference.generation import Conversation
+from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.inference.model_texts import ModelText
 from moiety_text.folder import TextModel, read_text_model
 from moiety_text.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ from moiety_text.tools.deltas import Call
 from moiety_text.tools.formats import ToolFormat, format_of
 from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_wire.grammars import GrammarKind, GrammarSpec
-from moiety_wire.messages import ModelCard
+from moiety_wire.messages import ModelCard, Sampling
 
 TEMPLATES = Path(__file__).parents[1] / "gateway" / "templates"
 SCRIPTED = scripted_text_model()
@@ -87,7 +87,7 @@ class Text:
             "e", "m", "qwen", self.json, templates()[name], {}, (END_ID,), 4096, size, 0, 0, "float32", "cpu"
         )
         prompt = Conversation(({"role": "user", "content": "Hi"},), tools=offer)
-        guide = ModelText(card, 8192).guide_of_calls(prompt)
+        guide = ModelText(card, 8192).answer_format(Generation("m", (prompt,), 1, Sampling(), None), 0, []).guide
         assert guide is not None
         return guide
 

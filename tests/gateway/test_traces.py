@@ -15,9 +15,9 @@ import pytest
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_platform.engine_client.fake import FakeVerdict as EngineVerdict
 from moiety_platform.traces.exporters import EXPORT_TIMEOUT_S, store_exporter
-from moiety_platform.traces.request_trace import parse_traceparent
 from moiety_platform.traces.sampling import Ending, Sampler, SamplingDecision, SamplingTerms
 from moiety_platform.traces.sender import QUEUE_FULL, SpanSender
+from moiety_platform.traces.tracing import parse_traceparent
 from moiety_wire.codec import encode_notes, encode_step
 from moiety_wire.messages import Failed, FailureCode
 from moiety_wire.notes import Event, EventKind, Reason, StepNote

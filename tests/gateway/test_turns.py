@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from moiety_platform.admission.turns import MAX_BEGUN, Turns
+from moiety_platform.admission.gate import MAX_BEGUN, Turns
 
 
 async def test_tenants_take_turns_and_each_ones_requests_keep_their_order() -> None:

@@ -19,9 +19,9 @@ from moiety_platform.inference.endpoint import Endpoint
 from moiety_platform.inference.pipeline import RequestPipeline
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.openai_api.answer_types import ChatCompletion, TextCompletion
+from moiety_platform.openai_api.answers import whole_answer
 from moiety_platform.openai_api.controller import CHAT, COMPLETIONS
 from moiety_platform.openai_api.schemas import GenerationBody
-from moiety_platform.openai_api.whole_answers import whole_answer
 
 MAX_VECTOR_BYTES = 32 * 1024 * 1024  # of one line's answer, which is held and stored as a whole
 BYTES_A_NUMBER = {"base64": 6, "float": 24}  # at most

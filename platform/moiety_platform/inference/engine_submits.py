@@ -10,9 +10,8 @@ import msgspec
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.errors import BadRequest, ContextTooLong
 from moiety_platform.inference.generation import Generation
-from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, ModelText
-from moiety_wire.grammars import GrammarSpec
-from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit, ThoughtMarks
+from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, AnswerFormat, ModelText
+from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit
 from moiety_wire.seeds import seed_of_choice
 
 
@@ -65,24 +64,13 @@ def submits_of(
 
     `longest` has the maximum number of output tokens for each prompt.
     """
-    num_prompt_tokens = sum(map(len, prompts))
-    return [
-        submit
-        for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
-        for submit in _submits(
-            origin,
-            generation,
-            number,
-            prompt_ids,
-            max_tokens,
-            text.shown_ids(generation.prompts[number]),
-            text.marker_ids(generation.prompts[number], generation.guide),
-            text.thought_marks(generation, number, prompt_ids),
-            # embeddings are answered together, so each input has the SLO of all inputs together
-            num_prompt_tokens - len(prompt_ids) if generation.embed else 0,
-            generation.guide or text.guide_of_calls(generation.prompts[number]),
-        )
-    ]
+    num_prompt_tokens, submits = sum(map(len, prompts)), []
+    for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True)):
+        answer = text.answer_format(generation, number, prompt_ids)
+        # embeddings are answered together, so each input has the SLO of all inputs together
+        sibling_tokens = num_prompt_tokens - len(prompt_ids) if generation.embed else 0
+        submits += _submits(origin, generation, number, prompt_ids, max_tokens, answer, sibling_tokens)
+    return submits
 
 
 def _submits(
@@ -91,16 +79,13 @@ def _submits(
     number: int,
     prompt_ids: list[int],
     max_tokens: int,
-    shown_ids: tuple[int, ...],
-    marker_ids: tuple[int, ...],
-    thought: ThoughtMarks | None,
+    answer: AnswerFormat,
     sibling_tokens: int,
-    guide: GrammarSpec | None,
 ) -> list[Submit]:
     """Return the sequences of one prompt."""
     chosen = origin.chosen
     stopping = Stopping(
-        thought=thought if generation.stop else None,
+        thought=answer.thought if generation.stop else None,
         max_tokens=max_tokens,
         min_tokens=min(generation.min_tokens, max_tokens),
         stop=generation.stop,
@@ -108,15 +93,15 @@ def _submits(
         ignore_eos=generation.ignore_eos,
     )
     first = number * generation.num_choices
-    return [
+    submits = [
         Submit(
-            request_id=f"{origin.request_id}-{first + choice}",
+            request_id=f"{origin.request_id}-{first}",
             seq=0,
             model=origin.model,
             tenant_id=origin.tenant_id,
             service=chosen.service,
             prompt_ids=prompt_ids,
-            sampling=_sampling_of(generation.sampling, choice),
+            sampling=generation.sampling,
             stopping=stopping,
             credit_tokens=min(max_tokens, origin.credit_tokens),
             cache_salt=origin.cache_salt,
@@ -125,26 +110,32 @@ def _submits(
             fallback=chosen.fallback,
             traceparent=origin.traceparent,
             bill=origin.bill,
-            shown_ids=shown_ids,
-            marker_ids=marker_ids,
+            shown_ids=answer.shown_ids,
+            marker_ids=answer.marker_ids,
             embed=generation.embed,
             sibling_tokens=sibling_tokens,
             gathers=origin.gathers,
-            guide=guide,
+            guide=answer.guide,
             adapter=origin.adapter,
             keep_s=generation.keep_s,
         )
-        for choice in range(generation.num_choices)
     ]
+    for choice in range(1, generation.num_choices):
+        submits.append(
+            msgspec.structs.replace(
+                submits[0],
+                request_id=f"{origin.request_id}-{first + choice}",
+                sampling=_sampling_of(generation.sampling, choice),
+            )
+        )
+    return submits
 
 
 def _sampling_of(asked: Sampling, choice: int) -> Sampling:
-    """Return the sampling of one choice.
+    """Return the sampling of a further choice.
 
-    The first choice has the request's own seed and is the only one that scores the prompt.
+    Only the first choice has the request's own seed and scores the prompt.
     """
-    if choice == 0:
-        return asked
     return msgspec.structs.replace(asked, seed=seed_of_choice(asked.seed, choice), num_prompt_logprobs=None)
 
 

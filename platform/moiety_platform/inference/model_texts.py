@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
+
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest, ContextTooLong
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
 from moiety_platform.inference.strict_tools import guide_of_calls
@@ -22,6 +24,7 @@ from moiety_text.reasoning import CLOSER, OPENER, AnswerReader, num_thought_toke
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
+from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import ModelCard, ThoughtMarks
 
@@ -31,6 +34,15 @@ MARKER_TOKENS = 16  # last tokens of a prompt, in which a marker and white space
 ID_COST = 4  # estimated cost of checking one token id, in bytes of text
 
 UNKNOWN_TOKEN = "unknown_token_id"  # error code
+
+
+class AnswerFormat(msgspec.Struct, frozen=True):
+    """Properties of the answers to one prompt that the engine and the answer's parser depend on."""
+
+    shown_ids: tuple[int, ...] = ()  # special tokens that the answer's text must contain for its parser
+    marker_ids: tuple[int, ...] = ()  # added tokens that mark tool calls and reasoning in the answer
+    thought: ThoughtMarks | None = None  # markers of the reasoning that the answer may begin with
+    guide: GrammarSpec | None = None  # grammar of the answer
 
 
 class ModelText:
@@ -108,6 +120,8 @@ class ModelText:
 
         `prompts` are its token ids. Returns None if there can be neither.
         """
+        if self._thoughts is None and getattr(generation.prompts[0], "tools", None) is None:
+            return None  # the common case; only a chat has tools, and it has only one prompt
         readers = [
             self._new_reader(prompt, token_ids, generation.guide)
             for prompt, token_ids in zip(generation.prompts, prompts, strict=True)
@@ -148,7 +162,22 @@ class ModelText:
             reader = self._thoughts.new_reader(self._end_of(token_ids), calls)
         return None if reader is None else GuardedReader(reader)
 
-    def thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
+    def answer_format(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> AnswerFormat:
+        """Return the format of the answers to the generation's prompt `number`, whose token ids are `prompt_ids`.
+
+        Raises BadRequest for strict tools that cannot be enforced.
+        """
+        prompt, guide = generation.prompts[number], generation.guide
+        if not isinstance(prompt, Conversation) or (self._thoughts is None and prompt.tools is None):
+            return AnswerFormat(guide=guide)
+        return AnswerFormat(
+            self._shown_ids(prompt),
+            self._marker_ids(prompt, guide),
+            self._thought_marks(generation, number, prompt_ids),
+            guide or self._guide_of_calls(prompt),
+        )
+
+    def _thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
         """Return the markers of the reasoning that answers to the generation's prompt `number` may begin with."""
         if not self._may_think(generation.prompts[number], generation.guide):
             return None
@@ -166,28 +195,24 @@ class ModelText:
         """Return the end of a prompt's text, which may have a marker."""
         return self._decode(token_ids[-MARKER_TOKENS:]).rstrip()
 
-    def shown_ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def _shown_ids(self, prompt: Conversation) -> tuple[int, ...]:
         """Return the special tokens that the answer's text must contain for its parser."""
-        if not isinstance(prompt, Conversation):
-            return ()
         added = self._tokenizer.added_tokens
         calls = () if prompt.tools is None else self._call_markers().values()
         return (*(one for one in calls if added[one].special), *self._special_thoughts)
 
-    def marker_ids(self, prompt: Prompt, guide: GrammarSpec | None) -> tuple[int, ...]:
+    def _marker_ids(self, prompt: Conversation, guide: GrammarSpec | None) -> tuple[int, ...]:
         """Return the added tokens that mark tool calls and reasoning in the answer.
 
         They let the parser distinguish markers from text that only spells one.
         """
-        if not isinstance(prompt, Conversation):
-            return ()
         calls = () if prompt.tools is None else self._call_markers().values()
         thoughts = (self._opener_id, self._closer_id) if self._may_think(prompt, guide) else ()
         return (*calls, *(one for one in thoughts if one is not None))
 
-    def guide_of_calls(self, prompt: Prompt) -> GrammarSpec | None:
+    def _guide_of_calls(self, prompt: Conversation) -> GrammarSpec | None:
         """Return the grammar of an answer with strict tools, or None without strict tools. Raises BadRequest."""
-        if not isinstance(prompt, Conversation) or prompt.tools is None or not prompt.tools.is_strict:
+        if prompt.tools is None or not prompt.tools.is_strict:
             return None
         way = self._format_of_tools()
         guide = None
@@ -243,7 +268,7 @@ class ModelText:
 
         A negative result means that the budget is exceeded or that a text spells a control token.
         """
-        tools = _tools_of(prompt)
+        tools = [] if prompt.tools is None else _tools_of(prompt.tools)
         left -= MESSAGE_COST * (len(prompt.messages) - 1 + len(tools))
         if left < 0:
             return left
@@ -253,15 +278,19 @@ class ModelText:
             if room < 0:  # stop early: the rest may be megabytes
                 return room
             texts.append(text)
-        left -= _num_bytes("".join(texts), left)
+        text = "".join(texts)
+        left -= len(text) if text.isascii() else _num_bytes(text, left)
         encoder = self._conversations
         return -1 if encoder is not None and encoder.is_control_token_in(texts) else left
 
     def _encode_all(self, prompts: Sequence[Prompt], field: str, *, is_plain: bool = False) -> list[list[int]]:
-        return [
-            self._check_ids(prompt, field) if isinstance(prompt, tuple) else self._encode(prompt, is_plain)
-            for prompt in prompts
-        ]
+        encoded = []
+        for prompt in prompts:
+            if isinstance(prompt, tuple):
+                encoded.append(self._check_ids(prompt, field))
+            else:
+                encoded.append(self._encode(prompt, is_plain))
+        return encoded
 
     def _encode(self, prompt: Conversation | str, is_plain: bool) -> list[int]:
         limit = self._max_context_tokens
@@ -281,19 +310,26 @@ class ModelText:
         return token_ids
 
     def _encode_conversation(self, conversation: Conversation, is_plain: bool) -> list[int]:
-        encoder, opening = self._conversation_encoder(), Opening()
+        if self._conversations is None or self._options is None:
+            raise BadRequest(
+                f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
+            )
+        opening, tools = Opening(), []
         messages: Sequence[Mapping[str, Any]] = conversation.messages
-        assert self._options is not None, "a model with an encoder for conversations has a template"
-        extra = self._options.variables_of(conversation)
+        extra = {}
+        if conversation.template_options or conversation.thinks is not None or conversation.effort is not None:
+            extra = self._options.variables_of(conversation)
         if conversation.tools is not None:
-            opening = self._format_of_tools().opening(conversation.tools)
-        if any("tool_calls" in message for message in messages):
-            self._format_of_tools("messages")
+            opening, tools = self._format_of_tools().opening(conversation.tools), _tools_of(conversation.tools)
+        for message in messages:
+            if "tool_calls" in message:
+                self._format_of_tools("messages")
+                break
         if self._tool_format is not None:
             messages = self._tool_format.adapted(messages)
-        return encoder.encode(
+        return self._conversations.encode(
             messages,
-            tools=_tools_of(conversation),
+            tools=tools,
             opening=opening,
             prefill=conversation.prefill,
             extra=extra,
@@ -316,13 +352,6 @@ class ModelText:
             param=field,
         )
 
-    def _conversation_encoder(self) -> ConversationEncoder:
-        if self._conversations is None:
-            raise BadRequest(
-                f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
-            )
-        return self._conversations
-
     def _check_ids(self, token_ids: tuple[int, ...], field: str) -> list[int]:
         if not token_ids:
             raise BadRequest("a prompt is empty; send at least one token id", param=field)
@@ -342,9 +371,9 @@ def _num_bytes(text: str, at_most: int) -> int:
     return len(text) if len(text) > at_most or text.isascii() else len(text.encode(errors="replace"))
 
 
-def _tools_of(conversation: Conversation) -> list[dict[str, Any]]:
+def _tools_of(offer: ToolOffer) -> list[dict[str, Any]]:
     """Return the tools in the format of chat templates."""
-    return [] if conversation.tools is None else [tool.for_template() for tool in conversation.tools.tools]
+    return [tool.for_template() for tool in offer.tools]
 
 
 class ModelTexts:

@@ -49,7 +49,7 @@ from moiety_platform.request_head import fields_of, request_id_of
 from moiety_platform.routing.choose import Need, able_engines, are_extensible, card_of, cards_of, choose
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
-from moiety_platform.traces.request_trace import Phase
+from moiety_platform.traces.tracing import Phase
 from moiety_wire.classes import OverloadAction
 from moiety_wire.messages import ModelCard
 

@@ -81,7 +81,8 @@ class QuotaReservation:
                     raise
             else:
                 self._reserved, self._reserved_cost = tokens, amounts[Unit.MONEY]
-                self._require_price()
+                if not tariff.is_complete:
+                    self._require_price()
                 return credit_tokens
 
     def require_current(self) -> None:
@@ -129,11 +130,13 @@ class QuotaReservation:
     def cost(self, used: UsedTokens) -> int:
         """Return the cost in the class that served the request, in nano-dollars."""
         price = self._tariff.prices.get(used.service_class, FREE)
-        return price.cost(used.prompt_tokens, used.cached_tokens, used.output_tokens)
+        return 0 if price is FREE else price.cost(used.prompt_tokens, used.cached_tokens, used.output_tokens)
 
     def charges(self, used: UsedTokens, cost: int) -> tuple[Charge, ...]:
         """Return the charges for the used tokens and cost, without settling."""
-        return self._hold.charges(self._spent(used, cost)) if self._hold is not None else ()
+        if self._hold is None or not self._hold.leases:
+            return ()
+        return self._hold.charges(self._spent(used, cost))
 
     def settle(self, used: UsedTokens, cost: int) -> tuple[Charge, ...]:
         """Settle the reservation with the used tokens and cost, and return the charges."""
@@ -147,17 +150,20 @@ class QuotaReservation:
     @property
     def stocks(self) -> list[tuple[WindowId, Unit]]:
         """Quota windows that are charged for usage, each with its unit."""
-        if self._hold is None:
+        if self._hold is None or not self._hold.leases:
             return []
         return [(lease.window, lease.unit) for lease in self._hold.leases if lease.meter is Meter.STOCK]
 
     def headers(self) -> dict[str, str]:
         """Return the rate limit headers."""
-        return headers(self._keeper.standings(self._hold)) if self._hold is not None else {}
+        if self._hold is None or not self._hold.leases:
+            return {}
+        return headers(self._keeper.standings(self._hold))
 
     def _amounts(self, tokens: int) -> dict[Unit, int]:
         """Return the amounts that a request of `tokens` tokens needs, by unit."""
-        return {Unit.TOKENS: tokens, Unit.REQUESTS: 1, Unit.SLOTS: 1, Unit.MONEY: self._most_cost(tokens)}
+        cost = self._most_cost(tokens) if self._dearest is not FREE else 0
+        return {Unit.TOKENS: tokens, Unit.REQUESTS: 1, Unit.SLOTS: 1, Unit.MONEY: cost}
 
     def _most_cost(self, tokens: int) -> int:
         """Return the maximum cost of `tokens` tokens, including the prompt."""

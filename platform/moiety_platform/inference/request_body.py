@@ -11,7 +11,7 @@ from litestar.types import Receive
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from moiety_platform.admission.turns import Turns
+from moiety_platform.admission.gate import Turns
 from moiety_platform.errors import BadRequest, TooLarge
 from moiety_platform.inference.body_fields import StrictBody
 from moiety_platform.inference.response import ClientDisconnected

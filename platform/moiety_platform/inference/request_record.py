@@ -14,7 +14,7 @@ from moiety_platform.inference.engine_attempts import EngineAttempt
 from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
 from moiety_platform.inference.slo import SloProgress, is_broken, is_kept
-from moiety_platform.traces.request_trace import RequestTrace
+from moiety_platform.traces.tracing import RequestTrace
 from moiety_platform.usage.billing_context import BillingContext, encode_bill
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import ServiceClass

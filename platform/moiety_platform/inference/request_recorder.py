@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 from typing import Protocol
 
@@ -23,9 +24,8 @@ from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.metrics import Metrics
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.lease import Charge
-from moiety_platform.traces.request_trace import Phase
 from moiety_platform.traces.sampling import Ending
-from moiety_platform.traces.tracing import Tracing
+from moiety_platform.traces.tracing import Phase, Tracing
 from moiety_platform.usage.billing_context import BillingContext
 from moiety_platform.usage.row import KILLED, UsageRow
 
@@ -97,7 +97,7 @@ class RequestRecorder:
             trace=self._tracing.start(
                 None if traceparent is None else traceparent.decode("latin-1"), arrival_unix_ns, self._clock.unix_ns
             ),
-            started_at=self._clock.now(),
+            started_at=datetime.fromtimestamp(arrival_unix_ns / 1e9, UTC),
             started_s=self._clock.monotonic(),
             arrival_unix_ns=arrival_unix_ns,
             on_submitted=self._usage.opened,

@@ -15,9 +15,9 @@ from moiety_platform.inference.engine_attempts import EngineAttempt
 from moiety_platform.inference.request_record import COMPLETED, UNKNOWN_MODEL, RequestRecord
 from moiety_platform.inference.step_spans import link_to, notes_of, steps_of
 from moiety_platform.randomness import random_hex
-from moiety_platform.traces.request_trace import Phase
 from moiety_platform.traces.sampling import SamplingDecision
 from moiety_platform.traces.span import Attribute, Link, Span, SpanEvent
+from moiety_platform.traces.tracing import Phase
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.messages import Finished, FinishReason
 from moiety_wire.notes import Event, Phases

@@ -113,7 +113,8 @@ class ChatMessage(StrictBody):
 def _check_results(messages: list[ChatMessage]) -> list[ChatMessage]:
     made: set[str] = set()
     for place, message in enumerate(messages):
-        made.update(call.id for call in message.tool_calls or ())
+        if message.tool_calls:
+            made.update(call.id for call in message.tool_calls)
         if message.role == "tool" and message.tool_call_id not in made:
             raise refuse(
                 f"message {place} is the result of the call {message.tool_call_id!r}, which no message of the "

@@ -19,10 +19,10 @@ from moiety_platform.openai_api.answer_types import (
     TextCompletion,
     TextCompletionChunk,
 )
+from moiety_platform.openai_api.answers import echoes_of, head_of, whole_answer
 from moiety_platform.openai_api.chunks import DONE_DATA, ChatChunks, CompletionChunks
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.openai_api.tool_chunks import ToolChunks
-from moiety_platform.openai_api.whole_answers import echoes_of, head_of, whole_answer
 from moiety_platform.openapi.described import event_of
 
 

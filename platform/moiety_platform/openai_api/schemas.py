@@ -33,10 +33,11 @@ from moiety_platform.inference.body_fields import (
 )
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
 from moiety_platform.inference.tool_fields import TemplateVariables
-from moiety_platform.openai_api.chat_messages import Messages
+from moiety_platform.openai_api.chat_messages import ChatMessage, Messages
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
 from moiety_platform.openai_api.response_formats import GuidedBody, require_one_form
 from moiety_platform.openai_api.tools import NEEDS_TOOLS, ChatChoice, ChatTools, check_choice, offer_of
+from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -136,21 +137,23 @@ class GenerationBody(GuidedBody, GeneratingBody):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def _generation(self, prompts: tuple[Prompt, ...], num_logprobs: int | None) -> Generation:
+    def _generation(
+        self, prompts: tuple[Prompt, ...], num_logprobs: int | None, guide: GrammarSpec | None
+    ) -> Generation:
         stop = self.stop or ()
         return Generation(
             model=self.model,
             prompts=prompts,
             num_choices=self.n or 1,
             sampling=Sampling(
-                temperature=_default(self.temperature, 1.0),
-                top_p=_default(self.top_p, 1.0),
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_p=1.0 if self.top_p is None else self.top_p,
                 top_k=max(0, self.top_k or 0),
                 min_p=self.min_p or 0.0,
-                repetition_penalty=_default(self.repetition_penalty, 1.0),
+                repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
                 presence_penalty=self.presence_penalty or 0.0,
                 frequency_penalty=self.frequency_penalty or 0.0,
-                logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
+                logit_bias={int(key): value for key, value in self.logit_bias.items()} if self.logit_bias else {},
                 seed=self.seed,
                 num_logprobs=num_logprobs,
             ),
@@ -159,7 +162,7 @@ class GenerationBody(GuidedBody, GeneratingBody):
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            guide=self.guide(),
+            guide=guide,
             service_tier=self.service_tier,
             keep_s=KEEP_S[self.prompt_cache_retention or "in_memory"],
         )
@@ -208,16 +211,18 @@ class ChatBody(GenerationBody):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def generation(self) -> Generation:
-        offer = offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
-        require_one_form(self.guide(), offer, "response_format")
-        messages = tuple(message.for_template() for message in self.messages)
+        offer, guide = None, self.guide()
+        if self.tools:
+            offer = offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
+            require_one_form(guide, offer, "response_format")
+        messages = tuple(map(ChatMessage.for_template, self.messages))
         conversation = Conversation(
             messages,
             tools=offer,
             effort=self.reasoning_effort,
             template_options=self.chat_template_kwargs or {},
         )
-        return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None)
+        return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None, guide)
 
 
 class CompletionBody(GenerationBody):
@@ -271,7 +276,7 @@ class CompletionBody(GenerationBody):
 
     def generation(self) -> Generation:
         generation = msgspec.structs.replace(
-            self._generation(as_prompts(self.prompt), self.logprobs),
+            self._generation(as_prompts(self.prompt), self.logprobs, self.guide()),
             max_tokens=self.max_tokens,
             default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
             echo=bool(self.echo),
@@ -280,7 +285,3 @@ class CompletionBody(GenerationBody):
             return generation
         scoring = msgspec.structs.replace(generation.sampling, num_prompt_logprobs=self.logprobs)
         return msgspec.structs.replace(generation, sampling=scoring)
-
-
-def _default(value: float | None, default: float) -> float:
-    return default if value is None else value

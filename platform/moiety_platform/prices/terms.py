@@ -99,7 +99,7 @@ class Tariff:
         """Create a tariff. The price None means that the model has no price."""
         self.prices = {name: price for name, price in by_class.items() if price is not None}
         self.is_complete = len(self.prices) == len(by_class)
-        self.dearest = functools.reduce(Price.most, self.prices.values(), FREE)
+        self.dearest = functools.reduce(Price.most, self.prices.values()) if self.prices else FREE
         """Upper bound of the price, whichever class serves."""
 
 

@@ -116,6 +116,8 @@ class Hold:
 
     def charges(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
         """Return the charges for `used`: to stocks only, since rates refill and slots are freed at the end."""
+        if not self.leases:
+            return ()
         charges = [
             Charge(lease.window, lease.replica_id, amount)
             for lease in self.leases

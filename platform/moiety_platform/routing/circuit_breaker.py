@@ -109,7 +109,8 @@ class CircuitBreaker:
 
     def begin(self, now_s: float) -> Ticket:
         """Record that a request goes there, even against `is_willing`: then it is no trial."""
-        is_trial = self.state(now_s) is BreakerState.HALF_OPEN and self._trial is None
+        is_half_open = self._until_s is not None and now_s >= self._until_s
+        is_trial = is_half_open and self._trial is None
         ticket = Ticket(self._num_openings, is_trial)
         if is_trial:
             self._trial = ticket
@@ -117,7 +118,8 @@ class CircuitBreaker:
 
     def succeed(self, ticket: Ticket, now_s: float) -> None:
         """Record a success. A request that began before the breaker opened proves nothing about the time after that."""
-        self.release(ticket)
+        if self._trial is ticket:
+            self._trial = None
         self._weigh(now_s)
         self._succeeded += 1
         self._num_in_a_row = 0
@@ -183,17 +185,39 @@ class ReplicaBreakers:
     """Breakers of all replicas, owned by `Replicas`. A replica without a breaker has had no request yet."""
 
     def __init__(self, clock: Clock, policy: BreakerPolicy = POLICY) -> None:
-        self._clock = clock
+        self.clock = clock
         self._policy = policy
         self._breakers: dict[str, CircuitBreaker] = {}
         self._counts: Counter[tuple[str, OutcomeKind]] = Counter()
+        self.have_opened = False  # whether any of them has opened since the start
 
     def begin(self, address: str) -> RequestOutcome:
         """Record that a request goes to that replica; return the recorder of its outcome."""
         breaker = self._breakers.get(address)
         if breaker is None:
             breaker = self._breakers[address] = CircuitBreaker(self._policy)
-        return RequestOutcome(self._clock, self._counts, address, breaker)
+        return RequestOutcome(self, address, breaker)
+
+    def note_outcome(self, address: str, breaker: CircuitBreaker, ticket: Ticket, outcome: Outcome) -> None:
+        """Count the outcome of a request, and report it to the replica's breaker."""
+        now_s, kind = self.clock.monotonic(), outcome.kind
+        self._counts[address, kind] += 1
+        before, num_openings = breaker.state(now_s), breaker.num_openings
+        if kind is OutcomeKind.SUCCEEDED:
+            breaker.succeed(ticket, now_s)
+        else:
+            breaker.fail(ticket, now_s, outcome.retry_after_s)
+        if breaker.num_openings != num_openings:
+            self.have_opened = True
+            log.warning(
+                "engine_circuit_opened",
+                engine=address,
+                outcome=kind.value,
+                for_s=round(breaker.open_for_s(now_s), 3),
+                retry_after_s=outcome.retry_after_s,
+            )
+        elif before is not BreakerState.CLOSED and breaker.state(now_s) is BreakerState.CLOSED:
+            log.info("engine_circuit_closed", engine=address)
 
     def forget(self, address: str) -> None:
         """Drop the state of a replica that left or was replaced."""
@@ -203,9 +227,9 @@ class ReplicaBreakers:
 
     def willing(self, states: Sequence[EngineState]) -> Sequence[EngineState]:
         """Return the replicas that may get a new request."""
-        if not any(breaker.num_openings for breaker in self._breakers.values()):  # true nearly always
+        if not self.have_opened:  # the common case
             return states
-        now_s = self._clock.monotonic()
+        now_s = self.clock.monotonic()
         return [one for one in states if self._is_willing(one.address, now_s)]
 
     def least_bad(self, able: Sequence[EngineState], model: str) -> list[EngineState]:
@@ -213,7 +237,7 @@ class ReplicaBreakers:
 
         Raises EngineOverloaded where each has sent a Retry-After, with the shortest remaining time.
         """
-        now_s = self._clock.monotonic()
+        now_s = self.clock.monotonic()
         breakers = {state.address: self._breakers.get(state.address) for state in able}
         open_for_s = {at: 0.0 if one is None else one.open_for_s(now_s) for at, one in breakers.items()}
         told = {at for at, one in breakers.items() if one is not None and one.was_told_to_wait(now_s)}
@@ -231,11 +255,11 @@ class ReplicaBreakers:
     def state(self, address: str) -> BreakerState:
         """Return the state of that replica's breaker."""
         breaker = self._breakers.get(address)
-        return BreakerState.CLOSED if breaker is None else breaker.state(self._clock.monotonic())
+        return BreakerState.CLOSED if breaker is None else breaker.state(self.clock.monotonic())
 
     def states(self) -> Iterator[tuple[str, BreakerState, int]]:
         """Yield the address, the state and the number of openings of each breaker."""
-        now_s = self._clock.monotonic()
+        now_s = self.clock.monotonic()
         for address, breaker in list(self._breakers.items()):
             yield address, breaker.state(now_s), breaker.num_openings
 
@@ -251,20 +275,18 @@ class ReplicaBreakers:
 class RequestOutcome:
     """One request at one replica. The first reported outcome counts; later ones are ignored."""
 
-    __slots__ = ("_address", "_breaker", "_clock", "_counts", "_first_output_at_s", "_ticket", "is_trial")
+    __slots__ = ("_address", "_breaker", "_breakers", "_first_output_at_s", "_ticket", "is_trial")
 
-    def __init__(
-        self, clock: Clock, counts: Counter[tuple[str, OutcomeKind]], address: str, breaker: CircuitBreaker
-    ) -> None:
-        self._clock, self._counts, self._address, self._breaker = clock, counts, address, breaker
-        ticket = breaker.begin(clock.monotonic())
+    def __init__(self, breakers: ReplicaBreakers, address: str, breaker: CircuitBreaker) -> None:
+        self._breakers, self._address, self._breaker = breakers, address, breaker
+        ticket = breaker.begin(breakers.clock.monotonic())
         self._ticket: Ticket | None = ticket  # until the outcome was reported
         self.is_trial = ticket.is_trial
         self._first_output_at_s: float | None = None
 
     def delivered(self) -> None:
         """Record that a trial produced output."""
-        now_s = self._clock.monotonic()
+        now_s = self._breakers.clock.monotonic()
         if self._first_output_at_s is None:
             self._first_output_at_s = now_s
         elif now_s - self._first_output_at_s >= PROVEN_S:
@@ -291,22 +313,5 @@ class RequestOutcome:
 
     def _learn(self, outcome: Outcome) -> None:
         ticket, self._ticket = self._ticket, None
-        if ticket is None:
-            return
-        breaker, now_s = self._breaker, self._clock.monotonic()
-        self._counts[self._address, outcome.kind] += 1
-        before, num_openings = breaker.state(now_s), breaker.num_openings
-        if outcome.kind is OutcomeKind.SUCCEEDED:
-            breaker.succeed(ticket, now_s)
-        else:
-            breaker.fail(ticket, now_s, outcome.retry_after_s)
-        if breaker.num_openings != num_openings:
-            log.warning(
-                "engine_circuit_opened",
-                engine=self._address,
-                outcome=outcome.kind.value,
-                for_s=round(breaker.open_for_s(now_s), 3),
-                retry_after_s=outcome.retry_after_s,
-            )
-        elif before is not BreakerState.CLOSED and breaker.state(now_s) is BreakerState.CLOSED:
-            log.info("engine_circuit_closed", engine=self._address)
+        if ticket is not None:
+            self._breakers.note_outcome(self._address, self._breaker, ticket, outcome)

@@ -125,7 +125,7 @@ class Replicas:
 
         The engine is none of those in `avoid`, and its context holds at least `context_tokens`.
         """
-        states = self._states_but(avoid)
+        states = self.states() if not avoid else self._states_but(avoid)
         willing = self.breakers.willing(states)
         if len(willing) < len(states):
             try:
@@ -165,8 +165,7 @@ class Replicas:
         return no_more
 
     def _states_but(self, avoid: Collection[Connection]) -> list[EngineState]:
-        states = self.states()
-        return [state for state in states if state.connection not in avoid] if avoid else states
+        return [state for state in self.states() if state.connection not in avoid]
 
     async def wait_change(self, timeout_s: float) -> None:
         """Wait until an engine has joined or left, or for the timeout."""

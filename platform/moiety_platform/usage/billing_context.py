@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -36,11 +36,9 @@ class BillingContext(msgspec.Struct, frozen=True, array_like=True):
         return [Charge(window, self.replica_id, amounts[unit]) for window, unit in self.leases if amounts.get(unit)]
 
 
+encode_bill: Callable[[BillingContext], bytes] = msgspec.msgpack.Encoder().encode
+
 _decoder = msgspec.msgpack.Decoder(BillingContext)
-
-
-def encode_bill(bill: BillingContext) -> bytes:
-    return msgspec.msgpack.encode(bill)
 
 
 def decode_bill(data: bytes) -> BillingContext:

@@ -23,9 +23,8 @@ from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.model_texts import ModelText
 from moiety_platform.inference.run import Usage
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
-from moiety_platform.openai_api.answers import AnswerHead
+from moiety_platform.openai_api.answers import AnswerHead, answer_of
 from moiety_platform.openai_api.schemas import GenerationBody
-from moiety_platform.openai_api.whole_answers import answer_of
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_text.reasoning import AnswerReader
 from moiety_wire.classes import BATCH
