@@ -224,7 +224,7 @@ class ClientConnection(HttpToolsProtocol):
         super().on_message_begin()
         self._limits, self.timeout_keep_alive = self._server.limits, self._server.timeout_keep_alive
         self.scope["state"] |= {DISCONNECT_SIGNAL: self._disconnect, SEND_WHOLE: self._send_whole}
-        self._enter(_Phase.HEAD)
+        self._phase, self._timed = _Phase.HEAD, None  # a running timer belongs to the previous phase
         self._header_bytes = self._line_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -238,7 +238,7 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_told_framing:
             return
-        if self._is_too_large():
+        if self._header_bytes + len(self.url) > self._limits.max_header_bytes:
             raise self._head_too_large()
         version = self.parser.get_http_version()
         self._head_refusal = refusal_of(self.parser.get_method().decode(), self.url, version, self.headers)
@@ -247,7 +247,7 @@ class ClientConnection(HttpToolsProtocol):
         if version == "1.0":
             self.expect_100_continue = False  # HTTP/1.0 clients do not know the interim response (RFC 9110, 10.1.1)
         super().on_headers_complete()
-        self._enter(_Phase.BODY)
+        self._phase = _Phase.BODY
         if self.parser.should_upgrade():
             self._framing_head = framing_head(self.headers)
 
@@ -255,7 +255,7 @@ class ClientConnection(HttpToolsProtocol):
         if self._framing_head is not None:
             return  # the body still follows
         super().on_message_complete()
-        self._enter(_Phase.NOTHING)
+        self._phase, self._timed = _Phase.NOTHING, None
 
     def _refuse_what_stopped_the_parser(self) -> None:
         """Refuse the request at which the parser stopped: it is not HTTP, or exceeds a bound."""
@@ -310,11 +310,6 @@ class ClientConnection(HttpToolsProtocol):
             f"The request's line and headers are more than the {self._limits.max_header_bytes} bytes or "
             f"{self._limits.max_headers} headers that this server accepts; send less"
         )
-
-    def _enter(self, phase: _Phase) -> None:
-        self._phase = phase
-        if phase is not _Phase.BODY:
-            self._timed = None  # a running timer belongs to the previous phase
 
     def _set_timer(self) -> None:
         self._clear_timer()

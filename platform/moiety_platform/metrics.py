@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import heapq
 import time
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from itertools import accumulate
 
 import msgspec
 from prometheus_client import (
@@ -21,10 +23,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from moiety_platform.series import Counts, Times
 from moiety_platform.usage.row import UsageRow
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -48,6 +50,62 @@ STAYING = 2  # a tenant keeps its place while it ranks within this multiple of t
 MAX_RECENT = 10_000  # tenants after which a ranking is forced without a scrape
 
 TOO_MANY_REQUESTS = 429
+
+
+Labels = tuple[str, ...]
+
+
+class Counts(Collector):
+    """A counter per combination of labels, for one event loop, which every request updates many times.
+
+    Counters of the library take locks, look up and check at each step, for threads that do not exist here.
+    """
+
+    def __init__(self, name: str, documentation: str, labels: Labels, registry: CollectorRegistry) -> None:
+        self._describes = name, documentation, labels
+        self._values: dict[Labels, int] = {}
+        registry.register(self)
+
+    def add(self, labels: Labels, amount: int = 1) -> None:
+        """Add the amount; adding 0 creates the series, too."""
+        self._values[labels] = self._values.get(labels, 0) + amount
+
+    def collect(self) -> Iterator[Metric]:
+        name, documentation, labels = self._describes
+        family = CounterMetricFamily(name, documentation, labels=labels)
+        for values, count in self._values.items():
+            family.add_metric(values, count)
+        yield family
+
+
+class Times(Collector):
+    """A histogram per combination of labels, in seconds. `bounds` are the ascending upper bounds of the buckets."""
+
+    def __init__(
+        self, name: str, documentation: str, labels: Labels, bounds: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self._describes = name, documentation, labels
+        self._bounds = tuple(bounds)
+        self._told_bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        self._counts: dict[Labels, list[int]] = {}  # by bucket
+        self._sums: dict[Labels, float] = {}
+        registry.register(self)
+
+    def add(self, labels: Labels, seconds: float) -> None:
+        counts = self._counts.get(labels)
+        if counts is None:
+            counts = self._counts[labels] = [0] * len(self._told_bounds)
+            self._sums[labels] = 0.0
+        counts[bisect_left(self._bounds, seconds)] += 1
+        self._sums[labels] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        name, documentation, labels = self._describes
+        family = HistogramMetricFamily(name, documentation, labels=labels)
+        for values, counts in self._counts.items():
+            up_to = list(zip(self._told_bounds, accumulate(counts), strict=True))
+            family.add_metric(values, up_to, self._sums[values])
+        yield family
 
 
 class _Statements(Collector):

@@ -15,20 +15,18 @@ class _Pool:
         self._bytes = b""
         self._at = 0
 
-    def take(self, num_bytes: int) -> bytes:
+    def hex(self, num_bytes: int) -> str:
+        """Return `num_bytes` random bytes in hexadecimal."""
         start = self._at
         if start + num_bytes > len(self._bytes):
             self._bytes, start = os.urandom(max(POOL_BYTES, num_bytes)), 0
         self._at = start + num_bytes
-        return self._bytes[start : self._at]
+        return self._bytes[start : self._at].hex()
 
 
 _pool = _Pool()
-
-
-def random_hex(num_bytes: int) -> str:
-    """Return `num_bytes` random bytes in hexadecimal, for ids; use `secrets` for secrets. For one thread."""
-    return _pool.take(num_bytes).hex()
+random_hex = _pool.hex
+"""Return `num_bytes` random bytes in hexadecimal, for ids; use `secrets` for secrets. For one thread."""
 
 
 def ordered_hex() -> str:
@@ -36,4 +34,4 @@ def ordered_hex() -> str:
 
     Rows that are stored together are adjacent in an index, so that an insert touches few pages. For one thread.
     """
-    return f"{time.time_ns() // 1_000_000:012x}{_pool.take(10).hex()}"
+    return f"{time.time_ns() // 1_000_000:012x}{random_hex(10)}"

@@ -101,17 +101,10 @@ def fields_of(scope: Scope) -> dict[bytes, bytes]:
     return dict([*scope["headers"]][::-1])
 
 
-def header_of(scope: Scope, name: bytes) -> str | None:
-    """Return the first header of that lower-case name."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return value.decode("latin-1")
-    return None
-
-
-def authorization_of(scope: Scope) -> str | None:
+def bearer_authorization(fields: Mapping[bytes, bytes]) -> str | None:
     """Return the client's credentials, in the form `Bearer KEY`."""
-    return header_of(scope, b"authorization")
+    value = fields.get(b"authorization")
+    return None if value is None else value.decode("latin-1")
 
 
 def request_id_of(scope: Scope) -> str:

@@ -44,7 +44,7 @@ def bodies_of(*names: str) -> Take:
             assert refused.status in (400, 422), refused
             json.dumps(refused.message).encode()
         else:
-            assert generation.num_sequences >= 1, generation
+            assert generation.num_choices >= 1, generation
 
     return take
 

@@ -13,9 +13,10 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import EngineFailed, EngineRefused, PlatformError, Unavailable
+from moiety_platform.inference.quota_reservation import Tariff
 from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.metrics import Metrics
-from moiety_platform.prices.terms import Price, Tariff
+from moiety_platform.prices.terms import Price
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.models import Quota, QuotaWindow

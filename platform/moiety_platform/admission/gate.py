@@ -39,7 +39,7 @@ class AdmissionGate:
 
     def __init__(self, max_inflight_per_tenant: int, clock: Clock) -> None:
         self.limit = max_inflight_per_tenant  # can be changed, for requests admitted from then on
-        self._clock = clock
+        self.clock = clock
         self._tenants: dict[str, _Tenant] = {}
 
     def enter(self, tenant_id: str, num_sequences: int) -> GatePlace:
@@ -58,17 +58,9 @@ class AdmissionGate:
         tenant.num_inflight += num_sequences
         return GatePlace(self, tenant_id, tenant, num_sequences)
 
-    def drop(self, tenant_id: str, tenant: _Tenant, num_sequences: int) -> None:
-        """Release a place."""
-        tenant.num_inflight -= num_sequences
-        if not tenant.num_inflight:
-            del self._tenants[tenant_id]
-            return
-        now_s = self._clock.monotonic()
-        if tenant.last_end_s is not None:
-            gap_s = (now_s - tenant.last_end_s) / num_sequences
-            tenant.gap_s = gap_s if tenant.gap_s is None else MEMORY * tenant.gap_s + (1 - MEMORY) * gap_s
-        tenant.last_end_s = now_s
+    def forget(self, tenant_id: str) -> None:
+        """Forget a tenant without sequences in flight."""
+        del self._tenants[tenant_id]
 
 
 class GatePlace:
@@ -81,7 +73,16 @@ class GatePlace:
 
     def leave(self) -> None:
         """Release the place at the end of the request."""
-        self._gate.drop(self._tenant_id, self._tenant, self._num_sequences)
+        tenant, num_sequences = self._tenant, self._num_sequences
+        tenant.num_inflight -= num_sequences
+        if not tenant.num_inflight:
+            self._gate.forget(self._tenant_id)
+            return
+        now_s = self._gate.clock.monotonic()
+        if tenant.last_end_s is not None:
+            gap_s = (now_s - tenant.last_end_s) / num_sequences
+            tenant.gap_s = gap_s if tenant.gap_s is None else MEMORY * tenant.gap_s + (1 - MEMORY) * gap_s
+        tenant.last_end_s = now_s
 
 
 def _retry_after_s(tenant: _Tenant, num_too_many: int) -> float:
@@ -125,14 +126,18 @@ class AdmissionRefusal:
     message: str
 
 
+def is_hopeless(service: ServiceClass, load: ClassLoad) -> bool:
+    """Return whether an engine with that load answers requests of the class far too late."""
+    is_late = load.predicted_ttft_s > HOPELESS * service.max_queue_s
+    return is_late and service.on_overload is OverloadAction.REJECT
+
+
 def refuse_hopeless(service: ServiceClass, load: ClassLoad | None) -> AdmissionRefusal | None:
     """Return a refusal, or None to send the request to the engine.
 
     `load` is None where no recent report on the class is known.
     """
-    if load is None or service.on_overload is not OverloadAction.REJECT:
-        return None
-    if load.predicted_ttft_s <= HOPELESS * service.max_queue_s:
+    if load is None or not is_hopeless(service, load):
         return None
     retry_after_s = min(max(load.predicted_ttft_s - service.max_queue_s, MIN_RETRY_S), MAX_CLASS_RETRY_S)
     message = (

@@ -22,7 +22,7 @@ from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import error_headers, internal_error
 from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
-from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, bearer_authorization, route
+from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
 from moiety_platform.inference.model_texts import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
@@ -32,7 +32,7 @@ from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
-from moiety_platform.request_head import MESSAGES_PATH, fields_of, request_id_of
+from moiety_platform.request_head import MESSAGES_PATH, bearer_authorization, fields_of, request_id_of
 from moiety_platform.routing.replicas import Replicas
 
 SECURITY = (ANTHROPIC_KEY, KEY)

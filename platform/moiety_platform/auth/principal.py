@@ -48,7 +48,11 @@ def scope_of(role: Role) -> str:
 def require_scope(principal: Principal, scope: str) -> None:
     """Check that the key has the scope. Raises Forbidden."""
     if scope not in principal.scopes:
-        raise Forbidden(
-            f"This key lacks the scope '{scope}', which this endpoint needs; use a key that has it.",
-            code="missing_scope",
-        )
+        raise missing_scope(scope)
+
+
+def missing_scope(scope: str) -> Forbidden:
+    """Return the error of a key without the scope."""
+    return Forbidden(
+        f"This key lacks the scope '{scope}', which this endpoint needs; use a key that has it.", code="missing_scope"
+    )

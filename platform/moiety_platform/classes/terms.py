@@ -45,6 +45,7 @@ class Catalogue(Mapping[str, ClassTerms]):
 
     def __init__(self, terms: Mapping[str, ClassTerms]) -> None:
         self._terms = dict(terms)
+        self.names = self._terms.keys()
 
     def __getitem__(self, name: str) -> ClassTerms:
         return self._terms[name]

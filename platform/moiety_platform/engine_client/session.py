@@ -173,13 +173,9 @@ class Session:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        if self._has_messages():  # sending may have consumed the edge of the descriptor
+        if int(self._socket.get(zmq.EVENTS)) & _READABLE:  # sending may have consumed the edge of the descriptor
             self._drain_soon()
         return True
-
-    def _has_messages(self) -> bool:
-        """Return whether a message can be read. Polling is cheaper than catching the exception of an empty socket."""
-        return bool(int(self._socket.get(zmq.EVENTS)) & _READABLE)
 
     def _drain_soon(self) -> None:
         if not self._drain_is_due:
@@ -191,8 +187,8 @@ class Session:
         self._drain_is_due = False
         num_taken = 0
         while num_taken < MESSAGES_A_TURN:
-            if self._socket.closed or not self._has_messages():
-                return
+            if self._socket.closed or not int(self._socket.get(zmq.EVENTS)) & _READABLE:
+                return  # polling is cheaper than catching the exception of an empty socket
             frame = self._socket.recv(zmq.NOBLOCK)
             self._heard_at_s = self._clock.monotonic()
             try:

@@ -20,15 +20,10 @@ from moiety_platform.inference.run import Run
 from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, OF_SPENDING
+from moiety_platform.request_head import bearer_authorization
 
 Body = TypeVar("Body", bound=AskingBody)
 SendLast = Callable[[], Awaitable[None]]
-
-
-def bearer_authorization(fields: Mapping[bytes, bytes]) -> str | None:
-    """Return the client's credentials, in the form `Bearer KEY`."""
-    value = fields.get(b"authorization")
-    return None if value is None else value.decode("latin-1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,13 +32,13 @@ class RequestOrigin(msgspec.Struct, frozen=True):
     adapter: str = ""  # engine's name of the adapter
 
 
-def check_limits(generation: Generation, card: ModelCard, max_sequences: int) -> None:
+def check_limits(generation: Generation, num_sequences: int, card: ModelCard, max_sequences: int) -> None:
     """Check that the model supports the generation, independent of its prompts. Raises BadRequest."""
     if generation.embed:
         _check_embedding(generation, card)
-    elif generation.num_sequences > max_sequences:
+    elif num_sequences > max_sequences:
         raise BadRequest(
-            f"{len(generation.prompts)} prompts × n={generation.num_choices} are {generation.num_sequences} "
+            f"{len(generation.prompts)} prompts × n={generation.num_choices} are {num_sequences} "
             f"sequences; a request may have {max_sequences}. Split it into several",
             param="n",
         )

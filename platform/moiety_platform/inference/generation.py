@@ -59,7 +59,3 @@ class Generation(msgspec.Struct, frozen=True):
     keep_s: float = 0.0  # prefix-cache retention of the conversation
     echo: bool = False  # return each prompt's text before its answers
     prompt_field: str = "prompt"  # the API's field of the prompts, for error messages
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.prompts) * self.num_choices

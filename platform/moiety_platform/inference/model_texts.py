@@ -57,6 +57,7 @@ class ModelText:
         self._knows_tools = template is not None and template.knows_tools
         self._tool_format = format_of(card.chat_template) if self._knows_tools else None
         self._thoughts = None if template is None else thoughts_of(template)
+        self.thinks = self._thoughts is not None  # whether chat answers may begin with reasoning
         self._options = None if template is None else TemplateOptions(card.model, template, self._thoughts)
         ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
         self._opener_id, self._closer_id = ids.get(OPENER), ids.get(CLOSER)
@@ -70,11 +71,6 @@ class ModelText:
         self.inline_bytes = inline_bytes
         identity = f"{card.model}\0{card.family}\0{card.dtype}\0{card.device}"
         self.fingerprint = "fp_" + blake2b(identity.encode(), digest_size=5).hexdigest()
-
-    @property
-    def thinks(self) -> bool:
-        """True if chat answers may begin with reasoning."""
-        return self._thoughts is not None
 
     async def encode(self, prompts: Sequence[Prompt], field: str = "prompt") -> list[list[int]]:
         """Return the token ids of each prompt, at least one each.

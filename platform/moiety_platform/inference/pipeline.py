@@ -18,9 +18,9 @@ from litestar.types import Receive, Scope, Send
 
 from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
 from moiety_platform.adapters.naming import adapting_card, allowed_of
-from moiety_platform.admission.gate import AdmissionGate, StreamGate, refuse_hopeless
+from moiety_platform.admission.gate import AdmissionGate, StreamGate, is_hopeless, refuse_hopeless
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, require_scope
+from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, missing_scope
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
@@ -35,6 +35,7 @@ from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.model_texts import ModelTexts
 from moiety_platform.inference.placement import Placement
+from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
@@ -43,14 +44,12 @@ from moiety_platform.inference.run import Run
 from moiety_platform.known_parameters import check_query
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.prices.terms import Tariffs
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_head import fields_of, request_id_of
 from moiety_platform.routing.choose import Need, able_engines, are_extensible, card_of, cards_of, choose
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.traces.tracing import Phase
-from moiety_wire.classes import OverloadAction
 from moiety_wire.messages import ModelCard
 
 CLASS_HEADER = "x-moiety-class"  # the class that is served
@@ -147,7 +146,8 @@ class RequestPipeline:
             log.exception("request_failed", request_id=request_id_of(scope))
             await _report(response, internal_error())
         finally:
-            await response.release_claim()
+            if response.claim is not None:
+                await response.release_claim()
 
     async def start(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> Run:
         """Submit a request, and return its run once an engine has admitted every sequence.
@@ -189,7 +189,8 @@ class RequestPipeline:
         """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
         try:
             principal = await self.services.authenticator.authenticate(authorization)
-            require_scope(principal, INFERENCE_SCOPE)
+            if INFERENCE_SCOPE not in principal.scopes:
+                raise missing_scope(INFERENCE_SCOPE)
         except (Unauthenticated, Forbidden) as exc:
             self.services.metrics.observe_refusal(exc.status)
             raise
@@ -201,7 +202,7 @@ class RequestPipeline:
         Raises NotFound, BadRequest or Unavailable.
         """
         services, principal, model = self.services, record.principal, generation.model
-        record.generation, record.num_sequences = generation, generation.num_sequences
+        record.generation, record.num_sequences = generation, len(generation.prompts) * generation.num_choices
         states, adapter, allowed = services.replicas.states(), None, principal.allowed_models
         if services.adapters is not None and ":" in model:
             adapter = await services.adapters.find(principal.tenant_id, model)
@@ -216,8 +217,10 @@ class RequestPipeline:
         record.served_model, record.base_model = model, base
         if adapter is not None:
             card = adapting_card(adapter, card, able_engines(states, base))
-        check_limits(generation, card, self.limits.max_sequences)
-        catalogue = await services.classes.get(principal.service_class)
+        check_limits(generation, record.num_sequences, card, self.limits.max_sequences)
+        catalogue = await services.classes.current()
+        if principal.service_class not in catalogue.names:
+            catalogue = await services.classes.read_again(principal.service_class)
         chosen = catalogue.choose(principal.service_class, generation.service_tier)
         record.chose(catalogue, chosen.service)
         return _Matched(card, states, catalogue, chosen, adapter)
@@ -268,13 +271,11 @@ class _Matched(msgspec.Struct, frozen=True):
 
 
 def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
-    """Raise Overloaded if the engine of the request predicts far too late a first token for its class.
-
-    Raises Unavailable if no engine can take the request.
-    """
+    """Raise Overloaded if the engine of the request predicts far too late a first token for its class."""
     service = matched.chosen.service
-    if service.on_overload is not OverloadAction.REJECT:
-        return
+    loads = [state.class_load(service.name) for state in matched.states]
+    if not any(load is not None and is_hopeless(service, load) for load in loads):
+        return  # the common case
     need = Need.PROMPT if generation.embed else Need.ANSWER
     need = need if matched.adapter is None else Need.ADAPTED
     state = choose(matched.states, matched.card.model, service, need=need)

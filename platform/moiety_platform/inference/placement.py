@@ -44,12 +44,19 @@ class Placement:
         self._left: set[Connection] = set()  # engines that ended a sequence of this request or were unreachable
         self._num_failed = 0  # engines in `_left` that failed
 
-    def choose(self, prefix: Iterable[bytes], need: Need, context_tokens: int) -> Place:
-        """Return the engine for a new sequence.
+    def choose(
+        self, prefix: Iterable[bytes], need: Need, context_tokens: int, avoid: Collection[Connection] | None = None
+    ) -> Place:
+        """Return the engine for a sequence, none of those in `avoid`: by default those that ended one of the request.
 
         `context_tokens` counts its prompt and output. Raises NotFound or Unavailable.
         """
-        return self._choose(prefix, need, self._left, context_tokens)
+        avoid = self._left if avoid is None else avoid
+        client, state = self._replicas.choose(self._model, self._service, prefix, avoid, need, context_tokens)
+        if not is_handed_over(state, need):
+            return Place(client, state.connection)
+        partner_client, partner = self._replicas.choose_partner(self._model, self._service, avoid, context_tokens)
+        return Place(client, state.connection, Place(partner_client, partner.connection), _hand_over_to(partner))
 
     def expect(self, partner: Place) -> Callable[[], None]:
         """Announce a sequence to the decode engine. The returned function ends the announcement and is called once."""
@@ -87,20 +94,13 @@ class Placement:
             same = {state.connection for state in self._replicas.states() if state.address in addresses}
             for avoided in (same | self._left, self._left):
                 try:
-                    return self._choose(prefix, need, avoided, context_tokens)
+                    return self.choose(prefix, need, context_tokens, avoided)
                 except (NotFound, Unavailable):
                     continue
             left_s = until - loop.time()
             if left_s <= 0:
                 raise failure
             await self._replicas.wait_change(left_s)
-
-    def _choose(self, prefix: Iterable[bytes], need: Need, avoid: Collection[Connection], context_tokens: int) -> Place:
-        client, state = self._replicas.choose(self._model, self._service, prefix, avoid, need, context_tokens)
-        if not is_handed_over(state, need):
-            return Place(client, state.connection)
-        partner_client, partner = self._replicas.choose_partner(self._model, self._service, avoid, context_tokens)
-        return Place(client, state.connection, Place(partner_client, partner.connection), _hand_over_to(partner))
 
 
 def _hand_over_to(engine: EngineState) -> KvHandoff:

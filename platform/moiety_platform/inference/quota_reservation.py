@@ -7,20 +7,68 @@ token is generated without quota.
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Mapping
 
 import msgspec
 
 from moiety_platform.auth.principal import Principal
+from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.errors import Forbidden, Unavailable
-from moiety_platform.prices.terms import FREE, MILLION, NO_TARIFF, Price, Tariff
+from moiety_platform.prices.terms import FREE, MILLION, Price, PriceList
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.kinds import LimitLevel, Meter, Scope, Unit
 from moiety_platform.quota.lease import Charge, Hold, WindowId
 from moiety_platform.quota.standing import headers
 
+MAX_TARIFFS = 1024  # each adapter has its own tariff
 PAUSE_S = 0.5
 THROTTLED_S = 120.0  # how long a sequence waits for a rate limit before it ends
+
+
+class Tariff:
+    """Prices of the classes that may serve a request. Shared by many requests. Immutable."""
+
+    __slots__ = ("dearest", "is_complete", "prices")
+
+    def __init__(self, by_class: Mapping[str, Price | None]) -> None:
+        """Create a tariff. The price None means that the model has no price."""
+        self.prices = {name: price for name, price in by_class.items() if price is not None}
+        self.is_complete = len(self.prices) == len(by_class)
+        self.dearest = functools.reduce(Price.most, self.prices.values()) if self.prices else FREE
+        """Upper bound of the price, whichever class serves."""
+
+
+NO_TARIFF = Tariff({})
+
+
+class Tariffs:
+    """Cache of tariffs, cleared when prices or classes change. For one event loop."""
+
+    def __init__(self) -> None:
+        self._prices: PriceList | None = None
+        self._catalogue: Catalogue | None = None
+        self._made: dict[tuple[str, str, str, str | None], Tariff] = {}
+
+    def of(self, prices: PriceList, catalogue: Catalogue, chosen: ChosenClass, model: str, base: str) -> Tariff:
+        """Return the tariff with the model's own prices, or those of its base model for an adapter."""
+        if prices is not self._prices or catalogue is not self._catalogue or len(self._made) >= MAX_TARIFFS:
+            self._prices, self._catalogue, self._made = prices, catalogue, {}
+        key = (model, base, chosen.service.name, None if chosen.fallback is None else chosen.fallback.name)
+        tariff = self._made.get(key)
+        if tariff is None:
+            tariff = self._made[key] = _tariff_of(prices, catalogue, chosen, model, base)
+        return tariff
+
+
+def _tariff_of(prices: PriceList, catalogue: Catalogue, chosen: ChosenClass, model: str, base: str) -> Tariff:
+    by_class = {}
+    for service in (chosen.service, chosen.fallback):
+        if service is not None:
+            name, factor = service.name, catalogue[service.name].price_factor
+            by_class[name] = prices.of(model, name, factor) or prices.of(base, name, factor)
+    return Tariff(by_class)
 
 
 class Throttled(Exception):
@@ -81,13 +129,13 @@ class QuotaReservation:
                     raise
             else:
                 self._reserved, self._reserved_cost = tokens, amounts[Unit.MONEY]
-                if not tariff.is_complete:
+                if not tariff.is_complete and self._hold.leases:
                     self._require_price()
                 return credit_tokens
 
     def require_current(self) -> None:
         """Raise Unavailable if the lease of the reservation has expired."""
-        if self._hold is not None:
+        if self._hold is not None and self._hold.leases:
             self._keeper.require_current(self._hold)
 
     async def extend(self, tokens: int, more: int) -> int:

@@ -148,7 +148,7 @@ class HttpResponse:
         """Send the last events of a complete answer."""
         if self.claim is not None:
             await self._keep(200, _STREAM_HEADERS, data)
-        await self._send(_body(data, more=False))
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def replay(self, answer: KeptAnswer) -> None:
         """Send the answer of an earlier request, byte for byte."""
@@ -186,8 +186,10 @@ class HttpResponse:
 
     async def _start(self, status: int, fields: list[tuple[bytes, bytes]], headers: dict[str, str]) -> None:
         named = {**headers, **id_headers(self._scope["path"], self.request_id)}
-        encoded = [(name.lower().encode(), value.encode("latin-1")) for name, value in named.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": fields + encoded})
+        encoded = [*fields]
+        for name, value in named.items():
+            encoded.append((name.lower().encode(), value.encode("latin-1")))
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def _send(self, event: HTTPResponseStartEvent | HTTPResponseBodyEvent) -> None:
         """Send an ASGI message. Returns when the connection can take more."""

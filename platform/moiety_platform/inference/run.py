@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from operator import attrgetter
 from typing import Self
 
 import msgspec
@@ -24,6 +25,7 @@ from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Token
 from moiety_wire.notes import EventKind
 
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
+_is_admitted = attrgetter("is_admitted")
 STOP_TOKEN = "stop_token"  # the detail of an end by a token that is no text
 
 
@@ -102,7 +104,7 @@ class Run:
     async def wait_admitted(self) -> None:
         """Return when every sequence is admitted; what comes meanwhile is kept for the reader. Raises what an engine
         turns one of them away with: then none is to be answered."""
-        while not all(sequence.is_admitted for sequence in self._sequences):
+        while not all(map(_is_admitted, self._sequences)):
             self._early.append(await self._receive())
         for sequence in self._sequences:
             assert sequence.accepted is not None
@@ -113,7 +115,7 @@ class Run:
 
     async def __anext__(self) -> tuple[int, Tokens | Finished]:
         relayed, self._relayed = self._relayed, None
-        if relayed is not None and relayed.stream.num_unused_credit_tokens <= self._credit_window // 2:
+        if relayed is not None and relayed.stream.credit_tokens < relayed.max_tokens:
             await self._extend(relayed)
         if self._num_open == 0:
             raise StopAsyncIteration
@@ -248,10 +250,11 @@ class Run:
             output_tokens += sequence.stream.num_output_tokens
             if number % num_choices == 0:
                 cached_tokens += sequence.num_cached_tokens
-        return Usage(self._num_prompt_tokens, cached_tokens, output_tokens, self._num_thought_tokens())
+        thought_tokens = self._num_thought_tokens() if self.text.thinks else None
+        return Usage(self._num_prompt_tokens, cached_tokens, output_tokens, thought_tokens)
 
     def _num_thought_tokens(self) -> int | None:
-        if not self.text.thinks or self._record.generation is None:
+        if self._record.generation is None:
             return None
         output_ids = [sequence.output_ids for sequence in self._sequences]
         return self.text.num_thought_tokens(self._record.generation, self.prompts, output_ids)
@@ -275,7 +278,8 @@ class Run:
             self._gate_place.leave()
 
     async def _end_all(self) -> None:
-        self.abort()
+        if self._num_open:
+            self.abort()
         try:
             while self._to_close:
                 await self._to_close.pop().close()

@@ -39,6 +39,7 @@ class Sequence:
 
     def __init__(self, index: int, submit: Submit) -> None:
         self.index = index
+        self.request_id = submit.request_id  # at every engine
         self.prefix = Prefix(submit.cache_salt, submit.prompt_ids)
         self.progress = SloProgress(len(submit.prompt_ids) + submit.sibling_tokens)  # prompt tokens of the SLO
         self.max_tokens = submit.stopping.max_tokens
@@ -52,18 +53,13 @@ class Sequence:
         self._no_more_expected: Callable[[], None] | None = None  # ends the announcement at the decode engine
         self._was_handed_over = False  # to the current engine, which has not admitted it yet
         self._submit = submit
-        self._output_ids: list[int] = []  # received from all engines
+        self.output_ids: list[int] = []  # received from all engines
         self._connection: Connection | None = None
         self._is_taken_in = False  # admitted by that engine
         self._was_taken_on_before = False  # begun by an earlier engine
         self._cached_tokens: int | None = None  # from the first engine with output, after a failover
         self._held: AbstractAsyncContextManager[EngineStream] | None = None
         self._outcome: RequestOutcome | None = None  # at the current engine, for its circuit breaker
-
-    @property
-    def request_id(self) -> str:
-        """Id of the sequence at every engine."""
-        return self._submit.request_id
 
     @property
     def connection(self) -> Connection:
@@ -87,12 +83,7 @@ class Sequence:
     @property
     def num_relayed(self) -> int:
         """Number of output tokens received from engines."""
-        return len(self._output_ids)
-
-    @property
-    def output_ids(self) -> list[int]:
-        """Output token ids received from engines."""
-        return self._output_ids
+        return len(self.output_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -116,7 +107,7 @@ class Sequence:
     @property
     def need(self) -> Need:
         """Required engine features from now on."""
-        return need_of(self._submit) if not self._output_ids else need_of(self._with_output())
+        return need_of(self._submit) if not self.output_ids else need_of(self._with_output())
 
     async def submit_to(
         self,
@@ -132,8 +123,10 @@ class Sequence:
         identifies the prompt's KV that the previous engine has sent there. Raises Unavailable if the engine is not
         connected.
         """
-        await self.close()
-        earlier = None if self._connection is None else self.stream
+        earlier = None
+        if self._connection is not None:
+            await self.close()
+            earlier = self.stream
         submit = self._submit if earlier is None or self.accepted is None else self._resumed(earlier, service)
         self._place, self._was_handed_over = place, False
         if transfer_id:
@@ -161,14 +154,14 @@ class Sequence:
     def take(self, message: Delivery) -> None:
         """Record a message from the engine."""
         if isinstance(message, Tokens):
-            self._output_ids += message.token_ids
+            self.output_ids += message.token_ids
             if self._outcome is not None and self._outcome.is_trial:
                 self._outcome.delivered()
         elif isinstance(message, Accepted):
             self.accepted, self.failure, self._is_taken_in = self.accepted or message, None, True
             self._was_handed_over = False
-        elif isinstance(message, Finished):
-            self._succeeded()
+        elif isinstance(message, Finished) and self._outcome is not None:
+            self._outcome.succeeded()
 
     def hand_over(self, finished: Finished) -> tuple[Place, str]:
         """Record the end of the prefill engine.
@@ -178,7 +171,8 @@ class Sequence:
         place = self._place
         assert place is not None and place.partner is not None and place.hand_over is not None, "else none hands over"
         self.prefill_done.append(finished)
-        self._succeeded()
+        if self._outcome is not None:
+            self._outcome.succeeded()
         self._place = None
         return place.partner, "" if finished.detail else place.hand_over.transfer_id
 
@@ -216,7 +210,7 @@ class Sequence:
         if not isinstance(error, EngineDied) or error.in_first_step is False or self._has_output_there():
             return None
         self._num_first_step_deaths += error.in_first_step is True
-        has_grammar = self._submit.guide is not None and not self._output_ids
+        has_grammar = self._submit.guide is not None and not self.output_ids
         if not has_grammar and self._num_first_step_deaths < MAX_FIRST_STEP_DEATHS:
             return None
         cause = "grammar (response_format, structured_outputs or strict tools)" if has_grammar else "parameters"
@@ -240,14 +234,10 @@ class Sequence:
         if held is not None:
             await held.__aexit__(None, None, None)
 
-    def _succeeded(self) -> None:
-        if self._outcome is not None:
-            self._outcome.succeeded()
-
     def _resumed(self, earlier: EngineStream, service: ServiceClass) -> Submit:
         return msgspec.structs.replace(
             self._with_output(), service=service, fallback=None, credit_tokens=earlier.credit_tokens
         )
 
     def _with_output(self) -> Submit:
-        return msgspec.structs.replace(self._submit, resumed_ids=self._output_ids.copy())
+        return msgspec.structs.replace(self._submit, resumed_ids=self.output_ids.copy())

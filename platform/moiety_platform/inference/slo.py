@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from moiety_wire.classes import ServiceClass
 
@@ -32,7 +33,7 @@ class SloProgress:
 
 def is_kept(service: ServiceClass, sequences: Sequence[SloProgress]) -> bool:
     """Return whether a request attained its SLO. All its sequences have ended."""
-    return all(_kept(service, sequence) for sequence in sequences)
+    return all(map(partial(_kept, service), sequences))
 
 
 def is_broken(service: ServiceClass, sequences: Sequence[SloProgress], now_s: float) -> bool:

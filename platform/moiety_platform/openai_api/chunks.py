@@ -9,9 +9,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moiety_platform.inference.run import Usage
-from moiety_platform.openai_api.answers import AnswerHead, chat_logprobs, usage_fields
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.run import Run, Usage
+from moiety_platform.openai_api.answer_types import CallDelta, ChatDelta
+from moiety_platform.openai_api.answers import AnswerHead, chat_logprobs, head_of, usage_fields
+from moiety_platform.openai_api.schemas import ChatBody
 from moiety_platform.openai_api.text_logprobs import TextOffsets, text_logprobs
+from moiety_platform.openai_api.tool_message import finish_reason_of, new_call_id
+from moiety_text.reasoning import AnswerReader
+from moiety_text.tools.deltas import CallArguments, CallBegun, Content, Delta, Thinking
 from moiety_wire.messages import Finished, TokenLogprob
 
 DONE_DATA = "[DONE]"
@@ -44,8 +50,11 @@ class ChatChunks:
         return self._chunk(index, b'{"role":"assistant","content":""}', b"null", b"null")
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
-        delta = b'{"content":' + _encode(text) + b"}"
-        return self._chunk(index, delta, b"null" if logprobs is None else _encode(chat_logprobs(logprobs)), b"null")
+        if logprobs is None:  # the common case
+            return b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
+                self._frame.start, index, _encode(text), self._frame.end,
+            )  # fmt: skip
+        return self._chunk(index, b'{"content":' + _encode(text) + b"}", _encode(chat_logprobs(logprobs)), b"null")
 
     def closing(self, index: int, finished: Finished) -> bytes:
         return self._chunk(index, b"{}", b"null", _encode(finished.reason.value))
@@ -86,3 +95,66 @@ class CompletionChunks:
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
             self._frame.start, index, text, logprobs, finish_reason, self._frame.end,
         )  # fmt: skip
+
+
+class ToolChunks(ChatChunks):
+    """Encoder of `chat.completion.chunk` objects of an answer that may contain tool calls or reasoning.
+
+    A call is sent when it is complete. An incomplete call is sent as content, as in an answer that is not streamed.
+    """
+
+    def __init__(self, head: AnswerHead, include_usage: bool, readers: Sequence[AnswerReader]) -> None:
+        super().__init__(head, include_usage)
+        self._readers = readers
+        self._has_called = [False] * len(readers)
+
+    def opening(self, index: int) -> bytes:
+        return self._chunk(index, b'{"role":"assistant","content":null}', b"null", b"null")  # there may be no content
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        return self._chunks(index, self._readers[index].feed(text), logprobs)
+
+    def closing(self, index: int, finished: Finished) -> bytes:
+        rest = self._chunks(index, self._readers[index].end(), None)
+        reason = finish_reason_of(finished, self._has_called[index])
+        return rest + self._chunk(index, b"{}", b"null", _encode(reason))
+
+    def _chunks(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        """Return a chunk for each delta that has fields.
+
+        The first chunk has the logprobs, whose text may be held back.
+        """
+        told = [fields for delta in deltas if (fields := self._fields(index, delta))]
+        if not told and logprobs is not None:
+            told.append({})
+        first = b"null" if logprobs is None else _encode(chat_logprobs(logprobs))
+        return b"".join(
+            self._chunk(index, _encode(fields), b"null" if number else first, b"null")
+            for number, fields in enumerate(told)
+        )
+
+    def _fields(self, index: int, delta: Delta) -> ChatDelta:
+        match delta:
+            case Content(text):
+                return {"content": text}
+            case Thinking(text):
+                return {"reasoning_content": text}
+            case CallBegun(number, name):
+                self._has_called[index] = True
+                call: CallDelta = {
+                    "index": number,
+                    "id": new_call_id(),
+                    "type": "function",
+                    "function": {"name": name, "arguments": ""},
+                }
+                return {"tool_calls": [call]}
+            case CallArguments(number, text):
+                return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
+            case _:
+                return {}
+
+
+async def chat_chunks(body: ChatBody, run: Run, record: RequestRecord) -> ChatChunks:
+    """Return the encoder of a streamed chat answer."""
+    head, readers = head_of(run, record), run.new_readers()
+    return ChatChunks(head, body.include_usage) if readers is None else ToolChunks(head, body.include_usage, readers)

@@ -20,9 +20,8 @@ from moiety_platform.openai_api.answer_types import (
     TextCompletionChunk,
 )
 from moiety_platform.openai_api.answers import echoes_of, head_of, whole_answer
-from moiety_platform.openai_api.chunks import DONE_DATA, ChatChunks, CompletionChunks
+from moiety_platform.openai_api.chunks import DONE_DATA, CompletionChunks, chat_chunks
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody, GenerationBody
-from moiety_platform.openai_api.tool_chunks import ToolChunks
 from moiety_platform.openapi.described import event_of
 
 
@@ -35,11 +34,6 @@ async def _whole(body: GenerationBody, run: Run, record: RequestRecord, choices:
     return msgspec.json.encode(await whole_answer(body, run, record, choices))
 
 
-async def _chat_chunks(body: ChatBody, run: Run, record: RequestRecord) -> ChatChunks:
-    head, readers = head_of(run, record), run.new_readers()
-    return ChatChunks(head, body.include_usage) if readers is None else ToolChunks(head, body.include_usage, readers)
-
-
 async def _completion_chunks(body: CompletionBody, run: Run, record: RequestRecord) -> CompletionChunks:
     return CompletionChunks(head_of(run, record), body.include_usage, await echoes_of(body, run))
 
@@ -49,7 +43,7 @@ CHAT = Endpoint(
     "chat",
     "chatcmpl-",
     ChatBody,
-    TextAnswer(_whole, _chat_chunks),
+    TextAnswer(_whole, chat_chunks),
     EndpointDocs(
         tag="text",
         summary="Answer a chat",

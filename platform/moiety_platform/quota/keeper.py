@@ -83,6 +83,7 @@ class QuotaKeeper:
     ) -> None:
         self._database = database
         self._store = store
+        self.replica_id = store.replica_id
         self._rates = RateStore(now=store.now)
         self._clock = clock
         self._ttl_s = ttl_s
@@ -97,10 +98,6 @@ class QuotaKeeper:
         self._renewed_s = self._reached_s = float("-inf")
         self._sent_s: float | None = None  # start of the running round
         self.quarantine = Quarantine(database, store, clock, every_s=ttl_s / 4)
-
-    @property
-    def replica_id(self) -> str:
-        return self._store.replica_id
 
     # ── a request ──
 

@@ -74,7 +74,7 @@ class CircuitBreaker:
         """`draw` returns random numbers in [0, 1)."""
         self._policy = policy
         self._draw = draw
-        self._num_openings = 0
+        self.num_openings = 0  # times that it has opened
         self._num_failed_trials = 0  # since it last closed
         self._until_s: float | None = None  # end of the open state; None: closed
         self._was_told = False  # the duration comes from the replica's Retry-After
@@ -88,11 +88,6 @@ class CircuitBreaker:
         if self._until_s is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._until_s else BreakerState.HALF_OPEN
-
-    @property
-    def num_openings(self) -> int:
-        """Number of times that it has opened."""
-        return self._num_openings
 
     def is_willing(self, now_s: float) -> bool:
         """Return whether a new request may go there: it is closed, or half-open without a running trial."""
@@ -111,7 +106,7 @@ class CircuitBreaker:
         """Record that a request goes there, even against `is_willing`: then it is no trial."""
         is_half_open = self._until_s is not None and now_s >= self._until_s
         is_trial = is_half_open and self._trial is None
-        ticket = Ticket(self._num_openings, is_trial)
+        ticket = Ticket(self.num_openings, is_trial)
         if is_trial:
             self._trial = ticket
         return ticket
@@ -123,7 +118,7 @@ class CircuitBreaker:
         self._weigh(now_s)
         self._succeeded += 1
         self._num_in_a_row = 0
-        if self._until_s is not None and ticket.num_openings == self._num_openings:
+        if self._until_s is not None and ticket.num_openings == self.num_openings:
             self._until_s, self._was_told = None, False
             self._num_failed_trials, self._failed = 0, 0.0
 
@@ -140,7 +135,7 @@ class CircuitBreaker:
         if retry_after_s is not None:
             self._fail_trial(ticket, state)
             self._open(now_s, min(retry_after_s, self._policy.max_retry_after_s), was_told=True)
-        elif state is BreakerState.HALF_OPEN and ticket.num_openings == self._num_openings:
+        elif state is BreakerState.HALF_OPEN and ticket.num_openings == self.num_openings:
             self._fail_trial(ticket, state)
             self._open(now_s, self._backoff_s())
         elif state is BreakerState.CLOSED and self._has_failed_too_often():
@@ -152,13 +147,13 @@ class CircuitBreaker:
             self._trial = None
 
     def _fail_trial(self, ticket: Ticket, state: BreakerState) -> None:
-        if state is BreakerState.HALF_OPEN and ticket.num_openings == self._num_openings:
+        if state is BreakerState.HALF_OPEN and ticket.num_openings == self.num_openings:
             self._num_failed_trials += 1
 
     def _open(self, now_s: float, seconds: float, *, was_told: bool = False) -> None:
         """Open it, or keep it open for longer."""
         if self.state(now_s) is not BreakerState.OPEN:
-            self._num_openings += 1
+            self.num_openings += 1
             self._was_told = was_told
             self._until_s = now_s + seconds
             self._trial = None
@@ -290,28 +285,28 @@ class RequestOutcome:
         if self._first_output_at_s is None:
             self._first_output_at_s = now_s
         elif now_s - self._first_output_at_s >= PROVEN_S:
-            self._learn(SUCCESS)
+            self.succeeded()
             self.is_trial, self._ticket = False, self._breaker.begin(now_s)
 
     def succeeded(self) -> None:
         """Record that the request completed."""
-        self._learn(SUCCESS)
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._breakers.note_outcome(self._address, self._breaker, ticket, SUCCESS)
 
     def failed(self, error: PlatformError) -> None:
         """Record that the replica ended it with that error."""
         outcome = outcome_of(error)
+        ticket, self._ticket = self._ticket, None
+        if ticket is None:
+            return
         if outcome is None:
-            self.release()
+            self._breaker.release(ticket)
         else:
-            self._learn(outcome)
+            self._breakers.note_outcome(self._address, self._breaker, ticket, outcome)
 
     def release(self) -> None:
         """Record an end that says nothing about the replica."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._breaker.release(ticket)
-
-    def _learn(self, outcome: Outcome) -> None:
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            self._breakers.note_outcome(self._address, self._breaker, ticket, outcome)

@@ -215,7 +215,7 @@ def _turn_of(record: RequestRecord, run: Run) -> _Turn | None:
     if (
         record.principal.speculative_prefill is SpeculativePrefillMode.OFF
         or generation is None
-        or generation.num_sequences != 1
+        or record.num_sequences != 1
     ):
         return None
     (asked,), output_ids = generation.prompts, run.whole_answer()

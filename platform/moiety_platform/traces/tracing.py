@@ -48,7 +48,8 @@ class Tracing:
 
     def start(self, traceparent: str | None, start_ns: int, unix_ns: Callable[[], int]) -> RequestTrace:
         """Return a request's trace, within the client's if its context is valid."""
-        return RequestTrace(parse_traceparent(traceparent), start_ns, unix_ns, is_recorded=bool(self.senders))
+        parent = parse_traceparent(traceparent) if traceparent else None
+        return RequestTrace(parent, start_ns, unix_ns, is_recorded=bool(self.senders))
 
     def end(self, ending: Ending, now_s: float, make_spans: Callable[[SamplingDecision], Sequence[Span]]) -> None:
         """Sample a trace, and send the result of `make_spans` if it is kept."""

@@ -124,25 +124,9 @@ def storable(row: UsageRow) -> UsageRow:
     It replaces NUL and lone surrogates in texts, over-long texts, and numbers that are not finite or too large. Any
     other row is returned unchanged.
     """
-    if _is_storable(row):
-        return row
-    changes: dict[str, Any] = {}
-    for name in _FIELDS:
-        value = getattr(row, name)
-        clean = _clean(name, value)
-        if clean is not value:
-            changes[name] = clean
-    return msgspec.structs.replace(row, **changes) if changes else row
-
-
-def _is_storable(row: UsageRow) -> bool:
-    """Return whether the row needs no change, as nearly every row.
-
-    The checks are few and cheap, since each row is checked twice.
-    """
     name, numbers = row.request_id, _numbers_of(row)
     times = row.queue_ms or 0.0, row.ttft_ms or 0.0, row.duration_ms or 0.0
-    return (
+    is_storable = (  # few and cheap checks, since each row is checked twice
         name.isascii()
         and name.isprintable()
         and len(name) <= MAX_TEXT_LENGTH
@@ -152,6 +136,15 @@ def _is_storable(row: UsageRow) -> bool:
         and min(times) >= 0.0
         and sum(times) <= _MOST  # false if one of the times is NaN
     )
+    if is_storable:
+        return row
+    changes: dict[str, Any] = {}
+    for name in _FIELDS:
+        value = getattr(row, name)
+        clean = _clean(name, value)
+        if clean is not value:
+            changes[name] = clean
+    return msgspec.structs.replace(row, **changes) if changes else row
 
 
 @functools.lru_cache(maxsize=4096)

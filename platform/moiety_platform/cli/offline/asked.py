@@ -126,7 +126,7 @@ async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> Offl
         if generation.model != card.model:
             told = f"this run serves {card.model!r}, not {generation.model[:256]!r}; change the line, or give --name"
             raise NotFound(told, code=MODEL_NOT_FOUND, param="model")
-        check_limits(generation, card, MAX_SEQUENCES)
+        check_limits(generation, len(generation.prompts) * generation.num_choices, card, MAX_SEQUENCES)
         prompts = await text.encode_prompts(generation)
         longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
     except PlatformError as exc:
