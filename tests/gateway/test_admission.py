@@ -16,7 +16,7 @@ from moiety_platform.admission.gate import AdmissionGate, refuse_hopeless
 from moiety_platform.clock import ManualClock
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
 from moiety_platform.errors import Overloaded
-from moiety_platform.inference.slo import SloProgress, is_broken, is_kept
+from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD
 from moiety_wire.figures import ClassLoad
 from moiety_wire.messages import Failed, FailureCode
@@ -408,15 +408,15 @@ def progress(first_s=None, last_s=None, tokens=11, prompt=1000, cached=0):
         (BATCH, [progress(601.0, 86_400.0)], True),
     ],
 )
-def test_a_promise_is_kept_if_the_first_and_the_last_token_come_by_their_deadlines(service, sequences, kept):
-    assert is_kept(service, sequences) == kept
+def test_the_slo_is_attained_if_the_first_and_the_last_token_come_by_their_deadlines(service, sequences, kept):
+    assert slo_attained(service, sequences) == kept
 
 
 def test_a_client_that_leaves_has_a_broken_promise_only_if_it_was_late_already():
-    assert not is_broken(PRIORITY, [progress(prompt=0)], 0.4)
-    assert is_broken(PRIORITY, [progress(prompt=0)], 0.6)
-    assert not is_broken(PRIORITY, [progress(0.4, 0.4, prompt=0)], 99.0)
-    assert is_broken(FLEX, [progress(1.0, 2.0)], 601.0)
+    assert not slo_missed(PRIORITY, [progress(prompt=0)], 0.4)
+    assert slo_missed(PRIORITY, [progress(prompt=0)], 0.6)
+    assert not slo_missed(PRIORITY, [progress(0.4, 0.4, prompt=0)], 99.0)
+    assert slo_missed(FLEX, [progress(1.0, 2.0)], 601.0)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])

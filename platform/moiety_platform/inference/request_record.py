@@ -13,7 +13,7 @@ from moiety_platform.errors import WAIVED, Overloaded, PlatformError
 from moiety_platform.inference.engine_attempts import EngineAttempt
 from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
-from moiety_platform.inference.slo import SloProgress, is_broken, is_kept
+from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_platform.traces.tracing import RequestTrace
 from moiety_platform.usage.billing_context import BillingContext, encode_bill
 from moiety_platform.usage.row import UsageRow
@@ -191,7 +191,7 @@ class RequestRecord:
         if service is None or (self.outcome in ("failed", "rejected") and is_theirs):
             return None
         if self.outcome in COMPLETED:
-            return is_kept(service, self.progress)
-        if self.outcome == "disconnected" and not is_broken(service, self.progress, now_s - self.started_s):
+            return slo_attained(service, self.progress)
+        if self.outcome == "disconnected" and not slo_missed(service, self.progress, now_s - self.started_s):
             return None
         return False

@@ -31,17 +31,17 @@ class SloProgress:
             self.first_s = at_s
 
 
-def is_kept(service: ServiceClass, sequences: Sequence[SloProgress]) -> bool:
+def slo_attained(service: ServiceClass, sequences: Sequence[SloProgress]) -> bool:
     """Return whether a request attained its SLO. All its sequences have ended."""
-    return all(map(partial(_kept, service), sequences))
+    return all(map(partial(_attained, service), sequences))
 
 
-def is_broken(service: ServiceClass, sequences: Sequence[SloProgress], now_s: float) -> bool:
+def slo_missed(service: ServiceClass, sequences: Sequence[SloProgress], now_s: float) -> bool:
     """Return whether a request that was left before its end had already missed its SLO."""
-    return any(_broken(service, sequence, now_s) for sequence in sequences)
+    return any(_missed(service, sequence, now_s) for sequence in sequences)
 
 
-def _kept(service: ServiceClass, sequence: SloProgress) -> bool:
+def _attained(service: ServiceClass, sequence: SloProgress) -> bool:
     first_s, last_s = sequence.first_s, sequence.last_s
     if first_s is None or last_s is None:
         return False
@@ -53,7 +53,7 @@ def _kept(service: ServiceClass, sequence: SloProgress) -> bool:
     return service.completion_s is None or last_s <= service.completion_s
 
 
-def _broken(service: ServiceClass, sequence: SloProgress, now_s: float) -> bool:
+def _missed(service: ServiceClass, sequence: SloProgress, now_s: float) -> bool:
     first_due_s = _first_due_s(service, sequence)
     first_s = now_s if sequence.first_s is None else sequence.first_s
     if first_due_s is not None and first_s > first_due_s:
