@@ -52,13 +52,12 @@ async def test_what_no_engine_took_on_costs_nothing_and_leaves_nothing_reserved(
         PRINCIPAL, request_id="r", client_request_id="c", operation="chat", endpoint="/v1", traceparent=None,
         status_of=lambda told: told.status,
     )  # fmt: skip
-    with pytest.raises(type(error)):
-        async with opened as record:
-            await record.reservation.begin(40, 1, 30, Tariff({"standard": Price(3, 0, 15)}))
-            record.reserved(40)
-            record.submitted(FakeEngineClient(ModelCard("e", "m", "f", "{}", "", {}, (), 9, 9, 0, 0, "", "")), "r-0")
-            record.output_tokens, record.was_taken_on = 7 * was_taken_on, was_taken_on
-            raise error
+    with pytest.raises(type(error)), opened as record:
+        await record.reservation.begin(40, 1, 30, Tariff({"standard": Price(3, 0, 15)}))
+        record.reserved(40)
+        record.submitted(FakeEngineClient(ModelCard("e", "m", "f", "{}", "", {}, (), 9, 9, 0, 0, "", "")), "r-0")
+        record.output_tokens, record.was_taken_on = 7 * was_taken_on, was_taken_on
+        raise error
     await quotas.stop()
     await usage.stop()
     async with database.read() as session:

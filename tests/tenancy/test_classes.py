@@ -211,7 +211,7 @@ async def test_without_a_database_the_last_classes_stay_good_and_without_any_it_
     clock.advance(3600)
     assert (await cache.get("standard"))["standard"].service == STANDARD
     with pytest.raises(Unavailable) as caught:
-        await ClassCache(cuttable.database, clock).current()
+        await ClassCache(cuttable.database, clock).get("standard")
     assert caught.value.retry_after_s is not None
     await cuttable.wire.mend()
     await edit(cuttable.steady, ttft_s=0.7)

@@ -24,10 +24,9 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.usage import journal
 from moiety_platform.usage.journal import Journal
 from moiety_platform.usage.models import LedgerEntry, UsageHour, UsageRecord
-from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.usage.recorder import UsageRecorder, storable
 from moiety_platform.usage.row import KILLED as OF_KILLED
 from moiety_platform.usage.row import UsageRow
-from moiety_platform.usage.store import storable
 
 from .conftest import CuttableStore
 

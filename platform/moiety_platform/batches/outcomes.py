@@ -20,8 +20,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.batches.claims import ClaimedLine, LineKey
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.files.store import Now, read_clock
+from moiety_platform.usage.recorder import storable
 from moiety_platform.usage.row import UsageRow
-from moiety_platform.usage.store import insert_rows, storable
+from moiety_platform.usage.store import insert_rows
 
 SUPERSEDED = "superseded"
 

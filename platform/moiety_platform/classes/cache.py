@@ -17,14 +17,17 @@ class ClassCache(Snapshot[Catalogue]):
     def __init__(self, database: Database, clock: Clock, *, ttl_s: float = TTL_S) -> None:
         super().__init__("service classes", load_classes, database, clock, ttl_s=ttl_s)
 
-    async def read_again(self, name: str) -> Catalogue:
-        """Return all classes after another read, with `name` among them, which another gateway may have just created.
+    async def get(self, name: str) -> Catalogue:
+        """Return all classes, with `name` among them.
 
-        Raises Unavailable when the database is down, or when there is no such class.
+        Raises Unavailable when the database is down and was never read, or when there is no such class.
         """
-        self.forget()
         catalogue = await self.current()
-        if name not in catalogue:
+        if name in catalogue.names:
+            return catalogue
+        self.forget()  # another gateway may have just created it
+        catalogue = await self.current()
+        if name not in catalogue.names:
             raise Unavailable(
                 f"The class {name!r} cannot be looked up right now; try again shortly.",
                 code="store_unavailable",

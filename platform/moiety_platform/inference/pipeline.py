@@ -218,9 +218,7 @@ class RequestPipeline:
         if adapter is not None:
             card = adapting_card(adapter, card, able_engines(states, base))
         check_limits(generation, record.num_sequences, card, self.limits.max_sequences)
-        catalogue = await services.classes.current()
-        if principal.service_class not in catalogue.names:
-            catalogue = await services.classes.read_again(principal.service_class)
+        catalogue = await services.classes.get(principal.service_class)
         chosen = catalogue.choose(principal.service_class, generation.service_tier)
         record.chose(catalogue, chosen.service)
         return _Matched(card, states, catalogue, chosen, adapter)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Scope, Send
+from litestar.types import HTTPResponseBodyEvent, Scope, Send
 
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import ErrorForm, error_headers
@@ -148,7 +148,9 @@ class HttpResponse:
         """Send the last events of a complete answer."""
         if self.claim is not None:
             await self._keep(200, _STREAM_HEADERS, data)
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        if self.disconnect.has_left:
+            raise ClientDisconnected
+        await self._raw_send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def replay(self, answer: KeptAnswer) -> None:
         """Send the answer of an earlier request, byte for byte."""
@@ -189,10 +191,12 @@ class HttpResponse:
         encoded = [*fields]
         for name, value in named.items():
             encoded.append((name.lower().encode(), value.encode("latin-1")))
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        if self.disconnect.has_left:
+            raise ClientDisconnected
+        await self._raw_send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def _send(self, event: HTTPResponseStartEvent | HTTPResponseBodyEvent) -> None:
-        """Send an ASGI message. Returns when the connection can take more."""
+    async def _send(self, event: HTTPResponseBodyEvent) -> None:
+        """Send a part of the body. Returns when the connection can take more."""
         if self.disconnect.has_left:
             raise ClientDisconnected
         await self._raw_send(event)

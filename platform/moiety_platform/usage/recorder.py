@@ -22,12 +22,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import structlog
 
 from moiety_platform.db.session import Database
@@ -36,13 +40,33 @@ from moiety_platform.usage.journal import Journal, LiveLog, Segment, to_line
 from moiety_platform.usage.proof import REFUSALS, is_about_values, takes_plain_rows
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.set_aside import SetAside
-from moiety_platform.usage.store import insert_rows, storable
+from moiety_platform.usage.store import insert_rows
 
 INTERVAL_S = 0.25
 BUSY_ROWS, BUSY_INTERVALS = 10, 2  # after a round of BUSY_ROWS rows, the next begins after BUSY_INTERVALS intervals
 MAX_PENDING = 10_000
 BATCH_ROWS = 1000
 MAX_BACKOFF_S = 5.0
+MAX_TEXT_LENGTH = 256
+
+_FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges")
+_MOST = 2**48  # limit, so that sums also fit into the database's types
+_INT32_MAX = 2**31 - 1
+_INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
+_names_of = attrgetter(
+    "tenant_id", "project_id", "key_id", "endpoint", "model", "service_class", "outcome", "error_code"
+)
+_numbers_of = attrgetter(
+    "http_status",
+    "num_choices",
+    "num_preemptions",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "cost_nanodollars",
+    "speculative_tokens",
+    "speculative_used_tokens",
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -331,3 +355,58 @@ def _named(error: Exception) -> str:
 
 def _ended_at(row: UsageRow) -> datetime:
     return row.started_at + timedelta(milliseconds=row.duration_ms)
+
+
+def storable(row: UsageRow) -> UsageRow:
+    """Return the row with values that every database accepts.
+
+    It replaces NUL and lone surrogates in texts, over-long texts, and numbers that are not finite or too large. Any
+    other row is returned unchanged.
+    """
+    name, numbers = row.request_id, _numbers_of(row)
+    times = row.queue_ms or 0.0, row.ttft_ms or 0.0, row.duration_ms or 0.0
+    is_storable = (  # few and cheap checks, since each row is checked twice
+        name.isascii()
+        and name.isprintable()
+        and len(name) <= MAX_TEXT_LENGTH
+        and _are_plain_names(*_names_of(row))
+        and min(numbers) >= 0
+        and max(numbers) <= _INT32_MAX
+        and min(times) >= 0.0
+        and sum(times) <= _MOST  # false if one of the times is NaN
+    )
+    if is_storable:
+        return row
+    changes: dict[str, Any] = {}
+    for name in _FIELDS:
+        value = getattr(row, name)
+        clean = _clean(name, value)
+        if clean is not value:
+            changes[name] = clean
+    return msgspec.structs.replace(row, **changes) if changes else row
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_plain_names(*names: str | None) -> bool:
+    """Return whether the names are plain; cached, since many requests share them."""
+    return _are_plain(*names)
+
+
+def _are_plain(*texts: str | None) -> bool:
+    given = [text for text in texts if text]
+    whole = "".join(given)
+    return whole.isascii() and whole.isprintable() and max(map(len, given), default=0) <= MAX_TEXT_LENGTH
+
+
+def _clean(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        if value.isascii() and value.isprintable() and len(value) <= MAX_TEXT_LENGTH:
+            return value
+        whole = value[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
+        return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in whole)
+    if isinstance(value, float) and not abs(value) <= _MOST:  # also NaN
+        return 0.0 if name == "duration_ms" else None
+    if isinstance(value, int):
+        bound = _INT32_MAX if name in _INT32_FIELDS else _MOST
+        return value if -bound <= value <= bound else min(max(value, -bound), bound)
+    return value

@@ -1,8 +1,7 @@
-"""Storage of usage rows in the table, and sanitizing of their values."""
+"""Storage of usage rows in the table."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -21,26 +20,7 @@ from moiety_platform.usage.minutes import MINUTES
 from moiety_platform.usage.models import EntryKind, UsageRecord
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
 
-MAX_TEXT_LENGTH = 256
-
 _FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges")
-_MOST = 2**48  # limit, so that sums also fit into the database's types
-_INT32_MAX = 2**31 - 1
-_INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
-_names_of = attrgetter(
-    "tenant_id", "project_id", "key_id", "endpoint", "model", "service_class", "outcome", "error_code"
-)
-_numbers_of = attrgetter(
-    "http_status",
-    "num_choices",
-    "num_preemptions",
-    "prompt_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "cost_nanodollars",
-    "speculative_tokens",
-    "speculative_used_tokens",
-)
 _columns_of = attrgetter(*(column.name for column in UsageRecord.__table__.columns))
 _insert_usage = BulkInsert(UsageRecord)
 
@@ -118,47 +98,6 @@ async def _unless_released(session: AsyncSession, row: UsageRow) -> UsageRow:
     return msgspec.structs.replace(row, prompt_tokens=0, cost_nanodollars=0, charges=())
 
 
-def storable(row: UsageRow) -> UsageRow:
-    """Return the row with values that every database accepts.
-
-    It replaces NUL and lone surrogates in texts, over-long texts, and numbers that are not finite or too large. Any
-    other row is returned unchanged.
-    """
-    name, numbers = row.request_id, _numbers_of(row)
-    times = row.queue_ms or 0.0, row.ttft_ms or 0.0, row.duration_ms or 0.0
-    is_storable = (  # few and cheap checks, since each row is checked twice
-        name.isascii()
-        and name.isprintable()
-        and len(name) <= MAX_TEXT_LENGTH
-        and _are_plain_names(*_names_of(row))
-        and min(numbers) >= 0
-        and max(numbers) <= _INT32_MAX
-        and min(times) >= 0.0
-        and sum(times) <= _MOST  # false if one of the times is NaN
-    )
-    if is_storable:
-        return row
-    changes: dict[str, Any] = {}
-    for name in _FIELDS:
-        value = getattr(row, name)
-        clean = _clean(name, value)
-        if clean is not value:
-            changes[name] = clean
-    return msgspec.structs.replace(row, **changes) if changes else row
-
-
-@functools.lru_cache(maxsize=4096)
-def _are_plain_names(*names: str | None) -> bool:
-    """Return whether the names are plain; cached, since many requests share them."""
-    return _are_plain(*names)
-
-
-def _are_plain(*texts: str | None) -> bool:
-    given = [text for text in texts if text]
-    whole = "".join(given)
-    return whole.isascii() and whole.isprintable() and max(map(len, given), default=0) <= MAX_TEXT_LENGTH
-
-
 def row_of(record: UsageRecord) -> UsageRow:
     """Return the row of a record, without charges."""
     return UsageRow(**{name: getattr(record, name) for name in _FIELDS})
@@ -166,17 +105,3 @@ def row_of(record: UsageRecord) -> UsageRow:
 
 def _to_values(row: UsageRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in _FIELDS}
-
-
-def _clean(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        if value.isascii() and value.isprintable() and len(value) <= MAX_TEXT_LENGTH:
-            return value
-        whole = value[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
-        return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in whole)
-    if isinstance(value, float) and not abs(value) <= _MOST:  # also NaN
-        return 0.0 if name == "duration_ms" else None
-    if isinstance(value, int):
-        bound = _INT32_MAX if name in _INT32_FIELDS else _MOST
-        return value if -bound <= value <= bound else min(max(value, -bound), bound)
-    return value
