@@ -41,17 +41,12 @@ class Sequence:
         "_answer_apart",
         "_hashes",
         "_root",
-        "account",
         "arrival_s",
         "blocks",
-        "boosted",
-        "bucket",
-        "charged_tokens",
         "completion_deadline_s",
         "credit_last",
         "credit_tokens",
         "delay",
-        "demoted",
         "due_s",
         "entry",
         "events",
@@ -89,7 +84,6 @@ class Sequence:
         "place",
         "predicted_output",
         "queued_unix_ns",
-        "reserved_tokens",
         "scheduled_unix_ns",
         "seed",
         "service",
@@ -156,12 +150,7 @@ class Sequence:
         self.next_due_s = math.inf  # deadline of the token after the pending one, if one is pending
         self.last_token_s = 0.0  # unix time of its newest token
         self.on_time = True  # no deadline has been missed yet
-        self.demoted = self.boosted = False
         self.predicted_output = 0.0  # tokens; a prediction, never the truth
-        self.reserved_tokens = 0  # tokens it may hold in all without losing its protection from preemption
-        self.account: Any = None  # its tenant's account, for policies that keep accounts
-        self.bucket = 0  # used by the policy
-        self.charged_tokens = 0.0  # tokens charged to its tenant ahead of service
         self.scheduled_unix_ns = self.first_token_unix_ns = self.finished_unix_ns = 0
         # Padded batching only: the length to which its batch pads prompts, the positions it reserves, and whether the
         # sequence has finished while its row is still computed because the batch has not.

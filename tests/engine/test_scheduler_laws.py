@@ -284,11 +284,13 @@ class Replica:
                     target[here, offset] = source.get((there, offset))
 
     def _check_preempted(self, plan: Plan) -> None:
-        if isinstance(self.scheduler.policy, Moiety):
+        policy = self.scheduler.policy
+        if isinstance(policy, Moiety):
             for s in plan.preempted:
                 assert s.num_preemptions <= 2
                 kept_blocks = bool(s.blocks)  # it gave back a place beyond its tenant's share, and no memory
-                assert s.service.preemptible or kept_blocks or len(s.tokens) > s.reserved_tokens, (
+                reserved_tokens = policy._claims._guarantees.reserved_tokens(s)
+                assert s.service.preemptible or kept_blocks or len(s.tokens) > reserved_tokens, (
                     "preempted within its reservation"
                 )
 

@@ -136,7 +136,7 @@ class PrefillPlanner:
                 return False
             closed.add(sequence.group)
             return not sequence.holds_blocks or len(closed) == self._kv.count
-        if reason is not Reason.BATCH_FULL or sequence.boosted:  # a boosted sequence was taken out of turn
+        if reason is not Reason.BATCH_FULL:
             return False
         return not (is_full and self._policy.looks_past_full_batch(sequence, view.running))
 
@@ -169,7 +169,7 @@ class PrefillPlanner:
                 self._policy.push(sequence, now_s)
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
-        """Give a mtp_input sequence its KV: kept blocks, swapped-out blocks, or prefix hits (searched if None).
+        """Give a joining sequence its KV: kept blocks, swapped-out blocks, or prefix hits (searched if None).
 
         Return False, with nothing taken, if too few blocks are free.
         """

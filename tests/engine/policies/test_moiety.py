@@ -228,7 +228,8 @@ def test_what_waits_and_is_not_late_is_what_is_demanded(make_replica: MakeReplic
             replica.step()
         classes = replica.scheduler.policy._pace.demand._classes
         demanded = {name: inflow.pending_tokens for name, (_, inflow) in classes.items()}
-        waiting = [s for s in replica.scheduler.places.waiting.values() if not s.demoted]
+        records = replica.scheduler.policy._records
+        waiting = [s for s in replica.scheduler.places.waiting.values() if not records[s].demoted]
         for job in jobs:
             assert demanded.get(job.name, 0) == sum(s.num_uncached for s in waiting if s.service.name == job.name)
     assert replica.scheduler.tally.of("job-1").demoted > 0
@@ -240,7 +241,8 @@ def test_what_may_not_be_preempted_is_reserved_and_others_wait_for_it(make_repli
     first = replica.add(40, tenant="a", service=PRIORITY, output=24)
     replica.step()
     replica.step()
-    held = replica.scheduler.places.by_key[first].reserved_tokens
+    guarantees = replica.scheduler.policy._claims._guarantees
+    held = guarantees.reserved_tokens(replica.scheduler.places.by_key[first])
     assert held > 40
     others = [replica.add(40, tenant="b", service=PRIORITY, output=24) for _ in range(3)]
     replica.run()

@@ -20,7 +20,6 @@ from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policy import Policy, PolicyContext
 from moiety_engine.sequence import Sequence, SequenceState
 
-_NEW, _WAITING = range(2)  # a sequence's `bucket`: whether its tenant counts it as waiting
 _MAX_IDLE = 1024  # idle tenants that are remembered
 
 
@@ -47,6 +46,7 @@ class Dlpm(Policy):
         super().__init__(context)  # its heap holds the started sequences
         self.quantum = context.max_batch_tokens
         self._clients: dict[str, DlpmTenant] = {}
+        self._counted: set[Sequence] = set()  # those that their tenants count as waiting
         self._waiting: dict[int, DlpmTenant] = {}  # by id, those with requests that wait to start
         self._order: list[
             tuple[int, int, int, int, DlpmTenant]
@@ -65,9 +65,9 @@ class Dlpm(Policy):
         if sequence.place is not SequenceState.WAITING:
             super().push(sequence, now_s)
             return
-        client: DlpmTenant = sequence.account
-        if sequence.bucket == _NEW:
-            sequence.bucket = _WAITING
+        client = self._clients[sequence.tenant]
+        if sequence not in self._counted:
+            self._counted.add(sequence)
             client.num_waiting += 1
             self._waiting[id(client)] = client
         self._num_queued += sequence.enter_queue()
@@ -91,7 +91,7 @@ class Dlpm(Policy):
         """Push the sequence to its tenant's heap, keyed by the prefix that the cache now holds."""
         cached = self.context.cached_tokens(sequence)
         self._note_lack(sequence, cached)
-        client: DlpmTenant = sequence.account
+        client = self._clients[sequence.tenant]
         client.heap.push(-cached, sequence)
         first = client.heap.first()
         if first is not None and first[3] is sequence:
@@ -175,29 +175,30 @@ class Dlpm(Policy):
             self._forget_idle()
         client.weight = max(1e-6, sequence.submit.tenant_weight)
         client.active += 1
-        sequence.account = client
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
-        client: DlpmTenant = sequence.account
+        client = self._clients[sequence.tenant]
         client.deficit -= num_uncached
-        self._waits_no_more(client)
+        self._waits_no_more(client, sequence)
 
     def decoded(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            sequence.account.deficit -= OUTPUT_WEIGHT
+            self._clients[sequence.tenant].deficit -= OUTPUT_WEIGHT
             if sequence.num_output == sequence.num_resumed + 1 and self._waiting_for:
                 self._published(sequence)
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        client: DlpmTenant = sequence.account
+        client = self._clients[sequence.tenant]
         client.active -= 1
         if sequence.place is SequenceState.WAITING:
-            if sequence.bucket == _WAITING:
-                self._waits_no_more(client)
+            if sequence in self._counted:
+                self._waits_no_more(client, sequence)
         elif self._waiting_for:
             self._published(sequence)
 
-    def _waits_no_more(self, client: DlpmTenant) -> None:
+    def _waits_no_more(self, client: DlpmTenant, sequence: Sequence) -> None:
+        """Record that one of the client's requests no longer waits to start."""
+        self._counted.remove(sequence)
         client.num_waiting -= 1
         if client.num_waiting == 0:
             del self._waiting[id(client)]

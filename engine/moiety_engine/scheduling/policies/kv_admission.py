@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moiety_engine.scheduling.policies.kv_reservations import KvReservations
+from moiety_engine.scheduling.policies.request_record import AT_RISK, RequestRecords
 from moiety_engine.scheduling.policies.tenant_counters import TenantCounter, TenantCounters
 from moiety_engine.scheduling.policies.tuning import Tuning
-from moiety_engine.scheduling.policies.urgency_queue import AT_RISK
 from moiety_engine.scheduling.policy import BatchView, PolicyContext
 from moiety_engine.sequence import Sequence
 
@@ -30,14 +30,17 @@ class _Places:
 class KvAdmission:
     """Decides by predictions, shares and reservations; takes no blocks itself."""
 
-    def __init__(self, context: PolicyContext, tuning: Tuning, accounts: dict[int, TenantCounters]) -> None:
+    def __init__(
+        self, context: PolicyContext, tuning: Tuning, accounts: dict[int, TenantCounters], records: RequestRecords
+    ) -> None:
         self._context = context
         self._tuning = tuning
         self._accounts = accounts  # by rank
+        self._records = records
         self._guarantees = KvReservations(context.num_blocks, context.block_size)
         self._overcommit = 1.0  # predicted demand of the batch that is allowed, as a fraction of all blocks
         self._preemption_share = 0.0  # fraction of the time that preemptions cost; running mean
-        self._held_back = False  # whether the predicted peak recently kept a request from mtp_input
+        self._held_back = False  # whether the predicted peak recently kept a request out of the batch
         self._places: dict[int, _Places] = {}  # by rank, as counted in this step
         self._sharing_s = 0.0  # time that may be spent on preemptions for tenants' shares
 
@@ -71,18 +74,19 @@ class KvAdmission:
     def ended(self, sequence: Sequence) -> None:
         self._guarantees.forget(sequence)
 
-    # ── mtp_input ──
+    # ── joining the batch ──
 
     def reserve(self, sequence: Sequence) -> None:
         """Reserve blocks for the sequence if its class may not be preempted."""
         if not sequence.service.preemptible:
             self._guarantees.reserve(sequence, self._predicted_peak(sequence))
 
-    def keeps_guarantees(self, mtp_input: Sequence) -> bool:
-        """Return whether all reservations, including that of the mtp_input sequence if it has one, can be honoured."""
-        if not mtp_input.service.preemptible:
-            return self._guarantees.can_join(mtp_input, max(self._predicted_peak(mtp_input), mtp_input.reserved_tokens))
-        return mtp_input.num_preemptions < self._tuning.max_preemptions or self._guarantees.can_join(mtp_input, 0)
+    def keeps_guarantees(self, candidate: Sequence) -> bool:
+        """Return whether all reservations, including that of the candidate if it has one, can be honoured."""
+        if not candidate.service.preemptible:
+            reserved_tokens = self._guarantees.reserved_tokens(candidate)
+            return self._guarantees.can_join(candidate, max(self._predicted_peak(candidate), reserved_tokens))
+        return candidate.num_preemptions < self._tuning.max_preemptions or self._guarantees.can_join(candidate, 0)
 
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
         """Return the sequences, of those that need one more block now, that must wait until others have ended."""
@@ -97,7 +101,7 @@ class KvAdmission:
 
         Always False if the tenant is the only one of its rank, or if the sequence was scheduled before.
         """
-        account: TenantCounter = newcomer.account
+        account = self._records[newcomer].tenant
         share = self._share(newcomer)
         if newcomer.scheduled_unix_ns or share == 1.0 or account.num_begun < share * self._context.max_running:
             return False
@@ -108,19 +112,19 @@ class KvAdmission:
         held = view.tenant_blocks(sequence.tenant)
         return held > self._tuning.waits_for_itself_at * self._share(sequence) * view.blocks_total
 
-    def peak_fits(self, view: BatchView, mtp_input: Sequence) -> bool:
-        """Return whether the predicted peak of the batch with the mtp_input sequence fits its blocks.
+    def peak_fits(self, view: BatchView, candidate: Sequence) -> bool:
+        """Return whether the predicted peak of the batch with the candidate fits its blocks.
 
         When one of the sequences ends, those that last longer have grown as much as it, and those before it are gone
         (Past-Future, arXiv 2507.10150).
         """
         size = self._context.block_size
         total = self._overcommit * view.blocks_total * size
-        held = (view.blocks_total - view.blocks_free) * size + len(mtp_input.tokens)
-        if held + view.predicted_output() + mtp_input.predicted_output <= total:
+        held = (view.blocks_total - view.blocks_free) * size + len(candidate.tokens)
+        if held + view.predicted_output() + candidate.predicted_output <= total:
             return True  # even if all ended together
         batch = [(s.predicted_output - len(s.tokens) + s.num_prompt, len(s.tokens)) for s in view.peers]
-        batch.append((mtp_input.predicted_output - mtp_input.num_output, len(mtp_input.tokens)))
+        batch.append((candidate.predicted_output - candidate.num_output, len(candidate.tokens)))
         batch.sort(reverse=True)
         held = 0
         for position, (left, num_tokens) in enumerate(batch, start=1):
@@ -154,12 +158,14 @@ class KvAdmission:
             batch = list(running)
         else:
             rank = beneficiary.service.rank
-            outranks = beneficiary.bucket == AT_RISK or (not takes_blocks and beneficiary.service.ttft_s is not None)
+            outranks = self._records[beneficiary].bucket == AT_RISK or (
+                not takes_blocks and beneficiary.service.ttft_s is not None
+            )
             batch = [s for s in running if s.service.rank > rank] if outranks else []
             if takes_blocks:
                 batch += self._over_their_share(running, beneficiary)
         protects, owes = self._guarantees.protects, self._guarantees.owes
-        batch.sort(key=_giving_way, reverse=True)
+        batch.sort(key=self._giving_way, reverse=True)
         victims = [s for s in batch if not protects(s)]
         if beneficiary is None or takes_blocks:
             return victims
@@ -175,17 +181,17 @@ class KvAdmission:
         if not self._tuning.fairness or self._share(beneficiary) == 1.0:
             return []
         places = self._places_of(beneficiary.service.rank, running)
-        own: TenantCounter = beneficiary.account
+        own = self._records[beneficiary].tenant
         if not places.over or places.held[own] + 1 > max(1.0, places.of_weight * own.weight):
             return []
-        may_pause = (s for s in running if s.account in places.over and not self._guarantees.owes(s))
+        may_pause = (s for s in running if self._records[s].tenant in places.over and not self._guarantees.owes(s))
         return sorted(may_pause, key=lambda s: (s.num_pauses, -s.order))
 
     def _places_of(self, rank: int, running: Iterable[Sequence]) -> _Places:
         """Count the rank's slots, once per step or until one changes its owner."""
         places = self._places.get(rank)
         if places is None:
-            held = Counter(s.account for s in running if s.service.rank == rank)
+            held = Counter(self._records[s].tenant for s in running if s.service.rank == rank)
             of_weight = held.total() / max(1e-9, self._accounts[rank].total_weight)
             over = {account for account, count in held.items() if count - 1 >= max(1.0, of_weight * account.weight)}
             places = self._places[rank] = _Places(held, of_weight, over)
@@ -198,18 +204,20 @@ class KvAdmission:
         """
         if not self._tuning.fairness or self._sharing_s <= 0:
             return []
-        rank, own = beneficiary.service.rank, beneficiary.account
+        records, rank = self._records, beneficiary.service.rank
+        own = records[beneficiary].tenant
         same = [s for s in running if s.service.rank == rank and s is not beneficiary]
         blocks: dict[TenantCounter, int] = {}
         for s in same:
-            blocks[s.account] = blocks.get(s.account, 0) + len(s.blocks)
+            account = records[s].tenant
+            blocks[account] = blocks.get(account, 0) + len(s.blocks)
         each = self._context.num_blocks / max(1e-9, self._accounts[rank].total_weight)  # blocks per unit of weight
         wanted = -(-len(beneficiary.tokens) // self._context.block_size)
         if blocks.get(own, 0) + wanted > self._tuning.reclaims_up_to * each * own.weight:
             return []
         over = []
         for s in sorted(same, key=lambda s: -s.order):
-            account: TenantCounter = s.account
+            account = records[s].tenant
             left = blocks[account] - len(s.blocks)
             if account is not own and not s.num_preemptions and left >= each * account.weight:
                 over.append(s)
@@ -218,7 +226,7 @@ class KvAdmission:
 
     def _share(self, sequence: Sequence) -> float:
         """Return the fraction of all blocks or slots that its tenant may hold while others of its rank need some."""
-        account: TenantCounter = sequence.account
+        account = self._records[sequence].tenant
         return account.weight / max(account.weight, self._accounts[sequence.service.rank].total_weight)
 
     def _predicted_peak(self, sequence: Sequence) -> int:
@@ -227,9 +235,9 @@ class KvAdmission:
         )
         return sequence.num_prompt + max(high, sequence.num_resumed)
 
-
-def _giving_way(s: Sequence) -> tuple[int, bool, float, int, float, int]:
-    deadline_s = s.completion_deadline_s if s.due_s == math.inf else s.due_s
-    done = s.num_computed / (s.num_prompt + max(s.predicted_output, s.num_output + 1.0))
-    num_times = s.num_preemptions + s.num_pauses
-    return s.service.rank, s.demoted, min(deadline_s, 1e18), -num_times, -done, s.order
+    def _giving_way(self, s: Sequence) -> tuple[int, bool, float, int, float, int]:
+        """Return the sort key of victims; the largest is preempted first."""
+        deadline_s = s.completion_deadline_s if s.due_s == math.inf else s.due_s
+        done = s.num_computed / (s.num_prompt + max(s.predicted_output, s.num_output + 1.0))
+        num_times = s.num_preemptions + s.num_pauses
+        return s.service.rank, self._records[s].demoted, min(deadline_s, 1e18), -num_times, -done, s.order

@@ -26,6 +26,7 @@ class KvReservations:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
         self._size = block_size
+        self._tokens: dict[Sequence, int] = {}  # tokens for which a sequence has reserved blocks
         self._reserved: dict[Sequence, int] = {}  # blocks
         self._reserved_total = 0
         self._owed: dict[Sequence, int] = {}  # maximum number of blocks that it may need
@@ -40,9 +41,13 @@ class KvReservations:
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Reserve blocks for `num_tokens` tokens, from its start on."""
-        sequence.reserved_tokens = num_tokens
+        self._tokens[sequence] = num_tokens
         self._reserved[sequence] = -(-num_tokens // self._size)
         self._reserved_total += self._reserved[sequence]
+
+    def reserved_tokens(self, sequence: Sequence) -> int:
+        """Return the tokens that it may hold without losing its protection from preemption; 0 without a reservation."""
+        return self._tokens.get(sequence, 0)
 
     def owe(self, sequence: Sequence) -> None:
         """Protect the sequence from further preemption."""
@@ -53,6 +58,7 @@ class KvReservations:
         """Remove a sequence that has ended."""
         self._reserved_total -= self._reserved.pop(sequence, 0)
         self._owed.pop(sequence, None)
+        self._tokens.pop(sequence, None)
 
     def can_join(self, sequence: Sequence, num_tokens: int) -> bool:
         """Return whether the sequence can join without breaking a reservation.
@@ -105,7 +111,7 @@ class KvReservations:
         return sum(n for s, n in running if self._within(s))
 
     def _within(self, sequence: Sequence) -> bool:
-        return len(sequence.tokens) <= sequence.reserved_tokens
+        return len(sequence.tokens) <= self._tokens[sequence]
 
     def _predicted(self, sequence: Sequence) -> int:
         """Return the number of blocks with which it is predicted to end."""

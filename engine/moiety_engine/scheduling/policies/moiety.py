@@ -22,13 +22,14 @@ from moiety_engine.scheduling.admission import PromptFlow
 from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.scheduling.policies.decode_pacing import DecodePacing
 from moiety_engine.scheduling.policies.kv_admission import KvAdmission
+from moiety_engine.scheduling.policies.request_record import AT_RISK, RequestRecord, RequestRecords
 from moiety_engine.scheduling.policies.slo_tracker import SloTracker
-from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT, TenantCounter, TenantCounters
+from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT, TenantCounters
 from moiety_engine.scheduling.policies.tuning import Tuning
-from moiety_engine.scheduling.policies.urgency_queue import AT_RISK, UrgencyQueue
+from moiety_engine.scheduling.policies.urgency_queue import UrgencyQueue
 from moiety_engine.scheduling.policy import AdmissionDecision, BatchView, Policy, PolicyContext, StepBudget
 from moiety_engine.scheduling.step_time_model import StepShape
-from moiety_engine.sequence import Sequence, SequenceState
+from moiety_engine.sequence import Sequence
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.notes import Reason
 
@@ -43,11 +44,12 @@ class Moiety(Policy):
         super().__init__(context)
         self.tuning = tuning or Tuning()
         self._accounts: dict[int, TenantCounters] = {}  # by rank
+        self._records: RequestRecords = {}  # of requests that have not ended
         self._unreckoned_s = 0.0  # time that is not yet passed to the accounts
         self._flow = PromptFlow(context.step_time, context.max_batch_tokens)
         self._pace = SloTracker(self.tuning, self._flow)
-        self._queue = UrgencyQueue(self.tuning, self._pace, self._accounts, context.tally)
-        self._claims = KvAdmission(context, self.tuning, self._accounts)
+        self._queue = UrgencyQueue(self.tuning, self._pace, self._accounts, self._records, context.tally)
+        self._claims = KvAdmission(context, self.tuning, self._accounts, self._records)
         self._pacing = DecodePacing(self.tuning, self._pace, context.step_time)
 
     # ── prefill queue ──
@@ -70,8 +72,9 @@ class Moiety(Policy):
     def arrived(self, sequence: Sequence, now_s: float) -> None:
         service = sequence.service
         accounts = self._accounts.setdefault(service.rank, TenantCounters())
-        sequence.account = accounts.arrived(self._name_of(sequence), sequence, now_s)
-        sequence.account.pending_tokens += sequence.num_uncached
+        account = accounts.arrived(self._name_of(sequence), sequence, now_s)
+        self._records[sequence] = RequestRecord(account)
+        account.pending_tokens += sequence.num_uncached
         self._flow.came(service.rank, sequence.num_uncached, now_s)
         self._pace.demand.came(service, sequence.num_uncached, now_s)
         self._pace.saw(service, now_s)
@@ -80,23 +83,28 @@ class Moiety(Policy):
         )
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
-        account = sequence.account
+        record = self._records[sequence]
+        account = record.tenant
         account.last_served_s = now_s
         account.num_begun += 1
         self._claims.places_changed()
-        self._waits_no_more(sequence)
+        self._waits_no_more(sequence, record)
         prepaid = self.tuning.prepaid * (sequence.predicted_output - sequence.num_resumed)
-        sequence.charged_tokens = sequence.num_resumed + prepaid
+        record.charged_tokens = sequence.num_resumed + prepaid
         self._accounts[sequence.service.rank].charge(account, num_uncached, prepaid)
         self._claims.reserve(sequence)
 
     def decoded(self, sequences: list[Sequence]) -> None:
+        record_of = self._records.get
         for sequence in sequences:
+            record = record_of(sequence)
+            if record is None:  # it has ended
+                continue
             num_output = len(sequence.tokens) - sequence.num_prompt
-            owed = num_output - sequence.charged_tokens
-            if owed > 0 and sequence.place is not SequenceState.ENDED:
-                sequence.charged_tokens = num_output
-                sequence.account.counter += OUTPUT_WEIGHT * owed / sequence.account.weight
+            owed = num_output - record.charged_tokens
+            if owed > 0:
+                record.charged_tokens = num_output
+                record.tenant.counter += OUTPUT_WEIGHT * owed / record.tenant.weight
                 if num_output > sequence.predicted_output:
                     sequence.predicted_output = self.context.lengths.expected(
                         sequence.tenant, longer_than=num_output, at_most=sequence.submit.max_tokens
@@ -119,24 +127,24 @@ class Moiety(Policy):
         self._claims.preempted(sequence, beneficiary, cost_s)
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        account: TenantCounter = sequence.account
-        rank = sequence.service.rank
+        record = self._records.pop(sequence)
+        account, rank = record.tenant, sequence.service.rank
         if sequence.scheduled_unix_ns == 0:
-            self._waits_no_more(sequence)
+            self._waits_no_more(sequence, record)
         else:
             account.num_begun -= 1
-            unused = sequence.charged_tokens - sequence.num_output
+            unused = record.charged_tokens - sequence.num_output
             account.counter -= OUTPUT_WEIGHT * unused / account.weight
             if unused > 0:
                 self._queue.counter_fell(account, rank)
         self._accounts[rank].ended(account)
         self._claims.ended(sequence)
 
-    def _waits_no_more(self, sequence: Sequence) -> None:
+    def _waits_no_more(self, sequence: Sequence, record: RequestRecord) -> None:
         """Record that the sequence starts, or ends without having started."""
-        sequence.account.pending_tokens -= sequence.num_uncached
+        record.tenant.pending_tokens -= sequence.num_uncached
         self._flow.left(sequence.service.rank, sequence.num_uncached)
-        if not sequence.demoted:
+        if not record.demoted:
             self._pace.demand.left(sequence.service, sequence.num_uncached)
 
     # ── admission ──
@@ -206,14 +214,15 @@ class Moiety(Policy):
         if self._slows_too_much(sequence, view):
             return Reason.BATCH_FULL
         if self._crowds_out(sequence, view):
-            self._queue.hold(sequence.account, sequence.service.rank)  # covers all of its waiting requests in this step
+            # covers all of the tenant's waiting requests in this step
+            self._queue.hold(self._records[sequence].tenant, sequence.service.rank)
             return Reason.SHARE_FULL
         return self._lacks_blocks(sequence, view, num_blocks)
 
     def may_overtake(self, blocked: Sequence, view: BatchView, now_s: float) -> bool:
         if self._claims.far_over_share(blocked, view):
             return True  # it waits for other requests of its own tenant
-        if blocked.boosted:  # it gets the blocks that become free, unless the best rank needs them
+        if self._records[blocked].boosted:  # it gets the blocks that become free, unless the best rank needs them
             return blocked.service.rank > self._pace.best_rank and self._queue.has_at_risk(self._pace.best_rank)
         return blocked.num_overtaken < self.tuning.max_overtaken
 
@@ -225,14 +234,17 @@ class Moiety(Policy):
     def looks_past_full_batch(self, blocked: Sequence, running: Iterable[Sequence]) -> bool:
         """Skip the tenant of `blocked` in this step if other tenants of its rank wait.
 
-        These may hold less than their share of batch slots. Return False if none can gain a slot.
+        These may hold less than their share of batch slots. A boosted request was taken out of turn, so that its tenant
+        is not skipped. Return False if none can gain a slot.
         """
-        rank = blocked.service.rank
-        if not self.tuning.fairness or not self._accounts[rank].others_wait(blocked.account):
+        record, rank = self._records[blocked], blocked.service.rank
+        if record.boosted:
+            return True
+        if not self.tuning.fairness or not self._accounts[rank].others_wait(record.tenant):
             return False
         if not self._claims.has_places_to_share(rank, running):
             return False
-        self._queue.hold(blocked.account, rank)
+        self._queue.hold(record.tenant, rank)
         return True
 
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
@@ -241,14 +253,14 @@ class Moiety(Policy):
     # ── internal ──
 
     def _lacks_blocks(self, sequence: Sequence, view: BatchView, num_blocks: int) -> Reason | None:
-        """Return the reason if blocks, or its tenant's share of them, keep the sequence from mtp_input; else None."""
+        """Return the reason if blocks, or its tenant's share of them, keep the sequence out of the batch; else None."""
         if not self._claims.keeps_guarantees(sequence):
             return Reason.NO_BLOCKS
         if view.somebody_lacks_blocks and self._claims.over_share(sequence, view, num_blocks):
             return Reason.SHARE_FULL
         if view.blocks_free - num_blocks >= view.blocks_total / 2:
             return None
-        if sequence.bucket == AT_RISK and view.worst_rank > sequence.service.rank:
+        if self._records[sequence].bucket == AT_RISK and view.worst_rank > sequence.service.rank:
             return None  # these are preempted
         fits = self._claims.peak_fits(view, sequence) or self._claims.may_reclaim(sequence, view)
         return None if fits else Reason.NO_BLOCKS
@@ -259,10 +271,11 @@ class Moiety(Policy):
         This never delays the best rank, boosted requests, or a request at risk in favour of worse ranks.
         """
         tpot_s, rank = self._pace.tpot_s, sequence.service.rank
-        if math.inf in (view.slack_s, tpot_s) or rank <= self._pace.best_rank or sequence.boosted:
+        record = self._records[sequence]
+        if math.inf in (view.slack_s, tpot_s) or rank <= self._pace.best_rank or record.boosted:
             return False
         if not self.tuning.chunk_sizing or (
-            sequence.bucket == AT_RISK and all(s.service.rank >= rank for s in view.running if s.due_s < math.inf)
+            record.bucket == AT_RISK and all(s.service.rank >= rank for s in view.running if s.due_s < math.inf)
         ):
             return False
         return self._decode_s(view, sequence) > self.tuning.decode_part * tpot_s
@@ -278,7 +291,7 @@ class Moiety(Policy):
         return self._decode_s(view, sequence) > self.tuning.decode_part_beyond_share * tpot_s
 
     def _decode_s(self, view: BatchView, newcomer: Sequence) -> float:
-        """Return the predicted duration of a step that decodes all running sequences and the mtp_input one."""
+        """Return the predicted duration of a step that decodes all running sequences and the newcomer."""
         shape = StepShape(len(view.running) + 1, 0, view.shape.decode_context + len(newcomer.tokens), 0)
         return self.context.step_time.predict_s(shape)
 

@@ -27,7 +27,6 @@ from moiety_wire.notes import EventKind, Reason
 _SLACK_USED = 0.9
 _ALPHA_S = 0.008  # per token
 _LONG_ANSWER = 0.977  # quantile
-_SPARED = 1  # a sequence's `bucket`: another request was demoted instead of it
 _SEEN_STEPS = 0.05  # weight of the newest step in the mean time of a step
 
 
@@ -50,6 +49,8 @@ class QoserveDemotion(QoserveChunking):
         super().__init__(context)
         self._of_rank: dict[int, EntryHeap] = {}
         self._demoted = EntryHeap()
+        self._late: set[Sequence] = set()  # demoted requests that have not ended
+        self._spared: set[Sequence] = set()  # those instead of which another request was demoted
         self._step_s = 0.0  # running mean
 
     # ── prefill queue ──
@@ -65,7 +66,7 @@ class QoserveDemotion(QoserveChunking):
         return sequence
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
-        heap = self._demoted if sequence.demoted else self._of_rank.setdefault(sequence.service.rank, EntryHeap())
+        heap = self._demoted if sequence in self._late else self._of_rank.setdefault(sequence.service.rank, EntryHeap())
         heap.push(self.key(sequence, now_s), sequence)
 
     def _choose(self, now_s: float) -> Sequence | None:
@@ -84,13 +85,13 @@ class QoserveDemotion(QoserveChunking):
             if least.service.rank <= chosen.service.rank:
                 self._demote(chosen, now_s)
                 continue
-            if chosen.bucket != _SPARED:  # at most one substitute per request
-                chosen.bucket = _SPARED
+            if chosen not in self._spared:  # at most one substitute per request
+                self._spared.add(chosen)
                 self._demote(least, now_s)
             return chosen
 
     def _demote(self, sequence: Sequence, now_s: float) -> None:
-        sequence.demoted = True
+        self._late.add(sequence)
         sequence.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
         self.context.tally.of(sequence.service.name).demoted += 1
         sequence.entry += 2  # its entry in the other heap is void
@@ -101,6 +102,10 @@ class QoserveDemotion(QoserveChunking):
     def arrived(self, sequence: Sequence, now_s: float) -> None:
         lengths, most = self.context.lengths, sequence.submit.max_tokens
         sequence.predicted_output = lengths.high(sequence.tenant, _LONG_ANSWER, at_most=most)
+
+    def ended(self, sequence: Sequence, now_s: float) -> None:
+        self._late.discard(sequence)
+        self._spared.discard(sequence)
 
     def stepped(self, seconds: float, shape: StepShape, now_s: float) -> None:
         self._step_s += _SEEN_STEPS * (seconds - self._step_s)
@@ -128,7 +133,7 @@ class QoserveDemotion(QoserveChunking):
             return []
 
         def giving_way(s: Sequence) -> tuple[bool, bool, float, int]:
-            return s.demoted, s.num_output == 0, self.key(s, now_s), s.order
+            return s in self._late, s.num_output == 0, self.key(s, now_s), s.order
 
         return sorted(running, key=giving_way, reverse=True)
 
@@ -150,7 +155,7 @@ class Qoserve(QoserveDemotion):
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
         super()._enter(sequence, now_s)
-        if sequence.place is SequenceState.RUNNING and not sequence.num_output and not sequence.demoted:
+        if sequence.place is SequenceState.RUNNING and not sequence.num_output and sequence not in self._late:
             until_s = self._latest_start_s(sequence) - self._step_s
             self._begun.push(until_s, sequence)
 

@@ -15,13 +15,13 @@ from heapq import heappop, heappush
 
 from moiety_engine.scheduling.class_counters import ClassCounters
 from moiety_engine.scheduling.entry_heap import EntryHeap
+from moiety_engine.scheduling.policies.request_record import AT_RISK, DEMOTED, SAFE, RequestRecord, RequestRecords
 from moiety_engine.scheduling.policies.slo_tracker import SloTracker
 from moiety_engine.scheduling.policies.tenant_counters import FairQueue, TenantCounter, TenantCounters
 from moiety_engine.scheduling.policies.tuning import Tuning
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.notes import EventKind, Reason
 
-AT_RISK, SAFE, DEMOTED = range(3)
 _AFTER_ALL = 1e12  # a key after every deadline
 _PATIENT_S = 60.0  # a request with a deadline this far away can let others pass without harm
 
@@ -30,11 +30,17 @@ class UrgencyQueue:
     """Queue of sequences that need prefill. O(log n) to enter, move and leave."""
 
     def __init__(
-        self, tuning: Tuning, pace: SloTracker, accounts: dict[int, TenantCounters], tally: ClassCounters
+        self,
+        tuning: Tuning,
+        pace: SloTracker,
+        accounts: dict[int, TenantCounters],
+        records: RequestRecords,
+        tally: ClassCounters,
     ) -> None:
         self._tuning = tuning
         self._pace = pace
         self._accounts = accounts  # by rank
+        self._records = records
         self._tally = tally
         self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, has not begun)
         self._levels: list[tuple[tuple[int, int, bool], FairQueue]] = []  # the same, in the order of service
@@ -48,8 +54,8 @@ class UrgencyQueue:
         self.num_queued = 0
 
     def push(self, sequence: Sequence, now_s: float) -> None:
-        account = sequence.account
         if sequence.enter_queue():
+            account = self._records[sequence].tenant
             self.num_queued += 1
             self._accounts[sequence.service.rank].queued(account)
             if account.num_queued == 1:
@@ -110,18 +116,19 @@ class UrgencyQueue:
 
     def _leave(self, sequence: Sequence) -> None:
         self.num_queued -= sequence.leave_queue()
-        self._accounts[sequence.service.rank].unqueued(sequence.account)
+        self._accounts[sequence.service.rank].unqueued(self._records[sequence].tenant)
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
         """Add the sequence to the queue of its bucket, and schedule its move to the next. Voids older entries."""
+        record = self._records[sequence]
         bucket, moves_at_s = self._bucket(sequence, now_s)
-        if bucket == DEMOTED and not sequence.demoted:
-            sequence.demoted = True
+        if bucket == DEMOTED and not record.demoted:
+            record.demoted = True
             if sequence.scheduled_unix_ns == 0:
                 self._pace.demand.left(sequence.service, sequence.num_uncached)
             sequence.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
             self._tally.of(sequence.service.name).demoted += 1
-        sequence.bucket = bucket
+        record.bucket = bucket
         rank = sequence.service.rank
         # a demoted stream of the best rank stays in the first bucket: it yields only to its own tenant's requests
         first = bucket == AT_RISK or self._is_best_stream(sequence)
@@ -130,9 +137,9 @@ class UrgencyQueue:
         if queue is None:
             queue = self._queues[level] = FairQueue()
             self._levels = sorted(self._queues.items())  # those at risk first, then rank by rank
-        queue.push(sequence.account, sequence, self._key(sequence))
+        queue.push(record.tenant, sequence, self._key(sequence, record))
         has_begun = sequence.scheduled_unix_ns > 0
-        if not sequence.boosted:
+        if not record.boosted:
             since_s = now_s if has_begun else sequence.arrival_s
             self._waited.push(since_s + sequence.service.max_queue_s, sequence)
         elif sequence.place is SequenceState.RUNNING:
@@ -168,12 +175,12 @@ class UrgencyQueue:
             return AT_RISK, demotes_at_s
         return SAFE, risk_s
 
-    def _key(self, sequence: Sequence) -> float:
+    def _key(self, sequence: Sequence, record: RequestRecord) -> float:
         """Return the sort key within a tenant.
 
         It is the deadline, moved by the remaining work as the load grows; for demoted requests, the arrival.
         """
-        if sequence.bucket == DEMOTED:
+        if record.bucket == DEMOTED:
             return _AFTER_ALL + sequence.arrival_s
         interactive = sequence.service.ttft_s is not None
         deadline_s = sequence.first_deadline_s if interactive else sequence.completion_deadline_s
@@ -208,7 +215,7 @@ class UrgencyQueue:
         if sequence is None:
             return None
         self._boost(sequence, now_s)
-        if sequence.demoted:
+        if self._records[sequence].demoted:
             return sequence
         found = self._pop_rank(sequence.service.rank)
         if found is not sequence:
@@ -235,8 +242,9 @@ class UrgencyQueue:
         return None
 
     def _boost(self, sequence: Sequence, now_s: float) -> None:
-        if not sequence.boosted:
-            sequence.boosted = True
+        record = self._records[sequence]
+        if not record.boosted:
+            record.boosted = True
             sequence.note(int(now_s * 1e9), EventKind.BOOSTED, Reason.WAITED_TOO_LONG)
             self._tally.of(sequence.service.name).boosted += 1
 

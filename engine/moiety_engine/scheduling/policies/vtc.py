@@ -16,7 +16,6 @@ from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policy import Policy, PolicyContext
 from moiety_engine.sequence import Sequence, SequenceState
 
-_NEW, _QUEUED = range(2)  # a sequence's `bucket`: whether its tenant counts it as queued
 _MAX_IDLE = 1024  # remembered tenants above which idle ones are dropped
 
 
@@ -41,6 +40,7 @@ class Vtc(Policy):
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)  # its heap holds the started sequences
         self._clients: dict[str, VtcTenant] = {}
+        self._counted: set[Sequence] = set()  # those that their tenants count as queued
         self._by_counter: list[
             tuple[float, int, VtcTenant]
         ] = []  # one entry per client with a heap; the counter may have grown
@@ -57,9 +57,9 @@ class Vtc(Policy):
         if sequence.place is not SequenceState.WAITING:
             super().push(sequence, now_s)
             return
-        client: VtcTenant = sequence.account
-        if sequence.bucket == _NEW:
-            sequence.bucket = _QUEUED
+        client = self._clients[sequence.tenant]
+        if sequence not in self._counted:
+            self._counted.add(sequence)
             if client.num_queued == 0:
                 self._lift(client)
             client.num_queued += 1
@@ -103,26 +103,26 @@ class Vtc(Policy):
             client = self._clients[sequence.tenant] = VtcTenant()
         client.weight = max(1e-6, sequence.submit.tenant_weight)
         client.active += 1
-        sequence.account = client
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
-        client: VtcTenant = sequence.account
+        client = self._clients[sequence.tenant]
         client.counter += num_uncached / client.weight
-        self._left(client)
+        self._left(client, sequence)
 
     def decoded(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            client: VtcTenant = sequence.account
+            client = self._clients[sequence.tenant]
             client.counter += OUTPUT_WEIGHT / client.weight
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        client: VtcTenant = sequence.account
+        client = self._clients[sequence.tenant]
         client.active -= 1
-        if sequence.place is SequenceState.WAITING and sequence.bucket == _QUEUED:
-            self._left(client)
+        if sequence in self._counted:
+            self._left(client, sequence)
 
-    def _left(self, client: VtcTenant) -> None:
+    def _left(self, client: VtcTenant, sequence: Sequence) -> None:
         """Record that one of the client's requests is no longer queued."""
+        self._counted.remove(sequence)
         client.num_queued -= 1
         if client.num_queued == 0:
             self._left_last = client
