@@ -96,9 +96,9 @@ def decode_plan(count: int, block_size: int) -> Plan:
         length = 5 + 3 * i
         sequence = Sequence(CoreSubmit(i, "t", BATCH, [7] * length, Sampling(), 9, 0, [], 9, b"", 0), order=i, seed=0)
         num_blocks = -(-(length + 1) // block_size)
-        sequence.blocks = list(range(first, first + num_blocks))
+        sequence.kv.blocks = list(range(first, first + num_blocks))
         first += num_blocks
-        sequence.num_computed = length
+        sequence.kv.num_computed = length
         sequence.tokens.append(11 + i)
         chunks.append(Chunk(sequence, 1, samples=True))
     return Plan(chunks, count, count, [])

@@ -150,7 +150,7 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 def make_sequence(tokens: list[int], blocks: list[int], salt: bytes = b"s") -> Sequence:
     submit = CoreSubmit(0, "t", BATCH, tokens, Sampling(), 50, 0, [], 50, salt, 0)
     sequence = Sequence(submit, order=0, seed=0)
-    sequence.blocks = blocks
+    sequence.kv.blocks = blocks
     return sequence
 
 
@@ -160,7 +160,7 @@ def test_blocks_are_known_by_what_the_draft_model_wrote_into_them_last() -> None
     assert held.num_there(one) == 0
     held.took_in(one, 0, 5, [6, 9])
     one.tokens += [6, 8]  # of two guesses one came true
-    one.blocks.append(3)
+    one.kv.blocks.append(3)
     assert held.num_there(one) == 6
     assert held.num_there(make_sequence([1, 2, 3, 4, 5], [7, 8, 2])) == 4
     assert held.num_there(make_sequence([1, 2, 3, 4, 5, 6, 0], [7, 8, 9, 2])) == 6

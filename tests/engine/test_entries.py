@@ -18,7 +18,7 @@ def test_it_gives_the_valid_entries_by_key_and_then_by_arrival(actions: list[tup
     for number, (action, value) in enumerate(actions):
         best = min(((key, order) for order, (key, _) in valid.items()), default=None)
         if action == "push":
-            who: Any = SimpleNamespace(order=number, entry=0)
+            who: Any = SimpleNamespace(request=SimpleNamespace(order=number), entry=0)
             heap.push(value, who)
             valid[number] = (value, who)
         elif action == "void" and valid:
@@ -33,7 +33,7 @@ def test_it_gives_the_valid_entries_by_key_and_then_by_arrival(actions: list[tup
             popped = heap.pop_until(value)
             assert (popped is None) == (best is None or best[0] > value)
             if popped is not None:
-                del valid[popped.order]
+                del valid[popped.request.order]
         elif action == "rekey" and heap.first() is not None and best is not None:
             heap.rekey_first(value)
             valid[best[1]] = (value, valid[best[1]][1])
@@ -43,7 +43,7 @@ def test_it_gives_the_valid_entries_by_key_and_then_by_arrival(actions: list[tup
 
 def test_void_entries_do_not_pile_up() -> None:
     heap = EntryHeap()
-    who: Any = SimpleNamespace(order=0, entry=0)
+    who: Any = SimpleNamespace(request=SimpleNamespace(order=0), entry=0)
     for number in range(10_000):
         who.entry += 1
         heap.push(10_000 - number, who)

@@ -46,12 +46,12 @@ def prefilled(model: Any, lengths: list[int]) -> tuple[KvCache, BatchBuilder, Pl
     sequences = []
     for key, length in enumerate(lengths):
         sequence = Sequence(make_submit(key, length), order=key, seed=0)
-        sequence.blocks = [free.pop() for _ in range(-(-(length + 1) // BLOCK_SIZE))]
+        sequence.kv.blocks = [free.pop() for _ in range(-(-(length + 1) // BLOCK_SIZE))]
         sequences.append(sequence)
     model.hidden(builder.build(Plan([Chunk(s, len(s.tokens), samples=True) for s in sequences], 0, 99, [])), kv)
     for sequence in sequences:
-        sequence.num_computed = len(sequence.tokens)
-        sequence.tokens.append(5 + sequence.order)
+        sequence.kv.num_computed = len(sequence.tokens)
+        sequence.tokens.append(5 + sequence.request.order)
     chunks = [Chunk(s, 1, samples=True) for s in sequences]
     return kv, builder, Plan(chunks, len(chunks), len(chunks), [])
 

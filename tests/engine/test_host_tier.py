@@ -129,7 +129,7 @@ class Bench:
         self.host.run(*self.ledger.take_copies())
         plan = Plan([Chunk(sequence, num_tokens, samples=True)], int(num_tokens == 1), num_tokens, [])
         logits_LV = self._model.forward(self._builder.build(plan), self.kv)
-        sequence.num_computed += num_tokens
+        sequence.kv.num_computed += num_tokens
         self.ledger.seal(sequence)
         sequence.tokens.append(int(logits_LV[0].argmax()))
         return logits_LV[0].clone()
@@ -155,7 +155,7 @@ def test_a_swapped_sequence_goes_on_with_bit_identical_logits_after_others_overw
     bench.start(other)
     bench.step(other)  # takes every block
     bench.ledger.release(other)
-    assert victim.num_computed == 19
+    assert victim.kv.num_computed == 19
     assert bench.ledger.swap_in(victim, 20)
     got += [bench.step(victim) for _ in range(5)]
     assert bench.ledger.swapped_in_total == 5

@@ -110,8 +110,8 @@ def test_an_answer_is_a_cached_prefix_of_the_next_prompt_only_where_bits_may_dep
 def sequence_of(num_prompt: int, num_answer: int, num_computed: int, first_block: int) -> Sequence:
     sequence = Sequence(make_submit(0, num_prompt), order=0, seed=0)
     sequence.tokens += range(100, 100 + num_answer)
-    sequence.num_computed = num_computed
-    sequence.blocks = list(range(first_block, first_block + -(-(num_prompt + num_answer) // 4)))
+    sequence.kv.num_computed = num_computed
+    sequence.kv.blocks = list(range(first_block, first_block + -(-(num_prompt + num_answer) // 4)))
     return sequence
 
 
@@ -140,7 +140,12 @@ def test_no_step_takes_more_tokens_of_answers_than_the_largest_that_was_measured
         if scheduler.idle:
             break
         answers_of = [
-            max(0, c.sequence.num_computed + c.num_tokens - max(c.sequence.num_computed, c.sequence.num_prompt))
+            max(
+                0,
+                c.sequence.kv.num_computed
+                + c.num_tokens
+                - max(c.sequence.kv.num_computed, c.sequence.request.num_prompt),
+            )
             for c in plan.chunks
         ]
         most = max(most, sum(answers_of))

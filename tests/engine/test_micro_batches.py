@@ -26,8 +26,8 @@ def step_of(chunks: list[tuple[int, int]]) -> HostBatch:
         prompt = [100 * key + i for i in range(before + count)]
         submit = CoreSubmit(key, "t", STANDARD, prompt, Sampling(), 8, 0, [], 1 << 20, b"s", 0)
         sequence = Sequence(submit, order=key, seed=0)
-        sequence.num_computed = before
-        sequence.blocks = [10 * key + i for i in range(-(-(before + count) // BLOCK_SIZE))]
+        sequence.kv.num_computed = before
+        sequence.kv.blocks = [10 * key + i for i in range(-(-(before + count) // BLOCK_SIZE))]
         made.append(Chunk(sequence, count, samples=True))
     num_decode = sum(chunk.num_tokens == 1 for chunk in made)
     plan = Plan(made, num_decode, sum(chunk.num_tokens for chunk in made), [])

@@ -313,7 +313,7 @@ def test_random_weights_will_do_and_a_checkpoint_without_the_layer_is_refused(
 def test_the_last_place_of_a_block_is_taken_in_again_since_it_hangs_on_the_next_token() -> None:
     def sequence(tokens: list[int], blocks: list[int]) -> Sequence:
         made = Sequence(CoreSubmit(0, "t", BATCH, tokens, Sampling(), 50, 0, [], 50, b"s", 0), order=0, seed=0)
-        made.blocks = blocks
+        made.kv.blocks = blocks
         return made
 
     held = DraftedKv(block_size=2, lag=1)
@@ -322,7 +322,7 @@ def test_the_last_place_of_a_block_is_taken_in_again_since_it_hangs_on_the_next_
     held.took_in(one, 0, 4, [6, 9])
     assert (held.num_there(one), held.num_behind(one)) == (3, 1), "the newest one is always taken in"
     one.tokens += [6, 9]  # guesses came true, which it said from what it had made of them itself
-    one.blocks.append(3)
+    one.kv.blocks.append(3)
     assert (held.num_there(one), held.num_behind(one)) == (4, 2)
     assert held.num_there(sequence([1, 2, 3, 4, 7], [7, 8, 2])) == 3
     assert held.num_there(sequence([1, 2, 9, 9, 9], [7, 8, 2])) == 1

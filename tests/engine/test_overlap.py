@@ -171,7 +171,7 @@ def test_what_ends_by_its_length_is_computed_no_step_too_far_and_frees_its_block
     loop.submit(make_submit(0, max_tokens=4))
     answers.steps(4)
     (sequence,) = loop.scheduler.places.by_key.values()
-    assert sequence.place is SequenceState.FINISHING
+    assert sequence.state is SequenceState.FINISHING
     assert loop.load().kv_blocks_used == 0
     loop.extend(0, 50, last=False)  # too late to matter
     answers.to_the_end()
@@ -243,7 +243,7 @@ def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any) -> 
             loop.submit(submit)
         while not loop.scheduler.idle:
             answers.steps(1)
-            preempted.append(sum(s.num_preemptions for s in loop.scheduler.places.by_key.values()))
+            preempted.append(sum(s.timeline.num_preemptions for s in loop.scheduler.places.by_key.values()))
 
     for host_bytes in (0, 40 * BLOCK_BYTES_8):
         for answers in both(
@@ -310,10 +310,10 @@ def test_a_block_is_not_hashed_before_all_of_its_tokens_are_known() -> None:
     planner = StepPlanner(KvGroups([kv]), 64, StepTimeModel())
     assert planner.add_prefill(sequence, 8)  # as when it was preempted, and is computed again
     planner.will_compute(b"what another sequence starts with")
-    sequence.token_came(5, 0.0)
+    sequence.fill_token(5, 0.0)
     fresh = Sequence(make_submit(0, length=7), order=0, seed=0)
     fresh.tokens.append(5)
-    assert sequence.hash_at(1, 4) == fresh.hash_at(1, 4)
+    assert sequence.block_hashes.at(1, 4) == fresh.block_hashes.at(1, 4)
 
 
 def test_a_dummy_model_needs_no_weights_and_serves_the_same_with_overlap(checkpoint: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Replica:
         """(group, tokens) of each request that was in it."""
         self._now_ns += 10**7
         plan = self.scheduler.plan(self._now_ns)
-        found = {chunk.sequence.key: (chunk.sequence.group, chunk.num_tokens) for chunk in plan.chunks}
+        found = {chunk.sequence.key: (chunk.sequence.kv.group, chunk.num_tokens) for chunk in plan.chunks}
         tokens = [100 + len(chunk.sequence.tokens) for chunk in plan.chunks if chunk.samples]
         self.scheduler.commit(plan, tokens, [None] * len(tokens), self._now_ns)
         return found
@@ -110,7 +110,7 @@ def test_rows_of_all_groups_come_in_the_order_that_one_group_would_have(parts: l
     for key, (group, length, what) in enumerate(parts):
         prompt = [100 * key + i for i in range(length + 1)]
         sequence = Sequence(submit_of(key, prompt, scored=what == "scored"), order=key, seed=0)
-        sequence.blocks, sequence.group = [2 * key, 2 * key + 1], group
+        sequence.kv.blocks, sequence.kv.group = [2 * key, 2 * key + 1], group
         chunks.append(Chunk(sequence, length, what == "samples", embeds=what == "embeds"))
     plan = Plan(chunks, 0, sum(chunk.num_tokens for chunk in chunks), [])
     builder = BatchBuilder(BLOCK_SIZE, torch.device("cpu"))

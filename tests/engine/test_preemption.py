@@ -91,7 +91,7 @@ class Engine:
         return self.loop.scheduler.places.by_key[key]
 
     def events(self, key: int, kind: EventKind) -> list[CoreEvent]:
-        events = self.finishes[key].events if key in self.finishes else self.sequence(key).events
+        events = self.finishes[key].events if key in self.finishes else self.sequence(key).timeline.events
         return [event for event in events if event.kind is kind]
 
     def assert_nothing_is_held(self) -> None:
@@ -300,11 +300,11 @@ def test_an_urgent_request_gets_a_place_in_the_very_next_step(full_batch: Engine
     engine.step()
     assert len(engine.tokens[urgent.key]) == 1
     assert engine.loop.load().num_running == 6
-    (victim,) = (submit.key for submit in LONG[:6] if engine.sequence(submit.key).place is SequenceState.RETURNING)
+    (victim,) = (submit.key for submit in LONG[:6] if engine.sequence(submit.key).state is SequenceState.RETURNING)
     (event,) = engine.events(victim, EventKind.PREEMPTED)
     assert (event.reason, event.other) == (Reason.BATCH_FULL, urgent.key)
     assert engine.sequence(victim).tokens[-len(before[victim]) :] == before[victim]
-    assert engine.sequence(victim).blocks, "nobody needs its blocks"
+    assert engine.sequence(victim).kv.blocks, "nobody needs its blocks"
     engine.run()
     assert engine.tokens == {key: alone[key] for key in engine.tokens}
     assert len(engine.events(victim, EventKind.RESUMED)) == 1
@@ -321,7 +321,7 @@ def test_a_victim_is_of_the_worst_class_and_never_one_that_may_not_be_preempted(
     engine.step_until(lambda: all(engine.tokens[submit.key] for submit in (taken, *kept)))
     engine.submit(*URGENT_ONES[:2])
     engine.step()
-    places = {key: engine.sequence(key).place for key in (31, 32, 33, 34, 21, 22)}
+    places = {key: engine.sequence(key).state for key in (31, 32, 33, 34, 21, 22)}
     assert places == dict.fromkeys((31, 32, 33, 21), SequenceState.RUNNING) | {
         34: SequenceState.RETURNING,
         22: SequenceState.WAITING,
@@ -340,7 +340,7 @@ def test_what_may_not_be_preempted_keeps_its_blocks_when_urgent_work_finds_none(
     engine.step_until(lambda: engine.tokens[31])
     engine.submit(URGENT_ONES[1])
     engine.step(10)
-    assert engine.sequence(22).place is SequenceState.WAITING
+    assert engine.sequence(22).state is SequenceState.WAITING
     assert len(engine.tokens[31]) == 11, "a token a step, undisturbed"
     engine.run()
     assert preempted_keys(engine) == []
@@ -353,15 +353,17 @@ def test_what_may_not_be_preempted_keeps_its_blocks_when_urgent_work_finds_none(
 PAUSED = msgspec.structs.replace(make_submit(41, 18, temperature=1.0, seed=41), credit_tokens=2)
 CROWD = [PAUSED, *LONG[:7], *URGENT_ONES[:2]]
 HELD_IN: dict[str, Callable[[Sequence], object]] = {
-    "waiting": lambda s: s.place is SequenceState.WAITING,
-    "half prefilled": lambda s: s.place is SequenceState.RUNNING and 0 < s.num_computed < s.num_prompt,
-    "decoding": lambda s: s.place is SequenceState.RUNNING and s.num_output > 3,
-    "decoding after a preemption": lambda s: s.place is SequenceState.RUNNING and s.decoding and s.num_preemptions,
-    "parked with its blocks": lambda s: s.place is SequenceState.PARKED and s.blocks,
-    "parked without": lambda s: s.place is SequenceState.PARKED and not s.blocks,
-    "returning with its blocks": lambda s: s.place is SequenceState.RETURNING and s.blocks,
-    "returning without": lambda s: s.place is SequenceState.RETURNING and not s.blocks and not s.host_blocks,
-    "swapped out": lambda s: s.place is SequenceState.RETURNING and s.host_blocks,
+    "waiting": lambda s: s.state is SequenceState.WAITING,
+    "half prefilled": lambda s: s.state is SequenceState.RUNNING and 0 < s.kv.num_computed < s.request.num_prompt,
+    "decoding": lambda s: s.state is SequenceState.RUNNING and s.num_output > 3,
+    "decoding after a preemption": lambda s: (
+        s.state is SequenceState.RUNNING and s.decoding and s.timeline.num_preemptions
+    ),
+    "parked with its blocks": lambda s: s.state is SequenceState.PARKED and s.kv.blocks,
+    "parked without": lambda s: s.state is SequenceState.PARKED and not s.kv.blocks,
+    "returning with its blocks": lambda s: s.state is SequenceState.RETURNING and s.kv.blocks,
+    "returning without": lambda s: s.state is SequenceState.RETURNING and not s.kv.blocks and not s.kv.host_blocks,
+    "swapped out": lambda s: s.state is SequenceState.RETURNING and s.kv.host_blocks,
 }
 
 
@@ -406,9 +408,9 @@ def test_an_abort_frees_what_was_held_and_disturbs_nobody(
         if aborted is None:
             aborted = next((s for s in scheduler.places.by_key.values() if HELD_IN[place](s)), None)
             if aborted is not None:
-                free = scheduler.kv.pool.num_free + len(aborted.blocks)
+                free = scheduler.kv.pool.num_free + len(aborted.kv.blocks)
                 assert scheduler.kv.host is not None
-                host_free = scheduler.kv.host.num_free + len(aborted.host_blocks)
+                host_free = scheduler.kv.host.num_free + len(aborted.kv.host_blocks)
                 crowd.abort(aborted.key)
                 assert (scheduler.kv.pool.num_free, scheduler.kv.host.num_free) == (free, host_free)
         play_on(crowd, step)

@@ -126,7 +126,7 @@ def leave(ledger: KvLedger, first: int, keep_s: float = 0.0) -> Sequence:
     sequence = Sequence(submit, order=0, seed=0)
     assert ledger.start(sequence, ledger.find_prefix(sequence), 9)
     assert ledger.grow(sequence, 9)
-    sequence.num_computed = 9
+    sequence.kv.num_computed = 9
     ledger.seal(sequence)
     ledger.release(sequence)
     ledger.take_copies()

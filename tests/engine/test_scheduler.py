@@ -84,14 +84,16 @@ class Driver:
         assert plan.num_rows == sum(c.num_tokens + c.num_pad for c in plan.chunks)
         assert len({c.sequence.key for c in plan.chunks}) == len(plan.chunks)
         if self.live and not plan.chunks:
-            assert not [s for s in self.scheduler.places.by_key.values() if s.has_credit and not s.padding_row]
+            assert not [
+                s for s in self.scheduler.places.by_key.values() if s.has_credit and not s.padded_row.is_finished
+            ]
         tokens = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            needed = sequence.num_computed + chunk.num_tokens + chunk.num_pad
-            assert len(sequence.blocks) * BLOCK_SIZE >= needed
+            needed = sequence.kv.num_computed + chunk.num_tokens + chunk.num_pad
+            assert len(sequence.kv.blocks) * BLOCK_SIZE >= needed
             if chunk.samples:
-                assert sequence.num_computed + chunk.num_tokens == len(sequence.tokens)
+                assert sequence.kv.num_computed + chunk.num_tokens == len(sequence.tokens)
                 position = sequence.num_output
                 tokens.append(EOS if self.eos_at.get(sequence.key) == position else 100 + position)
         for output in self.scheduler.commit(plan, tokens, [None] * len(tokens), self.steps * 10**6):
@@ -112,9 +114,9 @@ class Driver:
     def check_blocks(self) -> None:
         """A block is used by exactly the sequences that hold it, and written by one only."""
         sequences = self.scheduler.places.by_key.values()
-        held = [block for s in sequences for block in s.blocks]
+        held = [block for s in sequences for block in s.kv.blocks]
         assert self.scheduler.kv.pool.num_used == len(set(held))
-        unsealed = [block for s in sequences for block in s.blocks[s.num_sealed :]]
+        unsealed = [block for s in sequences for block in s.kv.blocks[s.kv.num_sealed :]]
         assert len(unsealed) == len(set(unsealed))
 
     def run(self, limit: int = 2000) -> None:

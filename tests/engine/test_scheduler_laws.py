@@ -220,7 +220,10 @@ class Replica:
         first, read, end = held.num_there(sequence), [*tokens, *said[:-1]], len(tokens) - held.lag
         assert first < end and len(tokens) + len(said) <= MAX_DRAFTED
         for i in range(len(read) - held.lag):
-            slot, text = (self._block(sequence, i), i % BLOCK_SIZE), [sequence.submit.cache_salt, *read[: i + 1]]
+            slot, text = (
+                (self._block(sequence, i), i % BLOCK_SIZE),
+                [sequence.request.submit.cache_salt, *read[: i + 1]],
+            )
             if i % BLOCK_SIZE < BLOCK_SIZE - 1:  # what hangs on the block's next token may be another one's
                 text += read[i + 1 : i + 1 + held.lag]
             if held.lag and i >= end:
@@ -248,18 +251,18 @@ class Replica:
         tokens = self._tokens(sequence)
         assert chunk.sequence not in self.scheduler.places.verifying, "planned while its draft runs"
         tokens = [*tokens, *chunk.draft]
-        texts = [(sequence.submit.cache_salt, tuple(tokens[: i + 1])) for i in range(len(tokens))]
-        end = sequence.num_computed + chunk.num_tokens
+        texts = [(sequence.request.submit.cache_salt, tuple(tokens[: i + 1])) for i in range(len(tokens))]
+        end = sequence.kv.num_computed + chunk.num_tokens
         for i, text in enumerate(texts[:end]):
             slot = self._block(sequence, i), i % BLOCK_SIZE
-            if i < sequence.num_computed:
+            if i < sequence.kv.num_computed:
                 assert self._device.get(slot) == text, f"request {sequence.key} lost the KV of token {i}"
             self._device[slot] = text
         for i in range(end, end + chunk.num_pad):
             self._device[self._block(sequence, i), i % BLOCK_SIZE] = "padding"
-        if sequence.padding_row:
+        if sequence.padded_row.is_finished:
             return []
-        assert (chunk.embeds if sequence.submit.embed else chunk.samples) == (end == len(tokens))
+        assert (chunk.embeds if sequence.request.submit.embed else chunk.samples) == (end == len(tokens))
         assert not (chunk.samples and chunk.embeds)
         client, num_output = self.clients[sequence.key], sequence.num_output
         if chunk.draft:
@@ -272,7 +275,7 @@ class Replica:
 
     def _block(self, sequence: Sequence, position: int) -> int:
         """By its number among all groups' blocks."""
-        return sequence.group * self.scheduler.kv.pool.num_blocks + sequence.blocks[position // BLOCK_SIZE]
+        return sequence.kv.group * self.scheduler.kv.pool.num_blocks + sequence.kv.blocks[position // BLOCK_SIZE]
 
     def _copy(self, plan: Plan) -> None:
         for copies, source, target in (
@@ -287,8 +290,8 @@ class Replica:
         policy = self.scheduler.policy
         if isinstance(policy, Moiety):
             for s in plan.preempted:
-                assert s.num_preemptions <= 2
-                kept_blocks = bool(s.blocks)  # it gave back a place beyond its tenant's share, and no memory
+                assert s.timeline.num_preemptions <= 2
+                kept_blocks = bool(s.kv.blocks)  # it gave back a place beyond its tenant's share, and no memory
                 reserved_tokens = policy._claims._guarantees.reserved_tokens(s)
                 assert s.service.preemptible or kept_blocks or len(s.tokens) > reserved_tokens, (
                     "preempted within its reservation"
@@ -316,21 +319,23 @@ class Replica:
 
     def check(self) -> None:
         sequences = list(self.scheduler.places.by_key.values())
-        ended = {s.key for s in sequences if s.padding_row and not s.pending}
+        ended = {s.key for s in sequences if s.padded_row.is_finished and not s.pending}
         assert {s.key for s in sequences} - ended == {key for key, client in self.clients.items() if not client.over}
         self._check_blocks(sequences)
         queued = [s for s in sequences if s.entry & 1]
         assert self.scheduler.policy.num_queued == len(queued)
         for s in sequences:
-            decoding = s.place is SequenceState.RUNNING and (s.decoding or s.padding_row)
-            assert bool(s.entry & 1) == (s.has_credit and not decoding and s.place is not SequenceState.FINISHING), (
-                s.place
+            decoding = s.state is SequenceState.RUNNING and (s.decoding or s.padded_row.is_finished)
+            assert bool(s.entry & 1) == (s.has_credit and not decoding and s.state is not SequenceState.FINISHING), (
+                s.state
             )
-            assert s.place is not SequenceState.FINISHING or self.overlap
+            assert s.state is not SequenceState.FINISHING or self.overlap
             assert not s.pending or self.overlap
         places = self.scheduler.places
-        running = [s for s in sequences if s.place is SequenceState.RUNNING]
-        assert set(places.decoding) == {s for s in running if s.decoding or s.padding_row} - set(places.verifying)
+        running = [s for s in sequences if s.state is SequenceState.RUNNING]
+        assert set(places.decoding) == {s for s in running if s.decoding or s.padded_row.is_finished} - set(
+            places.verifying
+        )
         assert set(places.prefilling) == set(running) - set(places.decoding) - set(places.verifying)
         assert set(places.verifying) <= {s for s in running if s.pending}
         assert places.worst_rank_running == max((s.service.rank for s in running), default=-1)
@@ -340,43 +345,47 @@ class Replica:
     def _check_sums(self, running: list[Sequence]) -> None:
         """What is kept from one decision to the next is what would be found by looking at everybody."""
         places = self.scheduler.places
-        due_s = min((s.next_due_s for s in places.decoding), default=math.inf)
-        context = sum(s.num_computed for s in places.decoding)
+        due_s = min((s.deadlines.next_due_s for s in places.decoding), default=math.inf)
+        context = sum(s.kv.num_computed for s in places.decoding)
         assert places.sums_of(list(places.decoding.values())) == (due_s, context)
         assert places.predicted_output() == pytest.approx(sum(s.predicted_output for s in running))
-        full = {s for s in places.decoding if not s.padding_row and s.num_computed == len(s.blocks) * BLOCK_SIZE}
+        full = {
+            s
+            for s in places.decoding
+            if not s.padded_row.is_finished and s.kv.num_computed == len(s.kv.blocks) * BLOCK_SIZE
+        }
         assert full <= set(places.filled)
 
     def _check_blocks(self, sequences: list[Sequence]) -> None:
         for group, kv in enumerate(self.scheduler.groups):
-            members = [s for s in sequences if s.group == group]
-            assert kv.pool.num_used == len({block for s in members for block in s.blocks})
-            unsealed = [block for s in members for block in s.blocks[s.num_sealed :]]
+            members = [s for s in sequences if s.kv.group == group]
+            assert kv.pool.num_used == len({block for s in members for block in s.kv.blocks})
+            unsealed = [block for s in members for block in s.kv.blocks[s.kv.num_sealed :]]
             assert len(unsealed) == len(set(unsealed)), "two sequences write one block"
             if kv.host is not None:
-                assert kv.host.num_used == len({block for s in members for block in s.host_blocks})
+                assert kv.host.num_used == len({block for s in members for block in s.kv.host_blocks})
                 assert kv.host.num_used + kv.host.num_cached + kv.host.num_blank == kv.host.num_blocks
         for s in sequences:
-            assert not (s.blocks and s.host_blocks)
-            assert s.num_computed <= max(len(s.blocks), len(s.host_blocks)) * BLOCK_SIZE
+            assert not (s.kv.blocks and s.kv.host_blocks)
+            assert s.kv.num_computed <= max(len(s.kv.blocks), len(s.kv.host_blocks)) * BLOCK_SIZE
 
     def _check_tally(self, sequences: list[Sequence]) -> None:
         waiting: Counter[str] = Counter()
         running: Counter[str] = Counter()
         for s in sequences:
-            running[s.service.name] += s.place is SequenceState.RUNNING
-            waiting[s.service.name] += s.place in {SequenceState.WAITING, SequenceState.RETURNING}
+            running[s.service.name] += s.state is SequenceState.RUNNING
+            waiting[s.service.name] += s.state in {SequenceState.WAITING, SequenceState.RETURNING}
         for load in self.scheduler.class_loads():
             assert (load.num_waiting, load.num_running) == (waiting[load.name], running[load.name])
             queued = [
-                s.queued_unix_ns / 1e9
+                s.request.queued_unix_ns / 1e9
                 for s in sequences
-                if s.service.name == load.name and s.place in {SequenceState.WAITING, SequenceState.RETURNING}
+                if s.service.name == load.name and s.state in {SequenceState.WAITING, SequenceState.RETURNING}
             ]
             assert load.oldest_waiting_unix_s == min(queued, default=0.0)
         held = Counter[str]()
         for s in sequences:
-            held[s.tenant] += len(s.blocks)
+            held[s.request.tenant] += len(s.kv.blocks)
         assert self.scheduler.places.tenant_blocks(len(held)) == dict(+held)
 
     def drain(self) -> None:
@@ -630,8 +639,8 @@ def test_the_service_of_two_backlogged_tenants_stays_within_the_bound_of_virtual
             top_up(1)
         plan = replica.step(0.02)
         for chunk in plan.chunks:
-            sequence, tenant = chunk.sequence, int(chunk.sequence.tenant[1:])
-            new = max(0, min(sequence.peak_computed, sequence.num_prompt) - computed[sequence.key])
+            sequence, tenant = chunk.sequence, int(chunk.sequence.request.tenant[1:])
+            new = max(0, min(sequence.kv.peak_computed, sequence.request.num_prompt) - computed[sequence.key])
             computed[sequence.key] += new
             if step >= head_start:  # both have been waiting since
                 served[tenant] += (new + OUTPUT_WEIGHT * chunk.samples) / weights[tenant]

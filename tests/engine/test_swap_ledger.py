@@ -31,7 +31,7 @@ def make_sequence(prompt: list[int], *, salt: bytes = b"a") -> Sequence:
 
 
 def content_at(sequence: Sequence, position: int) -> Content:
-    return sequence.submit.cache_salt, tuple(sequence.tokens[: position + 1])
+    return sequence.request.submit.cache_salt, tuple(sequence.tokens[: position + 1])
 
 
 class Memory:
@@ -60,17 +60,17 @@ class Memory:
 
     def compute(self, sequence: Sequence, num_tokens: int) -> None:
         """Write so many of the sequence's next tokens, as far as it has blocks."""
-        end = min(sequence.num_computed + num_tokens, len(sequence.tokens), len(sequence.blocks) * BLOCK_SIZE)
-        for position in range(sequence.num_computed, end):
+        end = min(sequence.kv.num_computed + num_tokens, len(sequence.tokens), len(sequence.kv.blocks) * BLOCK_SIZE)
+        for position in range(sequence.kv.num_computed, end):
             block, place = divmod(position, BLOCK_SIZE)
-            self.device_content[sequence.blocks[block]][place] = content_at(sequence, position)
-        sequence.num_computed = max(end, sequence.num_computed)
+            self.device_content[sequence.kv.blocks[block]][place] = content_at(sequence, position)
+        sequence.kv.num_computed = max(end, sequence.kv.num_computed)
 
     def check_reads(self, sequence: Sequence) -> None:
-        memory, blocks = self.device_content, sequence.blocks
-        if sequence.host_blocks:
-            memory, blocks = self.host_content, sequence.host_blocks
-        for position in range(sequence.num_computed):
+        memory, blocks = self.device_content, sequence.kv.blocks
+        if sequence.kv.host_blocks:
+            memory, blocks = self.host_content, sequence.kv.host_blocks
+        for position in range(sequence.kv.num_computed):
             block, place = divmod(position, BLOCK_SIZE)
             assert memory[blocks[block]][place] == content_at(sequence, position)
 
@@ -97,62 +97,62 @@ class LedgerMachine(RuleBasedStateMachine):
         self.live.append(sequence)
         self.memory.start(sequence)
 
-    @precondition(lambda self: any(not s.blocks and not s.host_blocks for s in self.live))
+    @precondition(lambda self: any(not s.kv.blocks and not s.kv.host_blocks for s in self.live))
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from([s for s in self.live if not s.blocks and not s.host_blocks]))
+        sequence = data.draw(st.sampled_from([s for s in self.live if not s.kv.blocks and not s.kv.host_blocks]))
         hits = self.kv.find_prefix(sequence)
         free_before = self.kv.pool.num_free
         needed = self.kv.num_blocks_to_start(hits, len(sequence.tokens))
         started = self.kv.start(sequence, hits, len(sequence.tokens))
         assert started == (needed <= free_before)
         if started:
-            assert sequence.num_computed == len(hits) * BLOCK_SIZE < len(sequence.tokens)
+            assert sequence.kv.num_computed == len(hits) * BLOCK_SIZE < len(sequence.tokens)
             assert self.kv.grow(sequence, len(sequence.tokens))
             assert self.kv.pool.num_free == free_before - needed
         else:
-            assert not sequence.blocks
+            assert not sequence.kv.blocks
             assert self.kv.pool.num_free == free_before
 
-    @precondition(lambda self: any(s.blocks for s in self.live))
+    @precondition(lambda self: any(s.kv.blocks for s in self.live))
     @rule(data=st.data(), num_tokens=st.integers(1, 12))
     def grow(self, data: st.DataObject, num_tokens: int) -> None:
-        self.kv.grow(data.draw(st.sampled_from([s for s in self.live if s.blocks])), num_tokens)
+        self.kv.grow(data.draw(st.sampled_from([s for s in self.live if s.kv.blocks])), num_tokens)
 
-    @precondition(lambda self: any(s.blocks for s in self.live))
+    @precondition(lambda self: any(s.kv.blocks for s in self.live))
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from([s for s in self.live if s.blocks]))
-        blocks, computed, possible = list(sequence.blocks), sequence.num_computed, self.kv.can_swap_out(sequence)
+        sequence = data.draw(st.sampled_from([s for s in self.live if s.kv.blocks]))
+        blocks, computed, possible = list(sequence.kv.blocks), sequence.kv.num_computed, self.kv.can_swap_out(sequence)
         assert self.kv.swap_out(sequence) == possible
-        assert sequence.num_computed == computed
-        assert sequence.blocks == ([] if possible else blocks)
-        assert len(sequence.host_blocks) == (self.kv.blocks_for(computed) if possible else 0)
+        assert sequence.kv.num_computed == computed
+        assert sequence.kv.blocks == ([] if possible else blocks)
+        assert len(sequence.kv.host_blocks) == (self.kv.blocks_for(computed) if possible else 0)
 
-    @precondition(lambda self: any(s.host_blocks for s in self.live))
+    @precondition(lambda self: any(s.kv.host_blocks for s in self.live))
     @rule(data=st.data(), more=st.integers(0, 3))
     def swap_in(self, data: st.DataObject, more: int) -> None:
-        sequence = data.draw(st.sampled_from([s for s in self.live if s.host_blocks]))
-        computed, free_before = sequence.num_computed, self.kv.pool.num_free
-        host_blocks = list(sequence.host_blocks)
+        sequence = data.draw(st.sampled_from([s for s in self.live if s.kv.host_blocks]))
+        computed, free_before = sequence.kv.num_computed, self.kv.pool.num_free
+        host_blocks = list(sequence.kv.host_blocks)
         needed = self.kv.num_blocks_to_swap_in(sequence, computed + more)
         swapped = self.kv.swap_in(sequence, computed + more)
         assert swapped == (needed <= free_before)
-        assert sequence.num_computed == computed
-        assert sequence.host_blocks == ([] if swapped else host_blocks)
+        assert sequence.kv.num_computed == computed
+        assert sequence.kv.host_blocks == ([] if swapped else host_blocks)
         if swapped:
             assert self.kv.grow(sequence, computed + more)
             assert self.kv.pool.num_free == free_before - needed
         else:
             assert self.kv.pool.num_free == free_before
 
-    @precondition(lambda self: any(s.host_blocks for s in self.live))
+    @precondition(lambda self: any(s.kv.host_blocks for s in self.live))
     @rule(data=st.data())
     def drop_swapped(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from([s for s in self.live if s.host_blocks]))
+        sequence = data.draw(st.sampled_from([s for s in self.live if s.kv.host_blocks]))
         self.kv.drop_swapped(sequence)
-        assert not sequence.host_blocks
-        assert sequence.num_computed == 0
+        assert not sequence.kv.host_blocks
+        assert sequence.kv.num_computed == 0
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), ends=st.booleans())
@@ -165,27 +165,27 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(mask=st.lists(st.booleans(), min_size=5, max_size=5), num_tokens=st.integers(1, 8), token=st.integers(0, 1))
     def step(self, mask: list[bool], num_tokens: int, token: int) -> None:
         self.memory.copy()
-        running = [s for s, runs in zip(self.live, mask, strict=False) if s.blocks and runs]
+        running = [s for s, runs in zip(self.live, mask, strict=False) if s.kv.blocks and runs]
         for sequence in running:
             self.memory.compute(sequence, num_tokens)
         for sequence in running:
             self.kv.seal(sequence)
-            if sequence.num_computed == len(sequence.tokens):
+            if sequence.kv.num_computed == len(sequence.tokens):
                 sequence.tokens.append(token)
         for sequence in self.live:
             self.memory.check_reads(sequence)
-        assert self.host.num_used == len({block for s in self.live for block in s.host_blocks})
+        assert self.host.num_used == len({block for s in self.live for block in s.kv.host_blocks})
 
     @invariant()
     def blocks_are_conserved(self) -> None:
         if not hasattr(self, "live"):
             return
         pool, host = self.kv.pool, self.host
-        assert pool.num_used == len({block for s in self.live for block in s.blocks})
+        assert pool.num_used == len({block for s in self.live for block in s.kv.blocks})
         sources = {host.source_of(block) for block in range(pool.num_blocks)} - {None}
-        assert host.num_used == len({block for s in self.live for block in s.host_blocks} | sources)
+        assert host.num_used == len({block for s in self.live for block in s.kv.host_blocks} | sources)
         assert host.num_used + host.num_cached + host.num_blank == host.num_blocks
-        assert all(not (s.blocks and s.host_blocks) for s in self.live)
+        assert all(not (s.kv.blocks and s.kv.host_blocks) for s in self.live)
 
     def teardown(self) -> None:
         if hasattr(self, "live"):
@@ -218,7 +218,7 @@ def test_a_swapped_sequence_comes_back_with_all_it_had_computed_after_others_use
     memory.kv.release(other)
     assert memory.kv.swap_in(victim, 8)
     assert memory.copy() == (0, 4)
-    assert victim.num_computed == 7
+    assert victim.kv.num_computed == 7
     memory.check_reads(victim)
 
 
@@ -229,7 +229,7 @@ def test_a_returned_sequences_prefix_is_shared_again() -> None:
     memory.kv.release(computed(memory, [9] * 8))
     memory.kv.swap_in(victim, 5)
     hits = memory.kv.find_prefix(make_sequence([1, 2, 3, 4, 8]))
-    assert hits == [Hit(block, on_host=False) for block in victim.blocks[:2]]
+    assert hits == [Hit(block, on_host=False) for block in victim.kv.blocks[:2]]
 
 
 def test_a_returning_sequence_takes_what_is_still_on_the_device_without_a_copy() -> None:
@@ -260,10 +260,10 @@ def test_a_sequence_may_leave_again_in_the_plan_that_brought_it_back() -> None:
     victim = computed(memory, [1, 2, 3, 4, 5, 6, 7])
     assert memory.kv.swap_out(victim)
     memory.kv.release(computed(memory, [9] * 8))
-    host_blocks = list(victim.host_blocks)
+    host_blocks = list(victim.kv.host_blocks)
     assert memory.kv.swap_in(victim, 8)
     assert memory.kv.swap_out(victim)
-    assert victim.host_blocks == host_blocks
+    assert victim.kv.host_blocks == host_blocks
     memory.copy()
     memory.check_reads(victim)
 
@@ -277,7 +277,7 @@ def test_an_evicted_prefix_is_hit_on_the_host() -> None:
     assert [hit.on_host for hit in hits] == [True]
     assert memory.kv.start(again, hits, 3)
     assert memory.copy()[1] == 1
-    assert again.num_computed == 2
+    assert again.kv.num_computed == 2
     memory.check_reads(again)
 
 
@@ -319,8 +319,8 @@ def test_a_full_host_tier_refuses_and_changes_nothing() -> None:
     assert memory.kv.swap_out(first)
     assert not memory.kv.can_swap_out(second)
     assert not memory.kv.swap_out(second)
-    assert second.blocks
-    assert not second.host_blocks
+    assert second.kv.blocks
+    assert not second.kv.host_blocks
 
 
 def test_without_a_host_tier_nothing_is_swapped_and_nothing_copied() -> None:
@@ -328,7 +328,7 @@ def test_without_a_host_tier_nothing_is_swapped_and_nothing_copied() -> None:
     sequence = make_sequence([1, 2, 3])
     assert kv.start(sequence, [], 3)
     assert kv.grow(sequence, 3)
-    sequence.num_computed = 3
+    sequence.kv.num_computed = 3
     kv.seal(sequence)
     assert not kv.swap_out(sequence)
     kv.release(sequence)

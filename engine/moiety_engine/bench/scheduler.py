@@ -206,7 +206,7 @@ def measure_memory(load: BenchLoad, *, seed: int) -> float:
     finally:
         tracemalloc.stop()
     newest = list(state.scheduler.places.waiting.values())[-load.waiting :]
-    tokens = sum(sys.getsizeof(s.tokens) + sys.getsizeof(s.submit.prompt_ids) for s in newest)
+    tokens = sum(sys.getsizeof(s.tokens) + sys.getsizeof(s.request.submit.prompt_ids) for s in newest)
     return (taken - tokens) / load.waiting
 
 

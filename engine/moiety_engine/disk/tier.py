@@ -165,7 +165,7 @@ class DiskTier:
         if end == first:
             return False
         # includes blocks in host memory: room for restored blocks may evict them there
-        wanted = [probe.hash_at(place, ledger.block_size) for place in range(end)]
+        wanted = [probe.block_hashes.at(place, ledger.block_size) for place in range(end)]
         wanted = [one for one in wanted if ledger.pool.find(one) is None and self.index.find(one) is not None]
         size, empty = ledger.block_size, StepShape()
         shape = empty.with_prefill((end - first) * size, first * size)
@@ -187,8 +187,8 @@ class DiskTier:
     # ── within ──
 
     def _released(self, sequence: Sequence) -> None:
-        hashes = sequence.hashes_between(0, sequence.num_sealed, self._ledger.block_size)
-        submit = sequence.submit
+        hashes = sequence.block_hashes.between(0, sequence.kv.num_sealed, self._ledger.block_size)
+        submit = sequence.request.submit
         kept = Kept(time.time() + submit.keep_s, submit.tenant_weight) if submit.keep_s > 0 else None
         self.saver.offer(submit.tenant_id, hashes, kept)
 

@@ -119,9 +119,9 @@ class DraftModel:
         for size in SIZES:
             if size > sizes.num_blocks * sizes.block_size:
                 break
-            sequence.blocks = list(range(-(-size // sizes.block_size)))
+            sequence.kv.blocks = list(range(-(-size // sizes.block_size)))
             if self._made_NPD is not None:
-                self._made_NPD[sequence.blocks] = 0  # no token has a hidden state yet
+                self._made_NPD[sequence.kv.blocks] = 0  # no token has a hidden state yet
             times_s = []
             for _ in range(_TIMED):
                 one_by_one = [DraftChunk(sequence, place, place + 1, drafts=1) for place in range(size)]

@@ -49,10 +49,10 @@ class DraftRows:
         self._block_size, self._tables, self._lag = block_size, tables, lag
         tables.keep_only([piece.sequence for piece in self.pieces])
         self.drafting = [piece for piece in self.pieces if piece.drafts]
-        width = max((len(piece.sequence.blocks) for piece in self.drafting), default=1)
+        width = max((len(piece.sequence.kv.blocks) for piece in self.drafting), default=1)
         self._table_DB = np.zeros((len(self.drafting), width), dtype=np.int32)
         for row, piece in enumerate(self.drafting):
-            self._table_DB[row, : len(piece.sequence.blocks)] = tables.of(piece.sequence)
+            self._table_DB[row, : len(piece.sequence.kv.blocks)] = tables.of(piece.sequence)
         self._ends_D = np.array([piece.end for piece in self.drafting], dtype=np.int64)
         self._drafts_D = np.array([piece.drafts for piece in self.drafting], dtype=np.int64)
 
@@ -66,9 +66,9 @@ class DraftRows:
         firsts = np.array([part.first for part in parts], dtype=np.int64)
         starts = np.zeros(len(parts) + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
-        table_SB = np.zeros((len(parts), max(len(part.piece.sequence.blocks) for part in parts)), dtype=np.int32)
+        table_SB = np.zeros((len(parts), max(len(part.piece.sequence.kv.blocks) for part in parts)), dtype=np.int32)
         for row, (piece, _, _) in enumerate(parts):
-            table_SB[row, : len(piece.sequence.blocks)] = self._tables.of(piece.sequence)
+            table_SB[row, : len(piece.sequence.kv.blocks)] = self._tables.of(piece.sequence)
         sequence_T = np.repeat(np.arange(len(parts)), counts)
         positions_T = np.arange(starts[-1]) + (firsts - starts[:-1])[sequence_T]
         lag = self._lag

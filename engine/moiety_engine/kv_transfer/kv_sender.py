@@ -68,11 +68,11 @@ class KvSender:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             transfer = self._open.get(sequence.key)
-            end = sequence.num_computed + chunk.num_tokens
+            end = sequence.kv.num_computed + chunk.num_tokens
             if transfer is None or end <= transfer.num_left or not self._has_begun(sequence.key, transfer, kv):
                 continue
             first, size = transfer.num_left, kv.block_size  # cached tokens of the prompt are sent with the first step
-            blocks = sequence.blocks[first // size : -(-end // size)]
+            blocks = sequence.kv.blocks[first // size : -(-end // size)]
             device = kv.layers[0].parts[0].device
             blocks_n = torch.tensor(blocks, device=device)
             stretches.append(_Stretch(transfer, first, end, blocks_n, first % size))

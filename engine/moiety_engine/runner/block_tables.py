@@ -35,7 +35,7 @@ class BlockTables:
 
     def of(self, sequence: Sequence) -> np.ndarray:
         """Return the sequence's blocks as int32; a view that is valid until the sequence's next step."""
-        blocks = sequence.blocks
+        blocks = sequence.kv.blocks
         row = self._rows.get(sequence)
         if row is None or row.blocks is not blocks or row.num_read > len(blocks):
             row = self._rows[sequence] = _TableRow(blocks, 0, np.empty(_SMALLEST, dtype=np.int32))

@@ -28,7 +28,7 @@ def order_of(plan: Plan, hosts: list[HostBatch]) -> np.ndarray:
     order: list[int] = []
     for count_of in (_num_sampled, _num_embedded, _num_scored):
         for chunk in plan.chunks:
-            group = chunk.sequence.group
+            group = chunk.sequence.kv.group
             first, nexts[group] = nexts[group], nexts[group] + count_of(chunk)
             order += range(first, nexts[group])
     return np.array(order, dtype=np.int64)

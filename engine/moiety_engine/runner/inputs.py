@@ -139,7 +139,7 @@ class BatchBuilder:
             return hosts
         chunks = [chunk for part in plans for chunk in part.chunks]
         num_tokens = [chunk.num_tokens for chunk in chunks]
-        slots = self._tenants.slots_of([chunk.sequence.tenant for chunk in chunks], num_tokens)
+        slots = self._tenants.slots_of([chunk.sequence.request.tenant for chunk in chunks], num_tokens)
         return [replace(hosts[0], owner_T=np.repeat(np.array(slots, dtype=np.int64), num_tokens)), *hosts[1:]]
 
     def _arrange_decodes(self, sequences: list[Sequence]) -> HostBatch:
@@ -148,16 +148,16 @@ class BatchBuilder:
         Most steps are of this kind.
         """
         size, every = self._block_size, range(len(sequences))
-        positions = [sequence.num_computed for sequence in sequences]
+        positions = [sequence.kv.num_computed for sequence in sequences]
         token_ids = [sequences[s].tokens[positions[s]] for s in every]
-        blocks = [sequences[s].blocks[positions[s] // size] for s in every]
+        blocks = [sequences[s].kv.blocks[positions[s] // size] for s in every]
         pending = [s for s in every if token_ids[s] == PENDING]
         for s in pending:
             token_ids[s] = 0
         ones, rows, starts = _of_decodes(len(sequences))
         owners = [NOBODY] * len(ones)
         if self._tenants is not None:
-            owners = self._tenants.slots_of([sequence.tenant for sequence in sequences], ones)
+            owners = self._tenants.slots_of([sequence.request.tenant for sequence in sequences], ones)
         return HostBatch(
             token_ids_T=np.array(token_ids, dtype=np.int64),
             positions_T=np.array(positions, dtype=np.int64),
@@ -180,10 +180,10 @@ class BatchBuilder:
         """Return the block table: [S, B], int32, padded with 0."""
         if len(sequences) == 1:
             return self._tables.of(sequences[0])[None, :]
-        width = max([len(sequence.blocks) for sequence in sequences])
+        width = max([len(sequence.kv.blocks) for sequence in sequences])
         tables_SB = np.zeros((len(sequences), width), dtype=np.int32)
         for s, sequence in enumerate(sequences):
-            tables_SB[s, : len(sequence.blocks)] = self._tables.of(sequence)
+            tables_SB[s, : len(sequence.kv.blocks)] = self._tables.of(sequence)
         return tables_SB
 
     def _arrange(self, plan: Plan, tenants: TenantSlots | None) -> HostBatch:
@@ -263,7 +263,7 @@ class BatchBuilder:
         slot_of = self._adapters
         if not slot_of:
             return None
-        names = ["" if sequence.padding_row else sequence.submit.adapter for sequence in sequences]
+        names = ["" if sequence.padded_row.is_finished else sequence.request.submit.adapter for sequence in sequences]
         if not any(names):
             return None
         return np.repeat(np.array([slot_of[name] if name else -1 for name in names], dtype=np.int64), lengths)
@@ -293,8 +293,8 @@ def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, 
 
 def part_of(plan: Plan, group: int) -> Plan:
     """Return one rank group's part of a plan."""
-    chunks = [chunk for chunk in plan.chunks if chunk.sequence.group == group]
-    num_decode = sum(chunk.sequence.group == group for chunk in plan.chunks[: plan.num_decode])
+    chunks = [chunk for chunk in plan.chunks if chunk.sequence.kv.group == group]
+    num_decode = sum(chunk.sequence.kv.group == group for chunk in plan.chunks[: plan.num_decode])
     return Plan(chunks, num_decode, sum(chunk.num_tokens for chunk in chunks), [])
 
 
@@ -305,9 +305,9 @@ def scored(plan: Plan) -> list[Scored]:
 
 def scored_of(chunk: Chunk) -> Scored | None:
     """Return the prompt tokens of a chunk that are scored; None if there are none."""
-    sequence, first = chunk.sequence, chunk.sequence.num_computed
-    count = sequence.submit.sampling.num_prompt_logprobs
-    end = min(first + chunk.num_tokens, sequence.num_prompt - 1)
+    sequence, first = chunk.sequence, chunk.sequence.kv.num_computed
+    count = sequence.request.submit.sampling.num_prompt_logprobs
+    end = min(first + chunk.num_tokens, sequence.request.num_prompt - 1)
     if count is None or first >= end:
         return None
     return Scored(sequence.key, first + 1, sequence.tokens[first + 1 : end + 1], count)
@@ -317,7 +317,7 @@ def _owners(tenants: TenantSlots | None, parts: _Parts, lengths: np.ndarray, sta
     """Return the tenant slot of each row; padding rows get NOBODY."""
     if tenants is None:
         return np.full(starts[-1], NOBODY, dtype=np.int64)
-    slots = tenants.slots_of([sequence.tenant for sequence in parts.sequences], parts.num_tokens)
+    slots = tenants.slots_of([sequence.request.tenant for sequence in parts.sequences], parts.num_tokens)
     owner_T = np.array(slots, dtype=np.int64)
     if len(owner_T) < starts[-1]:
         owner_T = np.repeat(owner_T, lengths)
@@ -344,7 +344,7 @@ def _chunks(plan: Plan) -> _Parts:
         return _drafts_apart(plan)
     return _Parts(
         [chunk.sequence for chunk in chunks],
-        [chunk.sequence.num_computed for chunk in chunks],
+        [chunk.sequence.kv.num_computed for chunk in chunks],
         [chunk.num_tokens for chunk in chunks],
         [chunk.num_pad for chunk in chunks],
         list(range(len(chunks))),
@@ -360,7 +360,7 @@ def _drafts_apart(plan: Plan) -> _Parts:
     ends: list[int] = []
     guesses: dict[int, int] = {}
     for chunk in plan.chunks:
-        sequence, first = chunk.sequence, chunk.sequence.num_computed
+        sequence, first = chunk.sequence, chunk.sequence.kv.num_computed
         if chunk.draft:
             pieces += [(sequence, first + i, 1, 0) for i in range(chunk.num_tokens)]
             guesses.update(enumerate(chunk.draft, len(pieces) - len(chunk.draft)))
@@ -379,9 +379,9 @@ def _answers_apart(plan: Plan) -> _Parts:
     last_prompts: list[int] = []
     guesses: dict[int, int] = {}
     for chunk in plan.chunks:
-        sequence, first = chunk.sequence, chunk.sequence.num_computed
+        sequence, first = chunk.sequence, chunk.sequence.kv.num_computed
         end = first + chunk.num_tokens
-        begin = max(first, sequence.num_prompt)
+        begin = max(first, sequence.request.num_prompt)
         if first < begin:
             prompts.append((sequence, first, min(end, begin) - first))
         answers += [(sequence, position) for position in range(begin, end)]

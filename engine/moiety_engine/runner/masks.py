@@ -88,7 +88,7 @@ class MaskMaker:
 
         `before` is the running step. Returns None if no row has a grammar.
         """
-        guided = [i for i, row in enumerate(rows) if row.guide is not None]
+        guided = [i for i, row in enumerate(rows) if row.request.guide is not None]
         if not guided or self._threads is None:
             return None
         words_JW = np.zeros((len(guided), self._num_words), dtype=np.int32)
@@ -106,10 +106,10 @@ class MaskMaker:
 
 def _task(place: int, row: Row) -> _Task:
     assert isinstance(row, Sequence), "who has a grammar gets no draft"
-    handle, begin = row.guide, row.num_prompt
+    handle, begin = row.request.guide, row.request.num_prompt
     assert handle is not None, "only rows with a grammar have a mask"
     known = row.tokens[begin + handle.num_taken : row.num_known]
-    stops = row.submit.stop_token_ids if row.num_output < row.submit.min_tokens else []
+    stops = row.request.submit.stop_token_ids if row.num_output < row.request.submit.min_tokens else []
     return _Task(place, row.key, handle, known, row.pending_row, stops)
 
 

@@ -63,9 +63,9 @@ def largest_step(
     blocks_of = [0] * num_groups
     for index, length in enumerate(lengths):
         sequence = Sequence(CoreSubmit(0, "", STANDARD, [0] * length, _GREEDIEST, 2, 0, [], 2, b"", 0), order=0, seed=0)
-        sequence.group = group = index % num_groups
+        sequence.kv.group = group = index % num_groups
         count = -(-(length + 1) // block_size)
-        sequence.blocks = list(range(blocks_of[group], blocks_of[group] + count))
+        sequence.kv.blocks = list(range(blocks_of[group], blocks_of[group] + count))
         blocks_of[group] += count
         sequences.append(sequence)
     num_blocks = max(blocks_of)
@@ -75,7 +75,7 @@ def largest_step(
     runner.collect(runner.launch(Plan([Chunk(s, len(s.tokens), samples=True) for s in sequences], 0, sum(lengths), [])))
     many = [sequences[i % len(sequences)] for i in range(max_running)]  # the values that they compute do not matter
     for sequence in sequences:
-        sequence.num_computed = len(sequence.tokens)
+        sequence.kv.num_computed = len(sequence.tokens)
         sequence.tokens.append(0)
     runner.collect(runner.launch(Plan([Chunk(s, 1, samples=True) for s in many], max_running, max_running, [])))
     orders.give(Release())

@@ -20,7 +20,7 @@ from moiety_kernels.sample import IN_PROMPT, Penalties
 
 
 def has_bias_or_ban(row: Row) -> bool:
-    return bool(row.submit.sampling.logit_bias) or _may_not_stop(row)
+    return bool(row.request.submit.sampling.logit_bias) or _may_not_stop(row)
 
 
 def _may_not_stop(row: Row) -> bool:
@@ -28,11 +28,11 @@ def _may_not_stop(row: Row) -> bool:
 
     For a row with a grammar the grammar's mask does this, since the grammar may allow no other token.
     """
-    return row.guide is None and row.num_output < row.submit.min_tokens
+    return row.request.guide is None and row.num_output < row.request.submit.min_tokens
 
 
 def has_penalty(row: Row) -> bool:
-    sampling = row.submit.sampling
+    sampling = row.request.submit.sampling
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
@@ -43,12 +43,12 @@ def bias_and_ban(logits_LV: Tensor, rows: Rows[Row], upload: Upload) -> None:
     amounts: list[float] = []
     banned: list[int] = []
     for i, row in enumerate(rows):
-        bias = row.submit.sampling.logit_bias
+        bias = row.request.submit.sampling.logit_bias
         if bias:
             biased += [i * vocabulary + token for token in bias]
             amounts += bias.values()
         if _may_not_stop(row):
-            banned += [i * vocabulary + token for token in row.submit.stop_token_ids]
+            banned += [i * vocabulary + token for token in row.request.submit.stop_token_ids]
     flat = logits_LV.view(-1)
     if biased:
         flat.index_add_(0, upload(np.array(biased)), upload(np.array(amounts, dtype=np.float32)))
@@ -64,7 +64,7 @@ def penalties(
     `place_L`, int32: index into `rows` of each row of a launch, -1 for rows without penalties. `sampled_L`: tokens that
     the running step samples.
     """
-    in_prompt = upload(_places([row.submit.prompt_ids for row in rows], vocab_size))
+    in_prompt = upload(_places([row.request.submit.prompt_ids for row in rows], vocab_size))
     in_output = upload(_places([row.known_output for row in rows], vocab_size))
     seen_JV = torch.zeros(len(rows), vocab_size, dtype=torch.int32, device=in_prompt.device)
     seen_JV.view(-1).index_fill_(0, in_prompt, IN_PROMPT)
@@ -75,7 +75,7 @@ def penalties(
         token = sampled_L.index_select(0, upload(np.array([rows[j].pending_row for j in pending])))
         at = upload(np.array(pending) * vocab_size) + token
         seen_JV.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
-    settings = [row.submit.sampling for row in rows]
+    settings = [row.request.submit.sampling for row in rows]
     repetition_J, presence_J, frequency_J = (
         upload(np.array(values, dtype=np.float32))
         for values in (

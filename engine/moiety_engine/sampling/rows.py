@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 import msgspec
 
-from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.sequence import Sequence
-from moiety_engine.structured_outputs.stepping import GrammarHandle
+from moiety_engine.sequence_records import RequestFacts
 
 
 class Row(Protocol):
     """Part of a sequence that its next token depends on."""
 
     @property
-    def submit(self) -> CoreSubmit: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def guide(self) -> GrammarHandle | None: ...
+    def request(self) -> RequestFacts: ...
     @property
     def num_output(self) -> int: ...
     @property
@@ -34,12 +30,11 @@ class Row(Protocol):
 class Drafted:
     """Sequence after some draft tokens: its next token is drawn for that position, with penalties for these tokens."""
 
-    __slots__ = ("_draft", "_sequence", "guide", "num_output", "pending", "pending_row", "seed", "submit")
+    __slots__ = ("_draft", "_sequence", "num_output", "pending", "pending_row", "request")
 
     def __init__(self, sequence: Sequence, draft: tuple[int, ...]) -> None:
         self._sequence, self._draft = sequence, draft
-        self.submit, self.seed = sequence.submit, sequence.seed
-        self.guide = sequence.guide
+        self.request = sequence.request
         self.num_output = sequence.num_output + len(draft)
         self.pending, self.pending_row = sequence.pending, sequence.pending_row
 
@@ -54,15 +49,15 @@ class DraftedRow:
     Its next token is drawn for that position, with penalties for the tokens known before them.
     """
 
-    __slots__ = ("_sequence", "guide", "num_output", "pending", "pending_row", "seed", "submit")
+    __slots__ = ("_sequence", "num_output", "pending", "pending_row", "request")
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
-        self.submit, self.seed = sequence.submit, sequence.seed
-        if self.submit.sampling.num_logprobs is not None:  # never returned
-            sampling = msgspec.structs.replace(self.submit.sampling, num_logprobs=None)
-            self.submit = msgspec.structs.replace(self.submit, sampling=sampling)
-        self.guide: GrammarHandle | None = None
+        submit = sequence.request.submit
+        if submit.sampling.num_logprobs is not None:  # never returned
+            sampling = msgspec.structs.replace(submit.sampling, num_logprobs=None)
+            submit = msgspec.structs.replace(submit, sampling=sampling)
+        self.request = dataclasses.replace(sequence.request, submit=submit, guide=None)
         self.num_output = sequence.num_output
         self.pending, self.pending_row = sequence.pending, sequence.pending_row
 

@@ -127,7 +127,7 @@ class Sampler:
         samples. `allowed`: token masks of the rows with a grammar.
         """
         finite_L = finite_rows_on_device(logits_LV)  # before any token is banned with -inf
-        counts = [row.submit.sampling.num_logprobs for row in rows]
+        counts = [row.request.submit.sampling.num_logprobs for row in rows]
         wanting = [i for i, count in enumerate(counts) if count is not None]
         raw_LV = self._pick(logits_LV, wanting).clone() if wanting else None
         upload = self._staging.upload
@@ -140,7 +140,7 @@ class Sampler:
             self._penalise(logits_LV, rows, penalised_rows, sampled_L)
             token_L = _best(logits_LV)
             self._draw(logits_LV, rows, token_L)
-        elif penalised_rows or any(row.submit.sampling.temperature > 0 for row in rows):
+        elif penalised_rows or any(row.request.submit.sampling.temperature > 0 for row in rows):
             lowered = penalties_of(rows, penalised_rows, self._vocab_size, sampled_L, upload)
             token_L = draw_on_device(logits_LV, draws(rows, upload), lowered)
         else:
@@ -166,7 +166,7 @@ class Sampler:
         few: list[int] = []
         many: list[int] = []  # rows whose filter may leave more than is preselected
         for i, row in enumerate(rows):
-            sampling = row.submit.sampling
+            sampling = row.request.submit.sampling
             if sampling.temperature > 0:
                 if 0 < sampling.top_k <= _PRESELECT:
                     few.append(i)
@@ -174,7 +174,7 @@ class Sampler:
                     (many if sampling.top_p < 1 or sampling.min_p or sampling.top_k else plain).append(i)
         for picked, draw in ((plain, self._draw_plain), (few, self._draw_few), (many, self._draw_many)):
             if picked:
-                settings = [rows[i].submit.sampling for i in picked]
+                settings = [rows[i].request.submit.sampling for i in picked]
                 temperatures = np.array([max(s.temperature, 1e-5) for s in settings], dtype=np.float32)
                 scaled_LV = self._pick(logits_LV, picked) / self._staging.upload(temperatures[:, None])
                 drawn_L = draw(scaled_LV.softmax(dim=-1), settings, self._uniforms(picked, rows))
@@ -224,7 +224,9 @@ class Sampler:
         return values.index_select(0, self._staging.upload(np.array(picked)))
 
     def _uniforms(self, picked: list[int], rows: Rows[Row]) -> Tensor:
-        return self._staging.upload(uniforms([rows[i].seed for i in picked], [rows[i].num_output for i in picked]))
+        return self._staging.upload(
+            uniforms([rows[i].request.seed for i in picked], [rows[i].num_output for i in picked])
+        )
 
 
 def penalties_of(
@@ -240,13 +242,13 @@ def penalties_of(
 
 def draws(rows: Rows[Row], upload: Upload) -> Draws:
     """Return the sampling parameters and uniform numbers of the rows on the device."""
-    asked = [row.submit.sampling for row in rows]
+    asked = [row.request.submit.sampling for row in rows]
     return Draws(
         upload(np.array([one.temperature for one in asked], dtype=np.float32)),
         upload(np.array([min(one.top_k, _MOST_TOP_K) for one in asked], dtype=np.int32)),
         upload(np.array([one.top_p for one in asked], dtype=np.float64)),
         upload(np.array([one.min_p for one in asked], dtype=np.float32)),
-        upload(uniforms([row.seed for row in rows], [row.num_output for row in rows])),
+        upload(uniforms([row.request.seed for row in rows], [row.num_output for row in rows])),
     )
 
 
@@ -274,8 +276,8 @@ def _filter(
 
 def is_plain(row: Row) -> bool:
     """Return whether the row's token is the largest unmodified logit's, without log-probabilities."""
-    sampling = row.submit.sampling
-    if sampling.temperature > 0 or sampling.num_logprobs is not None or row.guide is not None:
+    sampling = row.request.submit.sampling
+    if sampling.temperature > 0 or sampling.num_logprobs is not None or row.request.guide is not None:
         return False
     return not has_bias_or_ban(row) and not has_penalty(row)
 

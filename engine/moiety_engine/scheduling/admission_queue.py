@@ -51,8 +51,8 @@ class AdmissionQueue:
             guide=guide,
         )
         self._num_seen += 1
-        sequence.num_uncached = len(sequence.tokens) - self._kv.num_cached(sequence)
-        sequence.set_deadlines()
+        sequence.kv.num_uncached = len(sequence.tokens) - self._kv.num_cached(sequence)
+        sequence.define_deadlines()
         verdict = self._judge(sequence, now_ns / 1e9)
         service = verdict.service
         if service is not None and len(self._places.waiting) >= self._max_waiting and not self._shed(service.rank):
@@ -63,10 +63,10 @@ class AdmissionQueue:
             return
         if service is not sequence.service:
             sequence.service = service
-            sequence.set_deadlines()
-            sequence.note(now_ns, EventKind.DOWNGRADED, verdict.reason)
+            sequence.define_deadlines()
+            sequence.timeline.note(now_ns, EventKind.DOWNGRADED, verdict.reason)
             self._tally.of(submit.service.name).downgraded += 1
-        sequence.note(now_ns, EventKind.ADMITTED, verdict.reason)
+        sequence.timeline.note(now_ns, EventKind.ADMITTED, verdict.reason)
         if submit.transfer_id:
             self._take_over(sequence, num_landing, now_ns)
         tally = self._tally.of(service.name)
@@ -86,20 +86,20 @@ class AdmissionQueue:
 
     def _judge(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
         """Return the admission decision; requests that another engine has admitted are always accepted."""
-        if sequence.submit.transfer_id:
+        if sequence.request.submit.transfer_id:
             return AdmissionDecision(sequence.service, Reason.PREFILL_DONE)
-        if sequence.submit.resumed_ids is not None:
+        if sequence.request.submit.resumed_ids is not None:
             return AdmissionDecision(sequence.service, Reason.FAILED_OVER)
         return self._policy.admit(sequence, now_s)
 
     def _take_over(self, sequence: Sequence, num_landing: int, now_ns: int) -> None:
         """Take over a request whose prompt another engine computed. KV that was not transferred is computed again."""
-        sequence.go_on(now_ns / 1e9)
-        sequence.num_landing = num_landing
-        sequence.peak_computed = len(sequence.tokens) - 1
+        sequence.deadlines.take_over_first_token(sequence.service, now_ns / 1e9)
+        sequence.kv.num_landing = num_landing
+        sequence.kv.peak_computed = len(sequence.tokens) - 1
         if num_landing:
-            sequence.num_uncached = len(sequence.tokens) - num_landing
-        sequence.note(now_ns, EventKind.MIGRATED, Reason.TRANSFERRED if num_landing else Reason.KV_LOST)
+            sequence.kv.num_uncached = len(sequence.tokens) - num_landing
+        sequence.timeline.note(now_ns, EventKind.MIGRATED, Reason.TRANSFERRED if num_landing else Reason.KV_LOST)
 
     def _shed(self, rank: int) -> bool:
         """Drop the newest of the least critical waiting requests for one of this rank.

@@ -32,7 +32,7 @@ class EntryHeap:
     def push(self, key: Any, sequence: Sequence) -> None:
         """Push the sequence with its current entry number."""
         entries = self._entries
-        heappush(entries, (key, sequence.order, sequence.entry, sequence))
+        heappush(entries, (key, sequence.request.order, sequence.entry, sequence))
         if len(entries) > self._compact_at:
             entries[:] = [item for item in entries if item[2] == item[3].entry]
             heapify(entries)

@@ -31,8 +31,10 @@ class NonFiniteEnd:
 
 def why_it_ends(sequence: Sequence, token_id: int) -> tuple[FinishReason, str] | None:
     """Return reason and detail if the sequence ends with `token_id`, its newest token; None if it goes on."""
-    num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
-    may_stop = num_output >= submit.min_tokens or sequence.guide is not None  # its grammar prevents an early stop
+    num_output, submit = len(sequence.tokens) - sequence.request.num_prompt, sequence.request.submit
+    may_stop = (
+        num_output >= submit.min_tokens or sequence.request.guide is not None
+    )  # its grammar prevents an early stop
     if may_stop and token_id in submit.stop_token_ids:
         return FinishReason.STOP, "stop_token"
     if num_output >= submit.max_tokens:
@@ -47,16 +49,16 @@ def finish_of(sequence: Sequence, reason: FinishReason, detail: str, embedding: 
     return CoreFinish(
         reason=reason,
         detail=detail,
-        num_cached_tokens=sequence.num_cached,
+        num_cached_tokens=sequence.kv.num_cached,
         num_output_tokens=sequence.num_output,
-        scheduled_unix_ns=sequence.scheduled_unix_ns,
-        first_token_unix_ns=sequence.first_token_unix_ns,
-        finished_unix_ns=sequence.finished_unix_ns,
+        scheduled_unix_ns=sequence.timeline.scheduled_unix_ns,
+        first_token_unix_ns=sequence.timeline.first_token_unix_ns,
+        finished_unix_ns=sequence.timeline.finished_unix_ns,
         served_class=sequence.service.name,
-        events=sequence.events,
-        num_recomputed_tokens=sequence.num_recomputed,
+        events=sequence.timeline.events,
+        num_recomputed_tokens=sequence.kv.num_recomputed,
         embedding=embedding,
-        num_drafted_tokens=sequence.num_drafted,
-        num_accepted_tokens=sequence.num_accepted,
-        num_speculative_tokens=sequence.num_speculative,
+        num_drafted_tokens=sequence.drafts.num_drafted,
+        num_accepted_tokens=sequence.drafts.num_accepted,
+        num_speculative_tokens=sequence.kv.num_speculative,
     )

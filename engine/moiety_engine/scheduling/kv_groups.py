@@ -54,7 +54,7 @@ class KvGroups:
 
     def of(self, request: Request) -> KvLedger:
         """Return the ledger of the request's group."""
-        return self._ledgers[request.group]
+        return self._ledgers[request.kv.group]
 
     @property
     def num_blocks(self) -> int:
@@ -78,7 +78,7 @@ class KvGroups:
         """Assign a request without blocks to a group, not to one in `full` if there are others."""
         load_tokens = [0] * self.count
         for other in running:
-            load_tokens[other.group] += len(other.tokens)
+            load_tokens[other.kv.group] += len(other.tokens)
         num_tokens = len(request.tokens)
         candidates = []
         for group, kv in enumerate(self._ledgers):
@@ -86,7 +86,7 @@ class KvGroups:
                 hits = kv.find_prefix(request)
                 blocks_left = kv.pool.num_free - kv.num_blocks_to_start(hits, num_tokens)
                 candidates.append(GroupCandidate(group, load_tokens[group], len(hits) * kv.block_size, blocks_left))
-        request.group = best_group(candidates, num_tokens)
+        request.kv.group = best_group(candidates, num_tokens)
 
     def take_copies(self) -> Copies:
         """Return the copies of all groups, once per plan.

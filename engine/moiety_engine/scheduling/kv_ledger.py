@@ -75,7 +75,7 @@ class KvLedger:
         hits: list[Hit] = []
         if self._reads_cache(sequence):
             for index in range((len(sequence.tokens) - 1) // self.block_size):
-                hit = self._find(sequence.hash_at(index, self.block_size))
+                hit = self._find(sequence.block_hashes.at(index, self.block_size))
                 if hit is None:
                     break
                 hits.append(hit)
@@ -97,17 +97,17 @@ class KvLedger:
 
     def _reads_cache(self, sequence: Sequence) -> bool:
         """Return whether the sequence may use prefix hits; a prompt with logprobs is computed completely."""
-        return self.caches(sequence) and sequence.submit.sampling.num_prompt_logprobs is None
+        return self.caches(sequence) and sequence.request.submit.sampling.num_prompt_logprobs is None
 
     def caches(self, sequence: Sequence) -> bool:
         """Return whether the sequence's blocks may be cached."""
-        return self._prefix_caching and not (self._forgotten and sequence.mark in self._forgotten)
+        return self._prefix_caching and not (self._forgotten and sequence.block_hashes.mark in self._forgotten)
 
     def next_hash(self, sequence: Sequence, num_hits: int) -> bytes | None:
         """Return the hash of the first block that the sequence must compute, if it will be full and shareable."""
         if not self._reads_cache(sequence) or (num_hits + 1) * self.block_size >= len(sequence.tokens):
             return None
-        return sequence.hash_at(num_hits, self.block_size)
+        return sequence.block_hashes.at(num_hits, self.block_size)
 
     def start(self, sequence: Sequence, hits: list[Hit], num_tokens: int) -> bool:
         """Share the prefix `hits` if blocks for `num_tokens` tokens in all are available.
@@ -117,9 +117,9 @@ class KvLedger:
         on_device = [hit.block for hit in hits if not hit.on_host]
         if not self._can_have(self.blocks_for(num_tokens) - len(on_device), beside=on_device):
             return False
-        sequence.num_sealed = len(hits)
-        sequence.blocks = self._bring_in(sequence, hits)
-        sequence.num_computed = len(hits) * self.block_size
+        sequence.kv.num_sealed = len(hits)
+        sequence.kv.blocks = self._bring_in(sequence, hits)
+        sequence.kv.num_computed = len(hits) * self.block_size
         self.host_hit_blocks_total += len(hits) - len(on_device)
         return True
 
@@ -136,15 +136,15 @@ class KvLedger:
 
         Call after `start`.
         """
-        first, end = sequence.num_computed, sequence.num_landing
-        sequence.num_landing = 0
+        first, end = sequence.kv.num_computed, sequence.kv.num_landing
+        sequence.kv.num_landing = 0
         if end <= first:
             return
         grown = self.grow(sequence, end)
         assert grown, "a sequence was started without blocks for all its tokens"
-        self._landings[sequence.key] = KvLoad(sequence.key, first, sequence.blocks[: self.blocks_for(end)])
-        sequence.num_computed = sequence.peak_computed = end
-        sequence.num_landed = end - first
+        self._landings[sequence.key] = KvLoad(sequence.key, first, sequence.kv.blocks[: self.blocks_for(end)])
+        sequence.kv.num_computed = sequence.kv.peak_computed = end
+        sequence.kv.num_landed = end - first
 
     def take_landings(self) -> list[KvLoad]:
         """Return the queued KV loads, once per plan, to run after the copies."""
@@ -189,53 +189,53 @@ class KvLedger:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` tokens in all. Return False, with nothing taken, if too few are free."""
-        missing = self.blocks_for(num_tokens) - len(sequence.blocks)
+        missing = self.blocks_for(num_tokens) - len(sequence.kv.blocks)
         if missing <= 0:
             return True
         if missing > self.pool.num_free:
             return False
-        sequence.blocks.extend(self.pool.allocate(missing))
+        sequence.kv.blocks.extend(self.pool.allocate(missing))
         return True
 
     def grow_each(self, sequences: list[Sequence]) -> None:
         """Allocate one more block for each sequence. The caller has checked that enough are free."""
         for sequence, block in zip(sequences, self.pool.allocate(len(sequences)), strict=True):
-            sequence.blocks.append(block)
+            sequence.kv.blocks.append(block)
 
     def room_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens in all the sequence could hold if it took every free block."""
-        return (len(sequence.blocks) + self.pool.num_free) * self.block_size
+        return (len(sequence.kv.blocks) + self.pool.num_free) * self.block_size
 
     def completed_hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """Return the hashes of the blocks that become full when the first `num_tokens` tokens are computed."""
         if not self.caches(sequence):
             return []
         full = num_tokens // self.block_size
-        return sequence.hashes_between(sequence.num_sealed, full, self.block_size)
+        return sequence.block_hashes.between(sequence.kv.num_sealed, full, self.block_size)
 
     def seal(self, sequence: Sequence) -> None:
         """Publish the sequence's full blocks in the prefix cache."""
-        for block_hash in self.completed_hashes(sequence, sequence.num_computed):
-            self.pool.seal(sequence.blocks[sequence.num_sealed], block_hash)
-            sequence.num_sealed += 1
+        for block_hash in self.completed_hashes(sequence, sequence.kv.num_computed):
+            self.pool.seal(sequence.kv.blocks[sequence.kv.num_sealed], block_hash)
+            sequence.kv.num_sealed += 1
 
     def num_unshared(self, sequence: Sequence) -> int:
         """Return how many device blocks would become free if the sequence released its own."""
-        return sum(not self.pool.is_shared(block) for block in sequence.blocks)
+        return sum(not self.pool.is_shared(block) for block in sequence.kv.blocks)
 
     def release(self, sequence: Sequence) -> None:
         """Release all device and host blocks; the computed contents may still be hit by their hashes."""
         if self._landings.pop(sequence.key, None) is not None:  # its KV is not loaded yet
-            sequence.num_landing = sequence.num_computed
-        elif sequence.num_sealed:
+            sequence.kv.num_landing = sequence.kv.num_computed
+        elif sequence.kv.num_sealed:
             self._leave_behind(sequence)
-        self.pool.free(reversed(sequence.blocks))
-        sequence.blocks = []
+        self.pool.free(reversed(sequence.kv.blocks))
+        sequence.kv.blocks = []
         if self.host is not None:
-            self.host.free(sequence.host_blocks)
-        sequence.host_blocks = []
-        sequence.num_sealed = 0
-        sequence.num_computed = 0
+            self.host.free(sequence.kv.host_blocks)
+        sequence.kv.host_blocks = []
+        sequence.kv.num_sealed = 0
+        sequence.kv.num_computed = 0
 
     def put_back(self, sequence: Sequence, num_shared: int, num_own: int) -> None:
         """Release the blocks of a speculative prefill without changing the eviction order of other blocks.
@@ -243,12 +243,12 @@ class KvLedger:
         The first `num_shared` blocks were hits. Of the later ones, the first `num_own` enter the normal eviction order,
         and the others are evicted before all other blocks.
         """
-        shared, new = sequence.blocks[:num_shared], sequence.blocks[num_shared:]
+        shared, new = sequence.kv.blocks[:num_shared], sequence.kv.blocks[num_shared:]
         self.pool.put_back(reversed(shared))
         self.pool.put_back(reversed(new[:num_own]))
         self.pool.put_back(new[num_own:], first=True)
-        sequence.blocks = []
-        sequence.num_sealed = sequence.num_computed = 0
+        sequence.kv.blocks = []
+        sequence.kv.num_sealed = sequence.kv.num_computed = 0
 
     def forget_tenants(self, marks: frozenset[bytes]) -> int:
         """Delete the cached blocks of these tenants, cache none from now on, and return how many there were."""
@@ -266,14 +266,14 @@ class KvLedger:
         """
         if not self.caches(sequence):
             return []
-        num_full = min(sequence.peak_computed, sequence.num_known) // self.block_size
-        hashes = sequence.hashes_between(0, num_full, self.block_size)
+        num_full = min(sequence.kv.peak_computed, sequence.num_known) // self.block_size
+        hashes = sequence.block_hashes.between(0, num_full, self.block_size)
         self.pool.invalidate(hashes)
         if self.host is not None:
             self.host.invalidate(hashes)
         for block_hash in hashes:
             self.pins.drop(block_hash)
-        sequence.num_sealed = 0  # so that its blocks are not offered to the disk
+        sequence.kv.num_sealed = 0  # so that its blocks are not offered to the disk
         return hashes
 
     def forget(self) -> None:
@@ -308,12 +308,14 @@ class KvLedger:
         for host_block in known:
             if host_block is not None:
                 host.share(host_block)  # before any allocation, which might evict it
-        sequence.host_blocks = [
-            host.take(sequence.blocks[index], self._sealed_hash(sequence, index)) if host_block is None else host_block
+        sequence.kv.host_blocks = [
+            host.take(sequence.kv.blocks[index], self._sealed_hash(sequence, index))
+            if host_block is None
+            else host_block
             for index, host_block in enumerate(known)
         ]
-        self.pool.free(reversed(sequence.blocks))
-        sequence.blocks = []
+        self.pool.free(reversed(sequence.kv.blocks))
+        sequence.kv.blocks = []
         self.swapped_out_total += len(known)
         return True
 
@@ -327,9 +329,9 @@ class KvLedger:
         num_blocks = max(self.blocks_for(num_tokens), len(hits))
         if self.host is None or not hits or not self._can_have(num_blocks - len(on_device), beside=on_device):
             return False
-        sequence.blocks = self._bring_in(sequence, hits)
-        self.host.free(sequence.host_blocks)
-        sequence.host_blocks = []
+        sequence.kv.blocks = self._bring_in(sequence, hits)
+        self.host.free(sequence.kv.host_blocks)
+        sequence.kv.host_blocks = []
         self.swapped_in_total += len(hits)
         return True
 
@@ -343,7 +345,7 @@ class KvLedger:
 
         It is recomputed from the start or from a prefix hit.
         """
-        assert not sequence.blocks, "a sequence holds blocks on the device and on the host"
+        assert not sequence.kv.blocks, "a sequence holds blocks on the device and on the host"
         self.release(sequence)
 
     def take_copies(self) -> Copies:
@@ -364,11 +366,11 @@ class KvLedger:
 
     def _leave_behind(self, sequence: Sequence) -> None:
         """Retain the full blocks of a sequence that is released if its request asks for it, and call `on_release`."""
-        submit = sequence.submit
+        submit = sequence.request.submit
         if not self.caches(sequence):
             return
         if submit.keep_s > 0:
-            hashes = sequence.hashes_between(0, sequence.num_sealed, self.block_size)
+            hashes = sequence.block_hashes.between(0, sequence.kv.num_sealed, self.block_size)
             pinned = [(block_hash, 1) for block_hash in reversed(hashes)]  # a head is worth more than its tail
             self.pins.pin(submit.tenant_id, pinned, submit.keep_s, submit.tenant_weight)
         self.pins.sweep()
@@ -388,22 +390,22 @@ class KvLedger:
         return None if block is None else Hit(block, on_host=True)
 
     def _sealed_hash(self, sequence: Sequence, index: int) -> bytes | None:
-        is_sealed = index < sequence.num_sealed and self.caches(sequence)
-        return sequence.hash_at(index, self.block_size) if is_sealed else None
+        is_sealed = index < sequence.kv.num_sealed and self.caches(sequence)
+        return sequence.block_hashes.at(index, self.block_size) if is_sealed else None
 
     def _known_on_host(self, host: HostTier, sequence: Sequence) -> list[int | None]:
         """Return, for each computed device block of the sequence, the host block with its contents, or None."""
         known: list[int | None] = []
-        for index in range(self.blocks_for(sequence.num_computed)):
+        for index in range(self.blocks_for(sequence.kv.num_computed)):
             block_hash = self._sealed_hash(sequence, index)
             found = None if block_hash is None else host.find(block_hash)
-            known.append(host.source_of(sequence.blocks[index]) if found is None else found)
+            known.append(host.source_of(sequence.kv.blocks[index]) if found is None else found)
         return known
 
     def _host_places(self, sequence: Sequence) -> list[int | None] | None:
         """Return `_known_on_host` if the host tier has enough free blocks and there is KV to swap out; else None."""
         host = self.host
-        if host is None or sequence.num_computed == 0 or not sequence.blocks or sequence.key in self._landings:
+        if host is None or sequence.kv.num_computed == 0 or not sequence.kv.blocks or sequence.key in self._landings:
             return None
         known = self._known_on_host(host, sequence)
         num_revived = sum(block is not None and host.is_free(block) for block in known)
@@ -412,7 +414,7 @@ class KvLedger:
     def _swapped(self, sequence: Sequence) -> list[Hit]:
         """Return the source of each block of a swapped-out sequence: the device if possible, else the host."""
         hits = []
-        for index, host_block in enumerate(sequence.host_blocks):
+        for index, host_block in enumerate(sequence.kv.host_blocks):
             block_hash = self._sealed_hash(sequence, index)
             block = None if block_hash is None else self.pool.find(block_hash)
             hits.append(Hit(host_block, on_host=True) if block is None else Hit(block, on_host=False))

@@ -93,7 +93,7 @@ class OutputProcessor:
 
     def _take_vector(self, sequence: Sequence, vector: bytes, now_ns: int) -> list[CoreOutput]:
         """Process the vector of an embedded prompt; an empty vector is not finite."""
-        if sequence.place is SequenceState.ENDED:
+        if sequence.state is SequenceState.ENDED:
             return []
         if not vector:
             self.non_finite_keys.append(sequence.key)
@@ -102,12 +102,12 @@ class OutputProcessor:
         return [CoreOutput(sequence.key, [], None, finish)]
 
     def _take_token(self, sequence: Sequence, token_id: int, logprob: CoreLogprob | None, now_ns: int) -> CoreOutput:
-        sequence.token_came(token_id, now_ns / 1e9)
+        sequence.fill_token(token_id, now_ns / 1e9)
         num_cached = 0
-        if sequence.first_token_unix_ns == 0:
-            sequence.first_token_unix_ns, num_cached = now_ns, sequence.num_cached
+        if sequence.timeline.first_token_unix_ns == 0:
+            sequence.timeline.first_token_unix_ns, num_cached = now_ns, sequence.kv.num_cached
         finish = None
-        num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
+        num_output, submit = len(sequence.tokens) - sequence.request.num_prompt, sequence.request.submit
         if num_output >= submit.max_tokens or num_output >= sequence.credit_tokens or token_id in submit.stop_token_ids:
             ends = why_it_ends(sequence, token_id)
             finish = ends and self._on_end(sequence, *ends, now_ns)
@@ -119,7 +119,7 @@ class OutputProcessor:
         As long as a draft token equals the sampled token, the token sampled after it counts as output.
         """
         sequence = chunk.sequence
-        sequence.num_drafted += len(chunk.draft)
+        sequence.drafts.num_drafted += len(chunk.draft)
         self.drafted_tokens_total += len(chunk.draft)
         output = self._take_token(sequence, *first, now_ns)
         token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
@@ -130,7 +130,7 @@ class OutputProcessor:
                 self.non_finite_keys.append(sequence.key)
                 break
             sampled = drafted[place]
-            sequence.num_accepted += 1
+            sequence.drafts.num_accepted += 1
             self._on_computed(sequence, 1)
             sequence.expect_token(-1)
             more = self._take_token(sequence, *sampled, now_ns)
@@ -140,7 +140,7 @@ class OutputProcessor:
         self.accepted_tokens_total += (num_right := len(token_ids) - 1)
         if self._speculator is not None:
             self._speculator.verified(sequence, num_right, one_wrong=finish is None and num_right < len(drafted))
-        if sequence.place is SequenceState.RUNNING:
+        if sequence.state is SequenceState.RUNNING:
             self._places.verified(sequence)
             if not sequence.has_credit:
                 self._on_park(sequence)

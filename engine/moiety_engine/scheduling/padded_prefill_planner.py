@@ -36,8 +36,8 @@ class PaddedPrefillPlanner:
                 break
         longest, reserve = _padded_lengths(batch) if batch else (0, 0)
         for sequence in batch:
-            sequence.num_padded, sequence.num_reserved = longest, reserve
-            self._room.reclaim(self._kv.blocks_for(reserve) - len(sequence.blocks), self._kv)
+            sequence.padded_row.length, sequence.padded_row.num_reserved = longest, reserve
+            self._room.reclaim(self._kv.blocks_for(reserve) - len(sequence.kv.blocks), self._kv)
             reserved = self._kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
         unfinished += [s for s in batch if not planner.add_prefill(s, planner.prefill_room(s))]
@@ -59,4 +59,4 @@ class PaddedPrefillPlanner:
 def _padded_lengths(batch: list[Sequence]) -> tuple[int, int]:
     """Return (longest prompt, longest prompt plus longest output) of a batch."""
     longest = max(len(s.tokens) for s in batch)
-    return longest, longest + max(s.submit.max_tokens - s.num_output for s in batch)
+    return longest, longest + max(s.request.submit.max_tokens - s.num_output for s in batch)

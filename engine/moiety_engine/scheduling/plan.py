@@ -75,4 +75,4 @@ class Plan:
     @property
     def is_speculative_prefill(self) -> bool:
         """True if the step is a speculative prefill, which never shares a step with requests."""
-        return bool(self.chunks) and self.chunks[0].sequence.submit.speculative_prefill is not None
+        return bool(self.chunks) and self.chunks[0].sequence.request.submit.speculative_prefill is not None

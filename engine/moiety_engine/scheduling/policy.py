@@ -94,7 +94,9 @@ class BatchView:
         if self.blocks_of_tenant is None:
             self.blocks_of_tenant = {}
             for s in self.peers:
-                self.blocks_of_tenant[s.tenant] = self.blocks_of_tenant.get(s.tenant, 0) + len(s.blocks)
+                self.blocks_of_tenant[s.request.tenant] = self.blocks_of_tenant.get(s.request.tenant, 0) + len(
+                    s.kv.blocks
+                )
         return self.blocks_of_tenant.get(tenant, 0)
 
 
@@ -216,4 +218,4 @@ class Policy:
         The beneficiary is an urgent sequence, or None if blocks are needed for decoding. `takes_blocks` is false if
         only a slot in the batch is needed.
         """
-        return [] if beneficiary is not None else sorted(running, key=lambda s: -s.order)
+        return [] if beneficiary is not None else sorted(running, key=lambda s: -s.request.order)

@@ -59,7 +59,7 @@ class Preemptor:
             return True
         for holders in (self._places.parked, self._places.returning):
             for sequence in reversed(holders):
-                if sequence.blocks and self._kv.of(sequence) is kv:
+                if sequence.kv.blocks and self._kv.of(sequence) is kv:
                     self._take_blocks(sequence)
                     if pool.num_free >= num_blocks:
                         return True
@@ -88,7 +88,7 @@ class Preemptor:
         pool = self._kv.of(beneficiary).pool
         chosen = []
         gained = pool.num_free
-        for victim in self._policy.victims(self.peers(beneficiary.group), beneficiary, now_ns / 1e9):
+        for victim in self._policy.victims(self.peers(beneficiary.kv.group), beneficiary, now_ns / 1e9):
             if gained >= num_blocks:
                 break
             if self._may_go(victim, planner):
@@ -118,12 +118,12 @@ class Preemptor:
 
     def break_deadlock(self, now_ns: int, group: int | None = None) -> bool:
         """Preempt the youngest of several half-filled sequences that hold all blocks, so that the others can end."""
-        holders = [s for s in self._places.running if s.blocks and group in (None, s.group)]
-        num_of = Counter(s.group for s in holders)
-        holders = [s for s in holders if num_of[s.group] > 1]
+        holders = [s for s in self._places.running if s.kv.blocks and group in (None, s.kv.group)]
+        num_of = Counter(s.kv.group for s in holders)
+        holders = [s for s in holders if num_of[s.kv.group] > 1]
         if not holders:
             return False
-        victims = self._policy.victims(holders, None, now_ns / 1e9) or sorted(holders, key=lambda s: -s.order)
+        victims = self._policy.victims(holders, None, now_ns / 1e9) or sorted(holders, key=lambda s: -s.request.order)
         self.preempt(victims[0], Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
         return True
 
@@ -134,16 +134,16 @@ class Preemptor:
         cost_s = self._cost_s(victim) if take_blocks else 0.0
         if take_blocks:
             self._take_blocks(victim)
-        if victim.padding_row:
+        if victim.padded_row.is_finished:
             self._kv.of(victim).release(victim)
             self._places.end(victim)
             return
         if take_blocks:
-            victim.num_preemptions += 1
+            victim.timeline.num_preemptions += 1
         else:
-            victim.num_pauses += 1
+            victim.timeline.num_pauses += 1
         self._policy.preempted(victim, beneficiary, cost_s)
-        victim.note(now_ns, EventKind.PREEMPTED, reason, beneficiary.key if beneficiary else 0)
+        victim.timeline.note(now_ns, EventKind.PREEMPTED, reason, beneficiary.key if beneficiary else 0)
         tally = self._tally.of(victim.service.name)
         tally.preempted[reason.value] += 1
         tally.num_running -= 1
@@ -155,7 +155,7 @@ class Preemptor:
     def peers(self, group: int) -> list[Sequence]:
         """Return the running sequences that hold blocks in the group."""
         running = self._places.running
-        return running if self._kv.count == 1 else [s for s in running if s.group == group]
+        return running if self._kv.count == 1 else [s for s in running if s.kv.group == group]
 
     def _give_blocks(self, short: list[Sequence], kv: KvLedger, now_ns: int) -> list[Sequence]:
         """Allocate one more block for each sequence, as far as possible, and return the sequences without one."""
@@ -174,7 +174,7 @@ class Preemptor:
 
     def _free_for_decodes(self, short: list[Sequence], kv: KvLedger, now_ns: int) -> None:
         """Preempt until the remaining decodes have their blocks or no more sequences may be preempted."""
-        pool, group = kv.pool, short[0].group
+        pool, group = kv.pool, short[0].kv.group
         for victim in self._policy.victims(list(self.peers(group)), None, now_ns / 1e9):
             if len(short) <= pool.num_free or self._num_decoding(group) < 2:
                 break
@@ -190,14 +190,14 @@ class Preemptor:
         short = [
             s
             for s in self._places.filled
-            if not s.num_computed % size and s in decoding and s.num_computed >= len(s.blocks) * size
+            if not s.kv.num_computed % size and s in decoding and s.kv.num_computed >= len(s.kv.blocks) * size
         ]
         self._places.filled = dict.fromkeys(short)
         return short
 
     def _num_decoding(self, group: int) -> int:
         decoding = self._places.decoding
-        return len(decoding) if self._kv.count == 1 else sum(s.group == group for s in decoding)
+        return len(decoding) if self._kv.count == 1 else sum(s.kv.group == group for s in decoding)
 
     def _take_blocks(self, sequence: Sequence) -> None:
         kv = self._kv.of(sequence)
@@ -217,12 +217,12 @@ class Preemptor:
     def _swap_s(self, sequence: Sequence) -> float:
         kv = self._kv.of(sequence)
         out = kv.num_to_copy_out(sequence)
-        back = kv.blocks_for(sequence.num_computed)
+        back = kv.blocks_for(sequence.kv.num_computed)
         return (out + back) * self.swap.seconds_per_block
 
     def _recompute_s(self, sequence: Sequence) -> float:
         empty = StepShape()
-        again = empty.with_prefill(sequence.num_computed, 0)
+        again = empty.with_prefill(sequence.kv.num_computed, 0)
         return self._step_time.predict_s(again) - self._step_time.predict_s(empty)
 
     def _may_go(self, victim: Sequence, planner: StepPlanner) -> bool:
@@ -240,4 +240,4 @@ def _why(victim: Sequence, beneficiary: Sequence) -> Reason:
 
 
 def _first_served(sequence: Sequence) -> tuple[int, int]:
-    return sequence.service.rank, sequence.order
+    return sequence.service.rank, sequence.request.order

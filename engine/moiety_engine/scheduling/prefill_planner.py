@@ -66,14 +66,14 @@ class PrefillPlanner:
             if self._must_wait(sequence, full, closed):
                 set_aside.append(sequence)
                 continue
-            if sequence.place is not SequenceState.RUNNING:
+            if sequence.state is not SequenceState.RUNNING:
                 reason = self._join(sequence, planner, view, joinable, now_ns)
                 if reason is None:
                     joinable -= 1
                     for other in blocked:
-                        other.num_overtaken += 1
+                        other.timeline.num_overtaken += 1
             if reason is not None:
-                sequence.delay = reason
+                sequence.timeline.delay = reason
                 set_aside.append(sequence)
                 if reason is Reason.NO_BLOCKS:
                     view.somebody_lacks_blocks = True
@@ -84,7 +84,7 @@ class PrefillPlanner:
             given = self._advance(sequence, planner)
             if given is not _Given.ALL:
                 set_aside.append(sequence)
-            if given is _Given.NOTHING and self._fills_the_last(sequence.group, full):
+            if given is _Given.NOTHING and self._fills_the_last(sequence.kv.group, full):
                 break
         self.put_back(set_aside, now_s)
         if planner.rows_left > 0 and len(full) < self._kv.count:
@@ -95,13 +95,13 @@ class PrefillPlanner:
         going = [s for s in self._places.prefilling if s.entry & 1 and not planner.prefills(s)]
         full: set[int] = set()
         for sequence in sorted(going, key=by_arrival):
-            if sequence.group in full:
+            if sequence.kv.group in full:
                 continue
             self._policy.discard(sequence)
             given = self._advance(sequence, planner)
             if given is not _Given.ALL:
                 self._policy.push(sequence, now_s)
-            if given is _Given.NOTHING and self._fills_the_last(sequence.group, full):
+            if given is _Given.NOTHING and self._fills_the_last(sequence.kv.group, full):
                 break
             if planner.rows_left <= 0:
                 break
@@ -113,10 +113,10 @@ class PrefillPlanner:
         """
         if self._kv.count == 1:
             return False
-        shut = full if sequence.place is SequenceState.RUNNING else full | closed
-        if not sequence.holds_blocks and len(shut) < self._kv.count:
+        shut = full if sequence.state is SequenceState.RUNNING else full | closed
+        if not sequence.kv.holds_blocks and len(shut) < self._kv.count:
             self._kv.choose(sequence, self._places.running, shut)
-        return sequence.group in shut
+        return sequence.kv.group in shut
 
     def _fills_the_last(self, group: int, full: set[int]) -> bool:
         """Mark the group as full for this step. Return whether all groups are full."""
@@ -134,8 +134,8 @@ class PrefillPlanner:
         if reason is Reason.NO_BLOCKS:
             if self._policy.may_overtake(sequence, view, now_s):
                 return False
-            closed.add(sequence.group)
-            return not sequence.holds_blocks or len(closed) == self._kv.count
+            closed.add(sequence.kv.group)
+            return not sequence.kv.holds_blocks or len(closed) == self._kv.count
         if reason is not Reason.BATCH_FULL:
             return False
         return not (is_full and self._policy.looks_past_full_batch(sequence, view.running))
@@ -146,25 +146,27 @@ class PrefillPlanner:
         tally.num_waiting -= 1
         tally.num_running += 1
         self._places.run(sequence)
-        if sequence.scheduled_unix_ns == 0:
-            sequence.scheduled_unix_ns = now_ns
-            sequence.num_cached = min(sequence.num_computed - sequence.num_landed, sequence.num_prompt)
+        if sequence.timeline.scheduled_unix_ns == 0:
+            sequence.timeline.scheduled_unix_ns = now_ns
+            sequence.kv.num_cached = min(sequence.kv.num_computed - sequence.kv.num_landed, sequence.request.num_prompt)
             self._speculative_prefill.joined(sequence, now_ns)
-            self.cached_tokens_total += sequence.num_cached
-            self.prompt_tokens_total += sequence.num_prompt - min(sequence.num_landed, sequence.num_prompt)
-            if sequence.delay is not None:
-                sequence.note(now_ns, EventKind.DELAYED, sequence.delay)
+            self.cached_tokens_total += sequence.kv.num_cached
+            self.prompt_tokens_total += sequence.request.num_prompt - min(
+                sequence.kv.num_landed, sequence.request.num_prompt
+            )
+            if sequence.timeline.delay is not None:
+                sequence.timeline.note(now_ns, EventKind.DELAYED, sequence.timeline.delay)
             self._policy.started(sequence, sequence.num_uncomputed, now_ns / 1e9)
-        elif sequence.num_preemptions or sequence.num_pauses:
-            again = Reason.RECOMPUTE if sequence.num_computed < sequence.peak_computed else Reason.SWAP
-            sequence.note(now_ns, EventKind.RESUMED, again)
-        sequence.delay = None
+        elif sequence.timeline.num_preemptions or sequence.timeline.num_pauses:
+            again = Reason.RECOMPUTE if sequence.kv.num_computed < sequence.kv.peak_computed else Reason.SWAP
+            sequence.timeline.note(now_ns, EventKind.RESUMED, again)
+        sequence.timeline.delay = None
 
     def put_back(self, sequences: list[Sequence], now_s: float) -> None:
         """Queue sequences again that need more prefill."""
         for sequence in sequences:
             if (
-                sequence.place is not SequenceState.ENDED and sequence not in self._places.decoding
+                sequence.state is not SequenceState.ENDED and sequence not in self._places.decoding
             ):  # decoding sequences are not queued
                 self._policy.push(sequence, now_s)
 
@@ -173,14 +175,14 @@ class PrefillPlanner:
 
         Return False, with nothing taken, if too few blocks are free.
         """
-        if sequence.blocks:
+        if sequence.kv.blocks:
             return True  # it kept its blocks, and grows with each chunk
         kv = self._kv.of(sequence)
-        if sequence.host_blocks:
+        if sequence.kv.host_blocks:
             return kv.swap_in(sequence, num_tokens)
         if not kv.start(sequence, kv.find_prefix(sequence) if hits is None else hits, num_tokens):
             return False
-        if sequence.num_landing:
+        if sequence.kv.num_landing:
             kv.land(sequence)
         return True
 
@@ -190,7 +192,7 @@ class PrefillPlanner:
         if limit <= 0:
             return _Given.NOTHING
         kv = self._kv.of(sequence)
-        self._room.reclaim(kv.blocks_for(sequence.num_computed + limit) - len(sequence.blocks), kv)
+        self._room.reclaim(kv.blocks_for(sequence.kv.num_computed + limit) - len(sequence.kv.blocks), kv)
         if planner.add_prefill(sequence, limit):
             return _Given.ALL
         return _Given.SOME if planner.prefills(sequence) else _Given.NOTHING
@@ -205,17 +207,17 @@ class PrefillPlanner:
             return Reason.BATCH_FULL
         num_tokens, kv = len(sequence.tokens), self._kv.of(sequence)
         hits: list[Hit] | None = None
-        if sequence.blocks:
-            num_new = kv.blocks_for(num_tokens) - len(sequence.blocks)
-        elif sequence.host_blocks:
+        if sequence.kv.blocks:
+            num_new = kv.blocks_for(num_tokens) - len(sequence.kv.blocks)
+        elif sequence.kv.host_blocks:
             num_new = kv.num_blocks_to_swap_in(sequence, num_tokens)
         else:
             hits = kv.find_prefix(sequence)
-            next_hash = None if sequence.num_landing else kv.next_hash(sequence, len(hits))
-            if planner.will_compute(next_hash, sequence.group):
+            next_hash = None if sequence.kv.num_landing else kv.next_hash(sequence, len(hits))
+            if planner.will_compute(next_hash, sequence.kv.group):
                 return Reason.SHARED_PREFIX
             num_new = kv.num_blocks_to_start(hits, num_tokens)
-        view.look_at(self._room.peers(sequence.group), kv.pool.num_free)
+        view.look_at(self._room.peers(sequence.kv.group), kv.pool.num_free)
         view.shape = planner.shape
         view.worst_rank = self._places.worst_rank_running
         reason = self._policy.delays(sequence, view, num_new, now_s)

@@ -17,8 +17,7 @@ from operator import attrgetter
 from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.sequence import Sequence, SequenceState
 
-by_arrival = attrgetter("order")
-_due_s, _num_computed, _predicted_output = map(attrgetter, ("next_due_s", "num_computed", "predicted_output"))
+by_arrival = attrgetter("request.order")
 
 
 class RequestQueues:
@@ -54,14 +53,14 @@ class RequestQueues:
     def oldest_unix_ns(self, now_ns: int) -> int:
         """Return the arrival time of the oldest waiting or returning request; `now_ns` if there is none."""
         firsts = [*self.returning[:1], *islice(self.waiting.values(), 1)]
-        return min((sequence.queued_unix_ns for sequence in firsts), default=now_ns)
+        return min((sequence.request.queued_unix_ns for sequence in firsts), default=now_ns)
 
     def oldest_unix_s(self) -> dict[str, float]:
         """Return the arrival time of the oldest waiting or returning request, by class."""
         firsts = [next(iter(members.values())) for members in self._waiting_of.values() if members]
         oldest: dict[str, float] = {}
         for sequence in (*firsts, *self.returning):
-            came_s = sequence.queued_unix_ns / 1e9
+            came_s = sequence.request.queued_unix_ns / 1e9
             oldest[sequence.service.name] = min(came_s, oldest.get(sequence.service.name, came_s))
         return oldest
 
@@ -74,13 +73,13 @@ class RequestQueues:
         """Return (earliest on-time deadline, total tokens of KV read) of all decodes or of those in a step."""
         if len(decoding) == len(self.decoding):
             return self._sums_of_all()
-        due_s = min([chunk.sequence.next_due_s for chunk in decoding], default=math.inf)
-        return due_s, sum([chunk.sequence.num_computed for chunk in decoding])
+        due_s = min([chunk.sequence.deadlines.next_due_s for chunk in decoding], default=math.inf)
+        return due_s, sum([chunk.sequence.kv.num_computed for chunk in decoding])
 
     def predicted_output(self) -> float:
         """Return the predicted total output of all running requests, in tokens."""
         if self._predicted_output is None:
-            self._predicted_output = sum(map(_predicted_output, self.running))
+            self._predicted_output = sum([sequence.predicted_output for sequence in self.running])
         return self._predicted_output
 
     def stepped(self) -> None:
@@ -95,12 +94,12 @@ class RequestQueues:
 
     def run(self, sequence: Sequence) -> None:
         """Move a waiting or returning sequence into the batch."""
-        if sequence.place is SequenceState.WAITING:
+        if sequence.state is SequenceState.WAITING:
             self._wait_no_more(sequence)
         else:
             self.returning.remove(sequence)
         insort(self.running, sequence, key=by_arrival)
-        sequence.place = SequenceState.RUNNING
+        sequence.state = SequenceState.RUNNING
         self._predicted_output = None
         self._ranks[sequence.service.rank] += 1
         self.prefilling[sequence] = None
@@ -109,9 +108,9 @@ class RequestQueues:
     def computed(self, sequence: Sequence) -> bool:
         """Update the queues after more of the sequence was computed. Return whether it starts to decode."""
         if (
-            sequence.place is not SequenceState.RUNNING
+            sequence.state is not SequenceState.RUNNING
             or not sequence.decoding
-            or sequence.padding_row
+            or sequence.padded_row.is_finished
             or sequence in self.verifying
         ):
             return False
@@ -133,7 +132,7 @@ class RequestQueues:
 
     def keep_as_padding(self, sequence: Sequence) -> None:
         """Keep the finished row of a padded batch as padding, which is computed with the other rows."""
-        sequence.padding_row = True
+        sequence.padded_row.is_finished = True
         self.decoding[sequence] = Chunk(sequence, 0, False, num_pad=1)
         self._decode_sums = None
         self.prefilling.pop(sequence, None)
@@ -142,26 +141,26 @@ class RequestQueues:
         """Move a sequence without credit out of the batch."""
         self._run_no_more(sequence)
         insort(self.parked, sequence, key=by_arrival)
-        sequence.place = SequenceState.PARKED
+        sequence.state = SequenceState.PARKED
 
     def send_back(self, sequence: Sequence) -> None:
         """Move a running or parked sequence to those that return to the batch."""
-        if sequence.place is SequenceState.RUNNING:
+        if sequence.state is SequenceState.RUNNING:
             self._run_no_more(sequence)
         else:
             self.parked.remove(sequence)
         insort(self.returning, sequence, key=by_arrival)
-        sequence.place = SequenceState.RETURNING
+        sequence.state = SequenceState.RETURNING
 
     def finish(self, sequence: Sequence) -> None:
         """Move a sequence whose last step is running out of the batch."""
         self._run_no_more(sequence)
-        sequence.place = SequenceState.FINISHING
+        sequence.state = SequenceState.FINISHING
 
     def end(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended."""
         del self.by_key[sequence.key]
-        match sequence.place:
+        match sequence.state:
             case SequenceState.WAITING:
                 self._wait_no_more(sequence)
             case SequenceState.RUNNING:
@@ -170,7 +169,7 @@ class RequestQueues:
                 self.parked.remove(sequence)
             case SequenceState.RETURNING:
                 self.returning.remove(sequence)
-        sequence.place = SequenceState.ENDED
+        sequence.state = SequenceState.ENDED
 
     def tenant_blocks(self, most: int) -> dict[str, int]:
         """Return the blocks that sequences hold, by tenant, for the `most` tenants with the most blocks.
@@ -179,13 +178,13 @@ class RequestQueues:
         """
         held = Counter[str]()
         for sequence in (*self.running, *self.parked, *self.returning):
-            held[sequence.tenant] += len(sequence.blocks)
+            held[sequence.request.tenant] += len(sequence.kv.blocks)
         return {tenant: count for tenant, count in held.most_common(most) if count}
 
     def _sums_of_all(self) -> tuple[float, int]:
         if self._decode_sums is None:
-            due_s = min(map(_due_s, self.decoding), default=math.inf)
-            self._decode_sums = due_s, sum(map(_num_computed, self.decoding))
+            due_s = min([sequence.deadlines.next_due_s for sequence in self.decoding], default=math.inf)
+            self._decode_sums = due_s, sum([sequence.kv.num_computed for sequence in self.decoding])
         return self._decode_sums
 
     def _run_no_more(self, sequence: Sequence) -> None:

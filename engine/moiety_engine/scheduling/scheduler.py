@@ -127,13 +127,13 @@ class Scheduler:
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; end the request if the credit is final and used up."""
         sequence = self.places.by_key.get(key)
-        if sequence is None or sequence.padding_row or sequence.place is SequenceState.FINISHING:
+        if sequence is None or sequence.padded_row.is_finished or sequence.state is SequenceState.FINISHING:
             return None
         had_credit = sequence.has_credit
         sequence.credit_tokens = max(sequence.credit_tokens, credit_tokens)
         sequence.credit_last = sequence.credit_last or last
         if sequence.has_credit:
-            if sequence.place is SequenceState.PARKED:
+            if sequence.state is SequenceState.PARKED:
                 self.places.send_back(sequence)
                 self.tally.of(sequence.service.name).num_waiting += 1
                 self.policy.push(sequence, now_ns / 1e9)
@@ -149,10 +149,10 @@ class Scheduler:
         if sequence is None:
             self.speculative_prefill.abort(key, now_ns)
             return None
-        if sequence.padding_row and not sequence.pending:
+        if sequence.padded_row.is_finished and not sequence.pending:
             self._drop(sequence)
             return None
-        sequence.num_reserved = 0  # so that an aborted row is not kept as a padding row
+        sequence.padded_row.num_reserved = 0  # so that an aborted row is not kept as a padding row
         return CoreOutput(key, [], None, self._end(sequence, reason, "", now_ns))
 
     def swap_costs(self, cost: SwapCost) -> None:
@@ -189,7 +189,7 @@ class Scheduler:
         if self.groups.count == 1 or planner.rows_left <= 0:
             return
         running = () if self._running is None else self._running.chunks
-        busy = planner.groups | {chunk.sequence.group for chunk in running}
+        busy = planner.groups | {chunk.sequence.kv.group for chunk in running}
         for group, kv in enumerate(self.groups):
             if group not in busy and not kv.pool.num_free:
                 self._room.break_deadlock(now_ns, group)
@@ -208,7 +208,7 @@ class Scheduler:
             output = self.abort(key, FinishReason.ABORT, now_ns=now_ns)
             if output is not None and output.finish is not None:
                 num_output = output.finish.num_output_tokens
-                ended.append(NonFiniteEnd(key, sequence.submit.adapter, num_output, hashes))
+                ended.append(NonFiniteEnd(key, sequence.request.submit.adapter, num_output, hashes))
         self.output_processor.non_finite_keys.clear()
         self._retire_padding_rows()
         return ended
@@ -225,15 +225,15 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             first, row = row + 1, row + chunk.samples + (num_drafted := len(chunk.draft))
-            if sequence.place is SequenceState.ENDED or (sequence.padding_row and chunk.num_tokens):
+            if sequence.state is SequenceState.ENDED or (sequence.padded_row.is_finished and chunk.num_tokens):
                 continue  # it ended after this step was planned
             self._computed(sequence, chunk.num_tokens - num_drafted)
             if num_drafted:
                 self.places.verify(sequence)
             if chunk.samples:
                 sequence.expect_token(first)
-                num_output = len(sequence.tokens) - sequence.num_prompt
-                if num_output >= sequence.submit.max_tokens:
+                num_output = len(sequence.tokens) - sequence.request.num_prompt
+                if num_output >= sequence.request.submit.max_tokens:
                     self._finishing(sequence)
                 elif num_output >= sequence.credit_tokens:
                     self._park(sequence)
@@ -317,8 +317,8 @@ class Scheduler:
 
     def kv_slots(self) -> tuple[int, int]:
         """Return (slots allocated to running sequences, slots that hold a token)."""
-        allocated = sum(len(sequence.blocks) for sequence in self.places.running) * self.kv.block_size
-        return allocated, sum(sequence.num_computed for sequence in self.places.running)
+        allocated = sum(len(sequence.kv.blocks) for sequence in self.places.running) * self.kv.block_size
+        return allocated, sum(sequence.kv.num_computed for sequence in self.places.running)
 
     # ── internal ──
 
@@ -357,18 +357,18 @@ class Scheduler:
         self.tally.of(sequence.service.name).num_running -= 1
 
     def _computed(self, sequence: Sequence, num_tokens: int) -> None:
-        start = sequence.num_computed
+        start = sequence.kv.num_computed
         end = start + num_tokens
-        peak = sequence.peak_computed
+        peak = sequence.kv.peak_computed
         if start < peak:
             again = min(end, peak) - start
-            sequence.num_recomputed += again
+            sequence.kv.num_recomputed += again
             self.recomputed_tokens_total += again
             self.tally.of(sequence.service.name).recomputed_tokens += again
         if end > peak:
-            sequence.peak_computed = end
-        sequence.num_computed = end
-        if end // self.kv.block_size > sequence.num_sealed:
+            sequence.kv.peak_computed = end
+        sequence.kv.num_computed = end
+        if end // self.kv.block_size > sequence.kv.num_sealed:
             self.groups.of(sequence).seal(sequence)
             self.places.filled[sequence] = None
 
@@ -377,14 +377,14 @@ class Scheduler:
     def _end(
         self, sequence: Sequence, reason: FinishReason, detail: str, now_ns: int, embedding: bytes = b""
     ) -> CoreFinish:
-        sequence.finished_unix_ns = now_ns
+        sequence.timeline.finished_unix_ns = now_ns
         sequence.forgo_token()
         if reason not in (FinishReason.ABORT, FinishReason.PREFILL_DONE) and detail != "credit_refused":
-            self.lengths.learn(sequence.tenant, sequence.num_output)
+            self.lengths.learn(sequence.request.tenant, sequence.num_output)
         if (
-            sequence.num_reserved and sequence.num_output and sequence.place is SequenceState.RUNNING
+            sequence.padded_row.num_reserved and sequence.num_output and sequence.state is SequenceState.RUNNING
         ):  # its batch continues
-            if not sequence.padding_row:
+            if not sequence.padded_row.is_finished:
                 self.places.keep_as_padding(sequence)
         else:
             self._drop(sequence)
@@ -392,25 +392,31 @@ class Scheduler:
 
     def _drop(self, sequence: Sequence) -> None:
         tally = self.tally.of(sequence.service.name)
-        if sequence.place is SequenceState.RUNNING:
+        if sequence.state is SequenceState.RUNNING:
             tally.num_running -= 1
-        elif sequence.place in _QUEUED:
+        elif sequence.state in _QUEUED:
             tally.num_waiting -= 1
         self.policy.discard(sequence)
-        self.policy.ended(sequence, sequence.finished_unix_ns / 1e9)
+        self.policy.ended(sequence, sequence.timeline.finished_unix_ns / 1e9)
+        if self.speculator is not None:
+            self.speculator.ended(sequence)
         self.places.end(sequence)
         self.groups.of(sequence).release(sequence)
 
     def _retire_padding_rows(self) -> None:
         """Release the blocks of a padded batch together once all of its rows have ended."""
         running = self.places.running
-        if running and running[0].padding_row and all(sequence.padding_row for sequence in running):
+        if (
+            running
+            and running[0].padded_row.is_finished
+            and all(sequence.padded_row.is_finished for sequence in running)
+        ):
             for sequence in list(running):
                 (self._leave_batch if sequence.pending else self._drop)(sequence)
 
     def _finishing(self, sequence: Sequence) -> None:
         """Handle a sequence for which the running step is the last."""
-        if sequence.num_reserved and not sequence.submit.embed:
+        if sequence.padded_row.num_reserved and not sequence.request.submit.embed:
             self.places.keep_as_padding(sequence)
         else:
             self._leave_batch(sequence)

@@ -49,7 +49,7 @@ class StepPlanner:
     @property
     def groups(self) -> set[int]:
         """Rank groups that have chunks in the step."""
-        return {chunk.sequence.group for chunk in (*self._decodes, *self._prefills.values())}
+        return {chunk.sequence.kv.group for chunk in (*self._decodes, *self._prefills.values())}
 
     @property
     def decodes(self) -> list[Chunk]:
@@ -74,7 +74,7 @@ class StepPlanner:
             return False
         for sequence, end in self._unhashed:
             hashes = self._kv.of(sequence).completed_hashes(sequence, end)
-            self._in_flight.update((sequence.group, block_hash) for block_hash in hashes)
+            self._in_flight.update((sequence.kv.group, block_hash) for block_hash in hashes)
         self._unhashed.clear()
         return (group, block_hash) in self._in_flight
 
@@ -93,16 +93,16 @@ class StepPlanner:
         self._take_answer_rows(len(chunks))
         if self._kv.count > 1:
             for chunk in chunks:
-                self._taken_of_group[chunk.sequence.group] += 1
+                self._taken_of_group[chunk.sequence.kv.group] += 1
 
     def drop_decode(self, sequence: Sequence) -> None:
         """Remove the sequence's decode from this step, so that it can be preempted."""
         if self._decodes_now(sequence):
             self._decodes = [chunk for chunk in self._decodes if chunk.sequence is not sequence]
             self._decoding = None
-            self._decode_context -= sequence.num_computed
+            self._decode_context -= sequence.kv.num_computed
             self.num_rows -= 1
-            self._taken_of_group[sequence.group] -= 1
+            self._taken_of_group[sequence.kv.group] -= 1
             self._take_answer_rows(-1)
 
     def draft(self, place: int, draft: list[int]) -> None:
@@ -111,9 +111,9 @@ class StepPlanner:
         Free blocks that other decodes may need are left to them. Nothing may be added to the step afterwards.
         """
         sequence = self._decodes[place].sequence
-        first, kv = sequence.num_computed, self._kv.of(sequence)
+        first, kv = sequence.kv.num_computed, self._kv.of(sequence)
         num_spare = max(0, kv.pool.num_free - len(self._decodes))
-        room = (len(sequence.blocks) + num_spare) * kv.block_size - first - 1
+        room = (len(sequence.kv.blocks) + num_spare) * kv.block_size - first - 1
         limit = min(len(draft), self.rows_left, room)
         if self._answer_rows_left is not None:
             limit = min(limit, self._answer_rows_left)
@@ -135,14 +135,14 @@ class StepPlanner:
         """Return how many of the sequence's uncomputed tokens fit into the rows and the step's time."""
         limit = min(sequence.num_uncomputed, self.rows_left)
         if self._kv.count > 1:
-            limit = min(limit, self._rows_of_group - self._taken_of_group[sequence.group])
+            limit = min(limit, self._rows_of_group - self._taken_of_group[sequence.kv.group])
         if self._answer_rows_left is not None:
-            prompt_left = max(0, sequence.num_prompt - sequence.num_computed)
+            prompt_left = max(0, sequence.request.num_prompt - sequence.kv.num_computed)
             limit = min(limit, prompt_left + max(0, self._answer_rows_left))
         if self._budget is None or limit <= 0:
             return max(0, limit)
         budget = self._budget.for_rank(sequence.service.rank)
-        context = sequence.num_computed
+        context = sequence.kv.num_computed
         floor = min(limit, max(0, budget.floor_tokens - self._prefill_rows))
         return max(floor, self._step_time.largest_prefill(self.shape, context, budget.seconds, limit))
 
@@ -152,24 +152,24 @@ class StepPlanner:
         Return whether its tokens are complete with this step.
         """
         kv = self._kv.of(sequence)
-        room = kv.room_tokens(sequence) - sequence.num_computed
+        room = kv.room_tokens(sequence) - sequence.kv.num_computed
         num_tokens = min(limit, room)
         if num_tokens <= 0:
             return False
-        first = sequence.num_computed
+        first = sequence.kv.num_computed
         end = first + num_tokens
         grown = kv.grow(sequence, end)
         assert grown, "room_tokens promised blocks that are not there"
         ends = end == len(sequence.tokens)
-        pad = min(max(sequence.num_padded - end, 0), self.rows_left - num_tokens) if ends else 0
-        pad = min(pad, len(sequence.blocks) * kv.block_size - end)
+        pad = min(max(sequence.padded_row.length - end, 0), self.rows_left - num_tokens) if ends else 0
+        pad = min(pad, len(sequence.kv.blocks) * kv.block_size - end)
         self._unhashed.append((sequence, min(end, sequence.num_known)))
-        embeds = ends and sequence.submit.embed
+        embeds = ends and sequence.request.submit.embed
         self._prefills[sequence] = Chunk(sequence, num_tokens, ends and not embeds, pad, embeds)
         self.num_rows += num_tokens + pad
-        self._taken_of_group[sequence.group] += num_tokens + pad
+        self._taken_of_group[sequence.kv.group] += num_tokens + pad
         self._prefill_rows += num_tokens + pad
-        self._take_answer_rows(max(0, end - max(first, sequence.num_prompt)))
+        self._take_answer_rows(max(0, end - max(first, sequence.request.num_prompt)))
         self._attended_pairs += num_tokens * (first + num_tokens // 2)
         return ends
 

@@ -192,19 +192,21 @@ class Driver:
     def _cost_s(self, plan: Plan, now_ns: int) -> float:
         """Return the device's seconds for the plan; record started requests and recomputed tokens."""
         records = self._records
-        decode_context = plan.num_decode + sum(chunk.sequence.num_computed for chunk in plan.chunks[: plan.num_decode])
+        decode_context = plan.num_decode + sum(
+            chunk.sequence.kv.num_computed for chunk in plan.chunks[: plan.num_decode]
+        )
         attended_pairs = 0
         for chunk in plan.chunks[plan.num_decode :]:
-            done, num_tokens = chunk.sequence.num_computed, chunk.num_tokens
+            done, num_tokens = chunk.sequence.kv.num_computed, chunk.num_tokens
             attended_pairs += num_tokens * done + num_tokens * (num_tokens + 1) // 2
-            record = records[chunk.sequence.submit.key]
+            record = records[chunk.sequence.request.submit.key]
             if record.scheduled_ns == 0:
                 record.scheduled_ns = now_ns
                 record.cached_tokens = record.peak_computed = done
                 record.account.left_queue()
             self._note_prefill(record, done, num_tokens)
         for sequence in plan.preempted:
-            record = records[sequence.submit.key]
+            record = records[sequence.request.submit.key]
             record.num_preemptions += 1
             record.forbidden_preemptions += not record.promised.preemptible
         self._computed_tokens += plan.num_rows
@@ -237,7 +239,7 @@ class Driver:
         records, step = self._records, self._num_steps
         tokens: list[int] = []
         for chunk in plan.chunks:
-            record = records[chunk.sequence.submit.key]
+            record = records[chunk.sequence.request.submit.key]
             account = record.account
             tenant = account.tenant
             if tenant.served_step != step:

@@ -22,7 +22,7 @@ from moiety_wire.notes import StepNote
 
 MAX_KEPT = 16
 
-_KEY = attrgetter("sequence.submit.key")  # a batch may have hundreds of chunks, and the next step waits
+_KEY = attrgetter("sequence.request.submit.key")  # a batch may have hundreds of chunks, and the next step waits
 
 
 class StepTracer:

@@ -115,7 +115,7 @@ class Replica:
         self.now_ns += round((self.step_s + TOKEN_S * plan.num_rows) * SECOND)
         for output in self.scheduler.commit(plan, tokens, [None] * len(tokens), self.now_ns):
             self._take(output)
-        held = [block for s in self.scheduler.places.by_key.values() for block in s.blocks]
+        held = [block for s in self.scheduler.places.by_key.values() for block in s.kv.blocks]
         assert self.scheduler.kv.pool.num_used == len(set(held))
 
     def run(self, limit: int = 5000) -> None:

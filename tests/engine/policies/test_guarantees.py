@@ -45,34 +45,34 @@ class Bank:
 
     @property
     def num_free(self) -> int:
-        return self.num_blocks - sum(len(s.blocks) for s in self.running)
+        return self.num_blocks - sum(len(s.kv.blocks) for s in self.running)
 
     def join(self, sequence: Sequence, num_tokens: int = 0) -> bool:
         blocks = -(-len(sequence.tokens) // SIZE)
         if not self.guarantees.can_join(sequence, num_tokens) or blocks > self.num_free:
             return False
-        sequence.place = SequenceState.RUNNING
-        sequence.blocks = [0] * blocks
+        sequence.state = SequenceState.RUNNING
+        sequence.kv.blocks = [0] * blocks
         sequence.tokens.append(1)  # the first of its answer
-        sequence.num_computed = len(sequence.tokens) - 1
+        sequence.kv.num_computed = len(sequence.tokens) - 1
         self.running.append(sequence)
         return True
 
     def step(self) -> bool:
         """A token for each that can have one. False: there is none."""
-        growing = [s for s in self.running if s.num_computed >= len(s.blocks) * SIZE]
+        growing = [s for s in self.running if s.kv.num_computed >= len(s.kv.blocks) * SIZE]
         held_up = self.guarantees.waiting_for_others(growing)
         for s in growing:
             if s not in held_up:
                 assert self.num_free > 0, "a block was promised that is not there"
-                s.blocks.append(0)
+                s.kv.blocks.append(0)
         decoding = [s for s in self.running if s not in held_up]
         for s in decoding:
             s.tokens.append(1)
-            s.num_computed += 1
-            if s.num_output >= s.submit.max_tokens:
+            s.kv.num_computed += 1
+            if s.num_output >= s.request.submit.max_tokens:
                 self.running.remove(s)
-                s.place = SequenceState.ENDED
+                s.state = SequenceState.ENDED
                 self.guarantees.forget(s)
         return bool(decoding)
 

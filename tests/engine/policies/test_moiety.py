@@ -231,7 +231,7 @@ def test_what_waits_and_is_not_late_is_what_is_demanded(make_replica: MakeReplic
         records = replica.scheduler.policy._records
         waiting = [s for s in replica.scheduler.places.waiting.values() if not records[s].demoted]
         for job in jobs:
-            assert demanded.get(job.name, 0) == sum(s.num_uncached for s in waiting if s.service.name == job.name)
+            assert demanded.get(job.name, 0) == sum(s.kv.num_uncached for s in waiting if s.service.name == job.name)
     assert replica.scheduler.tally.of("job-1").demoted > 0
     replica.run()
 
@@ -263,16 +263,18 @@ def test_of_two_that_may_not_give_way_again_one_pauses_with_its_blocks_until_the
         replica.step()
     for key in keys:
         sequence = replica.scheduler.places.by_key[key]
-        sequence.num_preemptions = 2
+        sequence.timeline.num_preemptions = 2
         replica.scheduler.policy.preempted(sequence, None, 0.0)
     paused: set[int] = set()
     while not replica.scheduler.idle:
-        before = {key: (len(replica.outputs[key]), len(s.blocks)) for key, s in replica.scheduler.places.by_key.items()}
+        before = {
+            key: (len(replica.outputs[key]), len(s.kv.blocks)) for key, s in replica.scheduler.places.by_key.items()
+        }
         replica.step()
         for key, s in replica.scheduler.places.by_key.items():
             if len(replica.outputs[key]) == before[key][0]:
                 paused.add(key)
-                assert len(s.blocks) == before[key][1]
+                assert len(s.kv.blocks) == before[key][1]
     assert len(paused) == 1
     assert [len(replica.outputs[key]) for key in keys] == [40, 40]
     assert all(EventKind.PREEMPTED not in replica.events(key) for key in keys)

@@ -18,7 +18,7 @@ CHAT = ServiceClass("chat", 0, ttft_s=600.0, tpot_s=0.1, on_overload=OverloadAct
 
 
 def greedy_running(replica: Any) -> int:
-    return sum(sequence.tenant == "greedy" for sequence in replica.scheduler.places.running)
+    return sum(sequence.request.tenant == "greedy" for sequence in replica.scheduler.places.running)
 
 
 @pytest.mark.parametrize("steps_before", [20, 92, 128, 188])
@@ -80,7 +80,7 @@ def test_short_requests_of_a_better_rank_find_a_place_however_many_came_before(
         replica.step()
     for sequence in replica.scheduler.places.running:
         for _ in range(num_preempted):
-            sequence.num_preemptions += 1
+            sequence.timeline.num_preemptions += 1
             replica.scheduler.policy.preempted(sequence, None, 0.0)
     for _ in range(60):  # more than twice for each stream
         while len(replica.scheduler.places.running) < 8:
@@ -128,8 +128,8 @@ def test_tenants_that_hold_their_share_of_places_do_not_pause_each_other(make_re
     pauses = []
     for _ in range(60):
         replica.step()
-        pauses.append(sum(s.num_pauses for s in replica.scheduler.places.by_key.values()))
-    running = [s.tenant for s in replica.scheduler.places.running]
+        pauses.append(sum(s.timeline.num_pauses for s in replica.scheduler.places.by_key.values()))
+    running = [s.request.tenant for s in replica.scheduler.places.running]
     assert (running.count("greedy"), running.count("modest")) == (4, 4)
     assert pauses[9] == pauses[-1] == 4, "one pause for each place that was given back, and none after"
     replica.run()
@@ -146,6 +146,6 @@ def test_places_are_shared_by_weight(make_replica: MakeReplica) -> None:
         replica.add(4, tenant="heavy", service=PATIENT, output=300, weight=3.0)
     for _ in range(20):
         replica.step()
-    running = [s.tenant for s in replica.scheduler.places.running]
+    running = [s.request.tenant for s in replica.scheduler.places.running]
     assert (running.count("greedy"), running.count("heavy")) == (2, 6)
     replica.run(20_000)

@@ -44,12 +44,12 @@ class DecodePacing:
         limit_s = self._longest_decode_s(best_is_there=best_waits or bool(best))
         if best_waits or best:
             self._take_turn_of_floor()
-        is_late = any(chunk.sequence.next_due_s == math.inf for chunk in best)
+        is_late = any(chunk.sequence.deadlines.next_due_s == math.inf for chunk in best)
         if best_waits or is_late:  # no deadline bounds the step
             self.limit_s = limit_s
         if len(best) == len(decoding):
             return decoding
-        num_rows, context = len(decoding), sum([chunk.sequence.num_computed for chunk in decoding])
+        num_rows, context = len(decoding), sum([chunk.sequence.kv.num_computed for chunk in decoding])
         if self._step_time.predict_s(StepShape(num_rows, 0, context)) <= limit_s:
             return decoding
         worse = [chunk for chunk in decoding if chunk.sequence.service.rank > best_rank]
@@ -80,8 +80,8 @@ class DecodePacing:
         return min(self._tuning.decode_part * self._pace.best_tpot_s, to_first_token_s)
 
     def _num_that_fit(self, best: list[Chunk], worse: list[Chunk], limit_s: float) -> int:
-        num_best, best_context = len(best), sum([chunk.sequence.num_computed for chunk in best])
-        contexts = list(accumulate((chunk.sequence.num_computed for chunk in worse), initial=best_context))
+        num_best, best_context = len(best), sum([chunk.sequence.kv.num_computed for chunk in best])
+        contexts = list(accumulate((chunk.sequence.kv.num_computed for chunk in worse), initial=best_context))
 
         def predict_s(count: int) -> float:
             return self._step_time.predict_s(StepShape(num_best + count, 0, contexts[count]))
@@ -94,4 +94,4 @@ class DecodePacing:
     def _wanted_at_s(self, chunk: Chunk) -> float:
         """Return when the request's next token is due; without a deadline, a fixed time after its newest token."""
         sequence = chunk.sequence
-        return min(sequence.next_due_s, sequence.last_token_s + self._tuning.unpromised_token_s)
+        return min(sequence.deadlines.next_due_s, sequence.deadlines.last_token_s + self._tuning.unpromised_token_s)

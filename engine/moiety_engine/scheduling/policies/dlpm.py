@@ -59,13 +59,13 @@ class Dlpm(Policy):
     # ── prefill queue ──
 
     def key(self, sequence: Sequence, now_s: float) -> int:
-        return sequence.order
+        return sequence.request.order
 
     def push(self, sequence: Sequence, now_s: float) -> None:
-        if sequence.place is not SequenceState.WAITING:
+        if sequence.state is not SequenceState.WAITING:
             super().push(sequence, now_s)
             return
-        client = self._clients[sequence.tenant]
+        client = self._clients[sequence.request.tenant]
         if sequence not in self._counted:
             self._counted.add(sequence)
             client.num_waiting += 1
@@ -81,7 +81,7 @@ class Dlpm(Policy):
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        if sequence.place is not SequenceState.WAITING:
+        if sequence.state is not SequenceState.WAITING:
             super().discard(sequence)
         else:
             self._forget_lack(sequence)
@@ -91,7 +91,7 @@ class Dlpm(Policy):
         """Push the sequence to its tenant's heap, keyed by the prefix that the cache now holds."""
         cached = self.context.cached_tokens(sequence)
         self._note_lack(sequence, cached)
-        client = self._clients[sequence.tenant]
+        client = self._clients[sequence.request.tenant]
         client.heap.push(-cached, sequence)
         first = client.heap.first()
         if first is not None and first[3] is sequence:
@@ -147,7 +147,7 @@ class Dlpm(Policy):
         self._forget_lack(sequence)
         size = self.context.block_size
         if num_cached + size < len(sequence.tokens):
-            lacked = sequence.hash_at(num_cached // size, size)
+            lacked = sequence.block_hashes.at(num_cached // size, size)
             self._lacks[sequence.key] = lacked
             self._waiting_for.setdefault(lacked, {})[sequence.key] = sequence
 
@@ -161,36 +161,38 @@ class Dlpm(Policy):
 
     def _published(self, sequence: Sequence) -> None:
         """Reorder the requests that lacked one of the sequence's blocks, which can be hit now."""
-        for index in range(sequence.num_sealed):
-            for other in list(self._waiting_for.get(sequence.hash_at(index, self.context.block_size), {}).values()):
+        for index in range(sequence.kv.num_sealed):
+            for other in list(
+                self._waiting_for.get(sequence.block_hashes.at(index, self.context.block_size), {}).values()
+            ):
                 other.entry += 2  # its old entry is void
                 self._enter(other)
 
     # ── events ──
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
-        client = self._clients.pop(sequence.tenant, None) or DlpmTenant()
-        self._clients[sequence.tenant] = client  # moved to the end: most recent arrival last
+        client = self._clients.pop(sequence.request.tenant, None) or DlpmTenant()
+        self._clients[sequence.request.tenant] = client  # moved to the end: most recent arrival last
         if len(self._clients) > self._forget_at:
             self._forget_idle()
-        client.weight = max(1e-6, sequence.submit.tenant_weight)
+        client.weight = max(1e-6, sequence.request.submit.tenant_weight)
         client.active += 1
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
-        client = self._clients[sequence.tenant]
+        client = self._clients[sequence.request.tenant]
         client.deficit -= num_uncached
         self._waits_no_more(client, sequence)
 
     def decoded(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            self._clients[sequence.tenant].deficit -= OUTPUT_WEIGHT
-            if sequence.num_output == sequence.num_resumed + 1 and self._waiting_for:
+            self._clients[sequence.request.tenant].deficit -= OUTPUT_WEIGHT
+            if sequence.num_output == sequence.request.num_resumed + 1 and self._waiting_for:
                 self._published(sequence)
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        client = self._clients[sequence.tenant]
+        client = self._clients[sequence.request.tenant]
         client.active -= 1
-        if sequence.place is SequenceState.WAITING:
+        if sequence.state is SequenceState.WAITING:
             if sequence in self._counted:
                 self._waits_no_more(client, sequence)
         elif self._waiting_for:

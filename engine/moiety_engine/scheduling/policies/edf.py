@@ -17,7 +17,7 @@ from moiety_engine.sequence import Sequence
 
 def deadline_s(sequence: Sequence) -> float:
     """Return the deadline of the first token, or of the last one if the class has no TTFT target."""
-    return sequence.completion_deadline_s if sequence.service.ttft_s is None else sequence.first_deadline_s
+    return sequence.deadlines.completion_s if sequence.service.ttft_s is None else sequence.deadlines.first_s
 
 
 class Edf(Policy):
@@ -33,4 +33,4 @@ class Edf(Policy):
     ) -> list[Sequence]:
         if beneficiary is not None:
             return []  # prefill is interleaved; decoding is not interrupted for it
-        return sorted(running, key=lambda s: (self.key(s, now_s), s.order), reverse=True)
+        return sorted(running, key=lambda s: (self.key(s, now_s), s.request.order), reverse=True)

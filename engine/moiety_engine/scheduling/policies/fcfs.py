@@ -15,4 +15,4 @@ class Fcfs(Policy):
     name = "fcfs"
 
     def key(self, sequence: Sequence, now_s: float) -> int:
-        return sequence.order
+        return sequence.request.order

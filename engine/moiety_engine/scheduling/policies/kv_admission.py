@@ -68,7 +68,7 @@ class KvAdmission:
         self._preemption_share += cost_s / _MEAN_S
         if beneficiary is not None and beneficiary.service.rank == sequence.service.rank:
             self._sharing_s -= cost_s
-        if sequence.num_preemptions >= self._tuning.max_preemptions:
+        if sequence.timeline.num_preemptions >= self._tuning.max_preemptions:
             self._guarantees.owe(sequence)
 
     def ended(self, sequence: Sequence) -> None:
@@ -86,7 +86,9 @@ class KvAdmission:
         if not candidate.service.preemptible:
             reserved_tokens = self._guarantees.reserved_tokens(candidate)
             return self._guarantees.can_join(candidate, max(self._predicted_peak(candidate), reserved_tokens))
-        return candidate.num_preemptions < self._tuning.max_preemptions or self._guarantees.can_join(candidate, 0)
+        return candidate.timeline.num_preemptions < self._tuning.max_preemptions or self._guarantees.can_join(
+            candidate, 0
+        )
 
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
         """Return the sequences, of those that need one more block now, that must wait until others have ended."""
@@ -94,7 +96,7 @@ class KvAdmission:
 
     def over_share(self, sequence: Sequence, view: BatchView, num_blocks: int) -> bool:
         """Return whether its tenant would exceed its share of blocks with `num_blocks` more."""
-        return view.tenant_blocks(sequence.tenant) + num_blocks > self._share(sequence) * view.blocks_total
+        return view.tenant_blocks(sequence.request.tenant) + num_blocks > self._share(sequence) * view.blocks_total
 
     def has_its_places(self, newcomer: Sequence) -> bool:
         """Return whether its tenant holds its share of slots and has been served no less than the waiting tenants.
@@ -103,13 +105,13 @@ class KvAdmission:
         """
         account = self._records[newcomer].tenant
         share = self._share(newcomer)
-        if newcomer.scheduled_unix_ns or share == 1.0 or account.num_begun < share * self._context.max_running:
+        if newcomer.timeline.scheduled_unix_ns or share == 1.0 or account.num_begun < share * self._context.max_running:
             return False
         return account.counter >= self._accounts[newcomer.service.rank].floor()
 
     def far_over_share(self, sequence: Sequence, view: BatchView) -> bool:
         """Return whether its tenant exceeds its share of blocks so far that its requests wait for each other."""
-        held = view.tenant_blocks(sequence.tenant)
+        held = view.tenant_blocks(sequence.request.tenant)
         return held > self._tuning.waits_for_itself_at * self._share(sequence) * view.blocks_total
 
     def peak_fits(self, view: BatchView, candidate: Sequence) -> bool:
@@ -123,7 +125,7 @@ class KvAdmission:
         held = (view.blocks_total - view.blocks_free) * size + len(candidate.tokens)
         if held + view.predicted_output() + candidate.predicted_output <= total:
             return True  # even if all ended together
-        batch = [(s.predicted_output - len(s.tokens) + s.num_prompt, len(s.tokens)) for s in view.peers]
+        batch = [(s.predicted_output - len(s.tokens) + s.request.num_prompt, len(s.tokens)) for s in view.peers]
         batch.append((candidate.predicted_output - candidate.num_output, len(candidate.tokens)))
         batch.sort(reverse=True)
         held = 0
@@ -185,7 +187,7 @@ class KvAdmission:
         if not places.over or places.held[own] + 1 > max(1.0, places.of_weight * own.weight):
             return []
         may_pause = (s for s in running if self._records[s].tenant in places.over and not self._guarantees.owes(s))
-        return sorted(may_pause, key=lambda s: (s.num_pauses, -s.order))
+        return sorted(may_pause, key=lambda s: (s.timeline.num_pauses, -s.request.order))
 
     def _places_of(self, rank: int, running: Iterable[Sequence]) -> _Places:
         """Count the rank's slots, once per step or until one changes its owner."""
@@ -210,16 +212,16 @@ class KvAdmission:
         blocks: dict[TenantCounter, int] = {}
         for s in same:
             account = records[s].tenant
-            blocks[account] = blocks.get(account, 0) + len(s.blocks)
+            blocks[account] = blocks.get(account, 0) + len(s.kv.blocks)
         each = self._context.num_blocks / max(1e-9, self._accounts[rank].total_weight)  # blocks per unit of weight
         wanted = -(-len(beneficiary.tokens) // self._context.block_size)
         if blocks.get(own, 0) + wanted > self._tuning.reclaims_up_to * each * own.weight:
             return []
         over = []
-        for s in sorted(same, key=lambda s: -s.order):
+        for s in sorted(same, key=lambda s: -s.request.order):
             account = records[s].tenant
-            left = blocks[account] - len(s.blocks)
-            if account is not own and not s.num_preemptions and left >= each * account.weight:
+            left = blocks[account] - len(s.kv.blocks)
+            if account is not own and not s.timeline.num_preemptions and left >= each * account.weight:
                 over.append(s)
                 blocks[account] = left
         return over
@@ -231,13 +233,13 @@ class KvAdmission:
 
     def _predicted_peak(self, sequence: Sequence) -> int:
         high = self._context.lengths.high(
-            sequence.tenant, self._tuning.reserve_quantile, at_most=sequence.submit.max_tokens
+            sequence.request.tenant, self._tuning.reserve_quantile, at_most=sequence.request.submit.max_tokens
         )
-        return sequence.num_prompt + max(high, sequence.num_resumed)
+        return sequence.request.num_prompt + max(high, sequence.request.num_resumed)
 
     def _giving_way(self, s: Sequence) -> tuple[int, bool, float, int, float, int]:
         """Return the sort key of victims; the largest is preempted first."""
-        deadline_s = s.completion_deadline_s if s.due_s == math.inf else s.due_s
-        done = s.num_computed / (s.num_prompt + max(s.predicted_output, s.num_output + 1.0))
-        num_times = s.num_preemptions + s.num_pauses
-        return s.service.rank, self._records[s].demoted, min(deadline_s, 1e18), -num_times, -done, s.order
+        deadline_s = s.deadlines.completion_s if s.deadlines.due_s == math.inf else s.deadlines.due_s
+        done = s.kv.num_computed / (s.request.num_prompt + max(s.predicted_output, s.num_output + 1.0))
+        num_times = s.timeline.num_preemptions + s.timeline.num_pauses
+        return s.service.rank, self._records[s].demoted, min(deadline_s, 1e18), -num_times, -done, s.request.order

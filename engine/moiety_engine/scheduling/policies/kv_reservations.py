@@ -52,7 +52,7 @@ class KvReservations:
     def owe(self, sequence: Sequence) -> None:
         """Protect the sequence from further preemption."""
         self._reserved_total -= self._reserved.pop(sequence, 0)
-        self._owed[sequence] = -(-(sequence.num_prompt + sequence.submit.max_tokens) // self._size)
+        self._owed[sequence] = -(-(sequence.request.num_prompt + sequence.request.submit.max_tokens) // self._size)
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended."""
@@ -68,8 +68,8 @@ class KvReservations:
         needed = -(-max(num_tokens, len(sequence.tokens)) // self._size)
         if not self._owed and self._reserved_total + needed <= self._num_blocks:
             return True  # even if all reserved requests ran now
-        firm = self._firm(sequence.group)
-        owed = self._owed_of(sequence.group)
+        firm = self._firm(sequence.kv.group)
+        owed = self._owed_of(sequence.kv.group)
         if not firm and not owed:
             return True
         if sequence in self._owed:
@@ -88,11 +88,11 @@ class KvReservations:
         asking = [s for s in growing if s in self._owed]
         if not asking:
             return []
-        states = {s: self._state(s) for s in self._owed_of(asking[0].group)}
-        firm = self._firm(asking[0].group)
-        nearest = min(states, key=lambda s: (states[s][0], s.order))
+        states = {s: self._state(s) for s in self._owed_of(asking[0].kv.group)}
+        firm = self._firm(asking[0].kv.group)
+        nearest = min(states, key=lambda s: (states[s][0], s.request.order))
         held_up = []
-        for s in sorted(asking, key=lambda s: (states[s][0], s.order)):
+        for s in sorted(asking, key=lambda s: (states[s][0], s.request.order)):
             left, held = states[s]
             states[s] = left - 1, held + 1
             if s is not nearest and not self._all_can_end(firm, list(states.values())):
@@ -103,11 +103,13 @@ class KvReservations:
     # ── internal ──
 
     def _owed_of(self, group: int) -> list[Sequence]:
-        return [s for s in self._owed if s.place is SequenceState.RUNNING and s.group == group]
+        return [s for s in self._owed if s.state is SequenceState.RUNNING and s.kv.group == group]
 
     def _firm(self, group: int) -> int:
         """Return the blocks held by reservations in the group."""
-        running = [(s, n) for s, n in self._reserved.items() if s.place is SequenceState.RUNNING and s.group == group]
+        running = [
+            (s, n) for s, n in self._reserved.items() if s.state is SequenceState.RUNNING and s.kv.group == group
+        ]
         return sum(n for s, n in running if self._within(s))
 
     def _within(self, sequence: Sequence) -> bool:
@@ -116,11 +118,11 @@ class KvReservations:
     def _predicted(self, sequence: Sequence) -> int:
         """Return the number of blocks with which it is predicted to end."""
         num_output = max(sequence.predicted_output, sequence.num_output + 1.0)
-        return min(self._owed[sequence], -(-(sequence.num_prompt + int(num_output)) // self._size))
+        return min(self._owed[sequence], -(-(sequence.request.num_prompt + int(num_output)) // self._size))
 
     def _state(self, sequence: Sequence) -> tuple[int, int]:
         """Return (blocks that it may still need, blocks that it holds once its tokens are computed)."""
-        held = len(sequence.blocks) if sequence.decoding else -(-len(sequence.tokens) // self._size)
+        held = len(sequence.kv.blocks) if sequence.decoding else -(-len(sequence.tokens) // self._size)
         return max(0, self._owed[sequence] - held), held
 
     def _all_can_end(self, firm: int, owed: list[tuple[int, int]]) -> bool:

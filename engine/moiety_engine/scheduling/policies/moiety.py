@@ -74,12 +74,14 @@ class Moiety(Policy):
         accounts = self._accounts.setdefault(service.rank, TenantCounters())
         account = accounts.arrived(self._name_of(sequence), sequence, now_s)
         self._records[sequence] = RequestRecord(account)
-        account.pending_tokens += sequence.num_uncached
-        self._flow.came(service.rank, sequence.num_uncached, now_s)
-        self._pace.demand.came(service, sequence.num_uncached, now_s)
+        account.pending_tokens += sequence.kv.num_uncached
+        self._flow.came(service.rank, sequence.kv.num_uncached, now_s)
+        self._pace.demand.came(service, sequence.kv.num_uncached, now_s)
         self._pace.saw(service, now_s)
         sequence.predicted_output = self.context.lengths.expected(
-            sequence.tenant, longer_than=sequence.num_resumed, at_most=sequence.submit.max_tokens
+            sequence.request.tenant,
+            longer_than=sequence.request.num_resumed,
+            at_most=sequence.request.submit.max_tokens,
         )
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
@@ -89,8 +91,8 @@ class Moiety(Policy):
         account.num_begun += 1
         self._claims.places_changed()
         self._waits_no_more(sequence, record)
-        prepaid = self.tuning.prepaid * (sequence.predicted_output - sequence.num_resumed)
-        record.charged_tokens = sequence.num_resumed + prepaid
+        prepaid = self.tuning.prepaid * (sequence.predicted_output - sequence.request.num_resumed)
+        record.charged_tokens = sequence.request.num_resumed + prepaid
         self._accounts[sequence.service.rank].charge(account, num_uncached, prepaid)
         self._claims.reserve(sequence)
 
@@ -100,14 +102,14 @@ class Moiety(Policy):
             record = record_of(sequence)
             if record is None:  # it has ended
                 continue
-            num_output = len(sequence.tokens) - sequence.num_prompt
+            num_output = len(sequence.tokens) - sequence.request.num_prompt
             owed = num_output - record.charged_tokens
             if owed > 0:
                 record.charged_tokens = num_output
                 record.tenant.counter += OUTPUT_WEIGHT * owed / record.tenant.weight
                 if num_output > sequence.predicted_output:
                     sequence.predicted_output = self.context.lengths.expected(
-                        sequence.tenant, longer_than=num_output, at_most=sequence.submit.max_tokens
+                        sequence.request.tenant, longer_than=num_output, at_most=sequence.request.submit.max_tokens
                     )
 
     def stepped(self, seconds: float, shape: StepShape, now_s: float) -> None:
@@ -129,7 +131,7 @@ class Moiety(Policy):
     def ended(self, sequence: Sequence, now_s: float) -> None:
         record = self._records.pop(sequence)
         account, rank = record.tenant, sequence.service.rank
-        if sequence.scheduled_unix_ns == 0:
+        if sequence.timeline.scheduled_unix_ns == 0:
             self._waits_no_more(sequence, record)
         else:
             account.num_begun -= 1
@@ -142,17 +144,17 @@ class Moiety(Policy):
 
     def _waits_no_more(self, sequence: Sequence, record: RequestRecord) -> None:
         """Record that the sequence starts, or ends without having started."""
-        record.tenant.pending_tokens -= sequence.num_uncached
-        self._flow.left(sequence.service.rank, sequence.num_uncached)
+        record.tenant.pending_tokens -= sequence.kv.num_uncached
+        self._flow.left(sequence.service.rank, sequence.kv.num_uncached)
         if not record.demoted:
-            self._pace.demand.left(sequence.service, sequence.num_uncached)
+            self._pace.demand.left(sequence.service, sequence.kv.num_uncached)
 
     # ── admission ──
 
     def admit(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
         self._pace.refresh(now_s)
         verdict = self._judge(sequence, sequence.service)
-        fallback = sequence.submit.fallback
+        fallback = sequence.request.submit.fallback
         if verdict.service is None and fallback and sequence.service.on_overload is OverloadAction.DOWNGRADE:
             second = self._judge(sequence, fallback)
             if second.service is not None:
@@ -172,13 +174,13 @@ class Moiety(Policy):
         if account is not None and account.num_queued and account.num_queued >= self._places_of_tenant(service.rank):
             retry_s = self._flow.wait_s(service.rank, account.pending_tokens) / 2
             return AdmissionDecision(None, Reason.TENANT_QUEUE_FULL, retry_after_s=max(1.0, retry_s))
-        weight = max(1e-6, sequence.submit.tenant_weight * service.weight)
+        weight = max(1e-6, sequence.request.submit.tenant_weight * service.weight)
         ahead = 0.0 if accounts is None else accounts.ahead_of(account, weight)
         wait_s = self._flow.wait_s(service.rank, ahead)
-        predicted_s = wait_s + sequence.num_uncached * self._pace.token_s + self._pace.step_s
+        predicted_s = wait_s + sequence.kv.num_uncached * self._pace.token_s + self._pace.step_s
         if service.ttft_s is None or not self.tuning.admission:
             return AdmissionDecision(service, Reason.IN_TIME, predicted_s)
-        num_allowed = sequence.num_uncached + sequence.submit.sibling_tokens
+        num_allowed = sequence.kv.num_uncached + sequence.request.submit.sibling_tokens
         target_s = service.ttft_s + service.ttft_per_1k_s * num_allowed / 1000
         best = service.rank <= self._pace.best_rank
         if predicted_s <= (self.tuning.ttft_margin_of_best if best else self.tuning.ttft_margin) * target_s:
@@ -224,7 +226,7 @@ class Moiety(Policy):
             return True  # it waits for other requests of its own tenant
         if self._records[blocked].boosted:  # it gets the blocks that become free, unless the best rank needs them
             return blocked.service.rank > self._pace.best_rank and self._queue.has_at_risk(self._pace.best_rank)
-        return blocked.num_overtaken < self.tuning.max_overtaken
+        return blocked.timeline.num_overtaken < self.tuning.max_overtaken
 
     def victims(
         self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
@@ -275,7 +277,8 @@ class Moiety(Policy):
         if math.inf in (view.slack_s, tpot_s) or rank <= self._pace.best_rank or record.boosted:
             return False
         if not self.tuning.chunk_sizing or (
-            record.bucket == AT_RISK and all(s.service.rank >= rank for s in view.running if s.due_s < math.inf)
+            record.bucket == AT_RISK
+            and all(s.service.rank >= rank for s in view.running if s.deadlines.due_s < math.inf)
         ):
             return False
         return self._decode_s(view, sequence) > self.tuning.decode_part * tpot_s
@@ -304,4 +307,4 @@ class Moiety(Policy):
         return self.tuning.tenant_queue * max(0, self.context.max_waiting - taken)
 
     def _name_of(self, sequence: Sequence) -> str:
-        return sequence.tenant if self.tuning.fairness else ""
+        return sequence.request.tenant if self.tuning.fairness else ""

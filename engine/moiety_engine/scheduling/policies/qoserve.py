@@ -92,7 +92,7 @@ class QoserveDemotion(QoserveChunking):
 
     def _demote(self, sequence: Sequence, now_s: float) -> None:
         self._late.add(sequence)
-        sequence.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
+        sequence.timeline.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
         self.context.tally.of(sequence.service.name).demoted += 1
         sequence.entry += 2  # its entry in the other heap is void
         self._enter(sequence, now_s)
@@ -100,8 +100,8 @@ class QoserveDemotion(QoserveChunking):
     # ── predictions ──
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
-        lengths, most = self.context.lengths, sequence.submit.max_tokens
-        sequence.predicted_output = lengths.high(sequence.tenant, _LONG_ANSWER, at_most=most)
+        lengths, most = self.context.lengths, sequence.request.submit.max_tokens
+        sequence.predicted_output = lengths.high(sequence.request.tenant, _LONG_ANSWER, at_most=most)
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         self._late.discard(sequence)
@@ -118,7 +118,7 @@ class QoserveDemotion(QoserveChunking):
         if sequence.num_output:
             return math.inf
         model, full = self.context.step_time, self.context.max_batch_tokens
-        a_step_s = model.predict_s(StepShape().with_prefill(full, sequence.num_computed))
+        a_step_s = model.predict_s(StepShape().with_prefill(full, sequence.kv.num_computed))
         need_s = sequence.num_uncomputed / full * a_step_s
         if sequence.service.ttft_s is None:
             need_s += sequence.predicted_output * self._step_s
@@ -133,7 +133,7 @@ class QoserveDemotion(QoserveChunking):
             return []
 
         def giving_way(s: Sequence) -> tuple[bool, bool, float, int]:
-            return s in self._late, s.num_output == 0, self.key(s, now_s), s.order
+            return s in self._late, s.num_output == 0, self.key(s, now_s), s.request.order
 
         return sorted(running, key=giving_way, reverse=True)
 
@@ -155,7 +155,7 @@ class Qoserve(QoserveDemotion):
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
         super()._enter(sequence, now_s)
-        if sequence.place is SequenceState.RUNNING and not sequence.num_output and sequence not in self._late:
+        if sequence.state is SequenceState.RUNNING and not sequence.num_output and sequence not in self._late:
             until_s = self._latest_start_s(sequence) - self._step_s
             self._begun.push(until_s, sequence)
 

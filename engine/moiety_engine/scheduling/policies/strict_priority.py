@@ -26,4 +26,4 @@ class StrictPriority(Policy):
     ) -> list[Sequence]:
         if beneficiary is not None:
             return []
-        return sorted(running, key=lambda s: (s.service.rank, s.order), reverse=True)
+        return sorted(running, key=lambda s: (s.service.rank, s.request.order), reverse=True)

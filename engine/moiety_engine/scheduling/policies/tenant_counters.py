@@ -69,7 +69,7 @@ class TenantCounters:
         if account is None:
             account = self._accounts[tenant] = TenantCounter(tenant)
         if account.active == 0:
-            account.weight = max(1e-6, sequence.submit.tenant_weight * sequence.service.weight)
+            account.weight = max(1e-6, sequence.request.submit.tenant_weight * sequence.service.weight)
             account.last_served_s = now_s
             self.total_weight += account.weight
         account.active += 1

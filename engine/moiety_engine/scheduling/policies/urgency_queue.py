@@ -103,7 +103,7 @@ class UrgencyQueue:
     def time_passed(self, seconds: float) -> None:
         """Give the boost lane its part of a step's time, and refund time that it took and did not use."""
         unused = sum(
-            min(lacked, s.num_uncomputed) for s, lacked in self._on_lane.items() if s.place is not SequenceState.ENDED
+            min(lacked, s.num_uncomputed) for s, lacked in self._on_lane.items() if s.state is not SequenceState.ENDED
         )
         self._on_lane.clear()
         self._lane_s += self._tuning.boost_part * seconds + unused * self._pace.token_s
@@ -124,9 +124,9 @@ class UrgencyQueue:
         bucket, moves_at_s = self._bucket(sequence, now_s)
         if bucket == DEMOTED and not record.demoted:
             record.demoted = True
-            if sequence.scheduled_unix_ns == 0:
-                self._pace.demand.left(sequence.service, sequence.num_uncached)
-            sequence.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
+            if sequence.timeline.scheduled_unix_ns == 0:
+                self._pace.demand.left(sequence.service, sequence.kv.num_uncached)
+            sequence.timeline.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
             self._tally.of(sequence.service.name).demoted += 1
         record.bucket = bucket
         rank = sequence.service.rank
@@ -138,11 +138,11 @@ class UrgencyQueue:
             queue = self._queues[level] = FairQueue()
             self._levels = sorted(self._queues.items())  # those at risk first, then rank by rank
         queue.push(record.tenant, sequence, self._key(sequence, record))
-        has_begun = sequence.scheduled_unix_ns > 0
+        has_begun = sequence.timeline.scheduled_unix_ns > 0
         if not record.boosted:
-            since_s = now_s if has_begun else sequence.arrival_s
+            since_s = now_s if has_begun else sequence.request.arrival_s
             self._waited.push(since_s + sequence.service.max_queue_s, sequence)
-        elif sequence.place is SequenceState.RUNNING:
+        elif sequence.state is SequenceState.RUNNING:
             self._waited.push(0.0, sequence)  # the lane completes what it began: half of a prompt only occupies a slot
         else:
             self._waited.push(now_s, sequence)
@@ -154,14 +154,14 @@ class UrgencyQueue:
         beyond_repair = DEMOTED if self._tuning.demotion else AT_RISK
         need_s = sequence.num_uncomputed * self._pace.token_s
         if sequence.service.ttft_s is not None:
-            if not sequence.on_time:
+            if not sequence.deadlines.on_time:
                 return beyond_repair, math.inf
-            deadline_s = sequence.due_s if sequence.num_output else sequence.first_deadline_s
+            deadline_s = sequence.deadlines.due_s if sequence.num_output else sequence.deadlines.first_s
             if deadline_s == math.inf:
                 return SAFE, math.inf
         else:
-            deadline_s = sequence.completion_deadline_s
-            longest = min(self._tuning.length_margin * sequence.predicted_output, sequence.submit.max_tokens)
+            deadline_s = sequence.deadlines.completion_s
+            longest = min(self._tuning.length_margin * sequence.predicted_output, sequence.request.submit.max_tokens)
             need_s += max(1.0, longest - sequence.num_output) * self._pace.step_s
         late_s = deadline_s - need_s
         risk_s = deadline_s - self._tuning.risk_factor * need_s - 2 * self._pace.longest_step_s
@@ -181,20 +181,23 @@ class UrgencyQueue:
         It is the deadline, moved by the remaining work as the load grows; for demoted requests, the arrival.
         """
         if record.bucket == DEMOTED:
-            return _AFTER_ALL + sequence.arrival_s
+            return _AFTER_ALL + sequence.request.arrival_s
         interactive = sequence.service.ttft_s is not None
-        deadline_s = sequence.first_deadline_s if interactive else sequence.completion_deadline_s
+        deadline_s = sequence.deadlines.first_s if interactive else sequence.deadlines.completion_s
         blend = self._pace.by_work.get(sequence.service.rank)
         if blend is None:
-            blend = self._pace.blend * min(1.0, (deadline_s - sequence.arrival_s) / _PATIENT_S)
+            blend = self._pace.blend * min(1.0, (deadline_s - sequence.request.arrival_s) / _PATIENT_S)
         return deadline_s + blend * sequence.num_uncomputed * self._pace.token_s
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Return whether it has begun and precedes those that have not: it was preempted or is nearly complete."""
-        if sequence.scheduled_unix_ns == 0:
+        if sequence.timeline.scheduled_unix_ns == 0:
             return False
         need_s = sequence.num_uncomputed * self._pace.token_s
-        return sequence.num_preemptions > 0 or need_s <= self._tuning.nearly_done_steps * self._pace.longest_step_s
+        return (
+            sequence.timeline.num_preemptions > 0
+            or need_s <= self._tuning.nearly_done_steps * self._pace.longest_step_s
+        )
 
     def _is_best_stream(self, sequence: Sequence) -> bool:
         rank = sequence.service.rank
@@ -245,7 +248,7 @@ class UrgencyQueue:
         record = self._records[sequence]
         if not record.boosted:
             record.boosted = True
-            sequence.note(int(now_s * 1e9), EventKind.BOOSTED, Reason.WAITED_TOO_LONG)
+            sequence.timeline.note(int(now_s * 1e9), EventKind.BOOSTED, Reason.WAITED_TOO_LONG)
             self._tally.of(sequence.service.name).boosted += 1
 
     def _pop_rank(self, rank: int) -> Sequence | None:

@@ -51,13 +51,13 @@ class Vtc(Policy):
     # ── prefill queue ──
 
     def key(self, sequence: Sequence, now_s: float) -> int:
-        return sequence.order
+        return sequence.request.order
 
     def push(self, sequence: Sequence, now_s: float) -> None:
-        if sequence.place is not SequenceState.WAITING:
+        if sequence.state is not SequenceState.WAITING:
             super().push(sequence, now_s)
             return
-        client = self._clients[sequence.tenant]
+        client = self._clients[sequence.request.tenant]
         if sequence not in self._counted:
             self._counted.add(sequence)
             if client.num_queued == 0:
@@ -67,7 +67,7 @@ class Vtc(Policy):
         if not client.heap:
             self._ties += 1
             heappush(self._by_counter, (client.counter, self._ties, client))
-        client.heap.push(sequence.order, sequence)
+        client.heap.push(sequence.request.order, sequence)
 
     def pop(self, now_s: float) -> Sequence | None:
         sequence = super().pop(now_s)
@@ -96,26 +96,26 @@ class Vtc(Policy):
     # ── events ──
 
     def arrived(self, sequence: Sequence, now_s: float) -> None:
-        client = self._clients.get(sequence.tenant)
+        client = self._clients.get(sequence.request.tenant)
         if client is None:
             if len(self._clients) >= self._forget_at:
                 self._forget_idle()
-            client = self._clients[sequence.tenant] = VtcTenant()
-        client.weight = max(1e-6, sequence.submit.tenant_weight)
+            client = self._clients[sequence.request.tenant] = VtcTenant()
+        client.weight = max(1e-6, sequence.request.submit.tenant_weight)
         client.active += 1
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
-        client = self._clients[sequence.tenant]
+        client = self._clients[sequence.request.tenant]
         client.counter += num_uncached / client.weight
         self._left(client, sequence)
 
     def decoded(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            client = self._clients[sequence.tenant]
+            client = self._clients[sequence.request.tenant]
             client.counter += OUTPUT_WEIGHT / client.weight
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        client = self._clients[sequence.tenant]
+        client = self._clients[sequence.request.tenant]
         client.active -= 1
         if sequence in self._counted:
             self._left(client, sequence)

@@ -41,6 +41,7 @@ class DraftModelProposer:
         self.passes = PassCosts()
         self._kv = kv
         self._max_context = max_context
+        self._rates: dict[Sequence, _AcceptanceRate] = {}
         self._of_all = _AcceptanceRate(_LEAST_WEIGHT_FOR_ALL)
         self._pause = 1
         self._num_idle = 0  # calls since a draft was verified
@@ -48,27 +49,32 @@ class DraftModelProposer:
 
     def guess(self, sequence: Sequence, count: int) -> Proposal:
         """Return a proposal whose tokens the draft model has yet to generate."""
-        own: _AcceptanceRate | None = sequence.history
+        own = self._rates.get(sequence)
         if own is None:
-            own = sequence.history = _AcceptanceRate(_LEAST_WEIGHT)
+            own = self._rates[sequence] = _AcceptanceRate(_LEAST_WEIGHT)
         num_tokens = len(sequence.tokens)
         count = min(count, self._max_context - num_tokens)
         if count <= 0:
             return Proposal([])
         chance = (own.num_seen * own.value + _FEW * self._of_all.value) / (own.num_seen + _FEW)
         num_behind = self._kv.num_behind(sequence)
-        num_left = sequence.submit.max_tokens - sequence.num_output
+        num_left = sequence.request.submit.max_tokens - sequence.num_output
         return Proposal([PENDING] * count, chance, chance, num_behind, max(1, num_left))
 
     def verified(self, sequence: Sequence, num_right: int, *, one_wrong: bool) -> None:
+        own = self._rates.get(sequence)  # None if it ended with these tokens
         for right in [True] * num_right + [False] * one_wrong:
-            sequence.history.saw(right=right)
+            if own is not None:
+                own.saw(right=right)
             self._of_all.saw(right=right)
         if sequence.key != self._tried:
             self._pause = _PAUSE
         else:
             self._pause = min(_LONGER * self._pause, _LONGEST_PAUSE) if one_wrong else 1
         self._tried, self._num_idle = -1, 0
+
+    def ended(self, sequence: Sequence) -> None:
+        self._rates.pop(sequence, None)
 
     def attempt(self, sequences: list[Sequence], guesses: list[Proposal]) -> ProposalAttempt | None:
         """Propose a short draft of the sequence that the draft model is least behind."""

@@ -44,7 +44,7 @@ class DraftedKv:
     def num_there(self, sequence: Sequence) -> int:
         """Return how many of the sequence's tokens need no processing; never the newest one that it reads."""
         held = self._held.get(sequence)
-        if held is None or held.blocks is not sequence.blocks:
+        if held is None or held.blocks is not sequence.kv.blocks:
             held = self._found(sequence)
         else:
             self._come_true(sequence, held)
@@ -58,10 +58,12 @@ class DraftedKv:
     def took_in(self, sequence: Sequence, first: int, end: int, guessed: list[int]) -> None:
         """Record that tokens `first` to `end` - 1 were processed, and then the draft tokens `guessed`."""
         held = self._held[sequence]
-        assert held.blocks is sequence.blocks and first <= held.num_there, "taken in after something that is not there"
+        assert held.blocks is sequence.kv.blocks and first <= held.num_there, (
+            "taken in after something that is not there"
+        )
         held.num_there, held.guessed = end, [] if self.lag else guessed
         first_block, size = first // self._block_size, self._block_size
-        for block in sequence.blocks[first_block : -(-(end + len(guessed)) // size)]:
+        for block in sequence.kv.blocks[first_block : -(-(end + len(guessed)) // size)]:
             self._hash_of.pop(block, None)
         held.num_marked = min(held.num_marked, first_block)
 
@@ -74,12 +76,12 @@ class DraftedKv:
         """Look up the sequence's blocks by their hashes, from the first on."""
         self._prune()
         count, hash_of, size = 0, self._hash_of, self._block_size
-        for block in sequence.blocks[: sequence.num_known // size]:
-            if hash_of.get(block) != sequence.hash_at(count, size):
+        for block in sequence.kv.blocks[: sequence.num_known // size]:
+            if hash_of.get(block) != sequence.block_hashes.at(count, size):
                 break
             count += 1
         num_there = max(0, count * size - self.lag)
-        held = self._held[sequence] = _SequenceKv(sequence.blocks, count, num_there)
+        held = self._held[sequence] = _SequenceKv(sequence.kv.blocks, count, num_there)
         return held
 
     def _come_true(self, sequence: Sequence, held: _SequenceKv) -> None:
@@ -94,10 +96,10 @@ class DraftedKv:
         """Record the hashes of the blocks that are full by now, so that other sequences can use them."""
         size = self._block_size
         for index in range(held.num_marked, min(held.num_there, sequence.num_known) // size):
-            self._hash_of[held.blocks[index]] = sequence.hash_at(index, size)
+            self._hash_of[held.blocks[index]] = sequence.block_hashes.at(index, size)
             held.num_marked = index + 1
 
     def _prune(self) -> None:
         if len(self._held) >= self._pruned_from:
-            self._held = {s: held for s, held in self._held.items() if s.place is not SequenceState.ENDED}
+            self._held = {s: held for s, held in self._held.items() if s.state is not SequenceState.ENDED}
             self._pruned_from = max(_PRUNED_FROM, 2 * len(self._held))

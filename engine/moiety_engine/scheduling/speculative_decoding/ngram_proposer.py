@@ -13,12 +13,13 @@ class NgramProposer:
 
     def __init__(self) -> None:
         self.passes = PassCosts()
+        self._histories: dict[Sequence, AcceptanceHistory] = {}
 
     def guess(self, sequence: Sequence, count: int) -> Proposal:
         """Return a proposal. The token that the running step samples is proposed too, but not drafted."""
-        history: AcceptanceHistory | None = sequence.history
+        history = self._histories.get(sequence)
         if history is None:
-            history = sequence.history = AcceptanceHistory()
+            history = self._histories[sequence] = AcceptanceHistory()
         draft = history.guess(sequence, count + 1)
         first = chance = history.chance
         if sequence.pending:
@@ -27,6 +28,9 @@ class NgramProposer:
 
     def verified(self, sequence: Sequence, num_right: int, *, one_wrong: bool) -> None:
         """Do nothing: the history compares proposals with the text."""
+
+    def ended(self, sequence: Sequence) -> None:
+        self._histories.pop(sequence, None)
 
     def attempt(self, sequences: list[Sequence], guesses: list[Proposal]) -> ProposalAttempt | None:
         return None

@@ -25,6 +25,10 @@ class Proposer(Protocol):
         """Record the result of a verified draft: `num_right` accepted tokens, and whether the next one was rejected."""
         ...
 
+    def ended(self, sequence: Sequence) -> None:
+        """Drop what is kept for a sequence that has ended."""
+        ...
+
     def attempt(self, sequences: list[Sequence], guesses: list[Proposal]) -> ProposalAttempt | None:
         """Return a draft to try now and then when no draft is known to pay, to learn more; None for no attempt."""
         ...

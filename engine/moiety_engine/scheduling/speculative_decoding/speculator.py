@@ -60,6 +60,10 @@ class Speculator:
         """Record the result of a verified draft: `num_right` accepted tokens, and whether the next one was rejected."""
         self._proposer.verified(sequence, num_right, one_wrong=one_wrong)
 
+    def ended(self, sequence: Sequence) -> None:
+        """Drop what the proposer keeps for a sequence that has ended."""
+        self._proposer.ended(sequence)
+
     def _extend(self, planner: StepPlanner, slack_s: float, *, overlaps: bool) -> None:
         num_decodes = len(planner.decodes)
         if not num_decodes or planner.rows_left <= 0 or num_decodes >= self.costs.sizes[-1]:
@@ -101,8 +105,8 @@ class Speculator:
 
         Structured outputs get none: the grammar's mask after a proposed token is unknown before the token is accepted.
         """
-        room = min(sequence.credit_tokens, sequence.submit.max_tokens) - sequence.num_output - 1
-        if sequence.guide is not None or room <= 0:
+        room = min(sequence.credit_tokens, sequence.request.submit.max_tokens) - sequence.num_output - 1
+        if sequence.request.guide is not None or room <= 0:
             return Proposal([])
         guess = self._proposer.guess(sequence, self._num_tokens)
         return guess._replace(token_ids=guess.token_ids[:room])

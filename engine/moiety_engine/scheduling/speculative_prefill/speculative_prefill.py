@@ -96,7 +96,7 @@ class SpeculativePrefill:
         self._advance(now_s)
         apart = self._groups.first.answers_apart
         sequence = Sequence(submit, order=0, seed=0, queued_unix_ns=now_ns, answer_apart=apart)
-        hashes = sequence.hashes_between(0, len(sequence.tokens) // self._block_size, self._block_size)
+        hashes = sequence.block_hashes.between(0, len(sequence.tokens) // self._block_size, self._block_size)
         sequence.tokens.append(0)  # placeholder of the next token, so that no step samples after the prompt
         wanted = _Wanted(sequence, list(hashes), self._stale(submit), now_s)
         watched = self._watch.open(hashes[-1], submit.speculative_prefill.habit, now_s) if hashes else None
@@ -126,8 +126,8 @@ class SpeculativePrefill:
             return
         now_s = now_ns / 1e9
         self._advance(now_s)
-        hashes = sequence.hashes_between(0, sequence.num_prompt // self._block_size, self._block_size)
-        sequence.num_speculative = self.account.used(hashes[: sequence.num_cached // self._block_size])
+        hashes = sequence.block_hashes.between(0, sequence.request.num_prompt // self._block_size, self._block_size)
+        sequence.kv.num_speculative = self.account.used(hashes[: sequence.kv.num_cached // self._block_size])
         for block_hash in hashes:
             watched = self._watch.found(block_hash, now_s)
             if watched is not None and watched.wanted is not None and watched.wanted.sequence.key in self._wanted:
@@ -148,7 +148,7 @@ class SpeculativePrefill:
         """Add a chunk of the next prefill to a step that would otherwise be empty."""
         while self._wanted:
             wanted = self._next()
-            submit = wanted.sequence.submit
+            submit = wanted.sequence.request.submit
             assert submit.speculative_prefill is not None, "only speculative prefills are submitted here"
             if self.habits.likelihood(submit.speculative_prefill.habit, now_ns / 1e9 - wanted.asked_s) < LIKELY:
                 self._end(wanted, SpeculativePrefillOutcome.UNLIKELY, now_ns)
@@ -171,12 +171,12 @@ class SpeculativePrefill:
             return
         sequence, (chunk,) = wanted.sequence, plan.chunks
         kv, num_hits = self._groups.of(sequence), wanted.num_hits
-        num_new = len(sequence.blocks) - num_hits
+        num_new = len(sequence.kv.blocks) - num_hits
         num_own = min(num_new, wanted.num_own)
         kv.put_back(sequence, num_hits, num_own)
         wanted.num_own -= num_own
         wanted.num_computed += chunk.num_tokens
-        self._served[sequence.tenant] += chunk.num_tokens / sequence.submit.tenant_weight
+        self._served[sequence.request.tenant] += chunk.num_tokens / sequence.request.submit.tenant_weight
         self.account.computed(wanted.hashes[num_hits : num_hits + num_new], now_ns / 1e9)
         if num_hits + num_new == len(wanted.hashes):
             self._end(wanted, SpeculativePrefillOutcome.COMPUTED, now_ns)
@@ -208,7 +208,7 @@ class SpeculativePrefill:
         num_blocks = min(num_blocks, self._make_blank(wanted, kv, num_blocks))
         if not num_blocks or not kv.start(sequence, hits, num_hits * size):
             return SpeculativePrefillOutcome.NO_ROOM
-        sequence.peak_computed = sequence.num_computed
+        sequence.kv.peak_computed = sequence.kv.num_computed
         wanted.num_hits = num_hits
         planner.add_prefill(sequence, num_blocks * size)
         if not planner.prefills(sequence):
@@ -236,21 +236,21 @@ class SpeculativePrefill:
         apart = self._groups.first.answers_apart
         before = Sequence(asked, order=0, seed=0, answer_apart=apart)
         begin = min(seen.num_shared, seen.num_asked) if apart else seen.num_shared
-        hashes = before.hashes_between(0, len(ids) // self._block_size, self._block_size)
+        hashes = before.block_hashes.between(0, len(ids) // self._block_size, self._block_size)
         return list(reversed(hashes[begin // self._block_size :]))
 
     def _next(self) -> _Wanted:
         """Return the oldest prefill of the tenant with the least service."""
-        tenant = min({one.sequence.tenant for one in self._wanted.values()}, key=self._served.__getitem__)
-        return next(one for one in self._wanted.values() if one.sequence.tenant == tenant)
+        tenant = min({one.sequence.request.tenant for one in self._wanted.values()}, key=self._served.__getitem__)
+        return next(one for one in self._wanted.values() if one.sequence.request.tenant == tenant)
 
     def _most_crowding(self) -> _Wanted:
         """Return the oldest prefill of the tenant with the most requested prefills."""
         counts: dict[str, int] = {}
         for one in self._wanted.values():
-            counts[one.sequence.tenant] = counts.get(one.sequence.tenant, 0) + 1
+            counts[one.sequence.request.tenant] = counts.get(one.sequence.request.tenant, 0) + 1
         tenant = max(counts, key=counts.__getitem__)
-        return next(one for one in self._wanted.values() if one.sequence.tenant == tenant)
+        return next(one for one in self._wanted.values() if one.sequence.request.tenant == tenant)
 
     def _end(self, wanted: _Wanted, outcome: SpeculativePrefillOutcome | None, now_ns: int) -> None:
         """End a prefill. Without an outcome, its caller has cancelled it."""
@@ -259,8 +259,8 @@ class SpeculativePrefill:
         if wanted.watched is not None:
             wanted.watched.wanted = None
             wanted.watched = None
-        if not any(one.sequence.tenant == sequence.tenant for one in self._wanted.values()):
-            self._served.pop(sequence.tenant, None)
+        if not any(one.sequence.request.tenant == sequence.request.tenant for one in self._wanted.values()):
+            self._served.pop(sequence.request.tenant, None)
         finish = CoreFinish(
             reason=FinishReason.ABORT if outcome is None else FinishReason.STOP,
             detail=outcome or "",

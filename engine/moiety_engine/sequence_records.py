@@ -1,0 +1,201 @@
+"""Records of which a sequence consists: facts of its request, KV, deadlines, timeline, and counts of speculation.
+
+Each record groups what changes together. The owner of all of them is the scheduler, as for the sequence itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from moiety_engine.cache.prefix import MARK_BYTES, block_hash, root_hash
+from moiety_engine.messages import CoreEvent, CoreSubmit
+from moiety_engine.structured_outputs.stepping import GrammarHandle
+from moiety_wire.classes import ServiceClass
+from moiety_wire.notes import EventKind, Reason
+
+MAX_EVENTS = 64
+MAX_TRUSTED_DELAY_NS = 10**9  # upper bound on the delivery delay that a gateway's clock may claim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestFacts:
+    """What is known of a request when it arrives; nothing of it changes."""
+
+    submit: CoreSubmit
+    tenant: str
+    order: int  # place in the queue, kept through preemption
+    seed: int
+    queued_unix_ns: int  # by this process's clock; the gateway's may differ
+    arrival_s: float  # start of its deadlines, in unix seconds
+    num_prompt: int
+    num_resumed: int  # output tokens that another engine generated before
+    guide: GrammarHandle | None  # grammar state of its output; derived from the tokens alone
+
+    @classmethod
+    def of(
+        cls, submit: CoreSubmit, *, order: int, seed: int, queued_unix_ns: int, guide: GrammarHandle | None
+    ) -> RequestFacts:
+        """Return the facts of a request that arrives at `queued_unix_ns`."""
+        trusted_ns = max(submit.arrival_unix_ns, queued_unix_ns - MAX_TRUSTED_DELAY_NS)
+        return cls(
+            submit=submit,
+            tenant=submit.tenant_id,
+            order=order,
+            seed=seed,
+            queued_unix_ns=queued_unix_ns,
+            arrival_s=min(queued_unix_ns, trusted_ns) / 1e9,
+            num_prompt=len(submit.prompt_ids),
+            num_resumed=len(submit.resumed_ids or ()),
+            guide=guide,
+        )
+
+
+class BlockHashes:
+    """Hashes of a sequence's full blocks, each computed once. The chain starts from the tenant's salt."""
+
+    __slots__ = ("_answer_apart", "_hashes", "_num_prompt", "_root", "_tokens")
+
+    def __init__(self, submit: CoreSubmit, tokens: list[int], *, answer_apart: bool) -> None:
+        """Create the chain over `tokens`, the sequence's own list, which grows.
+
+        With `answer_apart`, the hashes of its output differ from those of a prompt with the same tokens.
+        """
+        self._root = root_hash(submit.tenant_id, submit.cache_salt, submit.adapter)
+        self._tokens = tokens
+        self._num_prompt = len(submit.prompt_ids)
+        self._answer_apart = answer_apart
+        self._hashes: list[bytes] = []
+
+    @property
+    def mark(self) -> bytes:
+        """Mark of the tenant: the prefix of all of the hashes."""
+        return self._root[:MARK_BYTES]
+
+    def at(self, index: int, block_size: int) -> bytes:
+        """Return the hash of full block `index`; its tokens must be known."""
+        if len(self._hashes) <= index:
+            self._extend(index + 1, block_size)
+        return self._hashes[index]
+
+    def between(self, begin: int, end: int, block_size: int) -> list[bytes]:
+        """Return the hashes of full blocks `begin` to `end` - 1; their tokens must be known."""
+        if len(self._hashes) < end:
+            self._extend(end, block_size)
+        return self._hashes[begin:end]
+
+    def _extend(self, count: int, block_size: int) -> None:
+        hashes, tokens, num_prompt = self._hashes, self._tokens, self._num_prompt
+        parent = hashes[-1] if hashes else self._root
+        for begin in range(len(hashes) * block_size, count * block_size, block_size):
+            if self._answer_apart and begin <= num_prompt < begin + block_size:
+                parent = block_hash(parent, [-1, num_prompt])  # no token is -1
+            parent = block_hash(parent, tokens[begin : begin + block_size])
+            hashes.append(parent)
+
+
+@dataclass(slots=True, eq=False)
+class KvState:
+    """KV of one sequence: its blocks and how many of its tokens are computed. Counts are in tokens."""
+
+    num_uncached: int  # tokens to prefill that no cache held on arrival
+    group: int = 0  # rank group that holds its blocks; may change while it has none
+    blocks: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)  # while swapped out: hold the first `num_computed` tokens
+    num_sealed: int = 0  # blocks whose hash the pool knows
+    num_computed: int = 0
+    peak_computed: int = 0  # largest number of tokens that had computed KV at any time
+    num_recomputed: int = 0  # tokens whose KV was computed more than once
+    num_cached: int = 0  # prompt tokens that were prefix-cache hits when it was first scheduled
+    num_speculative: int = 0  # of these, tokens that speculative prefill computed
+    num_landing: int = 0  # tokens whose KV arrived from another engine and needs blocks
+    num_landed: int = 0  # tokens whose transferred KV is in blocks
+
+    @property
+    def holds_blocks(self) -> bool:
+        """True if there are blocks on the device or, when swapped out, on the host."""
+        return bool(self.blocks or self.host_blocks)
+
+
+class TokenDeadlines:
+    """Deadlines of one sequence's tokens, in unix seconds; infinite without one."""
+
+    __slots__ = ("completion_s", "due_s", "first_s", "last_token_s", "next_due_s", "on_time")
+
+    def __init__(self) -> None:
+        self.first_s = self.completion_s = math.inf  # of the first token, and of the last one
+        self.due_s = math.inf  # of the next output token, while all earlier tokens were on time
+        self.next_due_s = math.inf  # of the token after the pending one, if one is pending
+        self.last_token_s = 0.0  # unix time of the newest token
+        self.on_time = True  # no deadline has been missed yet
+
+    def define(self, request: RequestFacts, service: ServiceClass, num_uncached: int) -> None:
+        """Set the deadlines that the service class defines for the request."""
+        if service.ttft_s is not None:
+            per_token_s = service.ttft_per_1k_s / 1000
+            num_allowed = num_uncached + request.submit.sibling_tokens
+            self.first_s = request.arrival_s + service.ttft_s + per_token_s * num_allowed
+        else:
+            self.first_s = math.inf
+        self.due_s = self.next_due_s = self.first_s
+        if request.submit.deadline_unix_ns is not None:
+            self.completion_s = request.submit.deadline_unix_ns / 1e9
+        elif service.completion_s is not None:
+            self.completion_s = request.arrival_s + service.completion_s
+        else:
+            self.completion_s = math.inf
+
+    def take_over_first_token(self, service: ServiceClass, now_s: float) -> None:
+        """Check whether a first token from another engine was on time, and set the next deadline."""
+        pace = service.tpot_s
+        self.last_token_s = now_s
+        self.on_time = now_s <= self.due_s
+        self.due_s = self.next_due_s = math.inf if pace is None or not self.on_time else self.due_s + pace
+
+    def token_came(self, now_s: float) -> None:
+        """Check whether the pending token was on time; the deadline of the one after it counts from now on."""
+        self.last_token_s = now_s
+        if now_s > self.due_s:
+            self.on_time = False
+            self.next_due_s = math.inf
+        self.due_s = self.next_due_s
+
+
+@dataclass(slots=True, eq=False)
+class Timeline:
+    """What the scheduler did with one sequence, and when. Times are unix nanoseconds, 0 until reached."""
+
+    scheduled_unix_ns: int = 0
+    first_token_unix_ns: int = 0
+    finished_unix_ns: int = 0
+    num_preemptions: int = 0
+    num_pauses: int = 0  # times it gave back a batch slot beyond its tenant's share
+    num_overtaken: int = 0  # other sequences that joined since it first lacked blocks at the head of the queue
+    delay: Reason | None = None  # why it last could not start
+    events: list[CoreEvent] = field(default_factory=list)
+
+    def note(self, unix_ns: int, kind: EventKind, reason: Reason, other: int = 0) -> None:
+        """Record a scheduling decision about this request.
+
+        At most MAX_EVENTS are kept: the first ones and the newest.
+        """
+        if len(self.events) == MAX_EVENTS:
+            del self.events[MAX_EVENTS // 2]
+        self.events.append(CoreEvent(unix_ns, kind, reason, other))
+
+
+@dataclass(slots=True, eq=False)
+class DraftCounts:
+    """Draft tokens of one sequence."""
+
+    num_drafted: int = 0  # verified
+    num_accepted: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class PaddedRow:
+    """Row of one sequence in padded batching; all zero with other strategies."""
+
+    length: int = 0  # to which its batch pads prompts
+    num_reserved: int = 0  # positions that its batch reserves
+    is_finished: bool = False  # it has finished, and its row is still computed because the batch has not
