@@ -11,21 +11,21 @@ What a scheduling policy knows of a sequence is not here: each policy keeps its 
 
 from __future__ import annotations
 
-import math
 from enum import IntEnum
 
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.sequence_records import (
+    NO_DRAFTS,
+    NOT_PADDED,
     BlockHashes,
-    DraftCounts,
     KvState,
-    PaddedRow,
     RequestFacts,
     Timeline,
     TokenDeadlines,
 )
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 
+_NEVER_S = float("inf")
 PENDING = -1  # placeholder of the token that the running step samples
 
 
@@ -86,8 +86,8 @@ class Sequence:
         self.block_hashes = BlockHashes(submit, self.tokens, answer_apart=answer_apart)
         self.deadlines = TokenDeadlines()
         self.timeline = Timeline()
-        self.drafts = DraftCounts()
-        self.padded_row = PaddedRow()
+        self.drafts = NO_DRAFTS
+        self.padded_row = NOT_PADDED
         self.predicted_output = 0.0  # tokens; set by the policy: a prediction, never the truth
         self.entry = 0  # incremented on entering or leaving a policy's queue; older entries are void; odd while queued
 
@@ -148,9 +148,9 @@ class Sequence:
         self.tokens.append(PENDING)
         self.pending_row = row
         deadlines = self.deadlines
-        if deadlines.due_s != math.inf:
+        if deadlines.due_s != _NEVER_S:
             pace = self.service.tpot_s
-            deadlines.next_due_s = math.inf if pace is None else deadlines.due_s + pace
+            deadlines.next_due_s = _NEVER_S if pace is None else deadlines.due_s + pace
 
     def fill_token(self, token_id: int, now_s: float) -> None:
         """Fill in the pending token: check whether it was on time, and set the next deadline."""

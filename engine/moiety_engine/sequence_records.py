@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moiety_engine.cache.prefix import MARK_BYTES, block_hash, root_hash
 from moiety_engine.messages import CoreEvent, CoreSubmit
@@ -184,18 +185,20 @@ class Timeline:
         self.events.append(CoreEvent(unix_ns, kind, reason, other))
 
 
-@dataclass(slots=True, eq=False)
-class DraftCounts:
-    """Draft tokens of one sequence."""
+class DraftCounts(NamedTuple):
+    """Draft tokens of one sequence. Replaced when they change, so that sequences without drafts share one."""
 
     num_drafted: int = 0  # verified
     num_accepted: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class PaddedRow:
-    """Row of one sequence in padded batching; all zero with other strategies."""
+class PaddedRow(NamedTuple):
+    """Row of one sequence in padded batching; all zero with other strategies, whose sequences share one."""
 
     length: int = 0  # to which its batch pads prompts
     num_reserved: int = 0  # positions that its batch reserves
     is_finished: bool = False  # it has finished, and its row is still computed because the batch has not
+
+
+NO_DRAFTS = DraftCounts()
+NOT_PADDED = PaddedRow()

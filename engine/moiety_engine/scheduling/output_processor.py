@@ -103,11 +103,11 @@ class OutputProcessor:
 
     def _take_token(self, sequence: Sequence, token_id: int, logprob: CoreLogprob | None, now_ns: int) -> CoreOutput:
         sequence.fill_token(token_id, now_ns / 1e9)
-        num_cached = 0
-        if sequence.timeline.first_token_unix_ns == 0:
-            sequence.timeline.first_token_unix_ns, num_cached = now_ns, sequence.kv.num_cached
+        num_cached, timeline, request = 0, sequence.timeline, sequence.request
+        if timeline.first_token_unix_ns == 0:
+            timeline.first_token_unix_ns, num_cached = now_ns, sequence.kv.num_cached
         finish = None
-        num_output, submit = len(sequence.tokens) - sequence.request.num_prompt, sequence.request.submit
+        num_output, submit = len(sequence.tokens) - request.num_prompt, request.submit
         if num_output >= submit.max_tokens or num_output >= sequence.credit_tokens or token_id in submit.stop_token_ids:
             ends = why_it_ends(sequence, token_id)
             finish = ends and self._on_end(sequence, *ends, now_ns)
@@ -119,7 +119,8 @@ class OutputProcessor:
         As long as a draft token equals the sampled token, the token sampled after it counts as output.
         """
         sequence = chunk.sequence
-        sequence.drafts.num_drafted += len(chunk.draft)
+        counts = sequence.drafts
+        sequence.drafts = counts._replace(num_drafted=counts.num_drafted + len(chunk.draft))
         self.drafted_tokens_total += len(chunk.draft)
         output = self._take_token(sequence, *first, now_ns)
         token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
@@ -130,7 +131,7 @@ class OutputProcessor:
                 self.non_finite_keys.append(sequence.key)
                 break
             sampled = drafted[place]
-            sequence.drafts.num_accepted += 1
+            sequence.drafts = sequence.drafts._replace(num_accepted=sequence.drafts.num_accepted + 1)
             self._on_computed(sequence, 1)
             sequence.expect_token(-1)
             more = self._take_token(sequence, *sampled, now_ns)

@@ -11,6 +11,7 @@ from moiety_engine.scheduling.preemptor import Preemptor
 from moiety_engine.scheduling.prefill_planner import PrefillPlanner
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.sequence import Sequence
+from moiety_engine.sequence_records import PaddedRow
 
 
 class PaddedPrefillPlanner:
@@ -36,7 +37,7 @@ class PaddedPrefillPlanner:
                 break
         longest, reserve = _padded_lengths(batch) if batch else (0, 0)
         for sequence in batch:
-            sequence.padded_row.length, sequence.padded_row.num_reserved = longest, reserve
+            sequence.padded_row = PaddedRow(longest, reserve)
             self._room.reclaim(self._kv.blocks_for(reserve) - len(sequence.kv.blocks), self._kv)
             reserved = self._kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"

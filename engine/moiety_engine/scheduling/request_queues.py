@@ -132,7 +132,7 @@ class RequestQueues:
 
     def keep_as_padding(self, sequence: Sequence) -> None:
         """Keep the finished row of a padded batch as padding, which is computed with the other rows."""
-        sequence.padded_row.is_finished = True
+        sequence.padded_row = sequence.padded_row._replace(is_finished=True)
         self.decoding[sequence] = Chunk(sequence, 0, False, num_pad=1)
         self._decode_sums = None
         self.prefilling.pop(sequence, None)

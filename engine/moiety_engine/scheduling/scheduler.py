@@ -152,7 +152,9 @@ class Scheduler:
         if sequence.padded_row.is_finished and not sequence.pending:
             self._drop(sequence)
             return None
-        sequence.padded_row.num_reserved = 0  # so that an aborted row is not kept as a padding row
+        sequence.padded_row = sequence.padded_row._replace(
+            num_reserved=0
+        )  # so that an aborted row is not kept as a padding row
         return CoreOutput(key, [], None, self._end(sequence, reason, "", now_ns))
 
     def swap_costs(self, cost: SwapCost) -> None:
@@ -221,19 +223,20 @@ class Scheduler:
         assert self._running is None, "a step was launched before the one that runs was committed"
         self._running = plan
         self._watch.launched(plan)
-        row = -1
+        row, ended = -1, SequenceState.ENDED
         for chunk in plan.chunks:
             sequence = chunk.sequence
             first, row = row + 1, row + chunk.samples + (num_drafted := len(chunk.draft))
-            if sequence.state is SequenceState.ENDED or (sequence.padded_row.is_finished and chunk.num_tokens):
+            if sequence.state is ended or (sequence.padded_row.is_finished and chunk.num_tokens):
                 continue  # it ended after this step was planned
             self._computed(sequence, chunk.num_tokens - num_drafted)
             if num_drafted:
                 self.places.verify(sequence)
             if chunk.samples:
                 sequence.expect_token(first)
-                num_output = len(sequence.tokens) - sequence.request.num_prompt
-                if num_output >= sequence.request.submit.max_tokens:
+                request = sequence.request
+                num_output = len(sequence.tokens) - request.num_prompt
+                if num_output >= request.submit.max_tokens:
                     self._finishing(sequence)
                 elif num_output >= sequence.credit_tokens:
                     self._park(sequence)
@@ -357,18 +360,19 @@ class Scheduler:
         self.tally.of(sequence.service.name).num_running -= 1
 
     def _computed(self, sequence: Sequence, num_tokens: int) -> None:
-        start = sequence.kv.num_computed
+        state = sequence.kv
+        start = state.num_computed
         end = start + num_tokens
-        peak = sequence.kv.peak_computed
+        peak = state.peak_computed
         if start < peak:
             again = min(end, peak) - start
-            sequence.kv.num_recomputed += again
+            state.num_recomputed += again
             self.recomputed_tokens_total += again
             self.tally.of(sequence.service.name).recomputed_tokens += again
         if end > peak:
-            sequence.kv.peak_computed = end
-        sequence.kv.num_computed = end
-        if end // self.kv.block_size > sequence.kv.num_sealed:
+            state.peak_computed = end
+        state.num_computed = end
+        if end // self.kv.block_size > state.num_sealed:
             self.groups.of(sequence).seal(sequence)
             self.places.filled[sequence] = None
 
