@@ -12,10 +12,10 @@ from random import Random
 
 from msgspec.structs import replace as change
 
-from moiety_engine.scheduling.policies import POLICIES
-from moiety_engine.scheduling.policies.moiety import Moiety
-from moiety_engine.scheduling.policies.tuning import Tuning
-from moiety_engine.scheduling.policy import PolicyContext
+from moiety_engine.scheduling.policies.moiety.moiety import Moiety
+from moiety_engine.scheduling.policies.moiety.tuning import Tuning
+from moiety_engine.scheduling.policies.policy import PolicyContext
+from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
 from moiety_engine.simulator.devices import A100_LLAMA3_8B
 from moiety_wire.classes import STANDARD, OverloadAction, ServiceClass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moiety_engine.scheduling.policies.tuning import Tuning
+from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_engine.simulator.devices import A100_LLAMA3_8B
 from moiety_engine.simulator.replica import Biases
 from moiety_engine.simulator.simulate import SimulationOutcome, simulate

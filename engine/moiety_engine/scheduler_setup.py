@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.config import PolicyName, Speculate
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.engine_choices import Batching
 
 if TYPE_CHECKING:

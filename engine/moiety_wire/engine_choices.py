@@ -41,7 +41,7 @@ class KvDtype(StrEnum):
 
 
 class Batching(StrEnum):
-    """Batching strategy; see `moiety_engine.scheduling.strategies`."""
+    """Batching strategy; see `moiety_engine.scheduling.admission.batching_strategies`."""
 
     NONE = "none"
     STATIC = "static"

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_engine.scheduling.entry_heap import EntryHeap
+from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "push", "void", "pop", "until", "rekey"]), st.integers(0, 9))))

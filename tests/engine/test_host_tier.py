@@ -19,7 +19,7 @@ from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.kv_swap import HostKv
 from moiety_engine.runner.memory import num_host_blocks
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD

@@ -22,11 +22,11 @@ from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.loading import load_model
 from moiety_engine.offline import run_all
 from moiety_engine.runner.inputs import BatchBuilder
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching

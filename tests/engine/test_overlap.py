@@ -16,10 +16,10 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import EngineConfig, Overlap, PolicyName
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.kv_groups import KvGroups
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.kv.kv_groups import KvGroups
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.step_planner import StepPlanner
-from moiety_engine.scheduling.step_time_model import StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_engine.sequence import PENDING, Sequence, SequenceState
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
@@ -216,7 +216,7 @@ def test_an_abort_in_mid_flight_frees_the_blocks_at_once_and_counts_what_was_emi
     loop.submit(make_submit(1))
     answers.steps(5)
     loop.abort(0)
-    assert loop.load().kv_blocks_used == len(loop.scheduler.places.by_key[1].blocks)
+    assert loop.load().kv_blocks_used == len(loop.scheduler.places.by_key[1].kv.blocks)
     answers.take()
     assert answers.finishes[0].num_output_tokens == 4
     answers.to_the_end()

@@ -11,12 +11,12 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.runner.group_results import order_of
 from moiety_engine.runner.inputs import BatchBuilder
-from moiety_engine.scheduling.kv_groups import GroupCandidate, best_group
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.kv.kv_groups import GroupCandidate, best_group
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching

@@ -17,7 +17,7 @@ import torch
 from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreEvent, CoreFinish, CoreSubmit
-from moiety_engine.scheduling.preemptor import SwapCost
+from moiety_engine.scheduling.preemption.preemptor import SwapCost
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.messages import FinishReason, Sampling

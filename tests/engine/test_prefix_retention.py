@@ -13,7 +13,7 @@ from moiety_engine.cache.retention import PrefixRetention
 from moiety_engine.disk.index import DiskIndex, Stored
 from moiety_engine.disk.records import Kept
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling

@@ -30,17 +30,17 @@ from hypothesis.stateful import (
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Chunk, Plan
-from moiety_engine.scheduling.policies.moiety import Moiety
-from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT
-from moiety_engine.scheduling.preemptor import SwapCost
+from moiety_engine.scheduling.policies.moiety.moiety import Moiety
+from moiety_engine.scheduling.preemption.preemptor import SwapCost
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.speculative_decoding.draft_model_proposer import DraftModelProposer
 from moiety_engine.scheduling.speculative_decoding.drafted_kv import DraftedKv
-from moiety_engine.scheduling.step_time_model import StepTimeModel
-from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_engine.sequence import PENDING, Sequence, SequenceState
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction, ServiceClass
 from moiety_wire.engine_choices import Batching

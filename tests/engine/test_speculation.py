@@ -19,7 +19,7 @@ from moiety_engine.offline import Result, run_all
 from moiety_engine.scheduling.speculative_decoding.costs import RowCosts
 from moiety_engine.scheduling.speculative_decoding.history import AcceptanceHistory
 from moiety_engine.scheduling.speculative_decoding.ngrams import NgramIndex, continuation
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import BATCH
 from moiety_wire.engine_choices import Batching

@@ -16,12 +16,12 @@ from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.prefix import tenant_mark
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.speculative_prefill.return_patterns import HORIZON_S, ConversationWatch, ReturnPatterns
 from moiety_engine.scheduling.speculative_prefill.speculative_prefill import LIKELY, MAX_WANTED, _Wanted
-from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling, SpeculativePrefillRequest

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 
 DECODE_S, ROW_S, PREFILL_S = 0.0005, 0.00001, 0.0012
 

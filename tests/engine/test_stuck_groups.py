@@ -7,10 +7,10 @@ import pytest
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import PolicyName
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.scheduling.kv_ledger import Hit, KvLedger
+from moiety_engine.scheduling.kv.kv_ledger import Hit, KvLedger
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.simulator.devices import (
     A10G_LLAMA2_7B,
     A100_LLAMA3_8B,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from moiety_engine.scheduling.policies import POLICIES
+from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.driver import START_NS, Driver
 from moiety_engine.simulator.records import Run

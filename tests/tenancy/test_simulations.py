@@ -16,7 +16,7 @@ from litestar import Litestar
 from litestar.exceptions import HTTPException
 from sqlalchemy import literal
 
-from moiety_engine.scheduling.policies import POLICIES
+from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_engine.simulator.devices import PRESETS
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.auth.admin import admin_router

@@ -23,7 +23,7 @@ from moiety_engine.config import EngineConfig, Overlap, PolicyName
 from moiety_engine.errors import EngineError
 from moiety_engine.loop import EngineLoop
 from moiety_engine.model.spec import MoeSpec
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.startup import load_loop
 from moiety_wire.engine_choices import Batching

@@ -22,13 +22,13 @@ import msgspec
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.scheduling.policies import POLICIES
+from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.step_time_model import StepTimeModel
-from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import SHIPPED, OverloadAction, ServiceClass
 from moiety_wire.engine_choices import Batching

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moiety_engine.disk.index import DiskIndex, Stored
     from moiety_engine.disk.records import Kept
     from moiety_engine.disk.rows import Rows
-    from moiety_engine.scheduling.kv_ledger import KvLedger
+    from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 
 PAUSE_S = 60.0  # without writes after the disk was full or failed
 MOST_IN_A_FILE = 512  # blocks

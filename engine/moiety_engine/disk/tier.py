@@ -21,7 +21,7 @@ from moiety_engine.disk.rows import Rows
 from moiety_engine.disk.saving import TURN_BYTES, Saver
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.runner.kv_swap import HostKv
-from moiety_engine.scheduling.step_time_model import StepShape
+from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moiety_engine.scheduling.step_time_model import StepShape
+from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import PENDING, Sequence
 
 

@@ -16,29 +16,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.admission_queue import AdmissionQueue
-from moiety_engine.scheduling.class_counters import ClassCounters
-from moiety_engine.scheduling.finish import NonFiniteEnd, finish_of
-from moiety_engine.scheduling.kv_groups import KvGroups
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.admission.admission_queue import AdmissionQueue
+from moiety_engine.scheduling.admission.batching_strategies import Strategy, queue_view
+from moiety_engine.scheduling.kv.kv_groups import KvGroups
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
-from moiety_engine.scheduling.output_predictor import OutputPredictor
-from moiety_engine.scheduling.output_processor import OutputProcessor
-from moiety_engine.scheduling.padded_prefill_planner import PaddedPrefillPlanner
+from moiety_engine.scheduling.outputs.finish import NonFiniteEnd, finish_of
+from moiety_engine.scheduling.outputs.output_predictor import OutputPredictor
+from moiety_engine.scheduling.outputs.output_processor import OutputProcessor
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.scheduling.policies import make_policy
-from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext
-from moiety_engine.scheduling.preemptor import Preemptor, SwapCost
-from moiety_engine.scheduling.prefill_planner import PrefillPlanner
-from moiety_engine.scheduling.request_queues import RequestQueues
+from moiety_engine.scheduling.policies.policy import BatchView, Policy, PolicyContext
+from moiety_engine.scheduling.policies.registry import make_policy
+from moiety_engine.scheduling.preemption.preemptor import Preemptor, SwapCost
+from moiety_engine.scheduling.prefill.padded_prefill_planner import PaddedPrefillPlanner
+from moiety_engine.scheduling.prefill.prefill_planner import PrefillPlanner
+from moiety_engine.scheduling.queues.class_counters import ClassCounters
+from moiety_engine.scheduling.queues.request_queues import RequestQueues
 from moiety_engine.scheduling.speculative_decoding.ngram_proposer import NgramProposer
 from moiety_engine.scheduling.speculative_decoding.proposer import Proposer
 from moiety_engine.scheduling.speculative_decoding.speculator import Speculator
 from moiety_engine.scheduling.speculative_prefill.speculative_prefill import SpeculativePrefill
 from moiety_engine.scheduling.step_planner import StepPlanner
-from moiety_engine.scheduling.step_time_model import StepTimeModel
-from moiety_engine.scheduling.step_timing import StepTiming
-from moiety_engine.scheduling.strategies import Strategy, queue_view
+from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
+from moiety_engine.scheduling.step_time.step_timing import StepTiming
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.figures import ClassLoad

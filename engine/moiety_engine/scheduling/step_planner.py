@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moiety_engine.scheduling.kv_groups import KvGroups
+from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.plan import Chunk, DraftCatchUp, Plan
-from moiety_engine.scheduling.policy import StepBudget
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.policies.policy import StepBudget
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
-from moiety_engine.scheduling.output_predictor import OutputPredictor
+from moiety_engine.scheduling.outputs.output_predictor import OutputPredictor
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.scheduling.policies import POLICIES
-from moiety_engine.scheduling.preemptor import SwapCost
+from moiety_engine.scheduling.policies.registry import POLICIES
+from moiety_engine.scheduling.preemption.preemptor import SwapCost
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.step_time_model import StepTimeModel
-from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_wire.engine_choices import Batching
 

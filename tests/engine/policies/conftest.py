@@ -6,11 +6,11 @@ import pytest
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.scheduling.step_time_model import StepTimeModel
-from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_wire.classes import STANDARD, ServiceClass
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling

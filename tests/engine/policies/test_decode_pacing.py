@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_engine.scheduling.policies.tuning import Tuning
+from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_wire.classes import PRIORITY, OverloadAction, ServiceClass
 
 MakeReplica = Callable[..., Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moiety_engine.scheduling.policies.demand import DeadlineDemand
+from moiety_engine.scheduling.policies.moiety.demand import DeadlineDemand
 from moiety_wire.classes import ServiceClass
 
 SOON = ServiceClass("soon", 0, completion_s=100.0)

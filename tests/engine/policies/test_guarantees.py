@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.scheduling.policies.kv_reservations import KvReservations
+from moiety_engine.scheduling.policies.moiety.kv_reservations import KvReservations
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.classes import FLEX, PRIORITY, ServiceClass
 from moiety_wire.messages import Sampling

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moiety_engine.scheduling.policies import POLICIES
+from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, SHIPPED, STANDARD, ServiceClass
 from moiety_wire.notes import EventKind
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moiety_engine.scheduling.policy import Policy
+from moiety_engine.scheduling.policies.policy import Policy
 from moiety_engine.sequence import Sequence
 
 

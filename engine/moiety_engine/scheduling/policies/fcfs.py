@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moiety_engine.scheduling.policy import Policy
+from moiety_engine.scheduling.policies.policy import Policy
 from moiety_engine.sequence import Sequence
 
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from moiety_engine.scheduling.entry_heap import EntryHeap
 from moiety_engine.scheduling.policies.edf import Edf, deadline_s
-from moiety_engine.scheduling.policy import BatchView, PolicyContext, StepBudget
-from moiety_engine.scheduling.step_time_model import StepShape
+from moiety_engine.scheduling.policies.policy import BatchView, PolicyContext, StepBudget
+from moiety_engine.scheduling.queues.entry_heap import EntryHeap
+from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.notes import EventKind, Reason
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from heapq import heappop, heappush, heapreplace
 
-from moiety_engine.scheduling.entry_heap import EntryHeap
-from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT
-from moiety_engine.scheduling.policy import Policy, PolicyContext
+from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
+from moiety_engine.scheduling.policies.policy import Policy, PolicyContext
+from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence, SequenceState
 
 _MAX_IDLE = 1024  # remembered tenants above which idle ones are dropped

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 
 MOST_BEHIND = 256  # tokens that a draft model processes beside one step
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of steps with drafts; few sizes, since each needs a captured graph

@@ -13,7 +13,7 @@ from moiety_engine.scheduling.speculative_decoding.costs import MOST_BEHIND, Dra
 from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
 from moiety_engine.scheduling.speculative_decoding.proposer import Proposer
 from moiety_engine.scheduling.step_planner import StepPlanner
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 
 # Required gain in tokens per second over a step without drafts. It covers the cost of proposals and of wrong ones; and

@@ -19,8 +19,8 @@ from enum import StrEnum
 import msgspec
 
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.scheduling.kv_groups import KvGroups
-from moiety_engine.scheduling.kv_ledger import Hit, KvLedger
+from moiety_engine.scheduling.kv.kv_groups import KvGroups
+from moiety_engine.scheduling.kv.kv_ledger import Hit, KvLedger
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.speculative_prefill.return_patterns import (
     HORIZON_S,
@@ -30,7 +30,7 @@ from moiety_engine.scheduling.speculative_prefill.return_patterns import (
 )
 from moiety_engine.scheduling.speculative_prefill.speculative_account import SpeculativePrefillAccount
 from moiety_engine.scheduling.step_planner import StepPlanner
-from moiety_engine.scheduling.step_time_model import StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_engine.sequence import Sequence
 from moiety_wire.messages import FinishReason
 

@@ -13,12 +13,18 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 
-from moiety_engine.scheduling.class_counters import ClassCounters
-from moiety_engine.scheduling.entry_heap import EntryHeap
-from moiety_engine.scheduling.policies.request_record import AT_RISK, DEMOTED, SAFE, RequestRecord, RequestRecords
-from moiety_engine.scheduling.policies.slo_tracker import SloTracker
-from moiety_engine.scheduling.policies.tenant_counters import FairQueue, TenantCounter, TenantCounters
-from moiety_engine.scheduling.policies.tuning import Tuning
+from moiety_engine.scheduling.fairness.tenant_counters import FairQueue, TenantCounter, TenantCounters
+from moiety_engine.scheduling.policies.moiety.request_record import (
+    AT_RISK,
+    DEMOTED,
+    SAFE,
+    RequestRecord,
+    RequestRecords,
+)
+from moiety_engine.scheduling.policies.moiety.slo_tracker import SloTracker
+from moiety_engine.scheduling.policies.moiety.tuning import Tuning
+from moiety_engine.scheduling.queues.class_counters import ClassCounters
+from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.notes import EventKind, Reason
 

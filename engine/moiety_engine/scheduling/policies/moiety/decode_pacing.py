@@ -13,9 +13,9 @@ from bisect import bisect_right
 from itertools import accumulate
 
 from moiety_engine.scheduling.plan import Chunk
-from moiety_engine.scheduling.policies.slo_tracker import SloTracker
-from moiety_engine.scheduling.policies.tuning import Tuning
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.policies.moiety.slo_tracker import SloTracker
+from moiety_engine.scheduling.policies.moiety.tuning import Tuning
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 
 
 class DecodePacing:

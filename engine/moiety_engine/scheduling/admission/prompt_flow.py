@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 
 _MEAN_S = 10.0  # time constant of the running means
 _LEAST_SERVED = 0.001  # smallest assumed rate, as a fraction of the best rate, when nothing is served

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moiety_engine.scheduling.limits import SchedulerLimits
-from moiety_engine.scheduling.request_queues import RequestQueues
+from moiety_engine.scheduling.queues.request_queues import RequestQueues
 from moiety_wire.engine_choices import Batching
 
 

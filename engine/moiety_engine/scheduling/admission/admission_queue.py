@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreSubmit
-from moiety_engine.scheduling.class_counters import ClassCounters
-from moiety_engine.scheduling.kv_groups import KvGroups
-from moiety_engine.scheduling.policy import AdmissionDecision, Policy
-from moiety_engine.scheduling.request_queues import RequestQueues
+from moiety_engine.scheduling.kv.kv_groups import KvGroups
+from moiety_engine.scheduling.policies.policy import AdmissionDecision, Policy
+from moiety_engine.scheduling.queues.class_counters import ClassCounters
+from moiety_engine.scheduling.queues.request_queues import RequestQueues
 from moiety_engine.sequence import Sequence
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.messages import FailureCode

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from moiety_engine.scheduling.class_counters import ClassCounters
-from moiety_engine.scheduling.kv_groups import KvGroups
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.kv.kv_groups import KvGroups
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.plan import Chunk
-from moiety_engine.scheduling.policy import Policy
-from moiety_engine.scheduling.request_queues import RequestQueues
+from moiety_engine.scheduling.policies.policy import Policy
+from moiety_engine.scheduling.queues.class_counters import ClassCounters
+from moiety_engine.scheduling.queues.request_queues import RequestQueues
 from moiety_engine.scheduling.step_planner import StepPlanner
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 from moiety_wire.notes import EventKind, Reason
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.scheduling.step_time_model import StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 
 
 class StepTiming:

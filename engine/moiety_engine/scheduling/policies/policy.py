@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moiety_engine.scheduling.class_counters import ClassCounters
-from moiety_engine.scheduling.entry_heap import EntryHeap
-from moiety_engine.scheduling.output_predictor import OutputPredictor
+from moiety_engine.scheduling.outputs.output_predictor import OutputPredictor
 from moiety_engine.scheduling.plan import Chunk
-from moiety_engine.scheduling.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.queues.class_counters import ClassCounters
+from moiety_engine.scheduling.queues.entry_heap import EntryHeap
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import ServiceClass
 from moiety_wire.notes import Reason

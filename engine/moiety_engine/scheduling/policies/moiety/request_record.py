@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moiety_engine.scheduling.policies.tenant_counters import TenantCounter
+from moiety_engine.scheduling.fairness.tenant_counters import TenantCounter
 from moiety_engine.sequence import Sequence
 
 # Urgency of a queued request. Plain integers, since the queue compares them at every step: it will miss its deadline

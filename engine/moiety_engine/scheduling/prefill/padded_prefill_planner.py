@@ -5,10 +5,10 @@ Every row of a batch takes the blocks of the longest prompt plus the longest out
 
 from __future__ import annotations
 
-from moiety_engine.scheduling.kv_ledger import KvLedger
-from moiety_engine.scheduling.policy import Policy
-from moiety_engine.scheduling.preemptor import Preemptor
-from moiety_engine.scheduling.prefill_planner import PrefillPlanner
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
+from moiety_engine.scheduling.policies.policy import Policy
+from moiety_engine.scheduling.preemption.preemptor import Preemptor
+from moiety_engine.scheduling.prefill.prefill_planner import PrefillPlanner
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.sequence import Sequence
 from moiety_engine.sequence_records import PaddedRow

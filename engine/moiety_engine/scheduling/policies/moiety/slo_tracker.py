@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from moiety_engine.scheduling.admission import PromptFlow
-from moiety_engine.scheduling.policies.demand import DeadlineDemand
-from moiety_engine.scheduling.policies.tuning import Tuning
+from moiety_engine.scheduling.admission.prompt_flow import PromptFlow
+from moiety_engine.scheduling.policies.moiety.demand import DeadlineDemand
+from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_wire.classes import ServiceClass
 
 _REFRESH_S = 1.0

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from moiety_engine.scheduling.class_counters import ClassCounters
-from moiety_engine.scheduling.kv_groups import KvGroups
-from moiety_engine.scheduling.kv_ledger import Hit
-from moiety_engine.scheduling.policy import BatchView, Policy
-from moiety_engine.scheduling.preemptor import Preemptor
-from moiety_engine.scheduling.request_queues import RequestQueues, by_arrival
+from moiety_engine.scheduling.kv.kv_groups import KvGroups
+from moiety_engine.scheduling.kv.kv_ledger import Hit
+from moiety_engine.scheduling.policies.policy import BatchView, Policy
+from moiety_engine.scheduling.preemption.preemptor import Preemptor
+from moiety_engine.scheduling.queues.class_counters import ClassCounters
+from moiety_engine.scheduling.queues.request_queues import RequestQueues, by_arrival
 from moiety_engine.scheduling.speculative_prefill.speculative_prefill import SpeculativePrefill
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.sequence import Sequence, SequenceState

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moiety_engine.cache.host import Copies, HostTier
-from moiety_engine.scheduling.kv_ledger import KvLedger
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.plan import KvLoad
 from moiety_engine.sequence import Sequence as Request
 

@@ -8,7 +8,7 @@ addition, the future arrivals of the class that are due by then.
 
 from __future__ import annotations
 
-from moiety_engine.scheduling.admission import PromptInflow
+from moiety_engine.scheduling.admission.prompt_flow import PromptInflow
 from moiety_wire.classes import ServiceClass
 
 _MEAN_S = 60.0  # time constant of the rates: long, since far deadlines do not depend on a burst

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from moiety_engine.messages import CoreFinish, CoreLogprob, CoreOutput
-from moiety_engine.scheduling.finish import why_it_ends
+from moiety_engine.scheduling.outputs.finish import why_it_ends
 from moiety_engine.scheduling.plan import Chunk, Plan
-from moiety_engine.scheduling.request_queues import RequestQueues
+from moiety_engine.scheduling.queues.request_queues import RequestQueues
 from moiety_engine.scheduling.speculative_decoding.speculator import Speculator
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.messages import FinishReason

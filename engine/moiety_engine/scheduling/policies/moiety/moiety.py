@@ -18,17 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from moiety_engine.scheduling.admission import PromptFlow
+from moiety_engine.scheduling.admission.prompt_flow import PromptFlow
+from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT, TenantCounters
 from moiety_engine.scheduling.plan import Chunk
-from moiety_engine.scheduling.policies.decode_pacing import DecodePacing
-from moiety_engine.scheduling.policies.kv_admission import KvAdmission
-from moiety_engine.scheduling.policies.request_record import AT_RISK, RequestRecord, RequestRecords
-from moiety_engine.scheduling.policies.slo_tracker import SloTracker
-from moiety_engine.scheduling.policies.tenant_counters import OUTPUT_WEIGHT, TenantCounters
-from moiety_engine.scheduling.policies.tuning import Tuning
-from moiety_engine.scheduling.policies.urgency_queue import UrgencyQueue
-from moiety_engine.scheduling.policy import AdmissionDecision, BatchView, Policy, PolicyContext, StepBudget
-from moiety_engine.scheduling.step_time_model import StepShape
+from moiety_engine.scheduling.policies.moiety.decode_pacing import DecodePacing
+from moiety_engine.scheduling.policies.moiety.kv_admission import KvAdmission
+from moiety_engine.scheduling.policies.moiety.request_record import AT_RISK, RequestRecord, RequestRecords
+from moiety_engine.scheduling.policies.moiety.slo_tracker import SloTracker
+from moiety_engine.scheduling.policies.moiety.tuning import Tuning
+from moiety_engine.scheduling.policies.moiety.urgency_queue import UrgencyQueue
+from moiety_engine.scheduling.policies.policy import AdmissionDecision, BatchView, Policy, PolicyContext, StepBudget
+from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.notes import Reason

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moiety_engine.scheduling.policies.kv_reservations import KvReservations
-from moiety_engine.scheduling.policies.request_record import AT_RISK, RequestRecords
-from moiety_engine.scheduling.policies.tenant_counters import TenantCounter, TenantCounters
-from moiety_engine.scheduling.policies.tuning import Tuning
-from moiety_engine.scheduling.policy import BatchView, PolicyContext
+from moiety_engine.scheduling.fairness.tenant_counters import TenantCounter, TenantCounters
+from moiety_engine.scheduling.policies.moiety.kv_reservations import KvReservations
+from moiety_engine.scheduling.policies.moiety.request_record import AT_RISK, RequestRecords
+from moiety_engine.scheduling.policies.moiety.tuning import Tuning
+from moiety_engine.scheduling.policies.policy import BatchView, PolicyContext
 from moiety_engine.sequence import Sequence
 
 _MEAN_S = 20.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 from heapq import heappop, heappush, heapreplace
 from itertools import islice
 
-from moiety_engine.scheduling.entry_heap import EntryHeap
+from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence
 
 _RATE_MEAN_S = 10.0

@@ -1,0 +1,1 @@
+"""The moiety policy and its parts."""

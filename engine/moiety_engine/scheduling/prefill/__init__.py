@@ -1,0 +1,1 @@
+"""Planning of prefill: which prompts a step computes, and how much of each."""

@@ -1,0 +1,1 @@
+"""Step times: a model that learns and predicts them, and their measurement."""
