@@ -142,7 +142,7 @@ def run(loop: EngineLoop, options: argparse.Namespace, only: int | None = None) 
 
 
 def make_submit(loop: EngineLoop, number: int, options: argparse.Namespace) -> CoreSubmit:
-    vocabulary = loop.model.spec.vocab_size
+    vocabulary = loop.executor.model.spec.vocab_size
     prompt = [(number * 31 + i * 7) % (vocabulary - 8) + 4 for i in range(options.prompt_tokens)]
     return CoreSubmit(
         key=number + 1,
@@ -156,7 +156,7 @@ def make_submit(loop: EngineLoop, number: int, options: argparse.Namespace) -> C
         credit_tokens=options.output_tokens,
         cache_salt=b"",
         arrival_unix_ns=time.time_ns(),
-        adapter=f"a{number}" if loop.adapters.slots else "",
+        adapter=f"a{number}" if loop.intake.adapters.slots else "",
     )
 
 

@@ -29,6 +29,7 @@ from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
 from moiety_engine.bench.engine import environment
 from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.startup import load_loop
@@ -90,7 +91,7 @@ class Conversations:
         size = self._config.block_size or 16
         tokens = 8 * self._num_tokens if tier == "device" else self._num_tokens + 8 * QUESTION_TOKENS
         num_bytes = -(-tokens // size) * self._model.kv_bytes_per_block(size)
-        loop = EngineLoop(
+        loop = build_loop(
             self._model,
             msgspec.structs.replace(
                 self._config,
@@ -148,7 +149,7 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {tier: [] for tier in TIERS}
     load_before, begin_s = os.getloadavg(), time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.work) as work:
-        conversations = Conversations(begin.model, config, options.tokens, Path(work))
+        conversations = Conversations(begin.executor.model, config, options.tokens, Path(work))
         conversations.two_turns("device", others=False)  # what is compiled is there then
         for number in range(options.rounds):
             for tier in TIERS if number % 2 else reversed(TIERS):

@@ -35,6 +35,7 @@ from moiety_engine.bench.engine import percentiles
 from moiety_engine.config import EngineConfig
 from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import FLEX, PRIORITY, OverloadAction, ServiceClass
@@ -87,7 +88,7 @@ class Engine:
     """A fresh loop over a loaded model, and the requests that run on it."""
 
     def __init__(self, loaded: EngineLoop, load: Load, seed: int) -> None:
-        self.loop = EngineLoop(loaded.model, loaded.config)
+        self.loop = build_loop(loaded.executor.model, loaded.config)
         self.loop.warm_up()
         self._load = load
         self._rng = random.Random(seed)
@@ -99,7 +100,7 @@ class Engine:
         now_s = time.perf_counter()
         self._num_keys += 1
         late_ns = 0 if due_s is None else int((now_s - due_s) * 1e9)
-        vocabulary = self.loop.model.spec.vocab_size
+        vocabulary = self.loop.executor.model.spec.vocab_size
         self.loop.submit(
             CoreSubmit(
                 key=self._num_keys,

@@ -69,8 +69,8 @@ def tokens(results: dict[int, Result]) -> dict[int, list[int]]:
 def check_replay(report: Report, bench: Bench) -> None:
     """Bits of a replayed step against those of the same batch launched, at sizes that are padded and that are not."""
     loop = bench.loop(max_running=16, max_batch_tokens=256, kv_memory_bytes=256 << 20)
-    report.check("decode steps are captured", loop.replays)
-    model, device_state = loop.model, loop._device_state
+    report.check("decode steps are captured", loop.executor.replays)
+    model, device_state = loop.executor.model, loop.executor.device_state
     assert device_state is not None
     graphs = device_state.runner.graphs
     if not isinstance(graphs, DecodeGraphs):
@@ -81,7 +81,7 @@ def check_replay(report: Report, bench: Bench) -> None:
         plan = decode_plan(count, loop.block_size)
         host = builder.arrange(plan)
         size, _ = graphs._key(host)
-        whole = padded(host, size, loop.sizes.num_blocks, loop.block_size)
+        whole = padded(host, size, loop.executor.sizes.num_blocks, loop.block_size)
         with torch.inference_mode():
             launched = model.hidden(builder.upload(whole), device_state.kv).clone()
             replayed = graphs.run(host, None).clone()
@@ -179,8 +179,8 @@ def free_bytes() -> int:
 def measure_decode(report: Report, bench: Bench, streams: list[int], outputs: int) -> None:
     loop = bench.loop(max_running=max(streams))
     report.found["environment"] = environment(loop)
-    report.figure("kv_blocks", loop.sizes.num_blocks)
-    report.figure("replays", loop.replays)
+    report.figure("kv_blocks", loop.executor.sizes.num_blocks)
+    report.figure("replays", loop.executor.replays)
     bandwidth = copy_bandwidth() if torch.cuda.is_available() else None
     report.figure("copy_gb_per_s", None if bandwidth is None else round(bandwidth / 1e9))
     watch = Watch(loop)
@@ -189,7 +189,7 @@ def measure_decode(report: Report, bench: Bench, streams: list[int], outputs: in
         watch.run(requests(loop, [BenchLengths(CONTEXT, outputs)] * count))
         found: dict[str, Any] = watch.decode_steps(count)
         if bandwidth is not None and found:
-            floor_ms = step_bytes(loop.model, count, CONTEXT + outputs // 2) / bandwidth * 1e3
+            floor_ms = step_bytes(loop.executor.model, count, CONTEXT + outputs // 2) / bandwidth * 1e3
             found |= {"memory_floor_ms": floor_ms, "times_the_floor": found["step_ms"] / floor_ms}
             if count > 1:
                 judge_decode(report, count, found)

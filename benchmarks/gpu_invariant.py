@@ -38,11 +38,11 @@ def differing(make_loop: Callable[..., EngineLoop]) -> tuple[dict[str, list[int]
     """Of each way of running the requests those that got other bits than alone, and the tokens computed again where
     memory is short. `make_loop` takes an engine's settings."""
     loop = make_loop(max_running=16, max_batch_tokens=2048, kv_memory_bytes=256 << 20, prefix_caching=False)
-    asked = submits(loop.model.spec.vocab_size)
+    asked = submits(loop.executor.model.spec.vocab_size)
     alone: dict[int, Any] = {}
     for one in asked:
         alone |= answers(loop, [one])[0]
-    block_bytes, block_size = loop.model.kv_bytes_per_block(loop.block_size), loop.block_size
+    block_bytes, block_size = loop.executor.model.kv_bytes_per_block(loop.block_size), loop.block_size
     longest = max(LENGTHS) + OUTPUTS
     short = 2 * -(-longest // block_size) * block_bytes  # for the two longest at most
     del loop

@@ -16,6 +16,7 @@ from moiety_engine.bench.engine import make_request
 from moiety_engine.bench.lengths import BenchLengths
 from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.transformer import Transformer
@@ -87,11 +88,11 @@ class Bench:
             free_cached_memory(self.model.device)  # what the loop before this one had is needed again
         config = EngineConfig(**{name: getattr(self.config, name) for name in self.config.__struct_fields__} | settings)
         if self.model is None:
-            self.model = load_loop(config).model
+            self.model = load_loop(config).executor.model
         model = self.model
         if invariant:
             model = Transformer(model.spec, model._weights, arithmetic=Arithmetic(invariant=True))
-        loop = EngineLoop(model, config)
+        loop = build_loop(model, config)
         loop.warm_up()
         return loop
 

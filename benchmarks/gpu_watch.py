@@ -20,8 +20,8 @@ class Watch:
     """Notes of each step when the host was busy with it and when the device was."""
 
     def __init__(self, loop: EngineLoop) -> None:
-        assert loop._device_state is not None
-        self._runner = loop._device_state.runner
+        assert loop.executor.device_state is not None
+        self._runner = loop.executor.device_state.runner
         self.loop = loop
         self.steps: list[dict[str, Any]] = []
         launch, collect = self._runner.launch, self._runner.collect

@@ -133,7 +133,7 @@ def serve(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         max_context_tokens=1024,
     )
     every = load_loop(plain)
-    shape = every.model.experts
+    shape = every.executor.model.experts
     assert shape is not None
     all_bytes = shape.expert_bytes * shape.num_experts * len(shape.layers)
     given = variants(all_bytes // SHARE, str(options.work / "experts"))
@@ -143,7 +143,7 @@ def serve(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             loops[name] = load_loop(msgspec.structs.replace(plain, offload=offload))
         loops[name].warm_up()
     found = {str(streams): in_turns(loops, streams, options) for streams in STREAMS}
-    slot_bytes = [cache.num_bytes for loop in loops.values() if (cache := loop.model.expert_cache) is not None]
+    slot_bytes = [cache.num_bytes for loop in loops.values() if (cache := loop.executor.model.expert_cache) is not None]
     assert max(slot_bytes) <= all_bytes // SHARE
     report = {
         "environment": environment(every),
@@ -164,7 +164,7 @@ def in_turns(loops: dict[str, EngineLoop], streams: int, options: argparse.Names
         said: dict[str, list[list[int]]] = {}
         names = list(loops) if number % 2 else list(reversed(loops))
         for name in names:
-            cache = loops[name].model.expert_cache
+            cache = loops[name].executor.model.expert_cache
             before = None if cache is None else asdict(cache.traffic)
             begin, begin_cpu = time.perf_counter(), time.process_time()
             results = run_all(loops[name], requests(streams, options.tokens, number))
@@ -258,7 +258,7 @@ def record(folder: Path, options: argparse.Namespace) -> tuple[int, int, list[Vi
                 run_all(loop, requests(max(STREAMS), options.tokens, 9))
         finally:
             LayerExperts.begin, LayerExperts.expect = begin, expect  # type: ignore[method-assign]
-        shape = loop.model.experts
+        shape = loop.executor.model.experts
         assert shape is not None
         return shape.num_experts, len(shape.layers), [one for one in visits if len(one.chosen_TK) <= max(STREAMS)]
 

@@ -167,8 +167,8 @@ class Shuffle:
     """Called after each step: whenever experts are where they shall be, they shall be elsewhere."""
 
     def __init__(self, loop: EngineLoop) -> None:
-        assert loop.rebalancing is not None
-        self._moves, self._rng = loop.rebalancing, np.random.default_rng(0)
+        assert loop.experts.rebalancing is not None
+        self._moves, self._rng = loop.experts.rebalancing, np.random.default_rng(0)
         self._step_ms: dict[bool, list[float]] = {True: [], False: []}  # whether something moved in it
         self._ended_s, self._bytes = time.perf_counter(), 0
 

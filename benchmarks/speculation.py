@@ -33,6 +33,7 @@ from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.draft_model.loading import load_drafter
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
@@ -106,21 +107,21 @@ def measure(folder: Path, tokens: int, workloads: list[str], options: argparse.N
     )
     on = msgspec.structs.replace(off, speculate=Speculate.NGRAM)
     first = load_loop(off)
-    model = first.model
+    model = first.executor.model
     if options.draft_model is not None:
         on = msgspec.structs.replace(off, speculate=Speculate.DRAFT, draft_model=str(options.draft_model))
     if options.mtp:
         on = msgspec.structs.replace(off, speculate=Speculate.MTP)
-        model = load_loop(on).model  # another one, since that keeps more in its cache
+        model = load_loop(on).executor.model  # another one, since that keeps more in its cache
     draft_model = load_drafter(on, model)
-    for one in (first.model, model, draft_model):
+    for one in (first.executor.model, model, draft_model):
         if one is not None:
             one.settle(SETTLING_S)  # its thread's time would count
     found = {}
     for name in workloads:
         loops = {
-            "off": EngineLoop(first.model, off, clock_ns=clock),
-            "on": EngineLoop(model, on, clock_ns=clock, draft_model=draft_model),
+            "off": build_loop(first.executor.model, off, clock_ns=clock),
+            "on": build_loop(model, on, clock_ns=clock, draft_model=draft_model),
         }
         for loop in loops.values():
             loop.warm_up()
@@ -142,7 +143,7 @@ def run(
     loop: EngineLoop, name: str, tokens: int, number: int, clock: Callable[[], int]
 ) -> tuple[float, list[list[int]]]:
     """Tokens a second, and the tokens."""
-    submits = requests(name, tokens, number, loop.model.spec.vocab_size)
+    submits = requests(name, tokens, number, loop.executor.model.spec.vocab_size)
     begin_ns = clock()
     results = run_all(loop, submits)
     seconds = (clock() - begin_ns) / 1e9

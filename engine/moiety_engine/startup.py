@@ -11,6 +11,7 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.draft_model.loading import load_drafter
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.structured_outputs.service import GrammarServiceStart
 
 
@@ -34,7 +35,7 @@ def load_loop(
         model = assembled.model
         try:
             draft_model = load_drafter(config, model, progress)
-            return EngineLoop(
+            return build_loop(
                 model,
                 config,
                 clock_ns=clock_ns,

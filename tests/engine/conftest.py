@@ -13,6 +13,7 @@ import torch
 
 from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.startup import load_loop
 
 
@@ -50,11 +51,11 @@ class Loops:
     def __init__(self, folder: Path, device: str = "cpu", dtype: str = "float32", **loading: object) -> None:
         self.folder = folder
         config = EngineConfig(model=str(folder), name="tiny", dtype=dtype, device=device, **loading)  # type: ignore[arg-type]
-        self.model = load_loop(config).model
+        self.model = load_loop(config).executor.model
 
     def make(self, clock_ns: Callable[[], int] = time.time_ns, **settings: object) -> EngineLoop:
         config = EngineConfig(model=str(self.folder), name="tiny", **settings)  # type: ignore[arg-type]
-        return EngineLoop(self.model, config, clock_ns=clock_ns)
+        return build_loop(self.model, config, clock_ns=clock_ns)
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +97,7 @@ def make_drafting(loops: Loops, draft: Loops | None, **settings: object) -> Engi
     folder = "" if draft is None else str(draft.folder)
     config = EngineConfig(model=str(loops.folder), name="tiny", draft_model=folder, **by | settings)  # type: ignore[arg-type]
     model = None if draft is None else draft.model
-    return EngineLoop(loops.model, config, clock_ns=lambda: next(ticks), draft_model=model)
+    return build_loop(loops.model, config, clock_ns=lambda: next(ticks), draft_model=model)
 
 
 @pytest.fixture(params=["ngram", "draft"])

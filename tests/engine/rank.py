@@ -92,13 +92,13 @@ def nap(loop: EngineLoop, lacks: str) -> str:
     if lacks == "host":
         return said
     loop.sleep()
-    fitting = loop.sizes
+    fitting = loop.executor.sizes
     if lacks == "cache":
-        loop.sizes = replace(fitting, num_blocks=1 << 50)
+        loop.executor.sizes = replace(fitting, num_blocks=1 << 50)
     if lacks:
         said = refusal(loop.wake)
         assert loop.asleep
-    loop.sizes = fitting
+    loop.executor.sizes = fitting
     loop.wake()
     return said
 
@@ -177,8 +177,8 @@ def num_computed(submit: CoreSubmit, finish: CoreFinish) -> int:
 
 def shuffler(loop: EngineLoop) -> Callable[[int], None]:
     """Whenever experts are where they shall be, they shall be elsewhere, drawn at random, some in many slots."""
-    assert loop.rebalancing is not None
-    balancer, rng = loop.rebalancing.balancer, np.random.default_rng(0)
+    assert loop.experts.rebalancing is not None
+    balancer, rng = loop.experts.rebalancing.balancer, np.random.default_rng(0)
 
     def shuffle(_: int) -> None:
         shape = balancer.placement
@@ -226,7 +226,7 @@ def step_through(loop: EngineLoop, wave: list[CoreSubmit], answer: Answer) -> No
 def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer = Answer()
     loop.warm_up()
-    storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.model._weights)}
+    storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.executor.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
     shuffle = shuffler(loop) if work.shuffles else None
     for wave in work.waves if work.some_fail else ():

@@ -19,6 +19,7 @@ from moiety_engine.adapters.peft import TENSORS, read_adapter
 from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.errors import AdapterError, InvalidConfig
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.adapter_stacks import Product
 from moiety_engine.offline import run_all
@@ -112,12 +113,12 @@ def test_each_answer_in_a_batch_of_many_adapters_is_that_of_its_merged_checkpoin
     assert {key: one.token_ids for key, one in found.items()} == expected
     assert len({tuple(tokens) for tokens in expected.values()}) > len(names)  # the adapters do change what is said
 
-    block_bytes = loop.model.kv_bytes_per_block(4)
+    block_bytes = loop.executor.model.kv_bytes_per_block(4)
     few = EngineConfig(
         **settings, kv_memory_bytes=40 * block_bytes, block_size=4, max_batch_tokens=24, max_running=6,
         policy=PolicyName.FCFS, prefix_caching=False,
     )  # fmt: skip
-    squeezed = run_all(EngineLoop(loop.model, few), submits)
+    squeezed = run_all(build_loop(loop.executor.model, few), submits)
     assert {key: one.token_ids for key, one in squeezed.items()} == expected
     assert sum(one.finish.num_recomputed_tokens for one in squeezed.values() if one.finish) > 0
 
@@ -153,15 +154,15 @@ def test_more_adapters_than_there_is_room_for_take_turns(loops: Any, many: dict[
         alone[key] = run_all(loop, [make_submit(key, name)])[key].token_ids
     loop = loops.make(max_adapters=2)
     for name, folder in many.items():
-        loop.adapters.learn(name, folder)
+        loop.intake.adapters.learn(name, folder)
     for turn in (0, 10):  # the second time some must come back
         for key, name in enumerate(many, 1):
             loop.submit(make_submit(turn + key, name))
         tokens, failed = finish(loop, len(many))
         assert {key - turn: found for key, found in tokens.items()} == alone
         assert not failed
-    assert len(loop.adapters.slots) == 2
-    assert loop.adapters.evictions_total >= 2 * len(many) - 4
+    assert len(loop.intake.adapters.slots) == 2
+    assert loop.intake.adapters.evictions_total >= 2 * len(many) - 4
 
 
 def test_memory_for_adapters_is_a_bound_that_is_kept(loops: Any, checkpoint: Path, tmp_path: Path) -> None:
@@ -171,9 +172,9 @@ def test_memory_for_adapters_is_a_bound_that_is_kept(loops: Any, checkpoint: Pat
         {(layer, product) for layer in (0, 1) for product in (Product.QKV, Product.OUTPUT)}, 1, 16
     )
     loop = loops.make(adapter_memory_bytes=one_large, adapters={name: str(path) for name, path in small.items()})
-    assert len(loop.adapters.slots) == 3
-    loop.adapters.learn("large", large)
-    loop.adapters.learn("too large", write_adapter(tmp_path / "too", checkpoint, rank=17))
+    assert len(loop.intake.adapters.slots) == 3
+    loop.intake.adapters.learn("large", large)
+    loop.intake.adapters.learn("too large", write_adapter(tmp_path / "too", checkpoint, rank=17))
     for key, name in enumerate(("s0", "large", "s1", "too large"), 1):
         loop.submit(make_submit(key, name))
     tokens, failed = finish(loop, 4)
@@ -187,7 +188,7 @@ def test_memory_for_adapters_is_a_bound_that_is_kept(loops: Any, checkpoint: Pat
 def test_whoever_waits_for_a_slot_gets_one_though_others_keep_coming(loops: Any, many: dict[str, Path]) -> None:
     loop = loops.make(max_adapters=1)
     for name, folder in many.items():
-        loop.adapters.learn(name, folder)
+        loop.intake.adapters.learn(name, folder)
     loop.submit(make_submit(1, "a0", max_tokens=4))
     key, ended, end = 2, set(), time.monotonic() + 60
     while not loop.scheduler.num_running:  # its adapter has the slot
@@ -219,7 +220,7 @@ def test_a_replica_that_slept_reads_its_adapters_again(loops: Any, many: dict[st
     loop = loops.make(adapters={"a0": str(many["a0"])})
     before = run_all(loop, [make_submit(1, "a0")])[1].token_ids
     loop.sleep()
-    assert not loop.adapters.slots
+    assert not loop.intake.adapters.slots
     loop.wake()
     assert run_all(loop, [make_submit(2, "a0")])[2].token_ids == before
 
@@ -227,7 +228,7 @@ def test_a_replica_that_slept_reads_its_adapters_again(loops: Any, many: dict[st
 def test_requests_that_wait_for_their_adapter_can_be_extended_and_aborted(loops: Any, many: dict[str, Path]) -> None:
     loop = loops.make()
     for name, folder in many.items():
-        loop.adapters.learn(name, folder)
+        loop.intake.adapters.learn(name, folder)
     loop.submit(make_submit(1, "a0", max_tokens=6))
     loop.submit(make_submit(2, "a1", max_tokens=6))
     loop.extend(1, 6, last=True)
@@ -243,8 +244,8 @@ def test_an_adapter_that_is_not_there_or_unfit_fails_its_request_and_no_other(
 ) -> None:
     loop = loops.make()
     other = write_adapter(tmp_path / "other", mixtral, modules=("w1", "w2", "w3"))
-    loop.adapters.learn("a0", many["a0"])
-    loop.adapters.learn("other", other)
+    loop.intake.adapters.learn("a0", many["a0"])
+    loop.intake.adapters.learn("other", other)
     for key, name in enumerate(("a0", "nobody's", "other"), 1):
         loop.submit(make_submit(key, name))
     tokens, failed = finish(loop, 3)
@@ -331,7 +332,7 @@ def test_a_read_that_nobody_waits_for_any_more_decides_nothing(
 
     monkeypatch.setattr(registry, "read_adapter", fails_at_first)
     loop = loops.make()
-    loop.adapters.learn("late", many["a0"])
+    loop.intake.adapters.learn("late", many["a0"])
     loop.submit(make_submit(1, "late"))
     loop.step()  # it is being read
     loop.abort(1)
@@ -351,7 +352,7 @@ def test_whatever_goes_wrong_in_reading_an_adapter_fails_its_request_alone(
 
     monkeypatch.setattr(registry, "read_adapter", fails)
     loop = loops.make()
-    loop.adapters.learn("a0", many["a0"])
+    loop.intake.adapters.learn("a0", many["a0"])
     loop.submit(make_submit(1, "a0"))
     loop.submit(make_submit(2, ""))
     tokens, failed = finish(loop, 2)

@@ -25,6 +25,7 @@ from moiety_engine.disk.records import owner_tag, read_head, write_file
 from moiety_engine.disk.saving import Saver
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_engine.sequence import Sequence
@@ -67,7 +68,7 @@ def make(loops: Any, tmp_path: Path) -> Iterator[Make]:
         few = {"block_size": BLOCK_SIZE, "kv_memory_bytes": 40 * loops.model.kv_bytes_per_block(BLOCK_SIZE)}
         clock = WorkClock()
         given = {"model": str(loops.folder), "name": "tiny", "disk_cache": str(tmp_path / "kv"), **few, **settings}
-        loop = EngineLoop(loops.model, EngineConfig(**given), clock_ns=clock)
+        loop = build_loop(loops.model, EngineConfig(**given), clock_ns=clock)
         clock.loop = loop
         made.append(loop)
         return loop
@@ -278,7 +279,7 @@ def test_where_it_cannot_be_told_whether_a_file_is_kept_it_is_whole_and_not_kept
     (torn,) = files(tmp_path)
     flip(torn, -1)
     loop = restart(make)
-    assert loop.disk is not None and loop.disk.index.num_kept == 0
+    assert loop.intake.disk is not None and loop.intake.disk.index.num_kept == 0
     assert num_cached(run(loop, make_submit(1))) == 40
 
 
@@ -359,33 +360,33 @@ def test_what_waits_to_be_written_is_bounded_and_the_newest_stays(tmp_path: Path
 
 def test_an_engine_that_sleeps_holds_no_cache_for_what_is_still_being_written(make: Make) -> None:
     loop = make()
-    goes_on, write = threading.Event(), loop.disk.folder.write
+    goes_on, write = threading.Event(), loop.intake.disk.folder.write
 
     def waits(*args: Any) -> Any:
         assert goes_on.wait(60.0)
         return write(*args)
 
-    loop.disk.folder.write = waits
+    loop.intake.disk.folder.write = waits
     loop.submit(make_submit(1))
-    while not (loop.disk.saver.is_writing and loop.scheduler.idle):
+    while not (loop.intake.disk.saver.is_writing and loop.scheduler.idle):
         loop.step()
-    cache = weakref.ref(loop._device_state.kv.layers[0].k_NGPd)
+    cache = weakref.ref(loop.executor.device_state.kv.layers[0].k_NGPd)
     loop.sleep()
     gc.collect()
     assert cache() is None
     goes_on.set()
     end = time.monotonic() + 60.0
-    while not loop.disk.is_quiet:
+    while not loop.intake.disk.is_quiet:
         assert time.monotonic() < end
         loop.tend()
-    assert loop.disk.saver.written_blocks_total
+    assert loop.intake.disk.saver.written_blocks_total
     loop.wake()  # the model is others', too
 
 
 def test_a_disk_that_stands_still_holds_nobody_up(make: Make) -> None:
     loop = make()
     goes_on = threading.Event()
-    loop.disk.saver._writer.submit(goes_on.wait, LIMIT_S)
+    loop.intake.disk.saver._writer.submit(goes_on.wait, LIMIT_S)
     for key in range(20):
         assert run_all(loop, [make_submit(key)])[key].finish is not None
     assert loop.load().disk_written_blocks_total == 0
@@ -421,7 +422,7 @@ def test_where_computing_takes_less_nobody_waits_for_the_disk(make: Make) -> Non
     loop = make()
     run(loop, make_submit(1))
     evict(loop)
-    loop.disk.restorer.rate.observe(1, 1e9)
+    loop.intake.disk.restorer.rate.observe(1, 1e9)
     assert num_cached(run(loop, make_submit(1))) == 0
     assert loop.load().disk_passed_over_requests_total == 1
 

@@ -88,12 +88,12 @@ def test_both_models_give_their_memory_back_asleep_and_draft_on_when_woken(check
     ticks = count(10**18, 10**7)
     loop = load_loop(config, clock_ns=lambda: next(ticks))
     before = tokens_of(run_all(loop, [make_submit(0)]))
-    draft = loop._draft
+    draft = loop.executor.draft
     assert draft is not None and draft._kv is not None
     cache = weakref.ref(draft._kv.layers[0].parts[0])
     loop.sleep()
     gc.collect()
-    assert loop.model.away and draft.model.away
+    assert loop.executor.model.away and draft.model.away
     assert cache() is None, "somebody still holds the draft's cache"
     loop.wake()
     assert not draft.model.away
@@ -222,8 +222,8 @@ def test_a_draft_model_that_is_too_slow_is_not_asked(loops: Any, draft_by: Any) 
     speculator = loop.scheduler.speculator
     assert speculator is not None
     speculator.costs.measured([0.01] * 4)
-    assert loop._draft is not None
-    loop._draft.proposer.passes.measured([0.2] * 4)
+    assert loop.executor.draft is not None
+    loop.executor.draft.proposer.passes.measured([0.2] * 4)
     submits = [make_submit(0), make_submit(1)]
     assert tokens_of(run_all(loop, submits)) == tokens_of(run_all(loops.make(), submits))
     assert loop.load().drafted_tokens_total == 0

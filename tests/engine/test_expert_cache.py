@@ -246,4 +246,4 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 def test_an_offloading_engine_serves_no_adapters(checkpoint: Path, tmp_path: Path) -> None:
     offload = OffloadConfig(what=Offload.EXPERTS, folder=str(tmp_path))
     with load_loop(config_of(checkpoint, offload=offload)) as loop:
-        assert loop.sizes.adapter_bytes == 0
+        assert loop.executor.sizes.adapter_bytes == 0

@@ -11,6 +11,7 @@ import torch
 
 from moiety_engine.config import EngineConfig, Overlap
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.moe.history import ExpertPace, LoadHistory
 from moiety_engine.moe.load_watch import TAKE_S, TELL_S
@@ -47,7 +48,7 @@ def matrix(load: ExpertLoad) -> np.ndarray:
 
 
 def make_loop(loops: Any, clock: Clock, **settings: Any) -> EngineLoop:
-    return EngineLoop(loops.model, EngineConfig(model=str(loops.folder), name="tiny", **settings), clock_ns=clock)
+    return build_loop(loops.model, EngineConfig(model=str(loops.folder), name="tiny", **settings), clock_ns=clock)
 
 
 def settle(loop: EngineLoop, clock: Clock) -> None:

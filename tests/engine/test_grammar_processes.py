@@ -427,7 +427,7 @@ def test_streams_are_the_same_when_grammar_processes_are_killed_in_their_middle(
     with make_loop(**layout, grammar=LIMITS) as loop:
         submits = [asked(key, LIST, sampling=Sampling(temperature=0.0)) for key in range(1, 7)]
         undisturbed = {key: result.token_ids for key, result in run_all(loop, submits).items()}
-        service = loop._compile_queue._service
+        service = loop.intake.grammars._service
         assert service is not None
         found: dict[int, list[int]] = {key: [] for key in undisturbed}
         for submit in submits:

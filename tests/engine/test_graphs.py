@@ -117,7 +117,7 @@ def test_replayed_steps_give_the_bits_of_launched_ones_with_overlap_and_without(
                 )
             )  # fmt: skip
             loop.warm_up()
-            assert loop.replays is graphs
+            assert loop.executor.replays is graphs
             answers.append({key: result.token_ids for key, result in run_all(loop, submits).items()})
     assert answers[1:] == answers[:-1]
     assert all(len(tokens) == 24 for tokens in answers[0].values())

@@ -83,7 +83,8 @@ def complaint(document: str, schema: dict[str, Any]) -> str:
 def test_answers_are_valid_and_the_same_with_steps_that_overlap_with_drafts_and_when_preempted(
     model: EngineLoop,
 ) -> None:
-    few = {"kv_memory_bytes": 14 * model.model.kv_bytes_per_block(16), "block_size": 16, "host_kv_memory_bytes": 0}
+    kv_bytes = 14 * model.executor.model.kv_bytes_per_block(16)
+    few = {"kv_memory_bytes": kv_bytes, "block_size": 16, "host_kv_memory_bytes": 0}
     answers, preempted = [], []
     for settings in (
         {"overlap": Overlap.OFF},

@@ -69,7 +69,7 @@ class Pair:
 
     def hand_over(self, submit: CoreSubmit) -> CoreSubmit:
         """To the first engine; returns what the second one gets once that has ended it."""
-        exchange = self.decode.exchange
+        exchange = self.decode.intake.exchange
         transfer_id = secrets.token_hex(16)
         there = KvHandoff(transfer_id, exchange.address, exchange.host, transfer_token(exchange.secret, transfer_id))
         self.prefill.submit(msgspec.structs.replace(submit, hand_over=there))

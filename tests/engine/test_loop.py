@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_engine.startup import load_loop
@@ -110,8 +111,9 @@ def test_with_a_cache_of_bfloat16_too_requests_get_together_and_in_chunks_what_t
     together = load_loop(config)
     found = tokens(together, MIXED)
     whole = msgspec.structs.replace(config, max_batch_tokens=512, prefix_caching=False)
-    assert found == {submit.key: tokens(EngineLoop(together.model, whole), [submit])[submit.key] for submit in MIXED}
-    assert together.model.only_kernels, "its steps are replayed"
+    model = together.executor.model
+    assert found == {submit.key: tokens(build_loop(model, whole), [submit])[submit.key] for submit in MIXED}
+    assert model.only_kernels, "its steps are replayed"
 
 
 def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any, alone: dict[int, list[int]]) -> None:

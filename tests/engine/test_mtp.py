@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from moiety_engine.config import EngineConfig, Overlap, PolicyName, Speculate, TransferConfig
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.offline import Result, run_all
@@ -114,18 +115,18 @@ class Foretelling:
 
     def __init__(self, folder: Path, *, always_right: bool) -> None:
         self.folder, self.always_right = folder, always_right
-        self.plain_model = load_loop(self._config(speculate=Speculate.OFF)).model
+        self.plain_model = load_loop(self._config(speculate=Speculate.OFF)).executor.model
         loop = load_loop(self._config())
-        assert loop._draft is not None
-        self.model, self.layer = loop.model, loop._draft.model
+        assert loop.executor.draft is not None
+        self.model, self.layer = loop.executor.model, loop.executor.draft.model
 
     def plain(self, **settings: Any) -> EngineLoop:
-        return EngineLoop(self.plain_model, self._config(speculate=Speculate.OFF, **settings))
+        return build_loop(self.plain_model, self._config(speculate=Speculate.OFF, **settings))
 
     def make(self, **settings: Any) -> EngineLoop:
         ticks = count(10**18, 10**7)  # a clock by which all steps take the same
         config = self._config(**settings)
-        return EngineLoop(self.model, config, clock_ns=lambda: next(ticks), draft_model=self.layer)
+        return build_loop(self.model, config, clock_ns=lambda: next(ticks), draft_model=self.layer)
 
     def check(self, loop: EngineLoop) -> None:
         """So much came true as must."""
@@ -267,7 +268,7 @@ def test_a_prompt_that_is_handed_over_brings_it_along_or_is_computed_again(
         prefill,
         of_what_was_made.make(transfer=TransferConfig(role=EngineRole.DECODE, listen="tcp://127.0.0.1:0")) as decode,
     ):
-        exchange = decode.exchange
+        exchange = decode.intake.exchange
         transfer_id = secrets.token_hex(16)
         there = KvHandoff(transfer_id, exchange.address, exchange.host, transfer_token(exchange.secret, transfer_id))
         begun = run_all(prefill, [msgspec.structs.replace(submit, hand_over=there)])[0]
@@ -285,12 +286,12 @@ def test_all_memory_is_given_back_asleep_and_it_drafts_on_when_woken(of_what_was
     ticks = count(10**18, 10**7)
     loop = load_loop(of_what_was_made.make().config, clock_ns=lambda: next(ticks))
     before = told(run_all(loop, [make_submit(0)]))
-    assert loop._draft is not None
+    assert loop.executor.draft is not None
     loop.sleep()
-    assert loop.model.away and loop._draft.model.away
-    assert loop._draft._made_NPD is None
+    assert loop.executor.model.away and loop.executor.draft.model.away
+    assert loop.executor.draft._made_NPD is None
     loop.wake()
-    loop._draft.proposer.passes.measured([])  # by this clock each takes as long as a step
+    loop.executor.draft.proposer.passes.measured([])  # by this clock each takes as long as a step
     drafted = loop.load().drafted_tokens_total
     assert told(run_all(loop, [make_submit(0)])) == before
     assert loop.load().accepted_tokens_total == loop.load().drafted_tokens_total > drafted > 0

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from moiety_engine.adapters.dummy import write_adapter
 from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.sampling import Best, Sampler
@@ -145,7 +146,7 @@ def test_with_drafts_what_came_true_before_is_kept(
     config = EngineConfig(model=str(poisoned.folder), name="tiny", **given)
     ticks = iter(range(10**18, 2 * 10**18, 10**7))
     draft = poisoned.model if by == "draft" else None
-    loop = EngineLoop(poisoned.model, config, clock_ns=lambda: next(ticks), draft_model=draft)
+    loop = build_loop(poisoned.model, config, clock_ns=lambda: next(ticks), draft_model=draft)
     tokens, failed = step_through(loop, [submit(key) for key in PROMPTS])
     assert tokens == healthy | {BAD: healthy[BAD][: bad_token[1] + 1]}
     assert list(failed) == [BAD]
@@ -172,7 +173,7 @@ def test_nor_is_it_on_the_host_or_the_disk(poisoned: Loops, bad_token: tuple[int
     few = {"block_size": 4, "kv_memory_bytes": 30 * poisoned.model.kv_bytes_per_block(4)}
     host = {"host_kv_memory_bytes": 100 * poisoned.model.kv_bytes_per_block(4)}
     loop = poisoned.make(disk_cache=str(tmp_path), disk_cache_bytes=1 << 24, max_batch_tokens=8, **few, **host)
-    assert loop.disk is not None
+    assert loop.intake.disk is not None
     begun = [*PROMPTS[4], bad_token[0], *PROMPTS[5]]
     # it is given up before anything is sampled, so that its blocks are left behind as if they were good
     loop.submit(submit(1, prompt_ids=begun))
@@ -182,18 +183,18 @@ def test_nor_is_it_on_the_host_or_the_disk(poisoned: Loops, bad_token: tuple[int
     loop.take_outputs()
     hashes = loop.scheduler.kv.completed_hashes(_probe(begun), 36)
     end_s = time.monotonic() + LIMIT_S
-    while loop.disk.index.num_blocks < len(hashes):
+    while loop.intake.disk.index.num_blocks < len(hashes):
         assert time.monotonic() < end_s
         loop.step()
-    assert all(loop.disk.index.find(one) and loop.scheduler.kv.pool.find(one) is not None for one in hashes)
+    assert all(loop.intake.disk.index.find(one) and loop.scheduler.kv.pool.find(one) is not None for one in hashes)
     tokens, failed = step_through(loop, [submit(2, prompt_ids=begun)])
     assert (tokens, list(failed)) == ({2: []}, [2])
-    assert all(loop.disk.index.find(one) is None and loop.scheduler.kv.pool.find(one) is None for one in hashes)
+    assert all(loop.intake.disk.index.find(one) is None and loop.scheduler.kv.pool.find(one) is None for one in hashes)
     assert not any(loop.scheduler.kv.is_on_host(one) for one in hashes)
-    while not loop.disk.is_quiet:
+    while not loop.intake.disk.is_quiet:
         assert time.monotonic() < end_s
         loop.step()
-    assert not any(loop.disk.index.find(one) for one in hashes)
+    assert not any(loop.intake.disk.index.find(one) for one in hashes)
     loop.close()
 
 
@@ -235,7 +236,7 @@ def test_an_adapter_whose_scaled_weights_overflow_is_refused(
     tensors[name][0, 0] = factor if factor != 1.0 else tensors[name][0, 0]
     save_file(tensors, folder / "adapter_model.safetensors")
     loop = loops.make()
-    loop.adapters.learn("odd", folder)
+    loop.intake.adapters.learn("odd", folder)
     tokens, failed = step_through(loop, [submit(1), submit(2, adapter="odd")])
     assert len(tokens[1]) == NUM_OUTPUT
     assert failed[2].code is FailureCode.ADAPTER_REFUSED

@@ -16,6 +16,7 @@ import torch
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreEvent, CoreFinish, CoreSubmit
 from moiety_engine.scheduling.preemption.preemptor import SwapCost
 from moiety_engine.sequence import Sequence, SequenceState
@@ -117,7 +118,7 @@ def make_engine(loops: Any, num_blocks: int, *, host_blocks: int = 0, **settings
         **({"max_batch_tokens": 64} | settings),
     )
     clock = Clock()
-    engine = Engine(EngineLoop(loops.model, config, clock_ns=clock), clock)
+    engine = Engine(build_loop(loops.model, config, clock_ns=clock), clock)
     assert engine.loop.load().kv_blocks_total == num_blocks
     assert engine.loop.load().host_blocks_total == host_blocks
     return engine

@@ -45,7 +45,7 @@ def own_loop(checkpoint: Path, **settings: Any) -> EngineLoop:
 
 
 def weights_on_device(loop: EngineLoop) -> int:
-    return sum(tensor.untyped_storage().nbytes() for _, tensor in named_tensors(loop.model._weights))
+    return sum(tensor.untyped_storage().nbytes() for _, tensor in named_tensors(loop.executor.model._weights))
 
 
 @pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
@@ -54,8 +54,8 @@ def test_what_sleeps_gives_its_memory_back_and_answers_the_same_when_woken(check
     loop.warm_up()
     submits = [make_submit(key) for key in range(5)]
     before = {key: result.token_ids for key, result in run_all(loop, submits).items()}
-    assert loop._device_state is not None
-    cache = weakref.ref(loop._device_state.kv.layers[0].k_NGPd)
+    assert loop.executor.device_state is not None
+    cache = weakref.ref(loop.executor.device_state.kv.layers[0].k_NGPd)
     assert loop.load().kv_blocks_cached > 0
     held = weights_on_device(loop)
     for _ in range(2):
@@ -85,13 +85,13 @@ def test_a_host_without_room_for_the_weights_leaves_the_replica_awake(
 def test_what_finds_no_room_when_it_is_woken_sleeps_on_and_can_be_woken_later(checkpoint: Path) -> None:
     loop = own_loop(checkpoint)
     loop.sleep()
-    fitting, loop.sizes = loop.sizes, replace(loop.sizes, num_blocks=1 << 50)
+    fitting, loop.executor.sizes = loop.executor.sizes, replace(loop.executor.sizes, num_blocks=1 << 50)
     for _ in range(2):
         with pytest.raises(OutOfMemory, match="does not fit"):
             loop.wake()
         assert loop.asleep
         assert weights_on_device(loop) == 0
-    loop.sizes = fitting
+    loop.executor.sizes = fitting
     loop.wake()
     assert run_all(loop, [make_submit(0)])[0].token_ids
 
@@ -106,8 +106,8 @@ def test_where_waking_fails_late_nobody_keeps_the_cache(checkpoint: Path, monkey
     with monkeypatch.context() as patched, pytest.raises(OutOfMemory, match="largest step"):
         patched.setattr(EngineLoop, "warm_up", no_room)
         loop.wake()
-    assert loop.asleep and loop.exchange.address
-    assert not any(isinstance(held, KvCache) for held in vars(loop.exchange._zone).values())
+    assert loop.asleep and loop.intake.exchange.address
+    assert not any(isinstance(held, KvCache) for held in vars(loop.intake.exchange._zone).values())
     loop.wake()
     assert run_all(loop, [make_submit(0)])[0].token_ids
     loop.close()

@@ -12,6 +12,7 @@ import torch
 
 from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.loading import load_model
 from moiety_engine.offline import Result, run_all
@@ -34,7 +35,7 @@ def make_loop(checkpoint: Any, device: str) -> Callable[..., EngineLoop]:
     model = load_model(checkpoint.folder, device=device, dtype="float32")
 
     def make(**settings: Any) -> EngineLoop:
-        return EngineLoop(model, EngineConfig(model=str(checkpoint.folder), name="tiny", **settings))
+        return build_loop(model, EngineConfig(model=str(checkpoint.folder), name="tiny", **settings))
 
     return make
 
@@ -116,7 +117,7 @@ def test_a_checkpoint_without_a_head_embeds_alike(make_checkpoint: Any, tmp_path
     found = []
     for folder in (whole.folder, tmp_path / "headless"):
         model = load_model(folder, device="cpu", dtype="float32")
-        loop = EngineLoop(model, EngineConfig(model=str(folder), name="tiny"))
+        loop = build_loop(model, EngineConfig(model=str(folder), name="tiny"))
         found.append(vectors(run(loop, EMBEDDED)))
     assert_right(whole, found[0])
     assert all(np.array_equal(found[0][key], found[1][key]) for key in PROMPTS)

@@ -124,10 +124,10 @@ def test_steps_from_tokens_to_logits_are_replayed_with_such_a_head(
 
         monkeypatch.setattr(Team, "replay", note)
         replayed = run_all(loop, [submit])[1].token_ids
-        (recorded,) = loop.model._programs._recorded.values()
+        (recorded,) = loop.executor.model._programs._recorded.values()
         assert jobs[-10:] == [recorded.whole.num_jobs] * 10
         assert recorded.whole.num_jobs == recorded.layers.num_jobs + 2, "the embedding's rows, and the logits"
-        monkeypatch.setattr(type(loop.model), "decode", lambda *_, **__: None)
-        loop.model._programs._recordable = False
+        monkeypatch.setattr(type(loop.executor.model), "decode", lambda *_, **__: None)
+        loop.executor.model._programs._recordable = False
         again = msgspec.structs.replace(submit, key=2)
         assert run_all(loop, [again])[2].token_ids == replayed

@@ -194,15 +194,15 @@ def _fit(loop: EngineLoop, name: str, observed: list[tuple[StepShape, float]]) -
         block_size=loop.block_size,
         max_batch_tokens=limits.max_batch_tokens,
         max_running=limits.max_running,
-        kv_token_bytes=loop.model.kv_bytes_per_block(loop.block_size) // loop.block_size,
-        copy_bytes_per_s=_copy_bytes_per_s(loop.model.device),
+        kv_token_bytes=loop.executor.model.kv_bytes_per_block(loop.block_size) // loop.block_size,
+        copy_bytes_per_s=_copy_bytes_per_s(loop.executor.model.device),
         fit_error=float(np.mean(np.abs(fitted / seconds - 1))),
     )
 
 
 def _expert_fraction(loop: EngineLoop) -> float:
     """Return the share of a layer's experts that one token activates; 1 for a dense model."""
-    ffns = (layer.ffn for layer in loop.model.spec.layers)
+    ffns = (layer.ffn for layer in loop.executor.model.spec.layers)
     return next((ffn.routing.top_k / ffn.routing.num_experts for ffn in ffns if isinstance(ffn, MoeSpec)), 1.0)
 
 

@@ -61,7 +61,7 @@ def _measure(
         waste.look()
         on_done(num_done)
 
-    cache = loop.model.expert_cache
+    cache = loop.executor.model.expert_cache
     before = None if cache is None else asdict(cache.traffic)
     begin_s = time.perf_counter()
     results = run_all(loop, submits, on_step=on_step)
@@ -118,11 +118,11 @@ def _settings(
         "kv_blocks": loop.scheduler.groups.num_blocks,
         "quantization": config.quantization,
         "load_format": str(config.load_format),
-        "overlap": loop.overlaps,
+        "overlap": loop.executor.overlaps,
         "speculate": str(config.speculate),
         "speculate_tokens": config.speculate_tokens,
         "draft_model": Path(config.draft_model).name,
-        "cuda_graphs": loop.replays,
+        "cuda_graphs": loop.executor.replays,
         "ranks": {
             name: getattr(config, name)
             for name in ("tp", "dp_attention", "ep", "pp", "ffn_ranks", "micro_batches", "micro_batch_tokens")
@@ -164,7 +164,7 @@ class _KvWaste:
 
 
 def make_request(loop: EngineLoop, key: int, lengths: BenchLengths, rng: random.Random) -> CoreSubmit:
-    vocabulary = loop.model.spec.vocab_size
+    vocabulary = loop.executor.model.spec.vocab_size
     first = min(_FIRST_TOKEN_ID, vocabulary - 1)
     return CoreSubmit(
         key=key,

@@ -91,19 +91,19 @@ def hello_of(loop: EngineLoop) -> CoreHello:
     """Return the properties of the model for the engine server's model card."""
     return CoreHello(
         state=CoreState.READY,
-        family=loop.model.spec.family,
+        family=loop.executor.model.spec.family,
         max_context_tokens=loop.max_context_tokens,
-        vocab_size=loop.model.spec.vocab_size,
+        vocab_size=loop.executor.model.spec.vocab_size,
         max_num_logprobs=MAX_NUM_LOGPROBS,
-        dtype=str(loop.model.dtype).removeprefix("torch."),
-        device=str(loop.model.device),
-        embedding_width=loop.model.spec.hidden_size,
+        dtype=str(loop.executor.model.dtype).removeprefix("torch."),
+        device=str(loop.executor.model.device),
+        embedding_width=loop.executor.model.spec.hidden_size,
         follows_grammars=loop.follows_grammars,
-        hands_over=loop.exchange.kv_sender is not None,
-        kv_address=loop.exchange.address,
-        kv_host=loop.exchange.host,
-        kv_secret=loop.exchange.secret,
-        takes_adapters=loop.adapters.is_open,
+        hands_over=loop.intake.exchange.kv_sender is not None,
+        kv_address=loop.intake.exchange.address,
+        kv_host=loop.intake.exchange.host,
+        kv_secret=loop.intake.exchange.secret,
+        takes_adapters=loop.intake.adapters.is_open,
         speculative_prefill=loop.scheduler.speculative_prefill.is_possible,
     )
 
@@ -118,7 +118,7 @@ def obey(loop: EngineLoop, command: ToCore) -> None:
         case CoreAbort():
             loop.abort(command.key, command.reason)
         case CoreAdapter():
-            loop.adapters.learn(command.name, Path(command.folder))
+            loop.intake.adapters.learn(command.name, Path(command.folder))
         case CoreForget():
             loop.forget_tenants(command.tenant_ids)
 

@@ -85,7 +85,7 @@ class InProcessReplica:
     def close(self) -> None:
         if self._loop is None:
             return
-        device = self._loop.model.device
+        device = self._loop.executor.model.device
         self._loop.close()
         self._loop = None
         free_cached_memory(device)

@@ -77,7 +77,7 @@ def examine(loop: EngineLoop, exam: Exam, progress: Callable[[int, int], None]) 
     total = len(exam.texts) + len(exam.questions)
     surprise = num_tokens = 0.0
     for number, (ids, first) in enumerate(exam.texts):
-        surprise += _surprise(loop.model, ids, first)
+        surprise += _surprise(loop.executor.model, ids, first)
         num_tokens += len(ids) - first
         progress(number + 1, total)
     perplexity = math.exp(surprise / num_tokens) if num_tokens else math.nan

@@ -1,0 +1,53 @@
+"""Load of a model's experts and their rebalancing among the ranks, as the step loop looks after them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+
+if TYPE_CHECKING:
+    from moiety_engine.moe.history import ExpertPace
+    from moiety_engine.moe.load_watch import CountTransfers, ExpertWatch
+    from moiety_engine.runner.rebalancing import Rebalancing
+
+
+class ExpertMonitor:
+    """Expert load and rebalancing; does nothing for a model without experts. Used by the step loop's thread only."""
+
+    def __init__(self, watch: ExpertWatch | None, rebalancing: Rebalancing | None) -> None:
+        self._watch = watch
+        self.rebalancing = rebalancing
+
+    @property
+    def pace(self) -> ExpertPace | None:
+        """Newest figures of the experts' load in a step; None without experts."""
+        return None if self._watch is None else self._watch.pace
+
+    @property
+    def is_active(self) -> bool:
+        return self._watch is not None
+
+    def look(self, now_s: float, transfers: CountTransfers, *, worked: bool) -> None:
+        """Count the load of the steps so far, and move experts if that is due. `worked` means that a step ran."""
+        if self._watch is None:
+            return
+        self._watch.look(now_s, transfers)
+        if self.rebalancing is not None:
+            self.rebalancing.look(now_s, self._watch.take_picks(), worked=worked)
+
+    def load(self, ask: AskExperts, now_s: float) -> ExpertLoad:
+        """Return the load of the experts, a few seconds old at most."""
+        if self._watch is None:
+            return ExpertLoad(ask.ask_id, int(now_s), int(now_s))
+        load = self._watch.load(ask, now_s)
+        return load if self.rebalancing is None else self.rebalancing.with_places(load)
+
+    def take_balance(self, now_s: float) -> ExpertBalance | None:
+        """Return the balance of expert load, a few times a minute; None if there is nothing new."""
+        return None if self._watch is None else self._watch.take_balance(now_s)
+
+    def finish(self, now_s: float, transfers: CountTransfers) -> None:
+        """Count what the device still holds, before its memory is released."""
+        if self._watch is not None:
+            self._watch.finish(now_s, transfers)

@@ -1,0 +1,100 @@
+"""Construction of a step loop from a model and the configuration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moiety_engine.adapters.registry import AdapterRegistry
+from moiety_engine.disk.tier import DiskTier
+from moiety_engine.draft_model.draft_model import DraftModel
+from moiety_engine.expert_monitor import ExpertMonitor
+from moiety_engine.kv_transfer.connector import exchange_of
+from moiety_engine.loop import EngineLoop
+from moiety_engine.model_executor import DeviceOptions, ModelExecutor
+from moiety_engine.moe.load_watch import ExpertWatch
+from moiety_engine.moe.tenants import TenantSlots
+from moiety_engine.request_intake import RequestIntake
+from moiety_engine.runner.control_messages import ControlSender
+from moiety_engine.runner.micro_batches import cutting_of
+from moiety_engine.runner.overlap import steps_overlap
+from moiety_engine.runner.rebalancing import rebalancing_of
+from moiety_engine.runner.sizes import Sizes, sizes_for
+from moiety_engine.scheduler_setup import build_scheduler
+from moiety_engine.step_reporter import StepReporter
+from moiety_engine.steps.tracer import StepTracer
+from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
+
+if TYPE_CHECKING:
+    from moiety_engine.config import EngineConfig
+    from moiety_engine.distribution.rank_group import RankGroup
+    from moiety_engine.model.transformer import Transformer
+    from moiety_engine.structured_outputs.service import GrammarService
+
+
+def build_loop(
+    model: Transformer,
+    config: EngineConfig,
+    *,
+    clock_ns: Callable[[], int] = time.time_ns,
+    rank_group: RankGroup | None = None,
+    local_ranks: int = 1,
+    grammars: GrammarService | str = "it was made without a tokenizer",
+    draft_model: Transformer | None = None,
+) -> EngineLoop:
+    """Build the loop and load the configured adapters.
+
+    `rank_group` is the group of the model's other ranks; `local_ranks` ranks, including this one, run on this host.
+    `grammars` is the service that compiles and steps grammars, or the reason why there is none. `draft_model` is given
+    if the configuration names one. Raises AdapterError for a configured adapter that cannot be served.
+    """
+    overlaps = steps_overlap(model, config)
+    controls = ControlSender(rank_group, overlaps=overlaps)
+    sizes = sizes_for(model, config, controls, local_ranks, draft_model=draft_model)
+    draft = None if draft_model is None else DraftModel(draft_model, sizes, clock_ns)
+    compile_queue = GrammarCompileQueue(grammars, config.grammar)
+    exchange = exchange_of(config.transfer)
+    adapters = _load_adapters(model, config, sizes)
+    tenants = None if model.experts is None else TenantSlots()
+    options = DeviceOptions(exchange, adapters, tenants, compile_queue.num_words, cutting_of(config))
+    executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
+    experts = _monitor_experts(model, config, controls, tenants, clock_ns)
+    scheduler = build_scheduler(config, model, sizes, draft)
+    disk = DiskTier(config, model, scheduler, executor.awake().kv) if config.disk_cache else None
+    reporter = StepReporter(StepTracer(config.traced_steps_per_s), exchange, adapters)
+    intake = RequestIntake(
+        scheduler,
+        reporter,
+        exchange,
+        adapters,
+        compile_queue,
+        disk,
+        max_context_tokens=sizes.max_context_tokens,
+        clock_ns=clock_ns,
+    )
+    return EngineLoop(executor, scheduler, intake, experts, reporter, clock_ns=clock_ns)
+
+
+def _load_adapters(model: Transformer, config: EngineConfig, sizes: Sizes) -> AdapterRegistry:
+    adapters = AdapterRegistry(
+        model, max_bytes=sizes.adapter_bytes, max_slots=config.max_adapters, max_rank=config.max_adapter_rank
+    )
+    for name, folder in config.adapters.items():
+        adapters.learn(name, Path(folder))
+    adapters.load_all()
+    return adapters
+
+
+def _monitor_experts(
+    model: Transformer,
+    config: EngineConfig,
+    controls: ControlSender,
+    tenants: TenantSlots | None,
+    clock_ns: Callable[[], int],
+) -> ExpertMonitor:
+    watch = None
+    if model.experts is not None and model.expert_counter is not None and tenants is not None:
+        watch = ExpertWatch(model.experts, model.expert_counter, tenants, clock_ns() / 1e9)
+    return ExpertMonitor(watch, rebalancing_of(model, config, controls, clock_ns() / 1e9))

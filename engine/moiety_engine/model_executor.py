@@ -1,0 +1,123 @@
+"""The model of a replica with its state on the device, which a sleeping replica gives up.
+
+It owns the weights, the KV cache and the runner, those of a draft model too, and the control of the other ranks. It
+knows nothing of requests and of scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moiety_engine.runner.control_messages import Release
+from moiety_engine.runner.device_state import DeviceState, free_cached_memory
+from moiety_engine.runner.weights import Weights
+
+if TYPE_CHECKING:
+    from moiety_engine.adapters.registry import AdapterRegistry
+    from moiety_engine.draft_model.draft_model import DraftModel
+    from moiety_engine.kv_transfer.connector import KvConnector
+    from moiety_engine.model.transformer import Transformer
+    from moiety_engine.moe.tenants import TenantSlots
+    from moiety_engine.runner.control_messages import ControlSender
+    from moiety_engine.runner.micro_batches import MicroBatchSplit
+    from moiety_engine.runner.sizes import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """What the state on the device is connected to."""
+
+    exchange: KvConnector  # transfers KV to and from other engines
+    adapters: AdapterRegistry
+    tenants: TenantSlots | None  # slots by which the load of experts is counted; None for a model without experts
+    num_mask_words: int  # of a token mask of structured outputs; 0 without them
+    cutting: MicroBatchSplit
+
+
+class ModelExecutor:
+    """Model, draft model and device state. Used by the step loop's thread only."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        draft: DraftModel | None,
+        sizes: Sizes,
+        controls: ControlSender,
+        options: DeviceOptions,
+        *,
+        overlaps: bool,
+    ) -> None:
+        """Allocate the state on the device. `overlaps` means that a step is launched while the previous one runs."""
+        self.model = model
+        self.draft = draft
+        self.sizes = sizes
+        self.controls = controls
+        self.overlaps = overlaps
+        self._options = options
+        self._weights = Weights([model] if draft is None else [model, draft.model], controls)
+        self.device_state: DeviceState | None = self._allocate()
+
+    @property
+    def asleep(self) -> bool:
+        return self.device_state is None
+
+    @property
+    def replays(self) -> bool:
+        """True if decode steps replay captured graphs."""
+        return self.device_state is not None and self.device_state.runner.graphs is not None
+
+    def awake(self) -> DeviceState:
+        """Return the state on the device, which a replica that is awake has."""
+        assert self.device_state is not None, "a replica that sleeps has nothing to run"
+        return self.device_state
+
+    def settle_weights(self, timeout_s: float) -> None:
+        """Wait until the weights have the memory layout that is fastest to read, at most `timeout_s` per model."""
+        self._weights.settle(timeout_s)
+
+    def offload_weights(self, on_progress: Callable[[], None]) -> int:
+        """Move the weights to host memory, and return the bytes of the weights and of the KV cache.
+
+        Raises OutOfMemory if the host has too little memory; the weights then stay where they are.
+        """
+        kv_bytes = self.sizes.num_blocks * self._weights.kv_bytes_per_block(self.sizes.block_size)
+        return self._weights.leave_or_stay(on_progress) + kv_bytes
+
+    def release_device_state(self) -> None:
+        """Release the KV cache and the runner on all ranks. The caller holds no reference to them."""
+        self.controls.give(Release())
+        self._options.exchange.serve(None)  # it references the cache too
+        self.device_state = None
+        if self.draft is not None:
+            self.draft.release()
+        free_cached_memory(self.model.device)
+
+    def restore(self, on_progress: Callable[[], None]) -> None:
+        """Reload the weights and allocate the state on the device. Raises OutOfMemory; see `undo_restore`."""
+        self._weights.reload_weights(on_progress)
+        self.device_state = self._allocate()
+
+    def undo_restore(self, on_progress: Callable[[], None]) -> None:
+        """Release what a failed `restore` has allocated."""
+        self.release_device_state()
+        self._weights.leave(on_progress)
+        free_cached_memory(self.model.device)
+
+    def _allocate(self) -> DeviceState:
+        options = self._options
+        device_state = DeviceState(
+            self.model,
+            self.sizes,
+            self.controls,
+            options.tenants,
+            num_mask_words=options.num_mask_words,
+            exchange=options.exchange,
+            adapters=options.adapters.slots if options.adapters.is_open else None,
+            cutting=options.cutting,
+        )
+        options.exchange.serve(device_state.kv)
+        if self.draft is not None:
+            self.draft.allocate(device_state.kv)
+        return device_state
