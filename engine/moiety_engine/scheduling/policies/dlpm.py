@@ -16,7 +16,8 @@ from __future__ import annotations
 from heapq import heappop, heappush, heapreplace
 
 from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
-from moiety_engine.scheduling.policies.policy import Policy, PolicyContext
+from moiety_engine.scheduling.policies.ordered_policy import OrderedPolicy
+from moiety_engine.scheduling.policies.policy import PolicyContext
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence, SequenceState
 
@@ -37,10 +38,8 @@ class DlpmTenant:
         self.version = 0  # incremented when its position in the order changes
 
 
-class Dlpm(Policy):
+class Dlpm(OrderedPolicy):
     """Policy ordered by cached prefix, among tenants with deficit left; started requests come first."""
-
-    name = "dlpm"
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)  # its heap holds the started sequences
@@ -57,9 +56,6 @@ class Dlpm(Policy):
         self._forget_at = 2 * _MAX_IDLE
 
     # ── prefill queue ──
-
-    def key(self, sequence: Sequence, now_s: float) -> int:
-        return sequence.request.order
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         if sequence.state is not SequenceState.WAITING:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from moiety_engine.scheduling.outputs.output_predictor import OutputPredictor
 from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.scheduling.queues.class_counters import ClassCounters
-from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import ServiceClass
@@ -92,11 +90,9 @@ class BatchView:
     def tenant_blocks(self, tenant: str) -> int:
         """Return the blocks that the tenant's running sequences hold in the group (shared ones count for each)."""
         if self.blocks_of_tenant is None:
-            self.blocks_of_tenant = {}
+            held = self.blocks_of_tenant = {}
             for s in self.peers:
-                self.blocks_of_tenant[s.request.tenant] = self.blocks_of_tenant.get(s.request.tenant, 0) + len(
-                    s.kv.blocks
-                )
+                held[s.request.tenant] = held.get(s.request.tenant, 0) + len(s.kv.blocks)
         return self.blocks_of_tenant.get(tenant, 0)
 
 
@@ -116,41 +112,31 @@ class PolicyContext:
 
 
 class Policy:
-    """Base policy: queue in the order of `key`, no time limit, the youngest is preempted, all requests are admitted."""
+    """Interface of a policy. By default it limits no time, delays nobody, and admits all requests."""
 
-    name = ""
     sizes_chunks = False  # true if the policy limits the time of a step
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
-        self._heap = EntryHeap()
-        self._num_queued = 0
 
     # ── prefill queue ──
 
-    def key(self, sequence: Sequence, now_s: float) -> Any:
-        """Return the sort key in the queue: smaller first, ties by arrival. Computed once, on entering."""
-        raise NotImplementedError
-
     def push(self, sequence: Sequence, now_s: float) -> None:
         """Queue a sequence that needs prefill: it is new, returns, or its last chunk did not complete its prompt."""
-        self._num_queued += sequence.enter_queue()
-        self._heap.push(self.key(sequence, now_s), sequence)
+        raise NotImplementedError
 
     def pop(self, now_s: float) -> Sequence | None:
         """Remove and return the first sequence; it is pushed again unless the step completes its prefill."""
-        sequence = self._heap.pop()
-        if sequence is not None:
-            self._num_queued -= sequence.leave_queue()
-        return sequence
+        raise NotImplementedError
 
     def discard(self, sequence: Sequence) -> None:
         """Remove the sequence from the queue if it is queued."""
-        self._num_queued -= sequence.leave_queue()
+        raise NotImplementedError
 
     @property
     def num_queued(self) -> int:
-        return self._num_queued
+        """Number of queued sequences."""
+        raise NotImplementedError
 
     # ── events ──
 
@@ -218,4 +204,4 @@ class Policy:
         The beneficiary is an urgent sequence, or None if blocks are needed for decoding. `takes_blocks` is false if
         only a slot in the batch is needed.
         """
-        return [] if beneficiary is not None else sorted(running, key=lambda s: -s.request.order)
+        raise NotImplementedError

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from moiety_engine.scheduling.policies.edf import Edf, deadline_s
+from moiety_engine.scheduling.policies.ordered_policy import OrderedPolicy, deadline_s
 from moiety_engine.scheduling.policies.policy import BatchView, PolicyContext, StepBudget
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.scheduling.step_time.step_time_model import StepShape
@@ -30,11 +30,13 @@ _LONG_ANSWER = 0.977  # quantile
 _SEEN_STEPS = 0.05  # weight of the newest step in the mean time of a step
 
 
-class QoserveChunking(Edf):
+class QoserveChunking(OrderedPolicy):
     """Earliest deadline first with dynamic chunking."""
 
-    name = "qoserve-chunking"
     sizes_chunks = True
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context, deadline_s)
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
         return StepBudget(_SLACK_USED * view.slack_s, floor_tokens=0)
@@ -42,8 +44,6 @@ class QoserveChunking(Edf):
 
 class QoserveDemotion(QoserveChunking):
     """Earliest deadline first with dynamic chunking and eager demotion."""
-
-    name = "qoserve-demotion"
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -140,8 +140,6 @@ class QoserveDemotion(QoserveChunking):
 
 class Qoserve(QoserveDemotion):
     """QoServe with all parts: dynamic chunking, eager demotion and hybrid priority."""
-
-    name = "qoserve"
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)

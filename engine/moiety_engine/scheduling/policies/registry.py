@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from moiety_engine.scheduling.policies.dlpm import Dlpm
-from moiety_engine.scheduling.policies.edf import Edf
-from moiety_engine.scheduling.policies.fcfs import Fcfs
 from moiety_engine.scheduling.policies.moiety.moiety import Moiety
+from moiety_engine.scheduling.policies.ordered_policy import OrderedPolicy, arrival_order, deadline_s, rank_order
 from moiety_engine.scheduling.policies.policy import Policy, PolicyContext
 from moiety_engine.scheduling.policies.qoserve import Qoserve, QoserveChunking, QoserveDemotion
-from moiety_engine.scheduling.policies.strict_priority import StrictPriority
 from moiety_engine.scheduling.policies.vtc import Vtc
 
-_ALL: tuple[type[Policy], ...] = (
-    Moiety,
-    Fcfs,
-    StrictPriority,
-    Edf,
-    Vtc,
-    Dlpm,
-    QoserveChunking,
-    QoserveDemotion,
-    Qoserve,
-)
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}
+POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
+    "moiety": Moiety,
+    "fcfs": partial(OrderedPolicy, order=arrival_order),
+    "strict-priority": partial(OrderedPolicy, order=rank_order),
+    "edf": partial(OrderedPolicy, order=deadline_s),
+    "vtc": Vtc,
+    "dlpm": Dlpm,
+    "qoserve-chunking": QoserveChunking,
+    "qoserve-demotion": QoserveDemotion,
+    "qoserve": Qoserve,
+}
 
 
 def make_policy(name: str, context: PolicyContext) -> Policy:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from heapq import heappop, heappush, heapreplace
 
 from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
-from moiety_engine.scheduling.policies.policy import Policy, PolicyContext
+from moiety_engine.scheduling.policies.ordered_policy import OrderedPolicy
+from moiety_engine.scheduling.policies.policy import PolicyContext
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence, SequenceState
 
@@ -32,10 +33,8 @@ class VtcTenant:
         self.heap = EntryHeap()
 
 
-class Vtc(Policy):
+class Vtc(OrderedPolicy):
     """Policy ordered by counter, then by arrival; started requests come first."""
-
-    name = "vtc"
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)  # its heap holds the started sequences
@@ -49,9 +48,6 @@ class Vtc(Policy):
         self._forget_at = _MAX_IDLE
 
     # ── prefill queue ──
-
-    def key(self, sequence: Sequence, now_s: float) -> int:
-        return sequence.request.order
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         if sequence.state is not SequenceState.WAITING:

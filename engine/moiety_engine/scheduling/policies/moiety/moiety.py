@@ -37,7 +37,6 @@ from moiety_wire.notes import Reason
 class Moiety(Policy):
     """The `moiety` policy; see the module's docstring."""
 
-    name = "moiety"
     sizes_chunks = True
 
     def __init__(self, context: PolicyContext, tuning: Tuning | None = None) -> None:
