@@ -90,7 +90,7 @@ def check_crowd(report: Report, bench: Bench, preallocated: int, num_prompts: in
     """How many requests run at once, while others wait, in memory for so many `preallocated` ones of the model's
     longest."""
     longest = int(bench.shape["max_position_embeddings"])
-    model = bench.model or bench.loop(max_running=1).model
+    model = bench.model or bench.loop(max_running=1).executor.model
     kv_bytes = preallocated * longest * model.kv_bytes_per_block(1)
     loop = bench.loop(max_running=4 * BATCH, kv_memory_bytes=kv_bytes, max_context_tokens=longest, prefix_caching=False)
     at_once: list[int] = []

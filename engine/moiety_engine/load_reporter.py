@@ -96,7 +96,7 @@ class TenantBlocks:
         if scheduler.idle:
             self._counted, self._counted_ns = {}, 0
         elif now_ns - self._counted_ns >= TENANTS_COUNTED_EACH_NS:
-            self._counted, self._counted_ns = scheduler.places.tenant_blocks(MAX_REPORTED_TENANTS), now_ns
+            self._counted, self._counted_ns = scheduler.queues.tenant_blocks(MAX_REPORTED_TENANTS), now_ns
         return self._counted
 
 

@@ -130,7 +130,7 @@ def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any, alo
     outputs: dict[int, list[int]] = {key: [] for key in alone}
     while not loop.scheduler.idle:
         loop.step()
-        preempted += any(s.timeline.num_preemptions for s in loop.scheduler.places.by_key.values())
+        preempted += any(s.timeline.num_preemptions for s in loop.scheduler.queues.by_key.values())
         step = loop.take_outputs()
         for output in step.outputs if step else []:
             outputs[output.key] += output.token_ids

@@ -284,7 +284,7 @@ def test_a_prompt_that_is_handed_over_brings_it_along_or_is_computed_again(
 
 def test_all_memory_is_given_back_asleep_and_it_drafts_on_when_woken(of_what_was_made: Foretelling) -> None:
     ticks = count(10**18, 10**7)
-    loop = load_loop(of_what_was_made.make().config, clock_ns=lambda: next(ticks))
+    loop = load_loop(of_what_was_made._config(), clock_ns=lambda: next(ticks))
     before = told(run_all(loop, [make_submit(0)]))
     assert loop.executor.draft is not None
     loop.sleep()

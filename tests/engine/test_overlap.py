@@ -135,7 +135,7 @@ def test_steps_do_overlap_and_the_tokens_of_the_running_one_are_not_known(loops:
     loop.submit(make_submit(0))
     answers = Answers(loop)
     answers.steps(1)
-    (sequence,) = loop.scheduler.places.by_key.values()
+    (sequence,) = loop.scheduler.queues.by_key.values()
     assert answers.tokens == {}
     assert sequence.tokens[-1] == PENDING
     answers.steps(3)
@@ -170,7 +170,7 @@ def test_what_ends_by_its_length_is_computed_no_step_too_far_and_frees_its_block
     answers = Answers(loop)
     loop.submit(make_submit(0, max_tokens=4))
     answers.steps(4)
-    (sequence,) = loop.scheduler.places.by_key.values()
+    (sequence,) = loop.scheduler.queues.by_key.values()
     assert sequence.state is SequenceState.FINISHING
     assert loop.load().kv_blocks_used == 0
     loop.extend(0, 50, last=False)  # too late to matter
@@ -216,7 +216,7 @@ def test_an_abort_in_mid_flight_frees_the_blocks_at_once_and_counts_what_was_emi
     loop.submit(make_submit(1))
     answers.steps(5)
     loop.abort(0)
-    assert loop.load().kv_blocks_used == len(loop.scheduler.places.by_key[1].kv.blocks)
+    assert loop.load().kv_blocks_used == len(loop.scheduler.queues.by_key[1].kv.blocks)
     answers.take()
     assert answers.finishes[0].num_output_tokens == 4
     answers.to_the_end()
@@ -243,7 +243,7 @@ def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any) -> 
             loop.submit(submit)
         while not loop.scheduler.idle:
             answers.steps(1)
-            preempted.append(sum(s.timeline.num_preemptions for s in loop.scheduler.places.by_key.values()))
+            preempted.append(sum(s.timeline.num_preemptions for s in loop.scheduler.queues.by_key.values()))
 
     for host_bytes in (0, 40 * BLOCK_BYTES_8):
         for answers in both(

@@ -89,7 +89,7 @@ class Engine:
                 self.finishes[output.key] = output.finish
 
     def sequence(self, key: int) -> Sequence:
-        return self.loop.scheduler.places.by_key[key]
+        return self.loop.scheduler.queues.by_key[key]
 
     def events(self, key: int, kind: EventKind) -> list[CoreEvent]:
         events = self.finishes[key].events if key in self.finishes else self.sequence(key).timeline.events
@@ -407,7 +407,7 @@ def test_an_abort_frees_what_was_held_and_disturbs_nobody(
     aborted: Sequence | None = None
     for step in range(400):
         if aborted is None:
-            aborted = next((s for s in scheduler.places.by_key.values() if HELD_IN[place](s)), None)
+            aborted = next((s for s in scheduler.queues.by_key.values() if HELD_IN[place](s)), None)
             if aborted is not None:
                 free = scheduler.kv.pool.num_free + len(aborted.kv.blocks)
                 assert scheduler.kv.host is not None
@@ -430,7 +430,7 @@ def test_when_all_are_aborted_nothing_is_held(loops: Any, num_steps: int) -> Non
     crowd = make_crowd(loops, 28)
     for step in range(num_steps):
         play_on(crowd, step)
-    for key in list(crowd.loop.scheduler.places.by_key):
+    for key in list(crowd.loop.scheduler.queues.by_key):
         crowd.abort(key)
     crowd.assert_nothing_is_held()
     assert set(crowd.finishes) == set(crowd.tokens)

@@ -85,7 +85,7 @@ class Driver:
         assert len({c.sequence.key for c in plan.chunks}) == len(plan.chunks)
         if self.live and not plan.chunks:
             assert not [
-                s for s in self.scheduler.places.by_key.values() if s.has_credit and not s.padded_row.is_finished
+                s for s in self.scheduler.queues.by_key.values() if s.has_credit and not s.padded_row.is_finished
             ]
         tokens = []
         for chunk in plan.chunks:
@@ -113,7 +113,7 @@ class Driver:
 
     def check_blocks(self) -> None:
         """A block is used by exactly the sequences that hold it, and written by one only."""
-        sequences = self.scheduler.places.by_key.values()
+        sequences = self.scheduler.queues.by_key.values()
         held = [block for s in sequences for block in s.kv.blocks]
         assert self.scheduler.kv.pool.num_used == len(set(held))
         unsealed = [block for s in sequences for block in s.kv.blocks[s.kv.num_sealed :]]

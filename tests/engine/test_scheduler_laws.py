@@ -178,9 +178,9 @@ class Replica:
         assert plan.num_rows <= scheduler.limits.max_batch_tokens
         assert plan.num_rows == sum(chunk.num_tokens + chunk.num_pad for chunk in plan.chunks)
         assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)
-        assert len(scheduler.places.running) <= scheduler.limits.max_running
+        assert len(scheduler.queues.running) <= scheduler.limits.max_running
         if not plan.chunks and self._flight is None:
-            assert not [s.key for s in scheduler.places.by_key.values() if s.has_credit], (
+            assert not [s.key for s in scheduler.queues.by_key.values() if s.has_credit], (
                 "work is left, and none is done"
             )
         self._check_preempted(plan)
@@ -249,7 +249,7 @@ class Replica:
         """Read the KV of what is computed, write that of the chunk; the next token, if the chunk samples."""
         sequence = chunk.sequence
         tokens = self._tokens(sequence)
-        assert chunk.sequence not in self.scheduler.places.verifying, "planned while its draft runs"
+        assert chunk.sequence not in self.scheduler.queues.verifying, "planned while its draft runs"
         tokens = [*tokens, *chunk.draft]
         texts = [(sequence.request.submit.cache_salt, tuple(tokens[: i + 1])) for i in range(len(tokens))]
         end = sequence.kv.num_computed + chunk.num_tokens
@@ -318,7 +318,7 @@ class Replica:
     # ── laws that hold between steps ──
 
     def check(self) -> None:
-        sequences = list(self.scheduler.places.by_key.values())
+        sequences = list(self.scheduler.queues.by_key.values())
         ended = {s.key for s in sequences if s.padded_row.is_finished and not s.pending}
         assert {s.key for s in sequences} - ended == {key for key, client in self.clients.items() if not client.over}
         self._check_blocks(sequences)
@@ -331,7 +331,7 @@ class Replica:
             )
             assert s.state is not SequenceState.FINISHING or self.overlap
             assert not s.pending or self.overlap
-        places = self.scheduler.places
+        places = self.scheduler.queues
         running = [s for s in sequences if s.state is SequenceState.RUNNING]
         assert set(places.decoding) == {s for s in running if s.decoding or s.padded_row.is_finished} - set(
             places.verifying
@@ -344,7 +344,7 @@ class Replica:
 
     def _check_sums(self, running: list[Sequence]) -> None:
         """What is kept from one decision to the next is what would be found by looking at everybody."""
-        places = self.scheduler.places
+        places = self.scheduler.queues
         due_s = min((s.deadlines.next_due_s for s in places.decoding), default=math.inf)
         context = sum(s.kv.num_computed for s in places.decoding)
         assert places.sums_of(list(places.decoding.values())) == (due_s, context)
@@ -386,7 +386,7 @@ class Replica:
         held = Counter[str]()
         for s in sequences:
             held[s.request.tenant] += len(s.kv.blocks)
-        assert self.scheduler.places.tenant_blocks(len(held)) == dict(+held)
+        assert self.scheduler.queues.tenant_blocks(len(held)) == dict(+held)
 
     def drain(self) -> None:
         """No more requests come: all that were let in end, with all their tokens, in a bounded number of steps."""
@@ -401,7 +401,7 @@ class Replica:
                 break
             self.step(0.01)
             self.check()
-        assert self.scheduler.idle, f"{[s.key for s in self.scheduler.places.by_key.values()]} starve"
+        assert self.scheduler.idle, f"{[s.key for s in self.scheduler.queues.by_key.values()]} starve"
         self._commit(self._flight)
         self._flight = None
         stopped = [c for c in self.clients.values() if c.aborted or (c.tokens and c.tokens[-1] == EOS)]

@@ -158,7 +158,7 @@ def test_an_abort_while_a_draft_runs_leaves_the_others_alone(loops: Any, draftin
     loop = drafting(overlap=Overlap.ON)
     for key in (0, 1):
         loop.submit(make_submit(key))
-    while 0 not in {s.key for s in loop.scheduler.places.verifying}:
+    while 0 not in {s.key for s in loop.scheduler.queues.verifying}:
         assert loop.step(), "nothing was drafted"
     loop.abort(0)
     while loop.step():

@@ -49,7 +49,7 @@ def test_a_group_that_has_run_full_goes_on_while_others_are_kept_busy(
         now_ns += 10**7
         plan = scheduler.plan(now_ns)
         at_work = {chunk.sequence.key for chunk in plan.chunks}
-        waited = {one.key: 0 if one.key in at_work else waited.get(one.key, 0) + 1 for one in scheduler.places.running}
+        waited = {one.key: 0 if one.key in at_work else waited.get(one.key, 0) + 1 for one in scheduler.queues.running}
         longest = max([longest, *waited.values()])
         tokens = [100 + len(chunk.sequence.tokens) for chunk in plan.chunks if chunk.samples]
         scheduler.commit(plan, tokens, [None] * len(tokens), now_ns)

@@ -166,7 +166,7 @@ def test_after_a_prefix_hit_each_is_still_the_oracles(checkpoint: Any, make_loop
 
 
 def test_one_that_gives_way_in_mid_prompt_and_comes_back_is_still_the_oracles(checkpoint: Any, make_loop: Any) -> None:
-    block_bytes = make_loop(block_size=8).model.kv_bytes_per_block(8)
+    block_bytes = make_loop(block_size=8).executor.model.kv_bytes_per_block(8)
     loop = make_loop(
         block_size=8,
         kv_memory_bytes=13 * block_bytes,  # for both prompts, but not for the answer

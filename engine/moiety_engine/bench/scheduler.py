@@ -205,7 +205,7 @@ def measure_memory(load: BenchLoad, *, seed: int) -> float:
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    newest = list(state.scheduler.places.waiting.values())[-load.waiting :]
+    newest = list(state.scheduler.queues.waiting.values())[-load.waiting :]
     tokens = sum(sys.getsizeof(s.tokens) + sys.getsizeof(s.request.submit.prompt_ids) for s in newest)
     return (taken - tokens) / load.waiting
 

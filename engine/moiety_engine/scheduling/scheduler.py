@@ -75,7 +75,7 @@ class Scheduler:
         self.step_time = step_time or StepTimeModel()
         self.lengths = lengths or OutputPredictor()
         self.tally = ClassCounters()
-        self.places = RequestQueues()
+        self.queues = RequestQueues()
         self.policy: Policy = make_policy(
             policy_name,
             PolicyContext(
@@ -90,21 +90,21 @@ class Scheduler:
                 cached_tokens=groups.num_cached,
             ),
         )
-        self._room = Preemptor(groups, self.places, self.policy, self.step_time, self.tally, swap or SwapCost())
+        self._preemptor = Preemptor(groups, self.queues, self.policy, self.step_time, self.tally, swap or SwapCost())
         self.speculative_prefill = SpeculativePrefill(groups, self.step_time, is_possible=not strategy.padded)
         self._prefill_planner = PrefillPlanner(
-            groups, self.places, self.policy, self._room, self.tally, self.speculative_prefill
+            groups, self.queues, self.policy, self._preemptor, self.tally, self.speculative_prefill
         )
-        self._padded = PaddedPrefillPlanner(kv, self.policy, self._room, self._prefill_planner)
+        self._padded = PaddedPrefillPlanner(kv, self.policy, self._preemptor, self._prefill_planner)
         self._admission_queue = AdmissionQueue(
-            groups, self.places, self.policy, self.tally, limits.max_waiting, self._drop
+            groups, self.queues, self.policy, self.tally, limits.max_waiting, self._drop
         )
         self._running: Plan | None = None  # launched, not committed
-        self._watch = StepTiming(self.step_time)
+        self._step_timing = StepTiming(self.step_time)
         proposer = proposer or NgramProposer()
         self.speculator = Speculator(draft_tokens, self.step_time, proposer) if draft_tokens else None
         self.output_processor = OutputProcessor(
-            self.places, self.speculator, on_computed=self._computed, on_end=self._end, on_park=self._park
+            self.queues, self.speculator, on_computed=self._computed, on_end=self._end, on_park=self._park
         )
         self.output_tokens_total = self.recomputed_tokens_total = 0
         self.prefill_seconds_total = self.decode_seconds_total = 0.0  # of steps with and without prompt tokens
@@ -126,7 +126,7 @@ class Scheduler:
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; end the request if the credit is final and used up."""
-        sequence = self.places.by_key.get(key)
+        sequence = self.queues.by_key.get(key)
         if sequence is None or sequence.padded_row.is_finished or sequence.state is SequenceState.FINISHING:
             return None
         had_credit = sequence.has_credit
@@ -134,7 +134,7 @@ class Scheduler:
         sequence.credit_last = sequence.credit_last or last
         if sequence.has_credit:
             if sequence.state is SequenceState.PARKED:
-                self.places.send_back(sequence)
+                self.queues.send_back(sequence)
                 self.tally.of(sequence.service.name).num_waiting += 1
                 self.policy.push(sequence, now_ns / 1e9)
             elif not had_credit:
@@ -145,7 +145,7 @@ class Scheduler:
 
     def abort(self, key: int, reason: FinishReason, *, now_ns: int) -> CoreOutput | None:
         """End a request now; its blocks are free when this returns."""
-        sequence = self.places.by_key.get(key)
+        sequence = self.queues.by_key.get(key)
         if sequence is None:
             self.speculative_prefill.abort(key, now_ns)
             return None
@@ -159,7 +159,7 @@ class Scheduler:
 
     def swap_costs(self, cost: SwapCost) -> None:
         """Set the measured cost of copies to the host tier."""
-        self._room.swap = cost
+        self._preemptor.swap = cost
 
     def take_verdicts(self) -> tuple[list[CoreAdmission], list[CoreFailure]]:
         """Return the admissions and rejections since the last call."""
@@ -177,14 +177,14 @@ class Scheduler:
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
         answers = self.limits.max_running if self.kv.answers_apart else None
         planner = StepPlanner(self.groups, fixed or self.limits.max_batch_tokens, self.step_time, answers)
-        self._room.preempted = []
+        self._preemptor.preempted = []
         self._plan_into(planner, now_ns)
-        while planner.empty and self._running is None and self._room.break_deadlock(now_ns):
+        while planner.empty and self._running is None and self._preemptor.break_deadlock(now_ns):
             self._plan_into(planner, now_ns)
         self._free_stuck_groups(planner, now_ns)
         if may_prefill_ahead and self.idle and planner.empty:
             self.speculative_prefill.plan_into(planner, now_ns)
-        return planner.finish(self._room.preempted, now_ns)
+        return planner.finish(self._preemptor.preempted, now_ns)
 
     def _free_stuck_groups(self, planner: StepPlanner, now_ns: int) -> None:
         """Preempt in each idle group whose sequences hold all of its blocks, so that it continues in the next step."""
@@ -194,7 +194,7 @@ class Scheduler:
         busy = planner.groups | {chunk.sequence.kv.group for chunk in running}
         for group, kv in enumerate(self.groups):
             if group not in busy and not kv.pool.num_free:
-                self._room.break_deadlock(now_ns, group)
+                self._preemptor.break_deadlock(now_ns, group)
 
     def end_non_finite(self, now_ns: int, also: Iterable[int] = ()) -> list[NonFiniteEnd]:
         """End the requests whose values in the committed step were not finite, and the open requests in `also`.
@@ -203,7 +203,7 @@ class Scheduler:
         """
         ended = []
         for key in dict.fromkeys([*self.output_processor.non_finite_keys, *also]):
-            sequence = self.places.by_key.get(key)
+            sequence = self.queues.by_key.get(key)
             if sequence is None:
                 continue
             hashes = self.groups.of(sequence).invalidate(sequence)
@@ -222,7 +222,7 @@ class Scheduler:
         """
         assert self._running is None, "a step was launched before the one that runs was committed"
         self._running = plan
-        self._watch.launched(plan)
+        self._step_timing.launched(plan)
         row, ended = -1, SequenceState.ENDED
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -231,7 +231,7 @@ class Scheduler:
                 continue  # it ended after this step was planned
             self._computed(sequence, chunk.num_tokens - num_drafted)
             if num_drafted:
-                self.places.verify(sequence)
+                self.queues.verify(sequence)
             if chunk.samples:
                 sequence.expect_token(first)
                 request = sequence.request
@@ -243,12 +243,12 @@ class Scheduler:
             elif chunk.embeds:
                 self._finishing(sequence)
         for chunk in plan.chunks[plan.num_decode :]:
-            if self.places.computed(chunk.sequence):
+            if self.queues.computed(chunk.sequence):
                 self.policy.discard(chunk.sequence)  # it needs no more prefill
         if plan.is_speculative_prefill:
             self.speculative_prefill.launched(plan, plan.planned_ns)
         self._retire_padding_rows()
-        self.places.moved_on()
+        self.queues.moved_on()
 
     def commit(
         self,
@@ -272,8 +272,8 @@ class Scheduler:
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
         self._retire_padding_rows()
-        self.places.stepped()
-        seconds = self._watch.committed(plan, now_ns)
+        self.queues.stepped()
+        seconds = self._step_timing.committed(plan, now_ns)
         if plan.chunks and seconds > 0:
             self.step_time.observe(plan.shape, seconds)
         if plan.chunks and seconds > 0 and not plan.is_speculative_prefill:
@@ -288,23 +288,23 @@ class Scheduler:
 
     def begun_ns(self, plan: Plan) -> int:
         """Return when a step that is not yet committed began to run: after its planning and the previous step's end."""
-        return self._watch.begun_ns(plan)
+        return self._step_timing.begun_ns(plan)
 
     @property
     def num_running(self) -> int:
-        return len(self.places.running)
+        return len(self.queues.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.places.waiting) + len(self.places.returning)
+        return len(self.queues.waiting) + len(self.queues.returning)
 
     @property
     def num_paused(self) -> int:
-        return len(self.places.parked)
+        return len(self.queues.parked)
 
     @property
     def idle(self) -> bool:
-        return not self.places.by_key
+        return not self.queues.by_key
 
     @property
     def cached_tokens_total(self) -> int:
@@ -316,39 +316,39 @@ class Scheduler:
 
     def class_loads(self) -> list[ClassLoad]:
         """Return the state and counters of every class."""
-        return self.tally.loads(self.policy.predicted_ttft_s(), self.places.oldest_unix_s())
+        return self.tally.loads(self.policy.predicted_ttft_s(), self.queues.oldest_unix_s())
 
     def kv_slots(self) -> tuple[int, int]:
         """Return (slots allocated to running sequences, slots that hold a token)."""
-        allocated = sum(len(sequence.kv.blocks) for sequence in self.places.running) * self.kv.block_size
-        return allocated, sum(sequence.kv.num_computed for sequence in self.places.running)
+        allocated = sum(len(sequence.kv.blocks) for sequence in self.queues.running) * self.kv.block_size
+        return allocated, sum(sequence.kv.num_computed for sequence in self.queues.running)
 
     # ── internal ──
 
     def _plan_into(self, planner: StepPlanner, now_ns: int) -> None:
         """Add decodes, then as much prefill as fits."""
-        decoding = self._room.secure_decodes(now_ns)
+        decoding = self._preemptor.secure_decodes(now_ns)
         if not self._strategy.padded:  # the rows of a padded batch run together
             decoding = self.policy.decodes_of_step(decoding, now_ns / 1e9)
-        due_s, context = self.places.sums_of(decoding)
+        due_s, context = self.queues.sums_of(decoding)
         planner.add_decodes(decoding, context)
         if self.policy.num_queued and planner.rows_left > 0:
             view = BatchView(
                 planner.shape,
-                due_s - self._watch.free_s(now_ns),
-                self.places.running,
-                self.places.worst_rank_running,
+                due_s - self._step_timing.free_s(now_ns),
+                self.queues.running,
+                self.queues.worst_rank_running,
                 self.kv.pool.num_free,
                 self.kv.pool.num_blocks,
-                self.places.predicted_output,
+                self.queues.predicted_output,
             )
             self._fill(planner, view, now_ns)
         if self.speculator is not None:
-            slack_s = due_s - self._watch.free_s(now_ns)
+            slack_s = due_s - self._step_timing.free_s(now_ns)
             self.speculator.extend(planner, slack_s, now_ns, overlaps=self._running is not None)
 
     def _fill(self, planner: StepPlanner, view: BatchView, now_ns: int) -> None:
-        joinable = self._strategy.joinable(queue_view(self.places, self.limits, now_ns))
+        joinable = self._strategy.joinable(queue_view(self.queues, self.limits, now_ns))
         if self._strategy.padded:
             self._padded.fill(planner, joinable, now_ns)
         else:
@@ -356,7 +356,7 @@ class Scheduler:
             self._prefill_planner.fill(planner, view, joinable, now_ns)
 
     def _park(self, sequence: Sequence) -> None:
-        self.places.park(sequence)
+        self.queues.park(sequence)
         self.tally.of(sequence.service.name).num_running -= 1
 
     def _computed(self, sequence: Sequence, num_tokens: int) -> None:
@@ -374,7 +374,7 @@ class Scheduler:
         state.num_computed = end
         if end // self.kv.block_size > state.num_sealed:
             self.groups.of(sequence).seal(sequence)
-            self.places.filled[sequence] = None
+            self.queues.filled[sequence] = None
 
     # ── end of requests ──
 
@@ -389,7 +389,7 @@ class Scheduler:
             sequence.padded_row.num_reserved and sequence.num_output and sequence.state is SequenceState.RUNNING
         ):  # its batch continues
             if not sequence.padded_row.is_finished:
-                self.places.keep_as_padding(sequence)
+                self.queues.keep_as_padding(sequence)
         else:
             self._drop(sequence)
         return finish_of(sequence, reason, detail, embedding)
@@ -404,12 +404,12 @@ class Scheduler:
         self.policy.ended(sequence, sequence.timeline.finished_unix_ns / 1e9)
         if self.speculator is not None:
             self.speculator.ended(sequence)
-        self.places.end(sequence)
+        self.queues.end(sequence)
         self.groups.of(sequence).release(sequence)
 
     def _retire_padding_rows(self) -> None:
         """Release the blocks of a padded batch together once all of its rows have ended."""
-        running = self.places.running
+        running = self.queues.running
         if (
             running
             and running[0].padded_row.is_finished
@@ -421,12 +421,12 @@ class Scheduler:
     def _finishing(self, sequence: Sequence) -> None:
         """Handle a sequence for which the running step is the last."""
         if sequence.padded_row.num_reserved and not sequence.request.submit.embed:
-            self.places.keep_as_padding(sequence)
+            self.queues.keep_as_padding(sequence)
         else:
             self._leave_batch(sequence)
 
     def _leave_batch(self, sequence: Sequence) -> None:
         self.policy.discard(sequence)
         self.tally.of(sequence.service.name).num_running -= 1
-        self.places.finish(sequence)
+        self.queues.finish(sequence)
         self.groups.of(sequence).release(sequence)

@@ -100,7 +100,7 @@ class Replica:
         plan = self.scheduler.plan(self.now_ns)
         assert plan.num_rows <= self.scheduler.limits.max_batch_tokens
         if not plan.chunks:
-            assert not [s for s in self.scheduler.places.by_key.values() if s.has_credit], "somebody is left waiting"
+            assert not [s for s in self.scheduler.queues.by_key.values() if s.has_credit], "somebody is left waiting"
         tokens = []
         prefills = plan.chunks[plan.num_decode :]
         self.prefills.append([chunk.sequence.key for chunk in prefills])
@@ -115,7 +115,7 @@ class Replica:
         self.now_ns += round((self.step_s + TOKEN_S * plan.num_rows) * SECOND)
         for output in self.scheduler.commit(plan, tokens, [None] * len(tokens), self.now_ns):
             self._take(output)
-        held = [block for s in self.scheduler.places.by_key.values() for block in s.kv.blocks]
+        held = [block for s in self.scheduler.queues.by_key.values() for block in s.kv.blocks]
         assert self.scheduler.kv.pool.num_used == len(set(held))
 
     def run(self, limit: int = 5000) -> None:

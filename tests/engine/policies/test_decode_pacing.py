@@ -27,7 +27,7 @@ def full_of(make_replica: MakeReplica, service: ServiceClass, *, count: int = 60
     """A replica that decodes so many requests of one class."""
     replica = make_replica("moiety", num_blocks=1 << 15, budget=128, max_running=64)
     keys = [replica.add(4, tenant=f"other-{n % 3}", service=service, output=output) for n in range(count)]
-    while len(replica.scheduler.places.decoding) < count:
+    while len(replica.scheduler.queues.decoding) < count:
         replica.step()
     return replica, keys
 
@@ -159,10 +159,10 @@ def test_turns_take_all_of_the_best_rank_a_least_part_of_the_others_and_no_more_
     replica, worse = full_of(make_replica, ENDS, count=num_worse, output=4000)
     for _ in range(num_best):
         replica.add(1, tenant="paying", service=service, output=4000)
-    while len(replica.scheduler.places.decoding) < num_worse + num_best and not replica.refused:
+    while len(replica.scheduler.queues.decoding) < num_worse + num_best and not replica.refused:
         replica.step()
     scheduler = replica.scheduler
-    decoding = list(scheduler.places.decoding.values())
+    decoding = list(scheduler.queues.decoding.values())
     now_s = replica.now_ns / 1e9 + waited_s
     taken = scheduler.policy.decodes_of_step(decoding, now_s)
     assert [chunk for chunk in decoding if chunk in taken] == taken, "a part of them, in their order"

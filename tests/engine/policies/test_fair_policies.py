@@ -62,7 +62,7 @@ def test_vtc_is_fair_within_its_bound_while_both_are_backlogged(make_replica: Ma
         tenants[replica.add(30, tenant="b", output=3)] = "b"
     bound = 2 * max(30, 2 * 32 * BLOCK_SIZE)
     worst = 0.0
-    while replica.scheduler.places.waiting and {tenants[key] for key in replica.scheduler.places.waiting} == {"a", "b"}:
+    while replica.scheduler.queues.waiting and {tenants[key] for key in replica.scheduler.queues.waiting} == {"a", "b"}:
         replica.step()
         served = {"a": 0, "b": 0}
         for key in replica.started:

@@ -107,7 +107,7 @@ def test_a_full_queue_makes_room_for_a_better_rank_also_of_a_tenant_with_request
     assert not replica.refused & set(urgent)
     assert replica.scheduler.tally.of("batch").rejected == {"shed": 3}
     replica.scheduler.take_verdicts()
-    assert len(replica.scheduler.places.waiting) == 4
+    assert len(replica.scheduler.queues.waiting) == 4
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -125,7 +125,7 @@ def test_streams_that_come_back_for_one_token_at_a_time_lose_no_place(make_repli
             if key not in replica.finishes and rng.random() < 0.3:
                 replica.extend(key, replica.credit[key] + 1)
         replica.step()
-        for sequence in replica.scheduler.places.decoding:
+        for sequence in replica.scheduler.queues.decoding:
             assert sequence.entry % 2 == 0, "it decodes, and waits for prefill, too"
     for key in streams:
         replica.extend(key, 1 << 30)
@@ -229,7 +229,7 @@ def test_what_waits_and_is_not_late_is_what_is_demanded(make_replica: MakeReplic
         classes = replica.scheduler.policy._pace.demand._classes
         demanded = {name: inflow.pending_tokens for name, (_, inflow) in classes.items()}
         records = replica.scheduler.policy._records
-        waiting = [s for s in replica.scheduler.places.waiting.values() if not records[s].demoted]
+        waiting = [s for s in replica.scheduler.queues.waiting.values() if not records[s].demoted]
         for job in jobs:
             assert demanded.get(job.name, 0) == sum(s.kv.num_uncached for s in waiting if s.service.name == job.name)
     assert replica.scheduler.tally.of("job-1").demoted > 0
@@ -242,7 +242,7 @@ def test_what_may_not_be_preempted_is_reserved_and_others_wait_for_it(make_repli
     replica.step()
     replica.step()
     guarantees = replica.scheduler.policy._claims._guarantees
-    held = guarantees.reserved_tokens(replica.scheduler.places.by_key[first])
+    held = guarantees.reserved_tokens(replica.scheduler.queues.by_key[first])
     assert held > 40
     others = [replica.add(40, tenant="b", service=PRIORITY, output=24) for _ in range(3)]
     replica.run()
@@ -262,16 +262,16 @@ def test_of_two_that_may_not_give_way_again_one_pauses_with_its_blocks_until_the
     while not all(replica.outputs[key] for key in keys):
         replica.step()
     for key in keys:
-        sequence = replica.scheduler.places.by_key[key]
+        sequence = replica.scheduler.queues.by_key[key]
         sequence.timeline.num_preemptions = 2
         replica.scheduler.policy.preempted(sequence, None, 0.0)
     paused: set[int] = set()
     while not replica.scheduler.idle:
         before = {
-            key: (len(replica.outputs[key]), len(s.kv.blocks)) for key, s in replica.scheduler.places.by_key.items()
+            key: (len(replica.outputs[key]), len(s.kv.blocks)) for key, s in replica.scheduler.queues.by_key.items()
         }
         replica.step()
-        for key, s in replica.scheduler.places.by_key.items():
+        for key, s in replica.scheduler.queues.by_key.items():
             if len(replica.outputs[key]) == before[key][0]:
                 paused.add(key)
                 assert len(s.kv.blocks) == before[key][1]

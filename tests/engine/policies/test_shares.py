@@ -18,7 +18,7 @@ CHAT = ServiceClass("chat", 0, ttft_s=600.0, tpot_s=0.1, on_overload=OverloadAct
 
 
 def greedy_running(replica: Any) -> int:
-    return sum(sequence.request.tenant == "greedy" for sequence in replica.scheduler.places.running)
+    return sum(sequence.request.tenant == "greedy" for sequence in replica.scheduler.queues.running)
 
 
 @pytest.mark.parametrize("steps_before", [20, 92, 128, 188])
@@ -76,14 +76,14 @@ def test_short_requests_of_a_better_rank_find_a_place_however_many_came_before(
     """Also where each running stream has been preempted for its blocks as often as it may be."""
     replica = make_replica("moiety", num_blocks=4096, max_running=8)
     streams = [replica.add(4, tenant="greedy", service=BATCH, output=900) for _ in range(20)]
-    while len(replica.scheduler.places.decoding) < 8:
+    while len(replica.scheduler.queues.decoding) < 8:
         replica.step()
-    for sequence in replica.scheduler.places.running:
+    for sequence in replica.scheduler.queues.running:
         for _ in range(num_preempted):
             sequence.timeline.num_preemptions += 1
             replica.scheduler.policy.preempted(sequence, None, 0.0)
     for _ in range(60):  # more than twice for each stream
-        while len(replica.scheduler.places.running) < 8:
+        while len(replica.scheduler.queues.running) < 8:
             replica.step()
         key, num_steps = replica.add(4, tenant="modest", service=PRIORITY, output=2), 0
         while key not in replica.finishes:
@@ -128,8 +128,8 @@ def test_tenants_that_hold_their_share_of_places_do_not_pause_each_other(make_re
     pauses = []
     for _ in range(60):
         replica.step()
-        pauses.append(sum(s.timeline.num_pauses for s in replica.scheduler.places.by_key.values()))
-    running = [s.request.tenant for s in replica.scheduler.places.running]
+        pauses.append(sum(s.timeline.num_pauses for s in replica.scheduler.queues.by_key.values()))
+    running = [s.request.tenant for s in replica.scheduler.queues.running]
     assert (running.count("greedy"), running.count("modest")) == (4, 4)
     assert pauses[9] == pauses[-1] == 4, "one pause for each place that was given back, and none after"
     replica.run()
@@ -146,6 +146,6 @@ def test_places_are_shared_by_weight(make_replica: MakeReplica) -> None:
         replica.add(4, tenant="heavy", service=PATIENT, output=300, weight=3.0)
     for _ in range(20):
         replica.step()
-    running = [s.request.tenant for s in replica.scheduler.places.running]
+    running = [s.request.tenant for s in replica.scheduler.queues.running]
     assert (running.count("greedy"), running.count("heavy")) == (2, 6)
     replica.run(20_000)

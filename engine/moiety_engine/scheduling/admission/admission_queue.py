@@ -22,14 +22,14 @@ class AdmissionQueue:
     def __init__(
         self,
         kv: KvGroups,
-        places: RequestQueues,
+        queues: RequestQueues,
         policy: Policy,
         tally: ClassCounters,
         max_waiting: int,
         drop: Callable[[Sequence], None],
     ) -> None:
         self._kv = kv
-        self._places = places
+        self._queues = queues
         self._policy = policy
         self._tally = tally
         self._max_waiting = max_waiting
@@ -55,7 +55,7 @@ class AdmissionQueue:
         sequence.define_deadlines()
         verdict = self._judge(sequence, now_ns / 1e9)
         service = verdict.service
-        if service is not None and len(self._places.waiting) >= self._max_waiting and not self._shed(service.rank):
+        if service is not None and len(self._queues.waiting) >= self._max_waiting and not self._shed(service.rank):
             service, verdict = None, self._policy.overflow(sequence)
         if service is None:
             self._tally.rejected(submit.service.name, verdict.reason)
@@ -73,7 +73,7 @@ class AdmissionQueue:
         tally.admitted += 1
         tally.num_waiting += 1
         self._admissions.append(CoreAdmission(submit.key, service.name, verdict.reason, verdict.predicted_ttft_s))
-        self._places.add(sequence)
+        self._queues.add(sequence)
         self._policy.arrived(sequence, now_ns / 1e9)
         if sequence.has_credit:
             self._policy.push(sequence, now_ns / 1e9)
@@ -106,7 +106,7 @@ class AdmissionQueue:
 
         Return False if none is less critical.
         """
-        victim = self._places.newest_of_worst_rank()
+        victim = self._queues.newest_of_worst_rank()
         if victim is None or victim.service.rank <= rank:
             return False
         self._tally.rejected(victim.service.name, Reason.SHED)

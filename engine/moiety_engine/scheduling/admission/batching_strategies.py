@@ -56,12 +56,12 @@ def _join_continuous(view: QueueView) -> int:
     return view.max_running - view.num_running
 
 
-def queue_view(places: RequestQueues, limits: SchedulerLimits, now_ns: int) -> QueueView:
+def queue_view(queues: RequestQueues, limits: SchedulerLimits, now_ns: int) -> QueueView:
     """Return the current input of a strategy."""
     return QueueView(
-        num_running=len(places.running),
-        num_waiting=len(places.waiting) + len(places.returning),
-        oldest_wait_ms=lambda: (now_ns - places.oldest_unix_ns(now_ns)) / 1e6,
+        num_running=len(queues.running),
+        num_waiting=len(queues.waiting) + len(queues.returning),
+        oldest_wait_ms=lambda: (now_ns - queues.oldest_unix_ns(now_ns)) / 1e6,
         max_running=limits.max_running,
         batch_size=limits.batch_size,
         batch_timeout_ms=limits.batch_timeout_ms,

@@ -21,7 +21,7 @@ class OutputProcessor:
 
     def __init__(
         self,
-        places: RequestQueues,
+        queues: RequestQueues,
         speculator: Speculator | None,
         *,
         on_computed: Callable[[Sequence, int], None],
@@ -33,7 +33,7 @@ class OutputProcessor:
         `on_computed` is called with the number of accepted draft tokens whose KV counts as computed, `on_end` ends a
         sequence and returns its report, and `on_park` is called for a sequence without credit.
         """
-        self._places = places
+        self._queues = queues
         self._speculator = speculator
         self._on_computed, self._on_end, self._on_park = on_computed, on_end, on_park
         self.non_finite_keys: list[int] = []  # keys of sequences to end because their newest row is not finite
@@ -142,7 +142,7 @@ class OutputProcessor:
         if self._speculator is not None:
             self._speculator.verified(sequence, num_right, one_wrong=finish is None and num_right < len(drafted))
         if sequence.state is SequenceState.RUNNING:
-            self._places.verified(sequence)
+            self._queues.verified(sequence)
             if not sequence.has_credit:
                 self._on_park(sequence)
         return CoreOutput(sequence.key, token_ids, logprobs, finish)

@@ -35,14 +35,14 @@ class Preemptor:
     def __init__(
         self,
         kv: KvGroups,
-        places: RequestQueues,
+        queues: RequestQueues,
         policy: Policy,
         step_time: StepTimeModel,
         tally: ClassCounters,
         swap: SwapCost,
     ) -> None:
         self._kv = kv
-        self._places = places
+        self._queues = queues
         self._policy = policy
         self._step_time = step_time
         self._tally = tally
@@ -57,7 +57,7 @@ class Preemptor:
         pool = kv.pool
         if pool.num_free >= num_blocks:
             return True
-        for holders in (self._places.parked, self._places.returning):
+        for holders in (self._queues.parked, self._queues.returning):
             for sequence in reversed(holders):
                 if sequence.kv.blocks and self._kv.of(sequence) is kv:
                     self._take_blocks(sequence)
@@ -70,7 +70,7 @@ class Preemptor:
 
         Other decoding sequences stay out of the step or are preempted.
         """
-        decoding = self._places.decoding
+        decoding = self._queues.decoding
         short = self._short_of_a_block()
         if not short:
             return list(decoding.values())
@@ -78,7 +78,7 @@ class Preemptor:
         for kv in self._kv:
             of_group = short if self._kv.count == 1 else [s for s in short if self._kv.of(s) is kv]
             waiting += self._give_blocks(of_group, kv, now_ns) if of_group else []
-        self._places.filled = dict.fromkeys(waiting)
+        self._queues.filled = dict.fromkeys(waiting)
         if waiting:
             return [chunk for s, chunk in decoding.items() if s not in waiting]
         return list(decoding.values())
@@ -106,7 +106,7 @@ class Preemptor:
 
         It has a worse rank, or the same rank and a tenant that holds more than its share of batch slots.
         """
-        victims = self._policy.victims(self._places.running, beneficiary, now_ns / 1e9, takes_blocks=False)
+        victims = self._policy.victims(self._queues.running, beneficiary, now_ns / 1e9, takes_blocks=False)
         return next((victim for victim in victims if self._may_go(victim, planner)), None)
 
     def take_place(self, victim: Sequence, beneficiary: Sequence, planner: StepPlanner, now_ns: int) -> None:
@@ -118,7 +118,7 @@ class Preemptor:
 
     def break_deadlock(self, now_ns: int, group: int | None = None) -> bool:
         """Preempt the youngest of several half-filled sequences that hold all blocks, so that the others can end."""
-        holders = [s for s in self._places.running if s.kv.blocks and group in (None, s.kv.group)]
+        holders = [s for s in self._queues.running if s.kv.blocks and group in (None, s.kv.group)]
         num_of = Counter(s.kv.group for s in holders)
         holders = [s for s in holders if num_of[s.kv.group] > 1]
         if not holders:
@@ -136,7 +136,7 @@ class Preemptor:
             self._take_blocks(victim)
         if victim.padded_row.is_finished:
             self._kv.of(victim).release(victim)
-            self._places.end(victim)
+            self._queues.end(victim)
             return
         if take_blocks:
             victim.timeline.num_preemptions += 1
@@ -148,13 +148,13 @@ class Preemptor:
         tally.preempted[reason.value] += 1
         tally.num_running -= 1
         tally.num_waiting += 1
-        self._places.send_back(victim)
+        self._queues.send_back(victim)
         self._policy.push(victim, now_ns / 1e9)
         self.preempted.append(victim)
 
     def peers(self, group: int) -> list[Sequence]:
         """Return the running sequences that hold blocks in the group."""
-        running = self._places.running
+        running = self._queues.running
         return running if self._kv.count == 1 else [s for s in running if s.kv.group == group]
 
     def _give_blocks(self, short: list[Sequence], kv: KvLedger, now_ns: int) -> list[Sequence]:
@@ -178,7 +178,7 @@ class Preemptor:
         for victim in self._policy.victims(list(self.peers(group)), None, now_ns / 1e9):
             if len(short) <= pool.num_free or self._num_decoding(group) < 2:
                 break
-            if victim in self._places.verifying:
+            if victim in self._queues.verifying:
                 continue
             self.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
             if victim in short:
@@ -186,17 +186,17 @@ class Preemptor:
 
     def _short_of_a_block(self) -> list[Sequence]:
         """Return the decoding sequences whose blocks are full."""
-        size, decoding = self._kv.first.block_size, self._places.decoding
+        size, decoding = self._kv.first.block_size, self._queues.decoding
         short = [
             s
-            for s in self._places.filled
+            for s in self._queues.filled
             if not s.kv.num_computed % size and s in decoding and s.kv.num_computed >= len(s.kv.blocks) * size
         ]
-        self._places.filled = dict.fromkeys(short)
+        self._queues.filled = dict.fromkeys(short)
         return short
 
     def _num_decoding(self, group: int) -> int:
-        decoding = self._places.decoding
+        decoding = self._queues.decoding
         return len(decoding) if self._kv.count == 1 else sum(s.kv.group == group for s in decoding)
 
     def _take_blocks(self, sequence: Sequence) -> None:
@@ -227,7 +227,7 @@ class Preemptor:
 
     def _may_go(self, victim: Sequence, planner: StepPlanner) -> bool:
         """Return False if this step computes the victim's prompt, or the running step verifies its draft."""
-        return not planner.prefills(victim) and victim not in self._places.verifying
+        return not planner.prefills(victim) and victim not in self._queues.verifying
 
     def _would_free(self, sequence: Sequence) -> int:
         return self._kv.of(sequence).num_unshared(sequence)

@@ -17,10 +17,10 @@ from moiety_engine.sequence_records import PaddedRow
 class PaddedPrefillPlanner:
     """Starts a whole batch at once, with each row reserved to the longest; then only continues its prefill."""
 
-    def __init__(self, kv: KvLedger, policy: Policy, room: Preemptor, filling: PrefillPlanner) -> None:
+    def __init__(self, kv: KvLedger, policy: Policy, preemptor: Preemptor, filling: PrefillPlanner) -> None:
         self._kv = kv
         self._policy = policy
-        self._room = room
+        self._preemptor = preemptor
         self._prefill_planner = filling
 
     def fill(self, planner: StepPlanner, joinable: int, now_ns: int) -> None:
@@ -38,7 +38,7 @@ class PaddedPrefillPlanner:
         longest, reserve = _padded_lengths(batch) if batch else (0, 0)
         for sequence in batch:
             sequence.padded_row = PaddedRow(longest, reserve)
-            self._room.reclaim(self._kv.blocks_for(reserve) - len(sequence.kv.blocks), self._kv)
+            self._preemptor.reclaim(self._kv.blocks_for(reserve) - len(sequence.kv.blocks), self._kv)
             reserved = self._kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
         unfinished += [s for s in batch if not planner.add_prefill(s, planner.prefill_room(s))]
@@ -47,7 +47,7 @@ class PaddedPrefillPlanner:
     def _start(self, sequence: Sequence) -> bool:
         num_tokens = len(sequence.tokens)
         return self._prefill_planner.take_blocks(sequence, num_tokens, None) or (
-            self._room.reclaim(self._kv.blocks_for(num_tokens), self._kv)
+            self._preemptor.reclaim(self._kv.blocks_for(num_tokens), self._kv)
             and self._prefill_planner.take_blocks(sequence, num_tokens, None)
         )
 

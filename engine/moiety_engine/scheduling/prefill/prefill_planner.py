@@ -36,16 +36,16 @@ class PrefillPlanner:
     def __init__(
         self,
         kv: KvGroups,
-        places: RequestQueues,
+        queues: RequestQueues,
         policy: Policy,
-        room: Preemptor,
+        preemptor: Preemptor,
         tally: ClassCounters,
         speculative_prefill: SpeculativePrefill,
     ) -> None:
         self._kv = kv
-        self._places = places
+        self._queues = queues
         self._policy = policy
-        self._room = room
+        self._preemptor = preemptor
         self._tally = tally
         self._speculative_prefill = speculative_prefill
         self.cached_tokens_total = 0
@@ -92,7 +92,7 @@ class PrefillPlanner:
 
     def go_on(self, planner: StepPlanner, now_s: float) -> None:
         """Add prefill of sequences that are already in the batch, regardless of the policy's queue before them."""
-        going = [s for s in self._places.prefilling if s.entry & 1 and not planner.prefills(s)]
+        going = [s for s in self._queues.prefilling if s.entry & 1 and not planner.prefills(s)]
         full: set[int] = set()
         for sequence in sorted(going, key=by_arrival):
             if sequence.kv.group in full:
@@ -115,7 +115,7 @@ class PrefillPlanner:
             return False
         shut = full if sequence.state is SequenceState.RUNNING else full | closed
         if not sequence.kv.holds_blocks and len(shut) < self._kv.count:
-            self._kv.choose(sequence, self._places.running, shut)
+            self._kv.choose(sequence, self._queues.running, shut)
         return sequence.kv.group in shut
 
     def _fills_the_last(self, group: int, full: set[int]) -> bool:
@@ -145,7 +145,7 @@ class PrefillPlanner:
         tally = self._tally.of(sequence.service.name)
         tally.num_waiting -= 1
         tally.num_running += 1
-        self._places.run(sequence)
+        self._queues.run(sequence)
         if sequence.timeline.scheduled_unix_ns == 0:
             sequence.timeline.scheduled_unix_ns = now_ns
             sequence.kv.num_cached = min(sequence.kv.num_computed - sequence.kv.num_landed, sequence.request.num_prompt)
@@ -166,7 +166,7 @@ class PrefillPlanner:
         """Queue sequences again that need more prefill."""
         for sequence in sequences:
             if (
-                sequence.state is not SequenceState.ENDED and sequence not in self._places.decoding
+                sequence.state is not SequenceState.ENDED and sequence not in self._queues.decoding
             ):  # decoding sequences are not queued
                 self._policy.push(sequence, now_s)
 
@@ -192,7 +192,7 @@ class PrefillPlanner:
         if limit <= 0:
             return _Given.NOTHING
         kv = self._kv.of(sequence)
-        self._room.reclaim(kv.blocks_for(sequence.kv.num_computed + limit) - len(sequence.kv.blocks), kv)
+        self._preemptor.reclaim(kv.blocks_for(sequence.kv.num_computed + limit) - len(sequence.kv.blocks), kv)
         if planner.add_prefill(sequence, limit):
             return _Given.ALL
         return _Given.SOME if planner.prefills(sequence) else _Given.NOTHING
@@ -203,7 +203,7 @@ class PrefillPlanner:
         """Put a sequence into the batch, with prefix hits or its earlier KV; return the reason if it cannot join."""
         now_s = now_ns / 1e9
         victim = None
-        if joinable <= 0 and (victim := self._room.place_victim(sequence, planner, now_ns)) is None:
+        if joinable <= 0 and (victim := self._preemptor.place_victim(sequence, planner, now_ns)) is None:
             return Reason.BATCH_FULL
         num_tokens, kv = len(sequence.tokens), self._kv.of(sequence)
         hits: list[Hit] | None = None
@@ -217,14 +217,14 @@ class PrefillPlanner:
             if planner.will_compute(next_hash, sequence.kv.group):
                 return Reason.SHARED_PREFIX
             num_new = kv.num_blocks_to_start(hits, num_tokens)
-        view.look_at(self._room.peers(sequence.kv.group), kv.pool.num_free)
+        view.look_at(self._preemptor.peers(sequence.kv.group), kv.pool.num_free)
         view.shape = planner.shape
-        view.worst_rank = self._places.worst_rank_running
+        view.worst_rank = self._queues.worst_rank_running
         reason = self._policy.delays(sequence, view, num_new, now_s)
         if reason is not None:
             return reason
         if victim is not None:
-            self._room.take_place(victim, sequence, planner, now_ns)
+            self._preemptor.take_place(victim, sequence, planner, now_ns)
         if not self.take_blocks(sequence, num_tokens, hits) and not self._make_room(sequence, num_new, planner, now_ns):
             return Reason.NO_BLOCKS
         view.blocks_of_tenant = None
@@ -235,8 +235,8 @@ class PrefillPlanner:
         """Preempt other sequences until the sequence has its blocks. Return False if it has none."""
         kv, num_tokens = self._kv.of(sequence), len(sequence.tokens)
         if (
-            self._room.reclaim(num_blocks, kv) or self._room.free_for(sequence, num_blocks, planner, now_ns)
+            self._preemptor.reclaim(num_blocks, kv) or self._preemptor.free_for(sequence, num_blocks, planner, now_ns)
         ) and self.take_blocks(sequence, num_tokens, None):
             return True
         # its hits may have been blocks of preempted sequences, so that it needs more blocks than before
-        return self._room.reclaim(kv.blocks_for(num_tokens), kv) and self.take_blocks(sequence, num_tokens, None)
+        return self._preemptor.reclaim(kv.blocks_for(num_tokens), kv) and self.take_blocks(sequence, num_tokens, None)
