@@ -77,6 +77,8 @@ def test_every_kind_of_sampling_gives_the_same_tokens_and_logprobs(
     assert sum(f.num_accepted_tokens for f in finishes) == load.accepted_tokens_total
     assert loop.scheduler.kv.pool.num_used == 0
     assert loop.load().output_tokens_total == 7 * 60
+    kept = [value for value in vars(loop.scheduler.speculator._proposer).values() if isinstance(value, dict)]
+    assert kept == [{}], "the proposer keeps records of requests that have ended"
 
 
 def test_fewer_steps_are_taken(drafting: Any) -> None:

@@ -11,6 +11,7 @@ from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
+from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD, ServiceClass
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling
@@ -123,9 +124,16 @@ class Replica:
             if self.scheduler.idle:
                 assert self.scheduler.kv.pool.num_used == 0
                 assert self.scheduler.policy.num_queued == 0
+                assert not self.kept_sequences(), "the policy keeps records of requests that have ended"
                 return
             self.step()
         raise AssertionError("the scheduler makes no progress")
+
+    def kept_sequences(self) -> list[Sequence]:
+        """The sequences of which the policy has a record."""
+        found = vars(self.scheduler.policy).values()
+        records = (value for value in found if isinstance(value, dict | set))
+        return [sequence for value in records for sequence in value if isinstance(sequence, Sequence)]
 
     def events(self, key: int) -> list[EventKind]:
         return [event.kind for event in self.finishes[key].events]

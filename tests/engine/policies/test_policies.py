@@ -29,6 +29,19 @@ def job(completion_s: float, rank: int = 1) -> ServiceClass:
 # ── all ──
 
 
+@pytest.mark.parametrize("policy", ["moiety", "vtc", "dlpm"])
+def test_a_policy_with_records_has_one_of_each_open_request_and_none_of_those_that_ended(
+    make_replica: MakeReplica, policy: str
+) -> None:
+    replica = make_replica(policy, max_running=1)
+    keys = [replica.add(8, tenant=tenant, output=4) for tenant in "ab"]
+    assert {sequence.key for sequence in replica.kept_sequences()} == set(keys)
+    replica.abort(keys[1])
+    assert {sequence.key for sequence in replica.kept_sequences()} == {keys[0]}
+    replica.run()
+    assert not replica.kept_sequences()
+
+
 @given(policy=st.sampled_from(sorted(POLICIES)), data=st.data())
 @settings(max_examples=250, deadline=None)
 def test_under_every_policy_each_request_ends_with_all_its_tokens_once_and_the_pool_is_whole(
