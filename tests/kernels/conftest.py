@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -78,7 +79,7 @@ def paged() -> Any:
 
 
 @pytest.fixture
-def mutated(tmp_path: Path) -> Callable[[ModuleType, str, str], ModuleType]:
+def mutated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str, str], ModuleType]:
     """`mutated(module, old, new)`: the module with the one place of its text that reads `old` changed to `new`."""
 
     def mutate(module: ModuleType, old: str, new: str) -> ModuleType:
@@ -90,6 +91,7 @@ def mutated(tmp_path: Path) -> Callable[[ModuleType, str, str], ModuleType]:
         assert spec is not None
         assert spec.loader is not None
         mutant = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, path.stem, mutant)  # where the annotations of its structs are looked up
         spec.loader.exec_module(mutant)
         return mutant
 

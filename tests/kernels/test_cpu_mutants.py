@@ -179,15 +179,15 @@ CHECKS: dict[ModuleType, Check] = {
     moe: mixes_experts,
 }
 MUTANTS = [
-    (embedding, "load_i64(token_ids, t) * row_bytes", "load_i64(token_ids, task * _BLOCK) * row_bytes"),
+    (embedding, "load_i64(token_ids_T, t) * row_bytes", "load_i64(token_ids_T, task * _BLOCK) * row_bytes"),
     (embedding, "if factor != 1.0:", "if factor == 1.0:"),
     (expert_count, "if owner != 0 and load_i32", "if load_i32"),
-    (expert_count, "+ owner * load_i64(args, SLOT_BYTES)", "+ (owner & 1) * load_i64(args, SLOT_BYTES)"),
-    (rms_norm, "sum_squares(row, width) / width", "sum_squares(row, width - 16) / width"),
-    (rms_norm, "delta + 4 * width * t, width", "delta + 4 * width * (task * _BLOCK), width"),
+    (expert_count, "+ owner * args.slot_bytes", "+ (owner & 1) * args.slot_bytes"),
+    (rms_norm, "sum_squares(x_D, width) / width", "sum_squares(x_D, width - 16) / width"),
+    (rms_norm, "delta_TD + 4 * width * t, width", "delta_TD + 4 * width * (task * _BLOCK), width"),
     (route, "if better >= top_groups:", "if better > top_groups:"),
     (route, "for e in range(1, experts):\n            if load", "for e in range(1, experts - 1):\n            if load"),
-    (linear, "load_i64(args, 0) + row * x_stride, x_stride", "load_i64(args, 0), x_stride"),
+    (linear, "args.x_MK + row * x_stride, x_stride", "args.x_MK, x_stride"),
     (head_linear, "head * n + column, num_columns", "column, num_columns"),
     (low_rank, "load_f32(inner, part * rank + j)", "load_f32(inner, j)"),
     (paged_attention, "min(count, position + 1 - start)", "min(count, position + 2 - start)"),
@@ -200,9 +200,9 @@ MUTANTS = [
     (attention_input, "_normalize(k, kv_heads * width, k_norm", "_normalize(k, width, k_norm"),
     (attention_input, "rotate_heads(q, heads + kv_heads,", "rotate_heads(q, heads,"),
     (attention_input, "if slot < 0:\n            continue", "if slot < 0:\n            slot = 0"),
-    (latent_input, "load_i64(positions, t)\n        rotate", "load_i64(positions, 0)\n        rotate"),
-    (latent_input, "q + t * token_bytes + head * head_bytes", "q + t * token_bytes"),
-    (moe, "x + pair // top_k * x_stride", "x + pair // top_k // 2 * x_stride"),
+    (latent_input, "load_i64(positions_T, t)\n        rotate", "load_i64(positions_T, 0)\n        rotate"),
+    (latent_input, "q_THd + t * token_bytes + head * head_bytes", "q_THd + t * token_bytes"),
+    (moe, "x_TD + pair // top_k * x_stride", "x_TD + pair // top_k // 2 * x_stride"),
     (moe, "expert * width + column, num_columns, hidden", "column, num_columns, hidden"),
 ]
 

@@ -6,15 +6,15 @@ T tokens, C fused width, G key-value heads, d head width, P slots per block, N b
 from __future__ import annotations
 
 import math
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.compiling import jit, task_address
+from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.emitter import LANES
-from moiety_kernels.cpu.memory import load_f32, load_f64, load_i64, store_f32
+from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32
 from moiety_kernels.cpu.rotation import rotate_heads
+from moiety_kernels.cpu.structs import Address, Float64, Int64, address_of
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.vectors import copy_row, narrow_row, sum_squares, weigh_row
 
@@ -23,8 +23,32 @@ if TYPE_CHECKING:
 
     from moiety_kernels.attention_input.plan import AttentionInputPlan
 
-_LAYOUT = struct.Struct("18q2d")
 _BLOCK = 16  # tokens per task
+
+
+class AttentionInputArguments(NamedTuple):
+    """Arguments of the preparation of T rows of queries, keys and values."""
+
+    qkv_TC: Address  # float32, contiguous
+    k_cache_NGPd: Address
+    v_cache_NGPd: Address
+    positions_T: Address  # int64
+    slots_T: Address  # int64; negative: the token's key and value are not kept
+    cos_PR: Address  # float32, a row for each position
+    sin_PR: Address
+    q_norm: Address  # float32 weight of the queries' normalisation, or 0
+    k_norm: Address
+    q_norm_width: Int64  # entries that are normalised together
+    k_norm_width: Int64
+    tokens: Int64  # T
+    heads: Int64  # of queries
+    kv_heads: Int64  # G
+    width: Int64  # d
+    places: Int64  # P, slots per block
+    pairs: Int64  # R, rotated
+    cache_itemsize: Int64  # 4 for float32, 2 for bfloat16
+    eps: Float64
+    clip: Float64  # or infinity
 
 
 def fits(qkv_TC: Tensor, cos_PR: Tensor, positions_T: Tensor, k_cache_NGPd: Tensor, slots_T: Tensor) -> bool:
@@ -56,29 +80,30 @@ def attention_input(
     _, num_kv_heads, places, width = k_cache_NGPd.shape
     q_width = fused - 2 * num_kv_heads * width
     team().run(
-        task_address(_task),
+        _task,
         -(-tokens // _BLOCK),
-        _LAYOUT,
-        qkv_TC.data_ptr(),
-        k_cache_NGPd.data_ptr(),
-        v_cache_NGPd.data_ptr(),
-        positions_T.data_ptr(),
-        slots_T.data_ptr(),
-        cos_PR.data_ptr(),
-        sin_PR.data_ptr(),
-        0 if plan.q_norm is None else plan.q_norm.data_ptr(),
-        0 if plan.k_norm is None else plan.k_norm.data_ptr(),
-        0 if plan.q_norm is None else plan.q_norm.shape[0],
-        0 if plan.k_norm is None else plan.k_norm.shape[0],
-        tokens,
-        q_width // width,
-        num_kv_heads,
-        width,
-        places,
-        cos_PR.shape[1],
-        k_cache_NGPd.itemsize,
-        plan.norm_eps,
-        math.inf if plan.clip is None else plan.clip,
+        AttentionInputArguments(
+            qkv_TC=qkv_TC.data_ptr(),
+            k_cache_NGPd=k_cache_NGPd.data_ptr(),
+            v_cache_NGPd=v_cache_NGPd.data_ptr(),
+            positions_T=positions_T.data_ptr(),
+            slots_T=slots_T.data_ptr(),
+            cos_PR=cos_PR.data_ptr(),
+            sin_PR=sin_PR.data_ptr(),
+            q_norm=address_of(plan.q_norm),
+            k_norm=address_of(plan.k_norm),
+            q_norm_width=0 if plan.q_norm is None else plan.q_norm.shape[0],
+            k_norm_width=0 if plan.k_norm is None else plan.k_norm.shape[0],
+            tokens=tokens,
+            heads=q_width // width,
+            kv_heads=num_kv_heads,
+            width=width,
+            places=places,
+            pairs=cos_PR.shape[1],
+            cache_itemsize=k_cache_NGPd.itemsize,
+            eps=plan.norm_eps,
+            clip=math.inf if plan.clip is None else plan.clip,
+        ),
     )
     return qkv_TC.as_strided((tokens, q_width // width, width), (fused, width, 1))
 
@@ -100,26 +125,26 @@ def _keep(row: int, width: int, size: int, target: int) -> None:
         narrow_row(row, width, target)
 
 
-def _task(args: int, task: int, scratch: int) -> None:
-    qkv, k_cache, v_cache = load_i64(args, 0), load_i64(args, 1), load_i64(args, 2)
-    positions, slots, cos, sin = load_i64(args, 3), load_i64(args, 4), load_i64(args, 5), load_i64(args, 6)
-    q_norm, k_norm = load_i64(args, 7), load_i64(args, 8)
-    tokens, heads, kv_heads = load_i64(args, 11), load_i64(args, 12), load_i64(args, 13)
-    width, places, pairs = load_i64(args, 14), load_i64(args, 15), load_i64(args, 16)
-    size, eps, clip = load_i64(args, 17), load_f64(args, 18), load_f64(args, 19)
+def _task(args: AttentionInputArguments, task: int, scratch: int) -> None:
+    qkv_TC, k_cache, v_cache = args.qkv_TC, args.k_cache_NGPd, args.v_cache_NGPd
+    positions_T, slots_T, cos_PR, sin_PR = args.positions_T, args.slots_T, args.cos_PR, args.sin_PR
+    q_norm, k_norm = args.q_norm, args.k_norm
+    tokens, heads, kv_heads = args.tokens, args.heads, args.kv_heads
+    width, places, pairs = args.width, args.places, args.pairs
+    size, eps, clip = args.cache_itemsize, args.eps, args.clip
     fused = (heads + 2 * kv_heads) * width
     for t in range(task * _BLOCK, min(tokens, (task + 1) * _BLOCK)):
-        q = qkv + 4 * fused * t
+        q = qkv_TC + 4 * fused * t
         k = q + 4 * heads * width
         if q_norm:
-            _normalize(q, heads * width, q_norm, load_i64(args, 9), eps)
-            _normalize(k, kv_heads * width, k_norm, load_i64(args, 10), eps)
+            _normalize(q, heads * width, q_norm, args.q_norm_width, eps)
+            _normalize(k, kv_heads * width, k_norm, args.k_norm_width, eps)
         if clip < math.inf:
             for i in range(fused):
                 store_f32(q, i, min(max(load_f32(q, i), -clip), clip))
-        at = 4 * pairs * load_i64(positions, t)
-        rotate_heads(q, heads + kv_heads, width, pairs, cos + at, sin + at)
-        slot = load_i64(slots, t)
+        at = 4 * pairs * load_i64(positions_T, t)
+        rotate_heads(q, heads + kv_heads, width, pairs, cos_PR + at, sin_PR + at)
+        slot = load_i64(slots_T, t)
         if slot < 0:
             continue
         place = (slot // places * kv_heads * places + slot % places) * width

@@ -2,8 +2,9 @@
 
 numba's cache is beside the package, or in the user's cache folder where the package is read-only.
 
-A job's function is a *task*: (args, task, scratch) → None, all int64, where `args` is the address of the job's
-arguments and `scratch` that of the thread's own memory.
+A job's function is a *task*: (args, task, scratch) → None, where `args` are the job's arguments, a declared struct
+(`structs.py`) that is passed by its address, `task` is the task's number and `scratch` the address of the thread's own
+memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 
 from moiety_kernels.cpu.instructions import EMULATED
+from moiety_kernels.cpu.structs import S, StructAt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,21 +37,22 @@ def emitted(function: Callable[..., Any]) -> Any:
     return intrinsic(function)
 
 
-@functools.cache
-def task_address(task: Callable[[int, int, int], None]) -> int:
-    """Return the address of a task's machine code; the first call compiles it or loads it from the cache."""
-    return _address(task, 3)
+def task_address(task: Callable[[S, int, int], None], arguments: type[S]) -> int:
+    """Return the address of the machine code of a task with these arguments.
+
+    The first call compiles it or loads it from the cache.
+    """
+    return _address(task, StructAt(arguments), *[types.int64] * 2)
 
 
-@functools.cache
 def driver_address(driver: Callable[[int, int, int, int, int], None]) -> int:
     """Return the address of the machine code of a jitted driver (state, scratch, function, args, num_tasks) → None."""
-    return _address(driver.py_func, 5)  # type: ignore[attr-defined]
+    return _address(driver.py_func, *[types.int64] * 5)  # type: ignore[attr-defined]
 
 
-def _address(function: Callable[..., None], num_arguments: int) -> int:
-    signature = types.void(*[types.int64] * num_arguments)
-    kernel = cfunc(signature, cache=_cacheable(), error_model="numpy")(function)
+@functools.cache
+def _address(function: Callable[..., None], *arguments: types.Type) -> int:
+    kernel = cfunc(types.void(*arguments), cache=_cacheable(), error_model="numpy")(function)
     _KEPT.append(kernel)
     address = kernel.address
     assert address is not None

@@ -40,7 +40,7 @@ from moiety_kernels.cpu.tiles import (
     sums_2_2_fetching_rest,
     unpack,
 )
-from moiety_kernels.cpu.unpacking import E4M3, PLAIN, UNPACKED_BYTES, is_unpackable, unpack_rows
+from moiety_kernels.cpu.unpacking import E4M3, PLAIN, UNPACKED_BYTES, WeightArguments, is_unpackable, unpack_rows
 from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, dot_tiles, widen_row
 from moiety_kernels.quantization.weight import QuantizedWeight
 
@@ -339,18 +339,16 @@ def multiply_both(
 
 
 @jit
-def weight_rows(
-    values: int, scales: int, numbers: int, shift: int, kind: int, first: int, num_rows: int, k: int, scratch: int,
-    after: int,
-) -> int:  # fmt: skip
+def weight_rows(weight: WeightArguments, kind: int, first: int, num_rows: int, k: int, scratch: int, after: int) -> int:
     """Return `num_rows` rows of a weight from row `first` on, in the form that `multiply` takes.
 
     That is the address of the rows, of their description, or of unpacked rows. Rows of a second weight are placed after
     `after` rows of the first.
     """
+    values, scales, numbers, shift = weight.values, weight.scales, weight.numbers, weight.shift
     if numbers != PLAIN and (kind != PACKED or numbers == E4M3):
         unpacked = scratch + UNPACKED_AT + 2 * after * k
-        unpack_rows(values, scales, numbers, shift, first, num_rows, k, unpacked)
+        unpack_rows(weight, first, num_rows, k, unpacked)
         values, scales, numbers, shift, first = unpacked, 0, PLAIN, 0, 0
     if kind == PACKED:
         at = scratch + DESCRIBED_AT + (DESCRIPTION_BYTES if after else 0)

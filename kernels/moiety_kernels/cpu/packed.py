@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.dots import (
     COLS,
@@ -22,8 +24,9 @@ from moiety_kernels.cpu.dots import (
     dots,
     unpack_fours_row,
 )
-from moiety_kernels.cpu.memory import load_i64, store_i64
+from moiety_kernels.cpu.memory import load_i64
 from moiety_kernels.cpu.row_packing import pack_fours_row, pack_pairs_row, pack_whole_group
+from moiety_kernels.cpu.structs import Address, Int64, store_struct, struct_at
 from moiety_kernels.cpu.unpacking import E2M1, INT8, PLAIN, WHOLE_ROW
 from moiety_kernels.cpu.vectors import fetch
 
@@ -31,8 +34,18 @@ PACKED_BYTES = 512 << 10  # prefetch distance in groups of COLS weight rows; 4-b
 PAD = 64  # bytes between packed rows, so that they do not all map to the same cache sets
 TILES_AHEAD, FOURS_AHEAD = 2, 8  # prefetch distance in groups of COLS weight rows; the second is for four bits
 
-# description of a weight in place: int64 values
-VALUES, SCALES, NUMBERS, SHIFT, ROW_BYTES, SCALES_BYTES = range(6)
+
+class WeightDescription(NamedTuple):
+    """Rows of a weight that is multiplied in place."""
+
+    values: Address  # of the first row
+    scales: Address
+    numbers: Int64  # the number format
+    shift: Int64  # from an input to its scale
+    row_bytes: Int64
+    scales_bytes: Int64  # of a row's scales
+
+
 DESCRIPTION_BYTES = 64
 
 
@@ -41,12 +54,15 @@ def describe(at: int, values: int, scales: int, numbers: int, shift: int, first:
     """Write the description of a weight's rows of k inputs from row `first` on; return `at`."""
     row_bytes = 2 * k if numbers == PLAIN else k if numbers == INT8 else k // 2
     scales_bytes = 0 if numbers == PLAIN else 4 * (((k - 1) >> shift) + 1)
-    store_i64(at, VALUES, values + first * row_bytes)
-    store_i64(at, SCALES, scales + first * scales_bytes)
-    store_i64(at, NUMBERS, numbers)
-    store_i64(at, SHIFT, shift)
-    store_i64(at, ROW_BYTES, row_bytes)
-    store_i64(at, SCALES_BYTES, scales_bytes)
+    description = WeightDescription(
+        values=values + first * row_bytes,
+        scales=scales + first * scales_bytes,
+        numbers=numbers,
+        shift=shift,
+        row_bytes=row_bytes,
+        scales_bytes=scales_bytes,
+    )
+    store_struct(at, description)
     return at
 
 
@@ -87,8 +103,9 @@ def multiply_packed(
 
     `other`: a second weight of the same kind, or 0. `area`: PACKED_BYTES for packed rows, and COLS unpacked ones.
     """
-    numbers, shift, stride = load_i64(weight, NUMBERS), load_i64(weight, SHIFT), packed_stride(k)
-    w_bytes, s_bytes, table = load_i64(weight, ROW_BYTES), load_i64(weight, SCALES_BYTES), int(numbers == E2M1)
+    described = struct_at(WeightDescription, weight)
+    numbers, shift, stride = described.numbers, described.shift, packed_stride(k)
+    w_bytes, s_bytes, table = described.row_bytes, described.scales_bytes, int(numbers == E2M1)
     few, most, tiles_ahead = PAIRS_FEW, PAIRS_ROWS, TILES_AHEAD
     kind = PAIRS if numbers == PLAIN else FOURS
     if numbers == INT8:
@@ -103,9 +120,9 @@ def multiply_packed(
         tiles, parts = 0 if alone else n // COLS, (count + most - 1) // most
         share = (COLS << SHARE_BITS) // parts
         for turn in range((2 if other else 1) * (tiles + 1)):
-            tile, of = turn % (tiles + 1), other if turn > tiles else weight
+            tile, of = turn % (tiles + 1), struct_at(WeightDescription, other if turn > tiles else weight)
             many, first, i, part = tile < tiles, COLS * tile, 0, 0
-            w, s = load_i64(of, VALUES) + first * w_bytes, load_i64(of, SCALES) + first * s_bytes
+            w, s = of.values + first * w_bytes, of.scales + first * s_bytes
             column = (other_out if turn > tiles else out) + start * out_stride + 4 * first
             if first == n:
                 continue

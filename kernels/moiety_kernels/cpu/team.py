@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import struct
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from moiety_kernels.cpu.compiling import driver_address, jit
+from moiety_kernels.cpu.compiling import driver_address, jit, task_address
 from moiety_kernels.cpu.memory import (
     acquire_i64,
     call_driver,
@@ -30,17 +29,15 @@ from moiety_kernels.cpu.memory import (
     store_i64,
     yield_core,
 )
+from moiety_kernels.cpu.structs import Address, CacheLine, Int64, S, Struct, layout_of, size_of, store_struct, struct_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-# fields of the shared state: int64 indices, in different cache lines where different threads write
-TICKET, DONE, FUNCTION, ARGS = 0, 8, 16, 17
-STATE_SIZE = 32
 SCRATCH_BYTES = 7 << 20  # per thread; kernels size their blocks by it
-ARGS_SIZE = 48
+ARGS_SIZE = 48  # int64 values that a job's arguments may take
 CACHE_LINE = 64
 SPINS_BEFORE_YIELD = 2_000
 YIELDS_BEFORE_SLEEP = 2_000
@@ -49,20 +46,48 @@ _BITS = 20  # bits of the next task and of the number of tasks
 _MASK = (1 << _BITS) - 1
 _GENERATIONS = (1 << 23) - 1
 MAX_TASKS = _MASK
+SEVERAL_TASKS = 2  # number of tasks of a driver's jobs, as far as is known before it runs
+
+
+class CurrentJob(NamedTuple):
+    """The job that the threads run."""
+
+    function: Address  # of the task
+    args: Address
+
+
+class TeamState(NamedTuple):
+    """State that the threads share; what different threads write is in different cache lines."""
+
+    ticket: CacheLine
+    done: CacheLine  # number of finished tasks of the current job
+    job: CurrentJob
+
+
+class JobRow(NamedTuple):
+    """One recorded job of a program."""
+
+    driver: Address
+    function: Address
+    args: Address
+    num_tasks: Int64
+
+
+_STATE_BYTES, _JOB_BYTES = size_of(TeamState), size_of(JobRow)
 
 
 @jit
 def _work(state: int, scratch: int) -> bool:
     """Run tasks of the current job until none is left; return whether it ran any."""
-    did = False
+    shared, did = struct_at(TeamState, state), False
     while True:
-        ticket = acquire_i64(state + 8 * TICKET)
+        ticket = acquire_i64(shared.ticket)
         task = ticket & _MASK
         if task >= (ticket >> _BITS) & _MASK:
             return did
-        if compare_swap_i64(state + 8 * TICKET, ticket, ticket + 1):
-            call_task(load_i64(state, FUNCTION), load_i64(state, ARGS), task, scratch)
-            fetch_add_i64(state + 8 * DONE, 1)
+        if compare_swap_i64(shared.ticket, ticket, ticket + 1):
+            call_task(shared.job.function, shared.job.args, task, scratch)
+            fetch_add_i64(shared.done, 1)
             did = True
 
 
@@ -85,14 +110,14 @@ def parallel(state: int, scratch: int, function: int, args: int, num_tasks: int)
     if num_tasks == 1:
         call_task(function, args, 0, scratch)
         return
-    generation = ((load_i64(state, TICKET) >> (2 * _BITS)) + 1) & _GENERATIONS
-    store_i64(state, FUNCTION, function)
-    store_i64(state, ARGS, args)
-    store_i64(state, DONE, 0)
-    release_i64(state + 8 * TICKET, (generation << (2 * _BITS)) | (num_tasks << _BITS))
+    shared = struct_at(TeamState, state)
+    generation = ((load_i64(shared.ticket, 0) >> (2 * _BITS)) + 1) & _GENERATIONS
+    store_struct(shared.job, CurrentJob(function=function, args=args))
+    store_i64(shared.done, 0, 0)
+    release_i64(shared.ticket, (generation << (2 * _BITS)) | (num_tasks << _BITS))
     _work(state, scratch)
     spins = 0
-    while acquire_i64(state + 8 * DONE) < num_tasks:
+    while acquire_i64(shared.done) < num_tasks:
         spins += 1
         if spins > SPINS_BEFORE_YIELD:
             yield_core()
@@ -100,8 +125,9 @@ def parallel(state: int, scratch: int, function: int, args: int, num_tasks: int)
 
 @jit
 def _replay(state: int, scratch: int, table: int, num_jobs: int) -> None:
-    for row in range(table, table + 32 * num_jobs, 32):
-        call_driver(load_i64(row, 0), state, scratch, load_i64(row, 1), load_i64(row, 2), load_i64(row, 3))
+    for row in range(table, table + _JOB_BYTES * num_jobs, _JOB_BYTES):
+        job = struct_at(JobRow, row)
+        call_driver(job.driver, state, scratch, job.function, job.args, job.num_tasks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +145,11 @@ class Program:
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._args = np.stack([job.args for job in jobs])
-        rows = zip(jobs, self._args, strict=True)
-        self.table = np.array(
-            [(driver_address(job.driver), job.function, args.ctypes.data, job.num_tasks) for job, args in rows],
-            dtype=np.int64,
-        )
+        rows = [
+            JobRow(driver_address(job.driver), job.function, args.ctypes.data, job.num_tasks)
+            for job, args in zip(jobs, self._args, strict=True)
+        ]
+        self.table = np.array(rows, dtype=np.int64)
         self.address, self.num_jobs = self.table.ctypes.data, len(jobs)
 
 
@@ -138,7 +164,7 @@ class Team:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._state = np.zeros(STATE_SIZE, dtype=np.int64)
+        self._state = np.zeros(_STATE_BYTES // 8, dtype=np.int64)
         self._scratch = [_aligned(SCRATCH_BYTES) for _ in range(num_threads)]
         self._args = np.zeros(ARGS_SIZE, dtype=np.int64)
         self._packed = self._args.data
@@ -159,16 +185,19 @@ class Team:
             self._asleep[index] = False
             _serve(state, scratch)
 
-    def run(self, function: int, num_tasks: int, layout: struct.Struct, *args: float) -> None:
-        """Run the task function at `function` for every task; `layout` packs the arguments in 8 bytes each."""
-        self.drive(parallel, layout, function, num_tasks, *args)
+    def run(self, task: Callable[[S, int, int], None], num_tasks: int, args: S) -> None:
+        """Run the task function for every task number below `num_tasks`."""
+        self._call(parallel, task_address(task, type(args)), num_tasks, args)
 
-    def drive(self, driver: Any, layout: struct.Struct, function: int, num_tasks: int, *args: float) -> None:
-        """Call a compiled driver(state, scratch, function, args, num_tasks), which may run several jobs."""
+    def drive(self, driver: Any, args: Struct) -> None:
+        """Call a compiled driver(state, scratch, function, args, num_tasks), which runs jobs that `args` name."""
+        self._call(driver, 0, SEVERAL_TASKS, args)
+
+    def _call(self, driver: Any, function: int, num_tasks: int, args: Struct) -> None:
         with self._calling:
             if num_tasks > 1:
                 self._wake_all()
-            layout.pack_into(self._packed, 0, *args)
+            layout_of(type(args)).pack_into(self._packed, args)
             if self._recorded is not None:
                 self._recorded.append(Job(driver, function, num_tasks, self._args.copy()))
             state, scratch, packed = self.addresses

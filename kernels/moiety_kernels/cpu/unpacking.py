@@ -6,13 +6,14 @@ So memory traffic is only the quantized size.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llvmlite import ir
 
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.dots import PAIRS_AVAILABLE, narrowed
 from moiety_kernels.cpu.emitter import I8, I64, LANES, VF, VI16, VI32, Emitter, constant, function
+from moiety_kernels.cpu.structs import Address, Int64
 from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight
 
 if TYPE_CHECKING:
@@ -25,14 +26,25 @@ UNPACKED_BYTES = 2 << 20
 MAX_UNPACKED_WIDTH = UNPACKED_BYTES // (2 * 2 * 16)  # of a weight of which 16 rows of gate and up are unpacked at once
 
 
-def format_of(weight: Tensor | QuantizedWeight) -> tuple[int, int, int, int]:
-    """Return (address, address of the scales, number format, shift from an input to its scale) for `unpack_rows`."""
+class WeightArguments(NamedTuple):
+    """A weight as kernels read it."""
+
+    values: Address
+    scales: Address  # float32, or 0
+    numbers: Int64  # the number format
+    shift: Int64  # from an input to its scale
+
+
+def weight_arguments(weight: Tensor | QuantizedWeight) -> WeightArguments:
+    """Return the weight as kernels read it."""
     if not isinstance(weight, QuantizedWeight):
-        return weight.data_ptr(), 0, PLAIN, 0
+        return WeightArguments(values=weight.data_ptr(), scales=0, numbers=PLAIN, shift=0)
     form = weight.format
     shift = WHOLE_ROW if form.group is None else form.group.bit_length() - 1
     numbers = (E2M1 if form.bits == 4 else E4M3) if form.floating else (INT4 if form.bits == 4 else INT8)
-    return weight.values_NK.data_ptr(), weight.scales_NG.data_ptr(), numbers, shift
+    return WeightArguments(
+        values=weight.values_NK.data_ptr(), scales=weight.scales_NG.data_ptr(), numbers=numbers, shift=shift
+    )
 
 
 def is_unpackable(weight: QuantizedWeight) -> bool:
@@ -133,8 +145,9 @@ _widen_int4, _widen_int8, _widen_e2m1, _widen_e4m3 = (
 
 
 @jit
-def unpack_rows(values: int, scales: int, kind: int, shift: int, first: int, num_rows: int, k: int, out: int) -> None:
+def unpack_rows(weight: WeightArguments, first: int, num_rows: int, k: int, out: int) -> None:
     """Write `num_rows` rows of k inputs from row `first` on to `out`, as bfloat16."""
+    values, scales, kind, shift = weight.values, weight.scales, weight.numbers, weight.shift
     row_bytes = k if kind in (INT8, E4M3) else k // 2
     groups = ((k - 1) >> shift) + 1
     for row in range(num_rows):

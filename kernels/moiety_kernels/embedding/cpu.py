@@ -5,22 +5,33 @@ It is an ordinary job, so a replayed step includes it. T tokens, V rows of the t
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.compiling import task_address
 from moiety_kernels.cpu.emitter import LANES
-from moiety_kernels.cpu.memory import load_f64, load_i64
+from moiety_kernels.cpu.memory import load_i64
+from moiety_kernels.cpu.structs import Address, Float64, Int64
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.vectors import copy_row, scale_row, widen_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LAYOUT = struct.Struct("7qd")
 _BLOCK = 32  # tokens per task
+
+
+class EmbeddingArguments(NamedTuple):
+    """Arguments of the lookup of T rows."""
+
+    token_ids_T: Address  # int64
+    table_VD: Address  # float32, or bfloat16 if `widens`
+    out_TD: Address  # float32
+    tokens: Int64  # T
+    width: Int64  # D
+    row_bytes: Int64  # from one row of the table to the next
+    widens: Int64
+    factor: Float64
 
 
 def fits(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> bool:
@@ -42,18 +53,26 @@ def embedding(token_ids_T: Tensor, table_VD: Tensor, factor: float) -> Tensor:
     out_TD = torch.empty(tokens, width)
     row_bytes = table_VD.stride(0) * table_VD.element_size()
     widens = int(table_VD.dtype is torch.bfloat16)
-    pointers = token_ids_T.data_ptr(), table_VD.data_ptr(), out_TD.data_ptr()
-    tasks = -(-tokens // _BLOCK)
-    team().run(task_address(_task), tasks, _LAYOUT, *pointers, tokens, width, row_bytes, widens, factor)
+    args = EmbeddingArguments(
+        token_ids_T=token_ids_T.data_ptr(),
+        table_VD=table_VD.data_ptr(),
+        out_TD=out_TD.data_ptr(),
+        tokens=tokens,
+        width=width,
+        row_bytes=row_bytes,
+        widens=widens,
+        factor=factor,
+    )
+    team().run(_task, -(-tokens // _BLOCK), args)
     return out_TD
 
 
-def _task(args: int, task: int, scratch: int) -> None:
-    token_ids, table, out = load_i64(args, 0), load_i64(args, 1), load_i64(args, 2)
-    tokens, width, row_bytes = load_i64(args, 3), load_i64(args, 4), load_i64(args, 5)
-    widens, factor = load_i64(args, 6), load_f64(args, 7)
+def _task(args: EmbeddingArguments, task: int, scratch: int) -> None:
+    token_ids_T, table_VD, out_TD = args.token_ids_T, args.table_VD, args.out_TD
+    tokens, width, row_bytes = args.tokens, args.width, args.row_bytes
+    widens, factor = args.widens, args.factor
     for t in range(task * _BLOCK, min(tokens, (task + 1) * _BLOCK)):
-        source, target = table + load_i64(token_ids, t) * row_bytes, out + 4 * width * t
+        source, target = table_VD + load_i64(token_ids_T, t) * row_bytes, out_TD + 4 * width * t
         if widens:
             widen_row(source, width, target)
         else:

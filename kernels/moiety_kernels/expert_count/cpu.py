@@ -5,13 +5,12 @@ T tokens, K experts per token, L layers, E experts, S slots. Scratch memory mark
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.compiling import task_address
 from moiety_kernels.cpu.memory import load_i32, load_i64, store_i32, store_i64
+from moiety_kernels.cpu.structs import Address, Int64
 from moiety_kernels.cpu.team import SCRATCH_BYTES, team
 
 if TYPE_CHECKING:
@@ -19,10 +18,18 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_LAYOUT = struct.Struct("8q")
 
-# arguments; PICKS is the address of the layer's counts of slot 0, and slots are SLOT_BYTES apart
-CHOSEN, OWNER, PICKS, ACTIVE, TOKENS, TOP_K, EXPERTS, SLOT_BYTES = 0, 1, 2, 3, 4, 5, 6, 7
+class CountArguments(NamedTuple):
+    """Arguments of the counts of one layer."""
+
+    expert_TK: Address  # int32
+    owner_T: Address  # int64, the slot of each token
+    picks_E: Address  # int64 counts of slot 0
+    active: Address  # int64, to which the number of chosen experts is added
+    tokens: Int64  # T
+    top_k: Int64  # K
+    experts: Int64  # E
+    slot_bytes: Int64  # from one slot's counts to the next
 
 
 def fits(chosen: Sequence[Tensor], owner_T: Tensor, picks_SLE: Tensor) -> bool:
@@ -39,31 +46,32 @@ def count_picks(chosen: Sequence[Tensor], owner_T: Tensor, picks_SLE: Tensor, ac
     _, num_layers, num_experts = picks_SLE.shape
     for layer, expert_TK in enumerate(chosen):
         team().run(
-            task_address(_task),
+            _task,
             1,
-            _LAYOUT,
-            expert_TK.data_ptr(),
-            owner_T.data_ptr(),
-            picks_SLE.data_ptr() + 8 * layer * num_experts,
-            active_L.data_ptr() + 8 * layer,
-            expert_TK.shape[0],
-            expert_TK.shape[1],
-            num_experts,
-            8 * num_layers * num_experts,
+            CountArguments(
+                expert_TK=expert_TK.data_ptr(),
+                owner_T=owner_T.data_ptr(),
+                picks_E=picks_SLE.data_ptr() + 8 * layer * num_experts,
+                active=active_L.data_ptr() + 8 * layer,
+                tokens=expert_TK.shape[0],
+                top_k=expert_TK.shape[1],
+                experts=num_experts,
+                slot_bytes=8 * num_layers * num_experts,
+            ),
         )
 
 
-def _task(args: int, task: int, scratch: int) -> None:
-    experts, top_k, active = load_i64(args, EXPERTS), load_i64(args, TOP_K), load_i64(args, ACTIVE)
+def _task(args: CountArguments, task: int, scratch: int) -> None:
+    experts, top_k, active = args.experts, args.top_k, args.active
     for e in range(experts):
         store_i32(scratch, e, 0)
     num_hit = 0
-    for t in range(load_i64(args, TOKENS)):
-        owner = load_i64(load_i64(args, OWNER), t)
-        picks = load_i64(args, PICKS) + owner * load_i64(args, SLOT_BYTES)
+    for t in range(args.tokens):
+        owner = load_i64(args.owner_T, t)
+        picks_E = args.picks_E + owner * args.slot_bytes
         for k in range(t * top_k, (t + 1) * top_k):
-            expert = load_i32(load_i64(args, CHOSEN), k)
-            store_i64(picks, expert, load_i64(picks, expert) + 1)
+            expert = load_i32(args.expert_TK, k)
+            store_i64(picks_E, expert, load_i64(picks_E, expert) + 1)
             if owner != 0 and load_i32(scratch, expert) == 0:
                 store_i32(scratch, expert, 1)
                 num_hit += 1

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.compiling import task_address
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
     MAX_WIDTH,
@@ -19,14 +17,31 @@ from moiety_kernels.cpu.gemm import (
     row_block,
     weight_rows,
 )
-from moiety_kernels.cpu.memory import load_i64
+from moiety_kernels.cpu.structs import Address, Int64
 from moiety_kernels.cpu.team import MAX_TASKS, team
-from moiety_kernels.cpu.unpacking import PLAIN
+from moiety_kernels.cpu.unpacking import PLAIN, WeightArguments
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LAYOUT = struct.Struct("14q")
+
+class HeadLinearArguments(NamedTuple):
+    """Arguments of the products of each head; a task is a head, a block of rows and a chunk of outputs."""
+
+    x_MHK: Address  # float32; the first K entries of each head, which may be wider
+    weight_HNK: Address  # contiguous
+    out_MHN: Address  # float32; the first N entries of each head, which may be wider
+    m: Int64
+    n: Int64
+    k: Int64
+    kind: Int64  # of the product
+    x_stride: Int64  # bytes from one row of x to the next
+    head_stride: Int64  # bytes from one head of x to the next
+    heads: Int64  # H
+    chunk: Int64  # outputs per task
+    chunks: Int64
+    block: Int64  # rows per task
+    out_bytes: Int64  # from one head of the output to the next
 
 
 def fits(x_MHK: Tensor, weight_HNK: Tensor, width: int) -> bool:
@@ -60,35 +75,37 @@ def multiply_heads(x_MHK: Tensor, weight_HNK: Tensor, out_MHN: Tensor) -> None:
     chunk = chunk_rows(weight_HNK, n, m, heads * blocks)
     chunks = -(-n // chunk)
     team().run(
-        task_address(_task),
+        _task,
         heads * blocks * chunks,
-        _LAYOUT,
-        x_MHK.data_ptr(),
-        weight_HNK.data_ptr(),
-        out_MHN.data_ptr(),
-        m,
-        n,
-        k,
-        kind,
-        4 * x_MHK.stride(0),
-        4 * x_MHK.stride(1),
-        heads,
-        chunk,
-        chunks,
-        block,
-        4 * out_MHN.shape[2],
+        HeadLinearArguments(
+            x_MHK=x_MHK.data_ptr(),
+            weight_HNK=weight_HNK.data_ptr(),
+            out_MHN=out_MHN.data_ptr(),
+            m=m,
+            n=n,
+            k=k,
+            kind=kind,
+            x_stride=4 * x_MHK.stride(0),
+            head_stride=4 * x_MHK.stride(1),
+            heads=heads,
+            chunk=chunk,
+            chunks=chunks,
+            block=block,
+            out_bytes=4 * out_MHN.shape[2],
+        ),
     )
 
 
-def _task(args: int, task: int, scratch: int) -> None:
-    m, n, k, kind = load_i64(args, 3), load_i64(args, 4), load_i64(args, 5), load_i64(args, 6)
-    x_stride, head_stride, heads = load_i64(args, 7), load_i64(args, 8), load_i64(args, 9)
-    chunk, chunks, block, out_bytes = load_i64(args, 10), load_i64(args, 11), load_i64(args, 12), load_i64(args, 13)
+def _task(args: HeadLinearArguments, task: int, scratch: int) -> None:
+    m, n, k, kind = args.m, args.n, args.k, args.kind
+    x_stride, head_stride, heads = args.x_stride, args.head_stride, args.heads
+    chunk, chunks, block, out_bytes = args.chunk, args.chunks, args.block, args.out_bytes
     column, item = task % chunks * chunk, task // chunks
     head, row = item % heads, item // heads * block
     num_rows, num_columns = min(block, m - row), min(chunk, n - column)
     rows = scratch + ROWS_AT
-    point_rows(rows, load_i64(args, 0) + row * x_stride + head * head_stride, x_stride, num_rows)
-    w = weight_rows(load_i64(args, 1), 0, PLAIN, 0, kind, head * n + column, num_columns, k, scratch, 0)
-    out = load_i64(args, 2) + (row * heads + head) * out_bytes + 4 * column
+    point_rows(rows, args.x_MHK + row * x_stride + head * head_stride, x_stride, num_rows)
+    weight = WeightArguments(values=args.weight_HNK, scales=0, numbers=PLAIN, shift=0)
+    w = weight_rows(weight, kind, head * n + column, num_columns, k, scratch, 0)
+    out = args.out_MHN + (row * heads + head) * out_bytes + 4 * column
     multiply(rows, num_rows, w, kind, num_columns, k, out, heads * out_bytes, scratch)

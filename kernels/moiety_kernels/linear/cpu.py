@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.compiling import task_address
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
     MAX_WIDTH,
@@ -20,16 +18,32 @@ from moiety_kernels.cpu.gemm import (
     row_block,
     weight_rows,
 )
-from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32
+from moiety_kernels.cpu.memory import load_f32, store_f32
+from moiety_kernels.cpu.structs import Address, Int64, address_of
 from moiety_kernels.cpu.team import team
-from moiety_kernels.cpu.unpacking import format_of
+from moiety_kernels.cpu.unpacking import WeightArguments, weight_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.quantization.weight import QuantizedWeight
 
-_LAYOUT = struct.Struct("15q")
+
+class LinearArguments(NamedTuple):
+    """Arguments of a linear map; a task is a block of rows and a chunk of outputs."""
+
+    x_MK: Address  # float32
+    weight_NK: WeightArguments
+    bias_N: Address  # float32, or 0
+    out_MN: Address  # float32, contiguous
+    m: Int64
+    n: Int64
+    k: Int64
+    kind: Int64  # of the product
+    x_stride: Int64  # bytes from one row of x to the next
+    chunk: Int64  # outputs per task
+    num_chunks: Int64
+    block: Int64  # rows per task
 
 
 def fits(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight) -> bool:
@@ -56,47 +70,36 @@ def linear(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | N
     block = row_block(kind, k)
     chunk = chunk_rows(weight_NK, n, m, -(-m // block))
     tasks = -(-m // block) * -(-n // chunk)
-    bias = 0 if bias_N is None else bias_N.data_ptr()
-    values, scales, bits, shift = format_of(weight_NK)
-    team().run(
-        task_address(_task),
-        tasks,
-        _LAYOUT,
-        x_MK.data_ptr(),
-        values,
-        bias,
-        out_MN.data_ptr(),
-        m,
-        n,
-        k,
-        kind,
-        x_MK.stride(0) * 4,
-        chunk,
-        -(-n // chunk),
-        block,
-        scales,
-        bits,
-        shift,
+    args = LinearArguments(
+        x_MK=x_MK.data_ptr(),
+        weight_NK=weight_arguments(weight_NK),
+        bias_N=address_of(bias_N),
+        out_MN=out_MN.data_ptr(),
+        m=m,
+        n=n,
+        k=k,
+        kind=kind,
+        x_stride=4 * x_MK.stride(0),
+        chunk=chunk,
+        num_chunks=-(-n // chunk),
+        block=block,
     )
+    team().run(_task, tasks, args)
     return out_MN
 
 
-def _task(args: int, task: int, scratch: int) -> None:
-    m, n, k, kind = load_i64(args, 4), load_i64(args, 5), load_i64(args, 6), load_i64(args, 7)
-    x_stride, chunk, num_chunks = load_i64(args, 8), load_i64(args, 9), load_i64(args, 10)
-    block = load_i64(args, 11)
+def _task(args: LinearArguments, task: int, scratch: int) -> None:
+    m, n, k, kind = args.m, args.n, args.k, args.kind
+    x_stride, chunk, num_chunks, block = args.x_stride, args.chunk, args.num_chunks, args.block
     row, column = (task // num_chunks) * block, (task % num_chunks) * chunk
     num_rows, num_columns = min(block, m - row), min(chunk, n - column)
     rows = scratch + ROWS_AT
-    point_rows(rows, load_i64(args, 0) + row * x_stride, x_stride, num_rows)
-    w = weight_rows(
-        load_i64(args, 1), load_i64(args, 12), load_i64(args, 13), load_i64(args, 14), kind, column, num_columns, k,
-        scratch, 0,
-    )  # fmt: skip
-    out = load_i64(args, 3) + 4 * (row * n + column)
+    point_rows(rows, args.x_MK + row * x_stride, x_stride, num_rows)
+    w = weight_rows(args.weight_NK, kind, column, num_columns, k, scratch, 0)
+    out = args.out_MN + 4 * (row * n + column)
     multiply(rows, num_rows, w, kind, num_columns, k, out, 4 * n, scratch)
-    bias = load_i64(args, 2)
-    if bias:
+    bias_N = args.bias_N
+    if bias_N:
         for i in range(num_rows):
             for j in range(num_columns):
-                store_f32(out + 4 * i * n, j, load_f32(out + 4 * i * n, j) + load_f32(bias, column + j))
+                store_f32(out + 4 * i * n, j, load_f32(out + 4 * i * n, j) + load_f32(bias_N, column + j))

@@ -6,14 +6,14 @@ of its experts; without experts each token is one pair. Products outside the exp
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.compiling import jit, task_address
+from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.structs import Address, Int64, Int64x3, address_of
 from moiety_kernels.cpu.team import MAX_TASKS, team
 from moiety_kernels.cpu.vectors import add_scaled_row, dot_tile
 
@@ -22,14 +22,31 @@ if TYPE_CHECKING:
 
     from moiety_kernels.low_rank.factors import Factors
 
-_LAYOUT = struct.Struct("19q")  # the last three are widths
 _COLUMNS = 4  # inner values computed at once
 MAX_PARTS, MAX_INNER = 3, 4096
 
-# arguments
-OUT, X, DOWN, UP, SLOT, CHOSEN, PLACE, WEIGHT = 0, 1, 2, 3, 4, 5, 6, 7
-OUT_STRIDE, X_STRIDE, TOP_K, EXPERTS, RANK, WIDTH, PER_PAIR = 8, 9, 10, 11, 12, 13, 14
-PARTS, WIDTHS = 15, 16  # followed by MAX_PARTS widths
+
+class LowRankArguments(NamedTuple):
+    """Arguments of the products of one layer's factors."""
+
+    out_TN: Address  # float32; a row for each pair if `per_pair`
+    x_TD: Address  # float32; rows of pairs if there is a `place_P`
+    down_SRD: Address  # float32, R = E · P · r
+    up_SrN: Address  # float32
+    slot_T: Address  # int64; negative: the token has no adapter
+    expert_TK: Address  # int32, or 0
+    place_P: Address  # int64 row of x for each pair, or 0
+    weight_TK: Address  # float32, or 0
+    out_stride: Int64  # bytes from one row of the output to the next
+    x_stride: Int64
+    top_k: Int64  # K
+    experts: Int64  # E
+    rank: Int64  # r
+    width: Int64  # D
+    per_pair: Int64
+    parts: Int64  # P
+    widths: Int64x3  # of the parts of N
+
 
 _dots = dot_tile(1, _COLUMNS, widen=False)
 
@@ -88,7 +105,7 @@ def gather(
     address, width = inner_RF
     _run(
         out_TN, out_TN.stride(0), address, width, factors, slot_T, expert_TK, place=place_P,
-        weight=0 if weight_TK is None else weight_TK.data_ptr(),
+        weight=address_of(weight_TK),
     )  # fmt: skip
 
 
@@ -106,62 +123,76 @@ def _run(
     weight: int = 0,
 ) -> None:
     top_k = 1 if expert_TK is None else expert_TK.shape[1]
-    widths = factors.widths + (0,) * (MAX_PARTS - len(factors.widths))
+    first, second, third, *_ = *factors.widths, *[0] * MAX_PARTS
     team().run(
-        task_address(_task),
+        _task,
         slot_T.shape[0],
-        _LAYOUT,
-        *(out.data_ptr(), x, factors.down_SRD.data_ptr(), factors.up_SrN.data_ptr(), slot_T.data_ptr()),
-        *(0 if expert_TK is None else expert_TK.data_ptr(), place, weight),
-        *(4 * out_stride, 4 * x_stride, top_k, factors.num_experts, factors.rank, factors.down_SRD.shape[2]),
-        *(per_pair, len(factors.widths), *widths),
+        LowRankArguments(
+            out_TN=out.data_ptr(),
+            x_TD=x,
+            down_SRD=factors.down_SRD.data_ptr(),
+            up_SrN=factors.up_SrN.data_ptr(),
+            slot_T=slot_T.data_ptr(),
+            expert_TK=address_of(expert_TK),
+            place_P=place,
+            weight_TK=weight,
+            out_stride=4 * out_stride,
+            x_stride=4 * x_stride,
+            top_k=top_k,
+            experts=factors.num_experts,
+            rank=factors.rank,
+            width=factors.down_SRD.shape[2],
+            per_pair=per_pair,
+            parts=len(factors.widths),
+            widths=(first, second, third),
+        ),
     )
 
 
-def _task(args: int, task: int, scratch: int) -> None:
-    slot, top_k = load_i64(load_i64(args, SLOT), task), load_i64(args, TOP_K)
+def _task(args: LowRankArguments, task: int, scratch: int) -> None:
+    slot, top_k = load_i64(args.slot_T, task), args.top_k
     if slot < 0:
         return
-    chosen, place, weights = load_i64(args, CHOSEN), load_i64(args, PLACE), load_i64(args, WEIGHT)
+    expert_TK, place_P, weight_TK = args.expert_TK, args.place_P, args.weight_TK
     for pair in range(task * top_k, (task + 1) * top_k):
-        expert = load_i32(chosen, pair) if chosen else 0
+        expert = load_i32(expert_TK, pair) if expert_TK else 0
         if expert < 0:
             continue
-        source = load_i64(place, pair) if place else task
-        per_pair = load_i64(args, PER_PAIR)
-        out = load_i64(args, OUT) + load_i64(args, OUT_STRIDE) * (pair if per_pair else task)
+        source = load_i64(place_P, pair) if place_P else task
+        per_pair = args.per_pair
+        out = args.out_TN + args.out_stride * (pair if per_pair else task)
         if per_pair:
             _clear(args, out)
-        x = load_i64(args, X) + load_i64(args, X_STRIDE) * source
-        factor = load_f32(weights, pair) if weights else 1.0
-        _add_one(args, slot * load_i64(args, EXPERTS) + expert, x, factor, out, scratch)
+        x_D = args.x_TD + args.x_stride * source
+        factor = load_f32(weight_TK, pair) if weight_TK else 1.0
+        _add_one(args, slot * args.experts + expert, x_D, factor, out, scratch)
 
 
 @jit
-def _clear(args: int, out: int) -> None:
+def _clear(args: LowRankArguments, out: int) -> None:
     total = 0
-    for part in range(load_i64(args, PARTS)):
-        total += load_i64(args, WIDTHS + part)
+    for part in range(args.parts):
+        total += load_i64(args.widths, part)
     for i in range(total):
         store_f32(out, i, 0.0)
 
 
 @jit
-def _add_one(args: int, index: int, x: int, factor: float, out: int, scratch: int) -> None:
+def _add_one(args: LowRankArguments, index: int, x_D: int, factor: float, out: int, scratch: int) -> None:
     """Add out += factor · up · down · x. Scratch: the address of x, then the inner values."""
-    rank, width, parts = load_i64(args, RANK), load_i64(args, WIDTH), load_i64(args, PARTS)
+    rank, width, parts = args.rank, args.width, args.parts
     total = 0
     for part in range(parts):
-        total += load_i64(args, WIDTHS + part)
-    down = load_i64(args, DOWN) + 4 * index * parts * rank * width
-    up = load_i64(args, UP) + 4 * index * rank * total
+        total += load_i64(args.widths, part)
+    down = args.down_SRD + 4 * index * parts * rank * width
+    up = args.up_SrN + 4 * index * rank * total
     inner = scratch + 64
-    store_i64(scratch, 0, x)
+    store_i64(scratch, 0, x_D)
     for j in range(0, parts * rank, _COLUMNS):
         _dots(scratch, down + 4 * j * width, 4 * width, width, inner + 4 * j, 4 * _COLUMNS)
     start = 0
     for part in range(parts):
-        columns = load_i64(args, WIDTHS + part)
+        columns = load_i64(args.widths, part)
         for j in range(rank):
             value = load_f32(inner, part * rank + j) * factor
             row = up + 4 * (j * total + start)

@@ -7,8 +7,7 @@ rows.
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,9 +25,19 @@ from moiety_kernels.cpu.gemm import (
     product_kind,
     weight_rows,
 )
-from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.structs import (
+    Address,
+    Float64,
+    Int64,
+    address_of,
+    address_of_struct,
+    size_of,
+    store_struct,
+    struct_at,
+)
 from moiety_kernels.cpu.team import MAX_TASKS, parallel, team
-from moiety_kernels.cpu.unpacking import format_of
+from moiety_kernels.cpu.unpacking import WeightArguments, weight_arguments
 from moiety_kernels.cpu.vectors import add_scaled_row, clipped_row, geglu_row, swiglu_row
 from moiety_kernels.low_rank import cpu as low_rank
 
@@ -39,27 +48,68 @@ if TYPE_CHECKING:
     from moiety_kernels.moe.activation import Activation
     from moiety_kernels.quantization.weight import QuantizedWeight
 
-_LAYOUT = struct.Struct("30q2d9q")
 _SILU, _GELU_TANH, _CLIPPED = range(3)
 _KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED}
 _COMBINE_BLOCK = 16  # tokens per task
 ELSEWHERE = -1  # row index of a pair whose expert is on another rank
 _MAX_CHUNK = (UNPACKED_AT - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
 
-# arguments
-X, WEIGHT, CHOSEN, GATE_UP, DOWN, OUT = 0, 1, 2, 3, 4, 5
-TOKENS, TOP_K, EXPERTS, WIDTH, HIDDEN, X_STRIDE = 6, 7, 8, 9, 10, 11
-UP_KIND, DOWN_KIND, UP_CHUNK, DOWN_CHUNK = 12, 13, 14, 15
-INNER, RESULT = 16, 17  # float32 workspace [R, F] and [R, D]
-STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 18, 19, 20, 21, 22  # int64 workspace
-UP_TASK, DOWN_TASK, COMBINE_TASK = 23, 24, 25
-ACTIVATION, UP_BIAS, DOWN_BIAS, ONTO, LIMIT, ALPHA = 26, 27, 28, 29, 30, 31
-UP_SCALES, UP_BITS, UP_SHIFT, DOWN_SCALES, DOWN_BITS, DOWN_SHIFT = 32, 33, 34, 35, 36, 37
-ADDED, ADDED_ROWS, SLOT = (
-    38,
-    39,
-    40,
-)  # adapters' additions to gates and ups: a row per pair, in order, slots
+
+class Item(NamedTuple):
+    """One expert and some of its rows."""
+
+    expert: Int64
+    first: Int64  # row
+    num_rows: Int64
+
+
+class CombineArguments(NamedTuple):
+    """Arguments of the weighted sum over each token's rows."""
+
+    weight_TK: Address  # float32, or 0: the sum is unweighted
+    place_TK: Address  # int64 row of each pair, or ELSEWHERE
+    result_RD: Address  # float32
+    out_TD: Address  # float32, contiguous
+    adds: Int64  # whether the sum is added to what the output holds
+    tokens: Int64  # T
+    top_k: Int64  # K
+    width: Int64  # D
+
+
+class ExpertsArguments(NamedTuple):
+    """Arguments of the expert layer; everything of R rows, `starts_E` and `items` are workspace."""
+
+    x_TD: Address  # float32
+    x_stride: Int64  # bytes from one token of x to the next
+    expert_TK: Address  # int32, or 0: each token uses expert 0
+    w_gate_up_E2FD: WeightArguments
+    w_down_EDF: WeightArguments
+    gate_up_bias_E2F: Address  # float32, or 0
+    down_bias_ED: Address  # float32, or 0
+    experts: Int64  # E
+    hidden: Int64  # F
+    up_kind: Int64  # of the product
+    down_kind: Int64
+    up_chunk: Int64  # of F, per task
+    down_chunk: Int64  # of D, per task
+    activation: Int64
+    limit: Float64  # of the activation
+    alpha: Float64
+    inner_RF: Address  # float32
+    starts_E: Address  # int64: where the rows of each expert start, with one entry more
+    x_row_R: Address  # int64 addresses of rows of x
+    inner_row_R: Address  # int64 addresses of rows of `inner_RF`
+    items: Address
+    added_P2F: Address  # float32 of adapters, added to gates and ups of each of P = T · K pairs, or 0
+    added_row_R: Address  # int64 addresses of rows of `added_P2F`, 0 where a token has no adapter
+    slot_T: Address  # int64 adapter of each token, negative for none, or 0
+    up_task: Address
+    down_task: Address
+    combine_task: Address
+    combine: CombineArguments
+
+
+_ITEM_BYTES = size_of(Item)
 
 
 def fits(
@@ -111,10 +161,8 @@ def experts(
     tokens, top_k = (x_TD.shape[0], 1) if expert_TK is None else expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
     rows = tokens * top_k
-    up, *up_format = format_of(w_gate_up_E2FD)
-    down, *down_format = format_of(w_down_EDF)
     floats = torch.empty(rows * (hidden + width))
-    sizes = (num_experts + 1, rows, rows, rows, 3 * (num_experts + rows // ROW_BLOCK), rows)
+    sizes = (num_experts + 1, rows, rows, rows, _ITEM_BYTES // 8 * (num_experts + rows // ROW_BLOCK), rows)
     integers = torch.empty(sum(sizes), dtype=torch.int64)
     out_TD = torch.empty(tokens, width) if onto_TD is None else onto_TD
     starts = integers.data_ptr()
@@ -124,23 +172,47 @@ def experts(
     if adapters is not None and adapters.gate_up is not None:
         added_P2F = torch.empty(rows, 2 * hidden)
         low_rank.spread(added_P2F, x_TD, adapters.gate_up, adapters.slot_T, expert_TK)
-    team().drive(
-        _drive,
-        _LAYOUT,
-        0,
-        2,
-        *(*map(_address, (x_TD, weight_TK, expert_TK)), up, down, out_TD.data_ptr()),
-        *(tokens, top_k, num_experts, width, hidden, 4 * x_TD.stride(0)),
-        *_kinds_and_chunks(w_gate_up_E2FD, w_down_EDF, rows),
-        *(inner, inner + 4 * rows * hidden),
-        *(starts, place, place + 8 * rows, place + 16 * rows, place + 24 * rows),
-        *map(task_address, (_up_task, _down_task, _combine_task)),
-        _KINDS[activation.kind],
-        *(_address(gate_up_bias_E2F), _address(down_bias_ED), onto_TD is not None),
-        *(activation.limit, activation.alpha),
-        *(*up_format, *down_format),
-        *(_address(added_P2F), starts + 8 * sum(sizes[:-1]), 0 if adapters is None else adapters.slot_T.data_ptr()),
+    up_kind, down_kind, up_chunk, down_chunk = _kinds_and_chunks(w_gate_up_E2FD, w_down_EDF, rows)
+    args = ExpertsArguments(
+        x_TD=x_TD.data_ptr(),
+        x_stride=4 * x_TD.stride(0),
+        expert_TK=address_of(expert_TK),
+        w_gate_up_E2FD=weight_arguments(w_gate_up_E2FD),
+        w_down_EDF=weight_arguments(w_down_EDF),
+        gate_up_bias_E2F=address_of(gate_up_bias_E2F),
+        down_bias_ED=address_of(down_bias_ED),
+        experts=num_experts,
+        hidden=hidden,
+        up_kind=up_kind,
+        down_kind=down_kind,
+        up_chunk=up_chunk,
+        down_chunk=down_chunk,
+        activation=_KINDS[activation.kind],
+        limit=activation.limit,
+        alpha=activation.alpha,
+        inner_RF=inner,
+        starts_E=starts,
+        x_row_R=place + 8 * rows,
+        inner_row_R=place + 16 * rows,
+        items=place + 24 * rows,
+        added_P2F=address_of(added_P2F),
+        added_row_R=starts + 8 * sum(sizes[:-1]),
+        slot_T=0 if adapters is None else adapters.slot_T.data_ptr(),
+        up_task=task_address(_up_task, ExpertsArguments),
+        down_task=task_address(_down_task, ExpertsArguments),
+        combine_task=task_address(_combine_task, CombineArguments),
+        combine=CombineArguments(
+            weight_TK=address_of(weight_TK),
+            place_TK=place,
+            result_RD=inner + 4 * rows * hidden,
+            out_TD=out_TD.data_ptr(),
+            adds=onto_TD is not None,
+            tokens=tokens,
+            top_k=top_k,
+            width=width,
+        ),
     )
+    team().drive(_drive, args)
     if adapters is not None and adapters.down is not None:
         low_rank.gather(out_TD, (inner, hidden), place, adapters.down, adapters.slot_T, expert_TK, weight_TK)
     return out_TD
@@ -152,15 +224,18 @@ def combine(rows_RD: Tensor, weight_TK: Tensor) -> Tensor:
     out_TD = torch.empty(tokens, width)
     place_R = torch.arange(tokens * top_k)
     weight_TK = weight_TK.contiguous()
-    arguments = [0] * len(_LAYOUT.unpack(bytes(_LAYOUT.size)))
-    arguments[WEIGHT], arguments[OUT], arguments[RESULT] = map(_address, (weight_TK, out_TD, rows_RD))
-    arguments[PLACE], arguments[TOKENS], arguments[TOP_K], arguments[WIDTH] = place_R.data_ptr(), tokens, top_k, width
-    team().run(task_address(_combine_task), -(-tokens // _COMBINE_BLOCK), _LAYOUT, *arguments)
+    args = CombineArguments(
+        weight_TK=weight_TK.data_ptr(),
+        place_TK=place_R.data_ptr(),
+        result_RD=rows_RD.data_ptr(),
+        out_TD=out_TD.data_ptr(),
+        adds=0,
+        tokens=tokens,
+        top_k=top_k,
+        width=width,
+    )
+    team().run(_combine_task, -(-tokens // _COMBINE_BLOCK), args)
     return out_TD
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _kinds_and_chunks(
@@ -178,141 +253,125 @@ def _kinds_and_chunks(
 @jit
 def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -> None:
     """Group the pairs, then run the three jobs in sequence."""
-    items = _group(args)
-    up_chunk, down_chunk = load_i64(args, UP_CHUNK), load_i64(args, DOWN_CHUNK)
-    hidden, width, tokens = load_i64(args, HIDDEN), load_i64(args, WIDTH), load_i64(args, TOKENS)
-    parallel(state, scratch, load_i64(args, UP_TASK), args, items * ((hidden + up_chunk - 1) // up_chunk))
-    parallel(state, scratch, load_i64(args, DOWN_TASK), args, items * ((width + down_chunk - 1) // down_chunk))
+    layer = struct_at(ExpertsArguments, args)
+    items = _group(layer)
+    up_chunk, down_chunk = layer.up_chunk, layer.down_chunk
+    hidden, width, tokens = layer.hidden, layer.combine.width, layer.combine.tokens
+    parallel(state, scratch, layer.up_task, args, items * ((hidden + up_chunk - 1) // up_chunk))
+    parallel(state, scratch, layer.down_task, args, items * ((width + down_chunk - 1) // down_chunk))
     blocks = (tokens + _COMBINE_BLOCK - 1) // _COMBINE_BLOCK
-    parallel(state, scratch, load_i64(args, COMBINE_TASK), args, blocks)
+    parallel(state, scratch, layer.combine_task, address_of_struct(layer.combine), blocks)
 
 
 @jit
-def _group(args: int) -> int:
+def _group(args: ExpertsArguments) -> int:
     """Sort the pairs by expert (counting sort, stable), write row addresses and items; return the number of items."""
-    experts, top_k = load_i64(args, EXPERTS), load_i64(args, TOP_K)
-    rows = load_i64(args, TOKENS) * top_k
-    chosen, starts, place, items = (
-        load_i64(args, CHOSEN),
-        load_i64(args, STARTS),
-        load_i64(args, PLACE),
-        load_i64(args, ITEMS),
-    )
+    experts, top_k = args.experts, args.combine.top_k
+    rows = args.combine.tokens * top_k
+    expert_TK, starts_E, place_TK, items = args.expert_TK, args.starts_E, args.combine.place_TK, args.items
     for e in range(experts + 1):
-        store_i64(starts, e, 0)
+        store_i64(starts_E, e, 0)
     for pair in range(rows):
-        e = load_i32(chosen, pair) if chosen else 0
+        e = load_i32(expert_TK, pair) if expert_TK else 0
         if e >= 0:
-            store_i64(starts, e + 1, load_i64(starts, e + 1) + 1)
+            store_i64(starts_E, e + 1, load_i64(starts_E, e + 1) + 1)
     num_items = 0
     for e in range(experts):
-        count, first = load_i64(starts, e + 1), load_i64(starts, e)
-        store_i64(starts, e + 1, first + count)
+        count, first = load_i64(starts_E, e + 1), load_i64(starts_E, e)
+        store_i64(starts_E, e + 1, first + count)
         for block in range(0, count, ROW_BLOCK):
-            store_i64(items, 3 * num_items, e)
-            store_i64(items, 3 * num_items + 1, first + block)
-            store_i64(items, 3 * num_items + 2, min(ROW_BLOCK, count - block))
+            item = Item(expert=e, first=first + block, num_rows=min(ROW_BLOCK, count - block))
+            store_struct(items + _ITEM_BYTES * num_items, item)
             num_items += 1
-    x, x_stride, x_rows = load_i64(args, X), load_i64(args, X_STRIDE), load_i64(args, X_ROWS)
-    inner, inner_rows, hidden = load_i64(args, INNER), load_i64(args, INNER_ROWS), load_i64(args, HIDDEN)
-    added, added_rows, slots = load_i64(args, ADDED), load_i64(args, ADDED_ROWS), load_i64(args, SLOT)
+    x_TD, x_stride, x_row_R = args.x_TD, args.x_stride, args.x_row_R
+    inner_RF, inner_row_R, hidden = args.inner_RF, args.inner_row_R, args.hidden
+    added_P2F, added_row_R, slot_T = args.added_P2F, args.added_row_R, args.slot_T
     for pair in range(rows):
-        e = load_i32(chosen, pair) if chosen else 0
+        e = load_i32(expert_TK, pair) if expert_TK else 0
         if e < 0:
-            store_i64(place, pair, ELSEWHERE)
+            store_i64(place_TK, pair, ELSEWHERE)
             continue
-        row = load_i64(starts, e)
-        store_i64(starts, e, row + 1)
-        store_i64(place, pair, row)
-        store_i64(x_rows, row, x + pair // top_k * x_stride)
-        store_i64(inner_rows, row, inner + 4 * hidden * row)
-        if added:
-            store_i64(added_rows, row, added + 8 * hidden * pair if load_i64(slots, pair // top_k) >= 0 else 0)
+        row = load_i64(starts_E, e)
+        store_i64(starts_E, e, row + 1)
+        store_i64(place_TK, pair, row)
+        store_i64(x_row_R, row, x_TD + pair // top_k * x_stride)
+        store_i64(inner_row_R, row, inner_RF + 4 * hidden * row)
+        if added_P2F:
+            has_slot = load_i64(slot_T, pair // top_k) >= 0
+            store_i64(added_row_R, row, added_P2F + 8 * hidden * pair if has_slot else 0)
     return num_items
 
 
-def _up_task(args: int, task: int, scratch: int) -> None:
-    width, hidden, kind = load_i64(args, WIDTH), load_i64(args, HIDDEN), load_i64(args, UP_KIND)
-    chunk = load_i64(args, UP_CHUNK)
+def _up_task(args: ExpertsArguments, task: int, scratch: int) -> None:
+    """Multiply an item's rows with a chunk of gates and ups, and apply the activation."""
+    width, hidden, kind, chunk = args.combine.width, args.hidden, args.up_kind, args.up_chunk
     num_chunks = (hidden + chunk - 1) // chunk
-    item = load_i64(args, ITEMS) + 24 * (task // num_chunks)
-    expert, first, num_rows = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
+    item = struct_at(Item, args.items + _ITEM_BYTES * (task // num_chunks))
+    expert, first, num_rows = item.expert, item.first, item.num_rows
     column = task % num_chunks * chunk
     num_columns = min(chunk, hidden - column)
-    gate_w = _weight(args, GATE_UP, UP_SCALES, kind, expert * 2 * hidden + column, num_columns, width, scratch, 0)
-    rows = load_i64(args, X_ROWS) + 8 * first
+    w_gate_up, gate_row = args.w_gate_up_E2FD, expert * 2 * hidden + column
+    gate_w = weight_rows(w_gate_up, kind, gate_row, num_columns, width, scratch, 0)
+    rows = args.x_row_R + 8 * first
     gate, up = scratch + TEMP_AT, scratch + TEMP_AT + 4 * num_rows * num_columns
-    up_w = _weight(
-        args, GATE_UP, UP_SCALES, kind, expert * 2 * hidden + hidden + column, num_columns, width, scratch, num_columns
-    )
+    up_w = weight_rows(w_gate_up, kind, gate_row + hidden, num_columns, width, scratch, num_columns)
     multiply_both(rows, num_rows, gate_w, up_w, kind, num_columns, width, gate, up, 4 * num_columns, scratch)
-    bias = load_i64(args, UP_BIAS)
-    gate_bias = bias + 4 * (expert * 2 * hidden + column)
+    bias_E2F = args.gate_up_bias_E2F
+    gate_bias = bias_E2F + 4 * gate_row
     for i in range(num_rows):
         offset = 4 * i * num_columns
-        if bias:
+        if bias_E2F:
             add_scaled_row(gate + offset, gate_bias, num_columns, 1.0, gate + offset)
             add_scaled_row(up + offset, gate_bias + 4 * hidden, num_columns, 1.0, up + offset)
-        added = load_i64(load_i64(args, ADDED_ROWS), first + i) if load_i64(args, ADDED) else 0
-        if added:
-            add_scaled_row(gate + offset, added + 4 * column, num_columns, 1.0, gate + offset)
-            add_scaled_row(up + offset, added + 4 * (hidden + column), num_columns, 1.0, up + offset)
-        _activate(
-            args, gate + offset, up + offset, num_columns, load_i64(load_i64(args, INNER_ROWS), first + i), column
-        )
+        added_2F = load_i64(args.added_row_R, first + i) if args.added_P2F else 0
+        if added_2F:
+            add_scaled_row(gate + offset, added_2F + 4 * column, num_columns, 1.0, gate + offset)
+            add_scaled_row(up + offset, added_2F + 4 * (hidden + column), num_columns, 1.0, up + offset)
+        inner_F = load_i64(args.inner_row_R, first + i)
+        _activate(args, gate + offset, up + offset, num_columns, inner_F + 4 * column)
 
 
 @jit
-def _weight(
-    args: int, at: int, scales_at: int, kind: int, first: int, num_rows: int, k: int, scratch: int, after: int
-) -> int:
-    """Return rows in the form that `multiply` takes, placed after `after` others."""
-    return weight_rows(
-        load_i64(args, at), load_i64(args, scales_at), load_i64(args, scales_at + 1), load_i64(args, scales_at + 2),
-        kind, first, num_rows, k, scratch, after,
-    )  # fmt: skip
-
-
-@jit
-def _activate(args: int, gate: int, up: int, num_columns: int, inner_row: int, column: int) -> None:
-    kind, out = load_i64(args, ACTIVATION), inner_row + 4 * column
+def _activate(args: ExpertsArguments, gate: int, up: int, num_columns: int, out: int) -> None:
+    kind = args.activation
     if kind == _SILU:
         swiglu_row(gate, up, num_columns, out)
     elif kind == _GELU_TANH:
         geglu_row(gate, up, num_columns, out)
     else:
-        clipped_row(gate, up, num_columns, out, load_f64(args, LIMIT), load_f64(args, ALPHA))
+        clipped_row(gate, up, num_columns, out, args.limit, args.alpha)
 
 
-def _down_task(args: int, task: int, scratch: int) -> None:
-    width, hidden, kind = load_i64(args, WIDTH), load_i64(args, HIDDEN), load_i64(args, DOWN_KIND)
-    chunk = load_i64(args, DOWN_CHUNK)
+def _down_task(args: ExpertsArguments, task: int, scratch: int) -> None:
+    """Multiply an item's inner rows with a chunk of the weight, and add the bias."""
+    width, hidden, kind, chunk = args.combine.width, args.hidden, args.down_kind, args.down_chunk
     num_chunks = (width + chunk - 1) // chunk
-    item = load_i64(args, ITEMS) + 24 * (task // num_chunks)
-    expert, first, num_rows = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
+    item = struct_at(Item, args.items + _ITEM_BYTES * (task // num_chunks))
+    expert, first, num_rows = item.expert, item.first, item.num_rows
     column = task % num_chunks * chunk
     num_columns = min(chunk, width - column)
-    w = _weight(args, DOWN, DOWN_SCALES, kind, expert * width + column, num_columns, hidden, scratch, 0)
-    out = load_i64(args, RESULT) + 4 * (first * width + column)
-    rows = load_i64(args, INNER_ROWS) + 8 * first
+    w = weight_rows(args.w_down_EDF, kind, expert * width + column, num_columns, hidden, scratch, 0)
+    out = args.combine.result_RD + 4 * (first * width + column)
+    rows = args.inner_row_R + 8 * first
     multiply(rows, num_rows, w, kind, num_columns, hidden, out, 4 * width, scratch)
-    bias = load_i64(args, DOWN_BIAS)
-    if bias:
+    bias_ED = args.down_bias_ED
+    if bias_ED:
         for i in range(num_rows):
             row = out + 4 * width * i
-            add_scaled_row(row, bias + 4 * (expert * width + column), num_columns, 1.0, row)
+            add_scaled_row(row, bias_ED + 4 * (expert * width + column), num_columns, 1.0, row)
 
 
-def _combine_task(args: int, task: int, scratch: int) -> None:
-    width, top_k, tokens = load_i64(args, WIDTH), load_i64(args, TOP_K), load_i64(args, TOKENS)
-    weights, place = load_i64(args, WEIGHT), load_i64(args, PLACE)
+def _combine_task(args: CombineArguments, task: int, scratch: int) -> None:
+    """Write the weighted sum of each token's rows."""
+    width, top_k, tokens = args.width, args.top_k, args.tokens
+    weight_TK, place_TK = args.weight_TK, args.place_TK
     for t in range(task * _COMBINE_BLOCK, min(tokens, (task + 1) * _COMBINE_BLOCK)):
-        out = load_i64(args, OUT) + 4 * t * width
-        if not load_i64(args, ONTO):
+        out_D = args.out_TD + 4 * t * width
+        if not args.adds:
             for i in range(width):
-                store_f32(out, i, 0.0)
+                store_f32(out_D, i, 0.0)
         for pair in range(t * top_k, (t + 1) * top_k):
-            if load_i64(place, pair) == ELSEWHERE:
+            if load_i64(place_TK, pair) == ELSEWHERE:
                 continue
-            row = load_i64(args, RESULT) + 4 * width * load_i64(place, pair)
-            add_scaled_row(out, row, width, load_f32(weights, pair) if weights else 1.0, out)
+            row_D = args.result_RD + 4 * width * load_i64(place_TK, pair)
+            add_scaled_row(out_D, row_D, width, load_f32(weight_TK, pair) if weight_TK else 1.0, out_D)

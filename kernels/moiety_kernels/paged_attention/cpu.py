@@ -13,7 +13,6 @@ T tokens, S sequences, B blocks per row, H query heads, G key-value heads, d hea
 from __future__ import annotations
 
 import math
-import struct
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,42 +20,17 @@ import torch
 from moiety_kernels.cpu.compiling import jit, task_address
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import ROWS_AT, TEMP_AT, multiply_narrow, multiply_wide
-from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.memory import load_f32, load_i32, store_f32, store_i64
+from moiety_kernels.cpu.structs import address_of, store_struct, struct_at
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
 from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, fetch, scale_row, softmax_step
 from moiety_kernels.paged_attention import cpu_pairs
-from moiety_kernels.paged_attention.cpu_arguments import (
-    CHUNK,
-    CONTEXT_LEN,
-    HEADS,
-    ITEMS,
-    K_CACHE,
-    KV_HEADS,
-    OUT,
-    PLACES,
-    Q_STRIDE,
-    QUERY_START,
-    SCALE,
-    SEQUENCES,
-    SINKS,
-    SIZE,
-    TABLE,
-    TABLE_WIDTH,
-    TASK,
-    TOKENS_AT_ONCE,
-    V_CACHE,
-    VALUE_STRIDE,
-    VALUE_WIDTH,
-    WIDTH,
-    WINDOW,
-    Q,
-)
+from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS_AT_ONCE = 48
-_LAYOUT = struct.Struct("22qd")
 _AXPY_VECTORS = 4
 _FETCH_AHEAD = 2  # blocks; they are scattered, so the hardware prefetcher does not predict the next
 _MAX_SHARING = 256  # query heads per key-value head
@@ -119,61 +93,60 @@ def paged_attention(
     rows = cpu_pairs.rows_at_once(tokens, heads) if in_pairs else ROWS_AT_ONCE
     at_once = max(1, rows // sharing)
     out_THd = torch.empty(tokens, heads, value_width)
-    items = torch.empty(3 * (sequences + tokens // at_once), dtype=torch.int64)
-    team().drive(
-        _drive,
-        _LAYOUT,
-        0,
-        2,
-        q_THd.data_ptr(),
-        k_cache_NGPd.data_ptr(),
-        v_cache_NGPd.data_ptr(),
-        out_THd.data_ptr(),
-        query_start_S1.data_ptr(),
-        context_len_S.data_ptr(),
-        block_table_SB.data_ptr(),
-        sequences,
-        block_table_SB.stride(0),
-        heads,
-        kv_heads,
-        width,
-        places,
-        4 * q_THd.stride(0),
-        0 if window is None else window,
-        items.data_ptr(),
-        at_once,
-        task_address(cpu_pairs.task if in_pairs else _task),
-        0 if sinks_H is None else sinks_H.data_ptr(),
-        value_width,
-        v_cache_NGPd.itemsize * v_cache_NGPd.stride(2),
-        v_cache_NGPd.itemsize,
-        scale,
+    items = torch.empty(ITEM_BYTES // 8 * (sequences + tokens // at_once), dtype=torch.int64)
+    args = AttentionArguments(
+        q_THd=q_THd.data_ptr(),
+        k_cache_NGPd=k_cache_NGPd.data_ptr(),
+        v_cache_NGPd=v_cache_NGPd.data_ptr(),
+        out_THd=out_THd.data_ptr(),
+        query_start_S1=query_start_S1.data_ptr(),
+        context_len_S=context_len_S.data_ptr(),
+        block_table_SB=block_table_SB.data_ptr(),
+        sequences=sequences,
+        table_width=block_table_SB.stride(0),
+        heads=heads,
+        kv_heads=kv_heads,
+        width=width,
+        places=places,
+        q_stride=4 * q_THd.stride(0),
+        window=0 if window is None else window,
+        items=items.data_ptr(),
+        tokens_at_once=at_once,
+        task=task_address(cpu_pairs.task if in_pairs else _task, AttentionArguments),
+        sinks_H=address_of(sinks_H),
+        value_width=value_width,
+        value_stride=v_cache_NGPd.itemsize * v_cache_NGPd.stride(2),
+        cache_itemsize=v_cache_NGPd.itemsize,
+        scale=scale,
     )
+    team().drive(_drive, args)
     return out_THd
 
 
 @jit
 def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -> None:
     """List the items (sequence, first query, number of queries), the longest contexts first, and run them."""
-    starts, items, at_once = load_i64(args, QUERY_START), load_i64(args, ITEMS), load_i64(args, TOKENS_AT_ONCE)
+    attention = struct_at(AttentionArguments, args)
+    starts, items, at_once = attention.query_start_S1, attention.items, attention.tokens_at_once
     num_items = 0
-    for s in range(load_i64(args, SEQUENCES)):
+    for s in range(attention.sequences):
         queries = load_i32(starts, s + 1) - load_i32(starts, s)
         for first in range((queries - 1) // at_once * at_once, -1, -at_once):
-            store_i64(items, 3 * num_items, s)
-            store_i64(items, 3 * num_items + 1, first)
-            store_i64(items, 3 * num_items + 2, min(at_once, queries - first))
+            item = Item(sequence=s, first=first, queries=min(at_once, queries - first))
+            store_struct(items + ITEM_BYTES * num_items, item)
             num_items += 1
     if num_items:
-        parallel(state, scratch, load_i64(args, TASK), args, num_items * load_i64(args, KV_HEADS))
+        parallel(state, scratch, attention.task, args, num_items * attention.kv_heads)
 
 
 @jit
-def _scores(args: int, table: int, head: int, start: int, count: int, num_rows: int, rows: int, scores: int) -> None:
+def _scores(
+    args: AttentionArguments, table: int, head: int, start: int, count: int, num_rows: int, rows: int, scores: int
+) -> None:
     """Compute scores[row, j] = q_row · k[start + j] for j < count, and prefetch the values, which are needed next."""
-    places, width, kv_heads = load_i64(args, PLACES), load_i64(args, WIDTH), load_i64(args, KV_HEADS)
-    cache, values = load_i64(args, K_CACHE), load_i64(args, V_CACHE)
-    size, value_stride = load_i64(args, SIZE), load_i64(args, VALUE_STRIDE)
+    places, width, kv_heads = args.places, args.width, args.kv_heads
+    cache, values = args.k_cache_NGPd, args.v_cache_NGPd
+    size, value_stride = args.cache_itemsize, args.value_stride
     stride = size * width
     j = 0
     while j < count:
@@ -220,14 +193,14 @@ def _add(
 
 @jit
 def _accumulate(
-    args: int, table: int, head: int, start: int, count: int, num_rows: int, scores: int, sums: int
+    args: AttentionArguments, table: int, head: int, start: int, count: int, num_rows: int, scores: int, sums: int
 ) -> None:
     """Add sums[row] += Σ_j weight[row, j] · v[start + j] for j < count."""
-    places, width, kv_heads = load_i64(args, PLACES), load_i64(args, VALUE_WIDTH), load_i64(args, KV_HEADS)
+    places, width, kv_heads = args.places, args.value_width, args.kv_heads
     cache, stride, size, row_bytes = (
-        load_i64(args, V_CACHE),
-        load_i64(args, VALUE_STRIDE),
-        load_i64(args, SIZE),
+        args.v_cache_NGPd,
+        args.value_stride,
+        args.cache_itemsize,
         4 * width,
     )
     vectors = width // LANES
@@ -250,10 +223,10 @@ def _accumulate(
 
 
 @jit
-def _mask(args: int, position: int, start: int, count: int, padded: int, row: int) -> None:
+def _mask(args: AttentionArguments, position: int, start: int, count: int, padded: int, row: int) -> None:
     """Scale a row of scores and mask the positions that the query at `position` does not see."""
-    scale_row(row, padded, load_f64(args, SCALE))
-    window = load_i64(args, WINDOW)
+    scale_row(row, padded, args.scale)
+    window = args.window
     if window:
         for j in range(min(count, position - window + 1 - start)):
             store_f32(row, j, -math.inf)
@@ -261,27 +234,27 @@ def _mask(args: int, position: int, start: int, count: int, padded: int, row: in
         store_f32(row, j, -math.inf)
 
 
-def _task(args: int, task: int, scratch: int) -> None:
-    kv_heads, width, heads = load_i64(args, KV_HEADS), load_i64(args, WIDTH), load_i64(args, HEADS)
+def _task(args: AttentionArguments, task: int, scratch: int) -> None:
+    kv_heads, width, heads = args.kv_heads, args.width, args.heads
     sharing, head = heads // kv_heads, task % kv_heads
-    item = load_i64(args, ITEMS) + 24 * (task // kv_heads)
-    s, first, queries = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
-    begin, end = load_i32(load_i64(args, QUERY_START), s), load_i32(load_i64(args, QUERY_START), s + 1)
-    position = load_i32(load_i64(args, CONTEXT_LEN), s) - (end - begin) + first  # of the first query here
-    table = load_i64(args, TABLE) + 4 * s * load_i64(args, TABLE_WIDTH)
+    item = struct_at(Item, args.items + ITEM_BYTES * (task // kv_heads))
+    s, first, queries = item.sequence, item.first, item.queries
+    begin, end = load_i32(args.query_start_S1, s), load_i32(args.query_start_S1, s + 1)
+    position = load_i32(args.context_len_S, s) - (end - begin) + first  # of the first query here
+    table = args.block_table_SB + 4 * s * args.table_width
     num_rows, rows = queries * sharing, scratch + ROWS_AT
     scores = scratch + TEMP_AT
-    sums, value_width = scores + 4 * CHUNK * num_rows, load_i64(args, VALUE_WIDTH)
+    sums, value_width = scores + 4 * CHUNK * num_rows, args.value_width
     states = sums + 4 * value_width * num_rows
-    token_bytes, sinks = load_i64(args, Q_STRIDE), load_i64(args, SINKS)
+    token_bytes, sinks = args.q_stride, args.sinks_H
     for i in range(num_rows):
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
-        store_i64(rows, i, load_i64(args, Q) + token * token_bytes + 4 * shared * width)
+        store_i64(rows, i, args.q_THd + token * token_bytes + 4 * shared * width)
         store_f32(states, 2 * i, load_f32(sinks, shared) if sinks else -math.inf)  # as if it were already included
         store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
     for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)
-    window = load_i64(args, WINDOW)
+    window = args.window
     lowest = max(0, position - window + 1) if window else 0
     for start in range(lowest // CHUNK * CHUNK, position + queries, CHUNK):
         count = min(CHUNK, position + queries - start)
@@ -296,7 +269,7 @@ def _task(args: int, task: int, scratch: int) -> None:
         _accumulate(args, table, head, start, count, num_rows, scores, sums)
     for i in range(num_rows):
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
-        out = load_i64(args, OUT) + 4 * (token * heads + shared) * value_width
+        out = args.out_THd + 4 * (token * heads + shared) * value_width
         scale_row(sums + 4 * value_width * i, value_width, 1.0 / load_f32(states, 2 * i + 1))
         for j in range(value_width):
             store_f32(out, j, load_f32(sums, i * value_width + j))

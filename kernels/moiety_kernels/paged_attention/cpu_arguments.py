@@ -1,9 +1,48 @@
-"""Argument offsets of attention on a CPU, shared by its tasks."""
+"""Arguments of attention on a CPU, shared by its tasks; `cpu.py` has the dimensions."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from moiety_kernels.cpu.structs import Address, Float64, Int64, size_of
+
 CHUNK = 128  # key positions that a task processes at once, at fixed boundaries
 
-Q, K_CACHE, V_CACHE, OUT, QUERY_START, CONTEXT_LEN, TABLE = 0, 1, 2, 3, 4, 5, 6
-SEQUENCES, TABLE_WIDTH, HEADS, KV_HEADS, WIDTH, PLACES, Q_STRIDE, WINDOW = 7, 8, 9, 10, 11, 12, 13, 14
-ITEMS, TOKENS_AT_ONCE, TASK, SINKS, VALUE_WIDTH, VALUE_STRIDE, SIZE, SCALE = 15, 16, 17, 18, 19, 20, 21, 22
+
+class Item(NamedTuple):
+    """Queries of one sequence that a task computes, for one key-value head."""
+
+    sequence: Int64
+    first: Int64  # query
+    queries: Int64
+
+
+class AttentionArguments(NamedTuple):
+    """Arguments of attention over the paged cache."""
+
+    q_THd: Address  # float32
+    k_cache_NGPd: Address  # contiguous
+    v_cache_NGPd: Address
+    out_THd: Address  # float32, contiguous, as wide as a value
+    query_start_S1: Address  # int32: where each sequence's queries start, with one entry more
+    context_len_S: Address  # int32
+    block_table_SB: Address  # int32
+    sequences: Int64  # S
+    table_width: Int64  # entries from one row of the block table to the next
+    heads: Int64  # H
+    kv_heads: Int64  # G
+    width: Int64  # d of queries and keys
+    places: Int64  # P
+    q_stride: Int64  # bytes from one token of q to the next
+    window: Int64  # positions that a query sees, or 0: all
+    items: Address  # workspace of `Item`s
+    tokens_at_once: Int64  # most queries of an item
+    task: Address
+    sinks_H: Address  # float32, or 0
+    value_width: Int64  # d of values
+    value_stride: Int64  # bytes from one slot of the value cache to the next
+    cache_itemsize: Int64  # 4 for float32, 2 for bfloat16
+    scale: Float64
+
+
+ITEM_BYTES = size_of(Item)

@@ -12,7 +12,7 @@ import math
 from moiety_kernels.cpu import dots, tiles
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.gemm import TASKS_PER_THREAD, UNPACKED_AT, WIDE_AT
-from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.memory import load_f32, load_i32, store_f32, store_i64
 from moiety_kernels.cpu.panels import (
     DEPTH,
     MOST_ROWS,
@@ -28,31 +28,10 @@ from moiety_kernels.cpu.panels import (
     weigh_scores,
 )
 from moiety_kernels.cpu.row_packing import pack_pairs_row
+from moiety_kernels.cpu.structs import struct_at
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.vectors import copy_row, fetch, scale_row
-from moiety_kernels.paged_attention.cpu_arguments import (
-    CHUNK,
-    CONTEXT_LEN,
-    HEADS,
-    ITEMS,
-    K_CACHE,
-    KV_HEADS,
-    OUT,
-    PLACES,
-    Q_STRIDE,
-    QUERY_START,
-    SCALE,
-    SINKS,
-    SIZE,
-    TABLE,
-    TABLE_WIDTH,
-    V_CACHE,
-    VALUE_STRIDE,
-    VALUE_WIDTH,
-    WIDTH,
-    WINDOW,
-    Q,
-)
+from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item
 
 ROWS_AT_ONCE = 128
 LEAST_ROWS_AT_ONCE = 32  # used where there would be too few tasks
@@ -88,34 +67,34 @@ def takes(width: int, value_width: int, sharing: int) -> bool:
 
 
 @jit
-def _slot(args: int, table: int, head: int, position: int) -> int:
+def _slot(args: AttentionArguments, table: int, head: int, position: int) -> int:
     """Return the cache's row of a position of the sequence."""
-    places = load_i64(args, PLACES)
+    places = args.places
     block = load_i32(table, position // places)
-    return int((block * load_i64(args, KV_HEADS) + head) * places + position % places)
+    return int((block * args.kv_heads + head) * places + position % places)
 
 
 @jit
-def _ask(args: int, table: int, head: int, first: int, end: int) -> None:
+def _ask(args: AttentionArguments, table: int, head: int, first: int, end: int) -> None:
     """Prefetch keys and values of the positions from `first` to `end`."""
-    places, key_bytes = load_i64(args, PLACES), load_i64(args, SIZE) * load_i64(args, WIDTH)
-    value_bytes = load_i64(args, VALUE_STRIDE)
+    places, key_bytes = args.places, args.cache_itemsize * args.width
+    value_bytes = args.value_stride
     while first < end:
         run, slot = min(places - first % places, end - first), _slot(args, table, head, first)
-        fetch(load_i64(args, K_CACHE) + slot * key_bytes, run * key_bytes)
-        fetch(load_i64(args, V_CACHE) + slot * value_bytes, run * value_bytes)
+        fetch(args.k_cache_NGPd + slot * key_bytes, run * key_bytes)
+        fetch(args.v_cache_NGPd + slot * value_bytes, run * value_bytes)
         first += run
 
 
 @jit
 def _pack_chunk(
-    args: int, table: int, head: int, start: int, count: int, end: int, pointers: int, keys: int, values: int,
-    zeros: int,
+    args: AttentionArguments, table: int, head: int, start: int, count: int, end: int, pointers: int, keys: int,
+    values: int, zeros: int,
 ) -> None:  # fmt: skip
     """Pack keys and values of `count` positions from `start` on, with padding, and prefetch the next before `end`."""
-    places, size, width = load_i64(args, PLACES), load_i64(args, SIZE), load_i64(args, WIDTH)
-    k_cache, v_cache, key_bytes = load_i64(args, K_CACHE), load_i64(args, V_CACHE), size * width
-    value_width, value_bytes = load_i64(args, VALUE_WIDTH), load_i64(args, VALUE_STRIDE)
+    places, size, width = args.places, args.cache_itemsize, args.width
+    k_cache, v_cache, key_bytes = args.k_cache_NGPd, args.v_cache_NGPd, size * width
+    value_width, value_bytes = args.value_width, args.value_stride
     left, slot, before = 0, 0, zeros  # `left`: slots left in the block
     for first in range(0, (count + _GROUP - 1) // _GROUP * _GROUP, PANEL):
         ahead = start + first + _FETCH_AHEAD
@@ -142,10 +121,12 @@ def _pack_chunk(
 
 
 @jit
-def _weigh(args: int, position: int, sharing: int, start: int, count: int, padded: int, num_rows: int, scores: int,
-           weights: int, states: int, factors: int) -> None:  # fmt: skip
+def _weigh(
+    args: AttentionArguments, position: int, sharing: int, start: int, count: int, padded: int, num_rows: int,
+    scores: int, weights: int, states: int, factors: int,
+) -> None:  # fmt: skip
     """Compute masked softmax weights of a chunk's scores; `position` is the first query's."""
-    factor, window = load_f64(args, SCALE) * LOG2_E, load_i64(args, WINDOW)
+    factor, window = args.scale * LOG2_E, args.window
     for i in range(num_rows):
         seen = position + i // sharing + 1 - start
         end, first = max(0, min(count, seen)), 0
@@ -165,16 +146,16 @@ def _next_rows(left: int) -> int:
     return (left + parts - 1) // parts
 
 
-def task(args: int, number: int, scratch: int) -> None:
+def task(args: AttentionArguments, number: int, scratch: int) -> None:
     """Run the task of `cpu.py` in pairs: one sequence, one key-value head and some rows of queries."""
-    kv_heads, width, heads = load_i64(args, KV_HEADS), load_i64(args, WIDTH), load_i64(args, HEADS)
-    sharing, head, value_width = heads // kv_heads, number % kv_heads, load_i64(args, VALUE_WIDTH)
-    item = load_i64(args, ITEMS) + 24 * (number // kv_heads)
-    s, first, queries = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
-    begin, end = load_i32(load_i64(args, QUERY_START), s), load_i32(load_i64(args, QUERY_START), s + 1)
-    position = load_i32(load_i64(args, CONTEXT_LEN), s) - (end - begin) + first  # of the first query here
-    table = load_i64(args, TABLE) + 4 * s * load_i64(args, TABLE_WIDTH)
-    num_rows, sinks = queries * sharing, load_i64(args, SINKS)
+    kv_heads, width, heads = args.kv_heads, args.width, args.heads
+    sharing, head, value_width = heads // kv_heads, number % kv_heads, args.value_width
+    item = struct_at(Item, args.items + ITEM_BYTES * (number // kv_heads))
+    s, first, queries = item.sequence, item.first, item.queries
+    begin, end = load_i32(args.query_start_S1, s), load_i32(args.query_start_S1, s + 1)
+    position = load_i32(args.context_len_S, s) - (end - begin) + first  # of the first query here
+    table = args.block_table_SB + 4 * s * args.table_width
+    num_rows, sinks = queries * sharing, args.sinks_H
     pointers, states = scratch + _POINTERS_AT, scratch + _STATES_AT
     factors = states + 8 * num_rows
     zeros = (factors + 4 * num_rows + 63) // 64 * 64
@@ -188,13 +169,13 @@ def task(args: int, number: int, scratch: int) -> None:
         store_f32(zeros, i, 0.0)
     for i in range(num_rows):
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
-        row = load_i64(args, Q) + token * load_i64(args, Q_STRIDE) + 4 * shared * width
+        row = args.q_THd + token * args.q_stride + 4 * shared * width
         pack_pairs_row(row, width, packed + 2 * width * i)
         store_f32(states, 2 * i, load_f32(sinks, shared) * LOG2_E if sinks else -math.inf)  # as if included
         store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
     for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)
-    window, stop = load_i64(args, WINDOW), position + queries
+    window, stop = args.window, position + queries
     lowest = max(0, position - window + 1) if window else 0
     for start in range(lowest // CHUNK * CHUNK, stop, CHUNK):
         count = min(CHUNK, stop - start)
@@ -217,4 +198,4 @@ def task(args: int, number: int, scratch: int) -> None:
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
         row = sums + 4 * value_width * i
         scale_row(row, value_width, 1.0 / load_f32(states, 2 * i + 1))
-        copy_row(row, value_width, load_i64(args, OUT) + 4 * (token * heads + shared) * value_width)
+        copy_row(row, value_width, args.out_THd + 4 * (token * heads + shared) * value_width)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.compiling import task_address
 from moiety_kernels.cpu.emitter import LANES
-from moiety_kernels.cpu.memory import load_f64, load_i64
+from moiety_kernels.cpu.structs import Address, Float64, Int64
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.vectors import add_scaled_row, sum_squares, weigh_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LAYOUT = struct.Struct("7qd")
 _BLOCK = 32  # tokens per task
+
+
+class RmsNormArguments(NamedTuple):
+    """Arguments of the normalisation of T rows; all tensors are float32 and contiguous."""
+
+    x_TD: Address
+    delta_TD: Address  # added to x first, in x's memory, or 0
+    weight_D: Address
+    out_TD: Address
+    tokens: Int64  # T
+    width: Int64  # D
+    eps: Float64
 
 
 def fits(x_TD: Tensor, weight_D: Tensor) -> bool:
@@ -48,16 +57,24 @@ def add_rms_norm(x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -
 def _launch(x_TD: Tensor, delta: int, weight_D: Tensor, out_TD: Tensor, eps: float) -> None:
     tokens, width = x_TD.shape
     tasks = -(-tokens // _BLOCK)
-    pointers = x_TD.data_ptr(), delta, weight_D.data_ptr(), out_TD.data_ptr()
-    team().run(task_address(_task), tasks, _LAYOUT, *pointers, tokens, width, 0, eps)
+    args = RmsNormArguments(
+        x_TD=x_TD.data_ptr(),
+        delta_TD=delta,
+        weight_D=weight_D.data_ptr(),
+        out_TD=out_TD.data_ptr(),
+        tokens=tokens,
+        width=width,
+        eps=eps,
+    )
+    team().run(_task, tasks, args)
 
 
-def _task(args: int, task: int, scratch: int) -> None:
-    x, delta, weight, out = load_i64(args, 0), load_i64(args, 1), load_i64(args, 2), load_i64(args, 3)
-    tokens, width, eps = load_i64(args, 4), load_i64(args, 5), load_f64(args, 7)
+def _task(args: RmsNormArguments, task: int, scratch: int) -> None:
+    x_TD, delta_TD, weight_D, out_TD = args.x_TD, args.delta_TD, args.weight_D, args.out_TD
+    tokens, width, eps = args.tokens, args.width, args.eps
     for t in range(task * _BLOCK, min(tokens, (task + 1) * _BLOCK)):
-        row = x + 4 * width * t
-        if delta:
-            add_scaled_row(row, delta + 4 * width * t, width, 1.0, row)
-        factor = 1.0 / (sum_squares(row, width) / width + eps) ** 0.5
-        weigh_row(row, width, factor, weight, out + 4 * width * t)
+        x_D = x_TD + 4 * width * t
+        if delta_TD:
+            add_scaled_row(x_D, delta_TD + 4 * width * t, width, 1.0, x_D)
+        factor = 1.0 / (sum_squares(x_D, width) / width + eps) ** 0.5
+        weigh_row(x_D, width, factor, weight_D, out_TD + 4 * width * t)

@@ -7,13 +7,13 @@ and its groups' scores. A rank of minus infinity marks an expert that is exclude
 from __future__ import annotations
 
 import math
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.compiling import jit, task_address
-from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i32
+from moiety_kernels.cpu.compiling import jit
+from moiety_kernels.cpu.memory import load_f32, load_i32, store_f32, store_i32
+from moiety_kernels.cpu.structs import Address, Float64, Int64, address_of
 from moiety_kernels.cpu.team import SCRATCH_BYTES, team
 from moiety_kernels.route.reference import TINY
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from moiety_kernels.route.spec import RoutingSpec
 
-_LAYOUT = struct.Struct("12q3d")
 _BLOCK = 64  # tokens per task
 _SOFTMAX, _SIGMOID, _SOFTMAX_CHOSEN, _SPARSE_MIXER = range(4)
 _SCORINGS = {
@@ -32,9 +31,25 @@ _SCORINGS = {
     "sparse_mixer": _SPARSE_MIXER,
 }
 
-# arguments
-LOGITS, WEIGHTS, CHOSEN, BIAS, TOKENS, EXPERTS, TOP_K, SCORING, RENORMALIZE = 0, 1, 2, 3, 4, 5, 6, 7, 8
-NUM_GROUPS, TOP_GROUPS, BEST_TWO, LEAST_SUM, SCALE, JITTER = 9, 10, 11, 12, 13, 14
+
+class RouteArguments(NamedTuple):
+    """Arguments of the choice of experts for T tokens."""
+
+    logits_TE: Address  # float32, contiguous
+    weight_TK: Address  # float32
+    expert_TK: Address  # int32
+    bias_E: Address  # float32, added to scores for the choice alone, or 0
+    tokens: Int64  # T
+    experts: Int64  # E
+    top_k: Int64  # K
+    scoring: Int64
+    renormalize: Int64
+    num_groups: Int64
+    top_groups: Int64
+    best_two: Int64  # whether a group's score is the sum of its two best
+    least_sum: Float64
+    scale: Float64
+    jitter: Float64
 
 
 def fits(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> bool:
@@ -54,52 +69,53 @@ def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> tuple[
     weight_TK = torch.empty(tokens, spec.top_k)
     expert_TK = torch.empty(tokens, spec.top_k, dtype=torch.int32)
     team().run(
-        task_address(_task),
+        _task,
         -(-tokens // _BLOCK),
-        _LAYOUT,
-        logits_TE.data_ptr(),
-        weight_TK.data_ptr(),
-        expert_TK.data_ptr(),
-        0 if bias_E is None else bias_E.data_ptr(),
-        tokens,
-        spec.num_experts,
-        spec.top_k,
-        _SCORINGS[spec.scoring],
-        spec.renormalize,
-        spec.num_groups,
-        spec.top_groups,
-        spec.group_score == "best_two",
-        spec.least_sum,
-        spec.scale,
-        spec.jitter,
+        RouteArguments(
+            logits_TE=logits_TE.data_ptr(),
+            weight_TK=weight_TK.data_ptr(),
+            expert_TK=expert_TK.data_ptr(),
+            bias_E=address_of(bias_E),
+            tokens=tokens,
+            experts=spec.num_experts,
+            top_k=spec.top_k,
+            scoring=_SCORINGS[spec.scoring],
+            renormalize=spec.renormalize,
+            num_groups=spec.num_groups,
+            top_groups=spec.top_groups,
+            best_two=spec.group_score == "best_two",
+            least_sum=spec.least_sum,
+            scale=spec.scale,
+            jitter=spec.jitter,
+        ),
     )
     return weight_TK, expert_TK
 
 
-def _task(args: int, task: int, scratch: int) -> None:
-    tokens, experts, top_k = load_i64(args, TOKENS), load_i64(args, EXPERTS), load_i64(args, TOP_K)
-    groups, scores = load_i64(args, NUM_GROUPS), scratch + 4 * experts
+def _task(args: RouteArguments, task: int, scratch: int) -> None:
+    tokens, experts, top_k = args.tokens, args.experts, args.top_k
+    groups, scores = args.num_groups, scratch + 4 * experts
     for t in range(task * _BLOCK, min(tokens, (task + 1) * _BLOCK)):
-        row = load_i64(args, LOGITS) + 4 * experts * t
-        weights, chosen = load_i64(args, WEIGHTS) + 4 * top_k * t, load_i64(args, CHOSEN) + 4 * top_k * t
+        row = args.logits_TE + 4 * experts * t
+        weights, chosen = args.weight_TK + 4 * top_k * t, args.expert_TK + 4 * top_k * t
         total = _score(args, row, experts, scratch, scores)
         if groups > 1:
             _keep_best_groups(args, experts // groups, groups, scratch, scores + 4 * experts)
         taken = _take(args, row, experts, scratch, scores, weights, chosen)
-        if load_i64(args, SCORING) == _SOFTMAX_CHOSEN:
+        if args.scoring == _SOFTMAX_CHOSEN:
             factor = 1.0 / taken
-        elif load_i64(args, RENORMALIZE):
-            factor = 1.0 / max(taken / total + TINY, load_f64(args, LEAST_SUM)) / total
+        elif args.renormalize:
+            factor = 1.0 / max(taken / total + TINY, args.least_sum) / total
         else:
             factor = 1.0 / total
         for k in range(top_k):
-            store_f32(weights, k, load_f32(weights, k) * factor * load_f64(args, SCALE))
+            store_f32(weights, k, load_f32(weights, k) * factor * args.scale)
 
 
 @jit
-def _score(args: int, row: int, experts: int, ranks: int, scores: int) -> float:
+def _score(args: RouteArguments, row: int, experts: int, ranks: int, scores: int) -> float:
     """Write each expert's score and rank; return the divisor of the scores, which are not divided yet."""
-    scoring, bias, total = load_i64(args, SCORING), load_i64(args, BIAS), 1.0
+    scoring, bias_E, total = args.scoring, args.bias_E, 1.0
     if scoring == _SOFTMAX:
         largest, total = load_f32(row, 0), 0.0
         for e in range(1, experts):
@@ -114,14 +130,14 @@ def _score(args: int, row: int, experts: int, ranks: int, scores: int) -> float:
             store_f32(scores, e, 1.0 / (1.0 + math.exp(-logit)) if scoring == _SIGMOID else logit)
     for e in range(experts):
         score = load_f32(scores, e)
-        store_f32(ranks, e, score / total + load_f32(bias, e) if bias else score)
+        store_f32(ranks, e, score / total + load_f32(bias_E, e) if bias_E else score)
     return total
 
 
 @jit
-def _keep_best_groups(args: int, size: int, groups: int, ranks: int, group_scores: int) -> None:
+def _keep_best_groups(args: RouteArguments, size: int, groups: int, ranks: int, group_scores: int) -> None:
     """Exclude the experts of all but the `top_groups` best groups; of equal groups the lower one wins."""
-    top_groups, best_two = load_i64(args, TOP_GROUPS), load_i64(args, BEST_TWO)
+    top_groups, best_two = args.top_groups, args.best_two
     for g in range(groups):
         first = second = -math.inf
         for e in range(g * size, (g + 1) * size):
@@ -142,10 +158,10 @@ def _keep_best_groups(args: int, size: int, groups: int, ranks: int, group_score
 
 
 @jit
-def _take(args: int, row: int, experts: int, ranks: int, scores: int, weights: int, chosen: int) -> float:
+def _take(args: RouteArguments, row: int, experts: int, ranks: int, scores: int, weights: int, chosen: int) -> float:
     """Choose the best experts; return the sum of their weights, which are not divided yet."""
-    scoring, taken = load_i64(args, SCORING), 0.0
-    for k in range(load_i64(args, TOP_K)):
+    scoring, taken = args.scoring, 0.0
+    for k in range(args.top_k):
         best = 0
         for e in range(1, experts):
             if load_f32(ranks, e) > load_f32(ranks, best):
@@ -155,7 +171,7 @@ def _take(args: int, row: int, experts: int, ranks: int, scores: int, weights: i
         if scoring == _SOFTMAX_CHOSEN:
             weight = math.exp(weight - load_f32(scores, load_i32(chosen, 0)))
         elif scoring == _SPARSE_MIXER:
-            weight = _share_among_near(row, experts, ranks, best, 2 * load_f64(args, JITTER))
+            weight = _share_among_near(row, experts, ranks, best, 2 * args.jitter)
         taken += weight
         store_f32(weights, k, weight)
         store_f32(ranks, best, -math.inf)
