@@ -17,9 +17,10 @@ import torch
 from llvmlite import ir
 
 from moiety_kernels.cpu import dots, tiles
-from moiety_kernels.cpu.emitter import I16, I64, LANES, VI32, Emitter, function
+from moiety_kernels.cpu.emitter import Emitter, function
 from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_words, rounded_pairs
 from moiety_kernels.cpu.instructions import EMULATED, PAIRS_FEATURE, TILES_FEATURE, VARIABLE, WIDE, WORDS_FEATURE
+from moiety_kernels.cpu.values import I16, LANES, VI32, Bytes, Vector
 
 THERE = {TILES_FEATURE: tiles.usable(), PAIRS_FEATURE: dots.usable(16), WORDS_FEATURE: dots.usable(8)}
 MISSING = [feature for feature, is_there in THERE.items() if not is_there]
@@ -74,17 +75,16 @@ def test_what_cannot_be_emulated_is_refused() -> None:
 _WORDS = ir.VectorType(I16, 2 * LANES)
 
 
-def applied(
-    name: str, emit: Callable[[Emitter, list[ir.Value]], ir.Value], kinds: list[Any], *inputs: np.ndarray
-) -> Any:
+def applied(name: str, emit: Callable[..., Vector], kinds: list[Any], *inputs: np.ndarray) -> Any:
     """What the code gives for vectors of these kinds, 64 bytes each, as words."""
 
-    def write(e: Emitter) -> None:
-        *sources, target = e.function.args
-        loaded = [e.builder.load(e.pointer(at), typ=kind, align=4) for at, kind in zip(sources, kinds, strict=True)]
-        e.builder.store(emit(e, loaded), e.pointer(target), align=4)
+    def write_two(e: Emitter, a: Bytes, b: Bytes, target: Bytes) -> None:
+        target[0] = emit(e, *(at.load(0, kind) for at, kind in zip((a, b), kinds, strict=True)))
 
-    code = function(name, [I64] * (len(inputs) + 1), write)
+    def write_three(e: Emitter, a: Bytes, b: Bytes, c: Bytes, target: Bytes) -> None:
+        target[0] = emit(e, *(at.load(0, kind) for at, kind in zip((a, b, c), kinds, strict=True)))
+
+    code = function(name, {2: write_two, 3: write_three}[len(inputs)])
     addresses = ", ".join(f"a{i}" for i in range(len(inputs) + 1))
     scope: dict[str, Any] = {"code": code}
     exec(f"def call({addresses}):\n    code({addresses})", scope)
@@ -112,13 +112,13 @@ VF = ir.VectorType(ir.FloatType(), LANES)
 @pytest.mark.parametrize("seed", range(4))
 def test_numbers_are_rounded_to_pairs_as_torch_and_the_processor_do(seed: int) -> None:
     low, high = some_floats(seed), some_floats(seed + 100)
-    ours = applied(f"round_{seed}", lambda e, v: rounded_pairs(e, v[0], v[1], VI32), [VF, VF], low, high)
+    ours = applied(f"round_{seed}", rounded_pairs, [VF, VF], low, high)
     both = torch.from_numpy(np.concatenate([low, high]))
     expected = torch.where(both.abs() < torch.finfo(torch.float32).tiny, both * 0, both).bfloat16()
     found = torch.from_numpy(ours.view(np.int16).copy()).view(torch.bfloat16)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     if THERE[PAIRS_FEATURE] and PAIRS_FEATURE not in EMULATED:
-        theirs = applied(f"round_there_{seed}", lambda e, v: dots.narrowed(e, v[0], v[1]), [VF, VF], low, high)
+        theirs = applied(f"round_there_{seed}", dots.narrowed, [VF, VF], low, high)
         assert ours.tolist() == theirs.tolist()
 
 
@@ -129,12 +129,12 @@ def test_pairs_are_multiplied_as_the_processor_does(seed: int) -> None:
     x, w = (torch.from_numpy(rng.standard_normal(2 * LANES)).bfloat16() for _ in range(2))
     sums = rng.standard_normal(LANES).astype(np.float32)
     given = [sums, *(one.view(torch.int16).numpy() for one in (x, w))]
-    ours = applied(f"pairs_{seed}", lambda e, v: add_products(e, *v), [VF, VI32, VI32], *given).view(np.float32)
+    ours = applied(f"pairs_{seed}", add_products, [VF, VI32, VI32], *given).view(np.float32)
     products = (x.double() * w.double()).view(LANES, 2).sum(1).numpy()
     np.testing.assert_allclose(ours, sums + products, rtol=1e-6, atol=1e-6)
     if THERE[PAIRS_FEATURE] and PAIRS_FEATURE not in EMULATED:
         kinds = [VF, VI32, VI32]
-        theirs = applied(f"pairs_there_{seed}", lambda e, v: dots.add_pairs(e, *v), kinds, *given).view(np.float32)
+        theirs = applied(f"pairs_there_{seed}", dots.add_pairs, kinds, *given).view(np.float32)
         assert ours.tolist() == theirs.tolist()
 
 
@@ -143,11 +143,11 @@ def test_words_are_multiplied_and_looked_up_as_numpy_does() -> None:
     rng = np.random.default_rng(0)
     x, w = (rng.integers(-(1 << 15), 1 << 15, 2 * LANES).astype(np.int16) for _ in range(2))
     x[:2] = w[:2] = -(1 << 15) + 1
-    found = applied("words", lambda e, v: multiplied_words(e, *v, VI32), [_WORDS, _WORDS], x, w).view(np.int32)
+    found = applied("words", multiplied_words, [_WORDS, _WORDS], x, w).view(np.int32)
     assert found.tolist() == (x.astype(np.int64) * w).reshape(LANES, 2).sum(1).tolist()
     table, index = (
         rng.integers(-100, 100, 2 * LANES).astype(np.int16),
         rng.integers(0, 1 << 15, 2 * LANES).astype(np.int16),
     )
-    found = applied("looked_up", lambda e, v: looked_up(e, *v), [_WORDS, _WORDS], table, index).view(np.int16)
+    found = applied("looked_up", looked_up, [_WORDS, _WORDS], table, index).view(np.int16)
     assert found.tolist() == table[index & 31].tolist()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moiety_kernels.cpu.compiling import jit
-from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32
 from moiety_kernels.cpu.rotation import rotate_heads
 from moiety_kernels.cpu.structs import Address, Float64, Int64, address_of
 from moiety_kernels.cpu.team import team
+from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import copy_row, narrow_row, sum_squares, weigh_row
 
 if TYPE_CHECKING:

@@ -14,25 +14,14 @@ weight rows, so that memory is read during computation. For them, a 4-bit weight
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from moiety_kernels.cpu.emitter import (
-    I8,
-    I16,
-    I32,
-    I64,
-    LANES,
-    VF,
-    VI32,
-    VOID,
-    Emitter,
-    constant,
-    emit_once,
-    function,
-)
+from moiety_kernels.cpu.emitter import Emitter, call, emit_once, function
 from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_words, rounded_pairs
 from moiety_kernels.cpu.instructions import (
     EMULATED,
@@ -41,10 +30,8 @@ from moiety_kernels.cpu.instructions import (
     WIDE,
     WORDS_FEATURE,
 )
+from moiety_kernels.cpu.values import I8, I16, LANES, VF, VI32, Bytes, Floats, Int, Pairs, Vector
 from moiety_kernels.quantization.reference import MAGNITUDES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PAIRS_FEW, FOURS_FEW, EIGHTS_FEW, COLS = 2, 4, 4, 4  # rows, for weights in bfloat16, four and eight bits
 PAIRS_ROWS = 6  # rows multiplied with COLS weight rows at once: their sums fill the registers
@@ -72,118 +59,115 @@ def usable(bits: int) -> bool:
     return {16: PAIRS_AVAILABLE, 8: WHOLE_AVAILABLE, 4: FOURS_AVAILABLE}[bits]
 
 
-def narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
+def narrowed(e: Emitter, low: Vector, high: Vector) -> Vector:
     """Round 32 floats to the nearest bfloat16, ties to even, as 16 pairs (AVX512-BF16)."""
     if PAIRS_FEATURE in EMULATED:
-        return rounded_pairs(e, low, high, VI32)
+        return rounded_pairs(e, low, high)
     kind = ir.FunctionType(VI32, [VF, VF])
-    return e.builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], side_effect=False)
+    code = "vcvtne2ps2bf16 $1, $2, $0"
+    return Vector(e, e.builder.asm(kind, code, "=v,v,v", [low.ir, high.ir], side_effect=False))
 
 
-def add_pairs(e: Emitter, sums: ir.Value, x: ir.Value, w: ir.Value) -> ir.Value:
+def add_pairs(e: Emitter, sums: Vector, x: Vector, w: Vector) -> Vector:
     """Add two products of bfloat16 to the float in each of 16 lanes (AVX512-BF16)."""
     if PAIRS_FEATURE in EMULATED:
         return add_products(e, sums, x, w)
-    kind = ir.FunctionType(VF, [VF, x.type, w.type])
-    return e.builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, x, w], side_effect=False)
+    kind = ir.FunctionType(VF, [VF, x.ir.type, w.ir.type])
+    code = "vdpbf16ps $3, $2, $0"
+    return Vector(e, e.builder.asm(kind, code, "=v,0,v,v", [sums.ir, x.ir, w.ir], side_effect=False))
 
 
-def _multiplied(e: Emitter, x: ir.Value, w: ir.Value) -> ir.Value:
+def _multiplied(e: Emitter, x: Vector, w: Vector) -> Vector:
     """Multiply 16-bit integers and add neighbouring products (AVX512-BW)."""
     if WORDS_FEATURE in EMULATED:
-        return multiplied_words(e, x, w, VI32)
-    return e.intrinsic("llvm.x86.avx512.pmaddw.d.512", VI32, [_WORDS] * 2, x, w)
+        return multiplied_words(e, x, w)
+    return Vector(e, e.intrinsic("llvm.x86.avx512.pmaddw.d.512", VI32, [_WORDS] * 2, x.ir, w.ir))
+
+
+class PackedDotArguments(NamedTuple):
+    """Arguments of out[m, n] = Σ_k row_m[k] · w[n, k] for packed rows."""
+
+    packed_MK: Bytes
+    packed_stride: Int
+    k: Int
+    x_scales_at: Int  # bytes from the start of a packed row to its scales
+    w_NK: Bytes
+    w_stride: Int
+    n: Int
+    ahead: Bytes  # memory to prefetch
+    share: Int  # bytes to prefetch per byte of a weight row, times 2^SHARE_BITS
+    scales_NG: Floats  # of the weight
+    scales_stride: Int
+    shift: Int  # from an input to its scale
+    table: Int  # of a 4-bit weight's numbers: 0 for integers, else e2m1
+    out_MN: Floats
+    out_stride: Int
 
 
 class _Dots:
-    """Emits out[m, n] = Σ_k row_m[k] · w[n, k] for `rows` packed rows.
+    """Emits the dot products of `num_rows` packed rows.
 
-    With one column, the code runs over N weight rows in sequence. With several columns, it computes these alone and
-    prefetches others. Arguments: packed rows, their stride, k, offset of the scales in a packed row, w, bytes between
-    its rows, N, address to prefetch from, bytes to prefetch per byte of a weight row (times 2^SHARE_BITS), the weight's
-    scales, bytes between its rows of scales, the shift from an input to its scale, the table of its numbers, out, out
-    stride.
+    With one column, the code runs over all N weight rows in sequence. With several columns, it computes these alone and
+    prefetches others.
     """
 
-    num_arguments = 15
-
-    def __init__(self, e: Emitter, rows: int, cols: int) -> None:
-        self.e, self.rows, self.cols = e, rows, cols
-        (packed, stride, self.count, x_scales, self.w, self.w_stride, self.num_w, self.ahead, self.share, self.scales,
-         self.scales_stride, self.shift, self.table, self.out, self.out_stride) = e.function.args  # fmt: skip
-        self.starts = self.spaced(packed, stride, rows)
-        self.x_scales = self.spaced(e.builder.add(packed, x_scales), stride, rows)
+    def __init__(self, e: Emitter, args: PackedDotArguments, num_rows: int, cols: int) -> None:
+        self.e, self.args, self.cols = e, args, cols
+        self.packed_M = args.packed_MK.rows(args.packed_stride, num_rows)
+        scales = Floats(e, (args.packed_MK.address + args.x_scales_at).ir)
+        self.x_scales_M = scales.rows(args.packed_stride, num_rows)
 
     def emit(self) -> None:
+        args = self.args
         self.prepare()
         if self.cols > 1:
-            self.columns(self.w, self.scales, self.out)
+            self.columns(args.w_NK, args.scales_NG, args.out_MN)
             return
-        mul, add = self.e.builder.mul, self.e.builder.add
+        for n in self.e.loop(args.n, 1):
+            w_K, scales_G = args.w_NK.moved(args.w_stride * n), args.scales_NG.moved(args.scales_stride * n)
+            self.columns(w_K, scales_G, args.out_MN.moved(n * 4))
 
-        def column(n: ir.Value) -> list[ir.Value]:
-            w, scales = add(self.w, mul(self.w_stride, n)), add(self.scales, mul(self.scales_stride, n))
-            self.columns(w, scales, add(self.out, mul(I64(4), n)))
-            return []
-
-        self.e.loop(self.num_w, 1, [], column)
-
-    def columns(self, w: ir.Value, scales: ir.Value, out: ir.Value) -> None:
+    def columns(self, w: Bytes, scales: Floats, out: Floats) -> None:
         """Emit the dot products of `cols` weight rows."""
-        e, builder = self.e, self.e.builder
-        w_N = self.spaced(w, self.w_stride, self.cols)
-        scales_N = self.spaced(scales, self.scales_stride, self.cols)
-        sums = self.sums(w_N, scales_N, [constant(0.0)] * (self.rows * self.cols))
-        together = LANES // self.cols  # rows whose sums fill one vector
-        for first in range(0, self.rows, together):
-            some = min(together, self.rows - first)
-            totals = self.finished(e.lane_sums(sums[first * self.cols : (first + some) * self.cols]), scales_N)
-            for m in range(some):
-                lanes = ir.Constant(ir.VectorType(I32, self.cols), [m * self.cols + n for n in range(self.cols)])
-                part = builder.shuffle_vector(totals, totals, lanes)
-                e.store(part, out, builder.mul(self.out_stride, I64(first + m)))
+        w_N, scales_N = w.rows(self.args.w_stride, self.cols), scales.rows(self.args.scales_stride, self.cols)
+        sums_MN = [self.e.constant(0.0)] * (len(self.packed_M) * self.cols)
+        self.add(w_N, scales_N, sums_MN)
+        self.e.store_lane_sums(sums_MN, self.cols, out, self.args.out_stride, self.factors(scales_N))
 
     def prepare(self) -> None:
         """Emit the code before all columns."""
 
-    def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
-        """Return the sums per lane, for each row and weight row."""
+    def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
+        """Add to the sums per lane, for each row and weight row."""
         raise NotImplementedError
 
-    def finished(self, totals: ir.Value, scales_N: list[ir.Value]) -> ir.Value:
-        return totals
+    def factors(self, scales_N: list[Floats]) -> Vector | None:
+        """Return factors of the sums over all lanes, those of the columns again and again."""
+        return None
 
-    def spaced(self, base: ir.Value, stride: ir.Value, count: int) -> list[ir.Value]:
-        return [self.e.builder.add(base, self.e.builder.mul(stride, I64(index))) for index in range(count)]
-
-    def load(self, start: ir.Value, at: ir.Value, kind: ir.Type) -> ir.Value:
-        return self.e.builder.load(self.e.pointer(start, at), typ=kind, align=1)
-
-    def ask(self, done: ir.Value, num_bytes: int) -> None:
+    def prefetch_share(self, done: Int, num_bytes: int) -> None:
         """Prefetch a part of the next weight rows, where several are read at once.
 
         `done` bytes of each row were read before; `num_bytes` of each are read now.
         """
         if self.cols > 1:
-            start = self.e.builder.lshr(self.e.builder.mul(done, self.share), I64(SHARE_BITS))
+            start = (done * self.args.share) >> SHARE_BITS
             for line in range(0, self.cols * num_bytes, LINE):
-                self.e.prefetch(self.ahead, self.e.builder.add(start, I64(line)), locality=2)
+                self.args.ahead.prefetch(start + line, locality=2)
 
 
 class _Pairs(_Dots):
     """Dot products with a bfloat16 weight."""
 
-    def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
-        def body(i: ir.Value, *sums: ir.Value) -> list[ir.Value]:
-            at, results = self.e.builder.mul(i, I64(2)), []
-            loaded = [self.load(w, at, VI32) for w in w_N]
-            self.ask(at, 2 * _PAIR_LANES)
-            for m, start in enumerate(self.starts):
-                x = self.load(start, at, VI32)
-                results += [add_pairs(self.e, sums[m * self.cols + n], x, w) for n, w in enumerate(loaded)]
-            return results
-
-        return self.e.loop(self.count, _PAIR_LANES, starts, body)
+    def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
+        for k in self.e.loop(self.args.k, _PAIR_LANES, sums_MN):
+            at = k * 2
+            weights_N = [w.load(at, VI32) for w in w_N]
+            self.prefetch_share(at, 2 * _PAIR_LANES)
+            for m, row in enumerate(self.packed_M):
+                x = row.load(at, VI32)
+                for n, weights in enumerate(weights_N):
+                    sums_MN[m * self.cols + n] = add_pairs(self.e, sums_MN[m * self.cols + n], x, weights)
 
 
 class _FourBits:
@@ -192,73 +176,49 @@ class _FourBits:
     The numbers index a table of all 16 values times the scales of two blocks.
     """
 
-    def __init__(self, e: Emitter, kind: ir.Value, shift: ir.Value) -> None:
+    def __init__(self, e: Emitter, kind: Int, shift: Int) -> None:
         """Prepare the table. `kind`: 0 for integers, else e2m1; `shift`: from an input to its scale."""
         self.e, self.shift = e, shift
-        tables = [ir.Constant(VF, one) for one in (_INT4, _E2M1)]
-        self.numbers = e.builder.select(e.builder.icmp_signed("==", kind, I64(0)), *tables)
+        self.numbers = kind.equals(0).choose(e.constant(_INT4), e.constant(_E2M1))
 
-    def two_blocks(self, values: ir.Value, scales: ir.Value, i: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return the inputs from i on, in the order of `pack_fours_row`."""
-        builder = self.e.builder
-        wide = builder.zext(self._load(values, i, _BYTES), _WORDS)
-        second = _words([0] * LANES + [16] * LANES)  # its block's half of the table
-        lower = builder.or_(builder.and_(wide, _words([15] * _PAIR_LANES)), second)
-        upper = builder.or_(builder.lshr(wide, _words([4] * _PAIR_LANES)), second)
-        table = self._table(self._scaled(scales, i), self._scaled(scales, builder.add(i, I64(BLOCKS // 2))))
+    def two_blocks(self, values_K: Bytes, scales_G: Floats, k: Int) -> tuple[Vector, Vector]:
+        """Return the inputs from k on, in the order of `pack_fours_row`."""
+        both = values_K.load(k >> 1, _BYTES).extended(_WORDS, signed=False)
+        second = self.e.constant([0] * LANES + [16] * LANES, _WORDS)  # its block's half of the table
+        lower, upper = (both & 15) | second, (both >> 4) | second
+        table = self._table(self._scaled(scales_G, k), self._scaled(scales_G, k + BLOCKS // 2))
         return self._read(table, lower), self._read(table, upper)
 
-    def block(self, values: ir.Value, scales: ir.Value, i: ir.Value) -> ir.Value:
+    def block(self, values_K: Bytes, scales_G: Floats, k: Int) -> Vector:
         """Return the last inputs, in their own order."""
-        builder = self.e.builder
-        low = builder.zext(self._load(values, i, _HALF_BYTES), _HALF_WORDS)
-        high = builder.lshr(low, ir.Constant(_HALF_WORDS, [4] * LANES))
-        scaled, both = self._scaled(scales, i), ir.Constant(ir.VectorType(I32, _PAIR_LANES), list(range(_PAIR_LANES)))
-        return self._read(self._table(scaled, scaled), builder.shuffle_vector(low, high, both))
+        low = values_K.load(k >> 1, _HALF_BYTES).extended(_HALF_WORDS, signed=False)
+        high = low >> 4
+        scaled = self._scaled(scales_G, k)
+        return self._read(self._table(scaled, scaled), low.shuffled(high, range(_PAIR_LANES)))
 
-    def _load(self, values: ir.Value, i: ir.Value, kind: ir.Type) -> ir.Value:
-        return self.e.builder.load(self.e.pointer(values, self.e.builder.lshr(i, I64(1))), typ=kind, align=1)
+    def _scaled(self, scales_G: Floats, k: Int) -> Vector:
+        return self.numbers * self.e.splat(scales_G.scalar(k >> self.shift))
 
-    def _scaled(self, scales: ir.Value, i: ir.Value) -> ir.Value:
-        at = self.e.builder.mul(self.e.builder.lshr(i, self.shift), I64(4))
-        return self.e.builder.fmul(self.numbers, self.e.splat(self.e.load_scalar(scales, at)))
+    def _table(self, first: Vector, second: Vector) -> Vector:
+        return narrowed(self.e, first, second).as_(_WORDS)
 
-    def _table(self, first: ir.Value, second: ir.Value) -> ir.Value:
-        return self.e.builder.bitcast(narrowed(self.e, first, second), _WORDS)
-
-    def _read(self, table: ir.Value, index: ir.Value) -> ir.Value:
+    def _read(self, table: Vector, index: Vector) -> Vector:
         """Look up the table by the lowest five bits of words."""
         if WORDS_FEATURE in EMULATED:
-            return self.e.builder.bitcast(looked_up(self.e, table, index), VI32)
+            return looked_up(self.e, table, index).as_(VI32)
         name = "llvm.x86.avx512.permvar.hi.512"
-        return self.e.builder.bitcast(self.e.intrinsic(name, _WORDS, [_WORDS] * 2, table, index), VI32)
+        return Vector(self.e, self.e.intrinsic(name, _WORDS, [_WORDS] * 2, table.ir, index.ir)).as_(VI32)
 
 
-def _words(values: Sequence[int]) -> ir.Constant:
-    return ir.Constant(_WORDS, list(values))
-
-
-def _unpack_fours(e: Emitter) -> None:
-    """Emit out = bfloat16 of a 4-bit weight row, in the order of `pack_fours_row`.
-
-    Arguments: values, scales, k, shift, kind, out.
-    """
-    values, scales, count, shift, kind, out = e.function.args
-    builder, bits = e.builder, _FourBits(e, kind, shift)
-    whole = builder.and_(count, I64(-BLOCKS))
-
-    def both(i: ir.Value) -> list[ir.Value]:
-        for number, part in enumerate(bits.two_blocks(values, scales, i)):
-            e.store(part, out, builder.mul(builder.add(i, I64(_PAIR_LANES * number)), I64(2)))
-        return []
-
-    def last(i: ir.Value) -> list[ir.Value]:
-        at = builder.add(i, whole)
-        e.store(bits.block(values, scales, at), out, builder.mul(at, I64(2)))
-        return []
-
-    e.loop_if_any(whole, BLOCKS, [], both)
-    e.loop_if_any(builder.sub(count, whole), _PAIR_LANES, [], last)
+def _unpack_fours(e: Emitter, values_K: Bytes, scales_G: Floats, k: Int, shift: Int, kind: Int, out_K: Pairs) -> None:
+    """Emit out = bfloat16 of a 4-bit weight row, in the order of `pack_fours_row`."""
+    bits, whole = _FourBits(e, kind, shift), k & -BLOCKS
+    for i in e.loop_if_any(whole, BLOCKS):
+        for number, part in enumerate(bits.two_blocks(values_K, scales_G, i)):
+            out_K[i + _PAIR_LANES * number] = part
+    for i in e.loop_if_any(k - whole, _PAIR_LANES):
+        at = i + whole
+        out_K[at] = bits.block(values_K, scales_G, at)
 
 
 class _Fours(_Dots):
@@ -268,125 +228,104 @@ class _Fours(_Dots):
     """
 
     def prepare(self) -> None:
-        self.bits = _FourBits(self.e, self.table, self.shift)
+        self.bits = _FourBits(self.e, self.args.table, self.args.shift)
 
-    def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
-        builder = self.e.builder
-        whole = builder.and_(self.count, I64(-BLOCKS))
+    def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
+        whole = self.args.k & -BLOCKS
+        for i in self.e.loop_if_any(whole, BLOCKS, sums_MN):
+            self.prefetch_share(i >> 1, BLOCKS // 2)
+            parts_N = [self.bits.two_blocks(w, scales, i) for w, scales in zip(w_N, scales_N, strict=True)]
+            self._add_parts(i, parts_N, sums_MN)
+        for i in self.e.loop_if_any(self.args.k - whole, _PAIR_LANES, sums_MN):
+            at = whole + i
+            last_N = [(self.bits.block(w, scales, at),) for w, scales in zip(w_N, scales_N, strict=True)]
+            self._add_parts(at, last_N, sums_MN)
 
-        def both(i: ir.Value, *sums: ir.Value) -> list[ir.Value]:
-            self.ask(builder.lshr(i, I64(1)), BLOCKS // 2)
-            parts = [self.bits.two_blocks(w, scales, i) for w, scales in zip(w_N, scales_N, strict=True)]
-            return self._added(i, parts, sums)
-
-        def last(i: ir.Value, *sums: ir.Value) -> list[ir.Value]:
-            at = builder.add(whole, i)
-            parts = [(self.bits.block(w, scales, at),) for w, scales in zip(w_N, scales_N, strict=True)]
-            return self._added(at, parts, sums)
-
-        sums = self.e.loop_if_any(whole, BLOCKS, starts, both)
-        return self.e.loop_if_any(builder.sub(self.count, whole), _PAIR_LANES, sums, last)
-
-    def _added(self, i: ir.Value, parts: Sequence[Sequence[ir.Value]], sums: Sequence[ir.Value]) -> list[ir.Value]:
-        builder, results = self.e.builder, list(sums)
-        for part in range(len(parts[0])):
-            at = builder.mul(builder.add(i, I64(_PAIR_LANES * part)), I64(2))
-            for m, start in enumerate(self.starts):
-                x = self.load(start, at, VI32)
-                for n, words in enumerate(parts):
-                    results[m * self.cols + n] = add_pairs(self.e, results[m * self.cols + n], x, words[part])
-        return results
+    def _add_parts(self, k: Int, parts_N: Sequence[Sequence[Vector]], sums_MN: list[Vector]) -> None:
+        for part in range(len(parts_N[0])):
+            at = (k + _PAIR_LANES * part) * 2
+            for m, row in enumerate(self.packed_M):
+                x = row.load(at, VI32)
+                for n, parts in enumerate(parts_N):
+                    sums_MN[m * self.cols + n] = add_pairs(self.e, sums_MN[m * self.cols + n], x, parts[part])
 
 
 class _Eights(_Dots):
     """Dot products with an 8-bit weight that has a scale per row."""
 
-    def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
-        builder = self.e.builder
-        whole = builder.and_(self.count, I64(-GROUP))
-        sums = self.e.loop_if_any(whole, GROUP, starts, lambda i, *sums: self._part(i, GROUP, w_N, scales_N, sums))
-        return self.e.loop_if_any(
-            builder.sub(self.count, whole), _PAIR_LANES, sums,
-            lambda i, *sums: self._part(builder.add(whole, i), _PAIR_LANES, w_N, scales_N, sums),
-        )  # fmt: skip
+    def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
+        whole = self.args.k & -GROUP
+        for i in self.e.loop_if_any(whole, GROUP, sums_MN):
+            self._add_part(i, GROUP, w_N, scales_N, sums_MN)
+        for i in self.e.loop_if_any(self.args.k - whole, _PAIR_LANES, sums_MN):
+            self._add_part(whole + i, _PAIR_LANES, w_N, scales_N, sums_MN)
 
-    def finished(self, totals: ir.Value, scales_N: list[ir.Value]) -> ir.Value:
-        scales: ir.Value = ir.Constant(VF, ir.Undefined)
-        each = [self.e.load_scalar(one) for one in scales_N]
+    def factors(self, scales_N: list[Floats]) -> Vector | None:
+        """Return the scales of the weight rows."""
+        builder, factors = self.e.builder, ir.Constant(VF, ir.Undefined)
+        each = [scales.scalar() for scales in scales_N]
         for lane in range(LANES):
-            scales = self.e.builder.insert_element(scales, each[lane % self.cols], I32(lane))
-        return self.e.builder.fmul(totals, scales)
+            factors = builder.insert_element(factors, each[lane % self.cols].ir, ir.IntType(32)(lane))
+        return Vector(self.e, factors)
 
-    def _part(
-        self, i: ir.Value, width: int, w_N: list[ir.Value], scales_N: list[ir.Value], sums: tuple[ir.Value, ...]
-    ) -> list[ir.Value]:
+    def _add_part(self, k: Int, width: int, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
         """Add `width` inputs of one group."""
-        e, builder = self.e, self.e.builder
+        e, cols = self.e, self.cols
         if width == GROUP:
-            self.ask(i, GROUP)
-        products: list[ir.Value] = [ir.Constant(VI32, [0] * LANES)] * len(sums)
+            self.prefetch_share(k, GROUP)
+        products_MN = [e.constant(0, VI32)] * len(sums_MN)
         for first in range(0, width, _PAIR_LANES):
-            at = builder.add(i, I64(first))
-            loaded = [builder.sext(self.load(w, at, _BYTES), _WORDS) for w in w_N]
-            for m, start in enumerate(self.starts):
-                x = self.load(start, builder.mul(at, I64(2)), _WORDS)
-                for n, w in enumerate(loaded):
-                    pairs = _multiplied(e, x, w)
-                    products[m * self.cols + n] = builder.add(products[m * self.cols + n], pairs)
-        group = builder.mul(builder.lshr(i, I64(GROUP.bit_length() - 1)), I64(4))
-        scales = [e.splat(e.load_scalar(one, group)) for one in self.x_scales]
-        values = [builder.sitofp(one, VF) for one in products]
-        weights = [self.weight_scale(one, i) for one in scales_N]
-        results = []
-        for m, scale in enumerate(scales):
-            for n, weight in enumerate(weights):
-                value, total = values[m * self.cols + n], sums[m * self.cols + n]
-                results.append(e.fma(value if weight is None else builder.fmul(value, weight), scale, total))
-        return results
+            at = k + first
+            weights_N = [w.load(at, _BYTES).extended(_WORDS, signed=True) for w in w_N]
+            for m, row in enumerate(self.packed_M):
+                x = row.load(at * 2, _WORDS)
+                for n, weights in enumerate(weights_N):
+                    products_MN[m * cols + n] = products_MN[m * cols + n] + _multiplied(e, x, weights)
+        group = k >> (GROUP.bit_length() - 1)
+        x_scale_M = [e.splat(scales.scalar(group)) for scales in self.x_scales_M]
+        values_MN = [products.to_floats() for products in products_MN]
+        w_scale_N = [self.weight_scale(scales, k) for scales in scales_N]
+        for m, x_scale in enumerate(x_scale_M):
+            for n, w_scale in enumerate(w_scale_N):
+                values = values_MN[m * cols + n]
+                scaled = values if w_scale is None else values * w_scale
+                sums_MN[m * cols + n] = e.fma(scaled, x_scale, sums_MN[m * cols + n])
 
-    def weight_scale(self, scales: ir.Value, i: ir.Value) -> ir.Value | None:
+    def weight_scale(self, scales_G: Floats, k: Int) -> Vector | None:
         return None
 
 
 class _GroupedEights(_Eights):
     """Dot products with an 8-bit weight that has scales of groups of one or more blocks."""
 
-    def sums(self, w_N: list[ir.Value], scales_N: list[ir.Value], starts: list[ir.Value]) -> list[ir.Value]:
-        return self.e.loop(
-            self.count, _PAIR_LANES, starts, lambda i, *sums: self._part(i, _PAIR_LANES, w_N, scales_N, sums)
-        )
+    def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
+        for k in self.e.loop(self.args.k, _PAIR_LANES, sums_MN):
+            self._add_part(k, _PAIR_LANES, w_N, scales_N, sums_MN)
 
-    def finished(self, totals: ir.Value, scales_N: list[ir.Value]) -> ir.Value:
-        return totals
+    def factors(self, scales_N: list[Floats]) -> Vector | None:
+        return None
 
-    def weight_scale(self, scales: ir.Value, i: ir.Value) -> ir.Value | None:
-        return self.e.splat(self.e.load_scalar(scales, self.e.builder.mul(self.e.builder.lshr(i, self.shift), I64(4))))
+    def weight_scale(self, scales_G: Floats, k: Int) -> Vector | None:
+        return self.e.splat(scales_G.scalar(k >> self.args.shift))
 
 
-def _choose(e: Emitter) -> None:
+def _emit_dots(e: Emitter, args: PackedDotArguments, *, dots_of: type[_Dots], num_rows: int, cols: int) -> None:
+    dots_of(e, args, num_rows, cols).emit()
+
+
+def _choose(e: Emitter, kind: Int, is_many: Int, num_rows: Int, args: PackedDotArguments) -> None:
     """Call the function for a kind, few or many rows, and a number of rows known only at run time."""
-    kind, is_many, rows, *args = e.function.args
-    builder = e.builder
-    which = builder.add(builder.mul(kind, I64(2)), is_many)
-    others = builder.append_basic_block()
-    choice = builder.switch(builder.add(builder.mul(which, I64(_MOST_ROWS)), rows), others)
-    for number, (name, is_there, dots_of, few, many) in enumerate(_KINDS):
-        variants = [(m, 1) for m in range(1, few + 1)] + [(m, COLS) for m in range(1, many + 1)]
-        for m, cols in variants if is_there else ():
-
-            def emit(inner: Emitter, dots_of: type[_Dots] = dots_of, m: int = m, cols: int = cols) -> None:
-                dots_of(inner, m, cols).emit()
-
-            one = emit_once(e.module, f"moiety_{name}_{m}_{cols}", [I64] * _Dots.num_arguments, emit, VOID)
-            block = builder.append_basic_block()
-            choice.add_case(I64((2 * number + int(cols > 1)) * _MOST_ROWS + m), block)
-            builder.position_at_end(block)
-            builder.call(one, args)
-            builder.ret_void()
-    builder.position_at_end(others)
+    with e.switch((kind * 2 + is_many) * _MOST_ROWS + num_rows) as case:
+        for number, (name, is_there, dots_of, few, many) in enumerate(_KINDS):
+            variants = [(m, 1) for m in range(1, few + 1)] + [(m, COLS) for m in range(1, many + 1)]
+            for m, cols in variants if is_there else ():
+                emit = partial(_emit_dots, dots_of=dots_of, num_rows=m, cols=cols)
+                one = emit_once(e.module, f"moiety_{name}_{m}_{cols}", emit)
+                with case((2 * number + int(cols > 1)) * _MOST_ROWS + m):
+                    call(e, one, *args)
 
 
-unpack_fours_row = function("moiety_pack_out_fours", [I64] * 6, _unpack_fours if FOURS_AVAILABLE else lambda _: None)
+unpack_fours_row = function("moiety_pack_out_fours", _unpack_fours, is_there=FOURS_AVAILABLE)
 
 # kinds of weights: bfloat16, four bits, eight bits with a scale per row, eight bits with scales of groups
 PAIRS, FOURS, EIGHTS, GROUPED_EIGHTS = range(4)
@@ -397,6 +336,6 @@ _KINDS = (
     ("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS),
 )
 _MOST_ROWS = 16  # more than any kind takes at once
-# (kind, many rows or few, number of rows, arguments of `_Dots`); a kind whose instructions the CPU lacks has no code
-# and is never called
-dots = function("moiety_dots", [I64] * (3 + _Dots.num_arguments), _choose)
+# The products of a kind of weight with few or many rows; a kind whose instructions the CPU lacks has no code and is
+# never called.
+dots = function("moiety_dots", _choose)

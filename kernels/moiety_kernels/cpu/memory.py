@@ -42,7 +42,6 @@ def _storer(element: ir.Type, kind: types.Type, align: int) -> Any:
 
 
 load_f32 = _loader(_FLOAT, types.float32, 4)
-load_f64 = _loader(ir.DoubleType(), types.float64, 8)
 load_i32 = _loader(_INT32, types.int32, 4)
 load_i64 = _loader(_INT64, types.int64, 8)
 store_f32 = _storer(_FLOAT, types.float32, 4)

@@ -132,16 +132,22 @@ def multiply_packed(
                 while i < count:
                     step = _even_part(count - i, most)
                     dots(
-                        PAIRS, 1, step, area + i * stride, stride, k, 0, panel, 2 * k + PAD, COLS, panel, 0, 0, 0, 0,
-                        0, column + i * out_stride, out_stride,
+                        kind=PAIRS, is_many=1, num_rows=step,
+                        packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=0,
+                        w_NK=panel, w_stride=2 * k + PAD, n=COLS, ahead=panel, share=0,
+                        scales_NG=0, scales_stride=0, shift=0, table=0,
+                        out_MN=column + i * out_stride, out_stride=out_stride,
                     )  # fmt: skip
                     i += step
             while i < count:
                 step = _even_part(count - i, most if many and kind != FOURS else few)
                 ahead = w + COLS * w_bytes * tiles_ahead + COLS * w_bytes * part // parts
                 dots(
-                    kind, int(many), step, area + i * stride, stride, k, 2 * k, w, w_bytes, n - first, ahead, share, s,
-                    s_bytes, shift, table, column + i * out_stride, out_stride,
+                    kind=kind, is_many=int(many), num_rows=step,
+                    packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=2 * k,
+                    w_NK=w, w_stride=w_bytes, n=n - first, ahead=ahead, share=share,
+                    scales_NG=s, scales_stride=s_bytes, shift=shift, table=table,
+                    out_MN=column + i * out_stride, out_stride=out_stride,
                 )  # fmt: skip
                 i += step
                 part += 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moiety_kernels.cpu.compiling import jit
-from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.memory import load_f32, store_f32
+from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import rotate_row
 
 

@@ -52,10 +52,10 @@ class StructLayout:
         self.fields: dict[str, Field] = {}
         code, offset = "=", 0
         for name, kind in _kinds(declaration):
-            part = layout_of(kind).code if isinstance(kind, type) else kind.code
+            part: str = layout_of(kind).code if isinstance(kind, type) else kind.code
             self.fields[name] = Field(offset, kind)
             code, offset = code + part, offset + struct.calcsize("=" + part)
-        self.code = code.removeprefix("=")
+        self.code: str = code.removeprefix("=")
         self._packing = struct.Struct(code)
         self.num_bytes = offset
 
@@ -100,7 +100,7 @@ def address_of(tensor: Any) -> int:
     return 0 if tensor is None else int(tensor.data_ptr())
 
 
-class StructAt(types.Type):  # type: ignore[misc]  # numba has no types
+class StructAt(types.Type):
     """numba's type of the address of a declared struct, whose attributes are the fields."""
 
     def __init__(self, declaration: type[Struct]) -> None:
@@ -113,23 +113,23 @@ class StructAt(types.Type):  # type: ignore[misc]  # numba has no types
 
 
 @register_model(StructAt)
-class _AddressModel(models.PrimitiveModel):  # type: ignore[misc]
+class _AddressModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: StructAt) -> None:
-        super().__init__(manager, kind, _INT64)
+        super().__init__(manager, kind, _INT64)  # type: ignore[no-untyped-call]
 
 
 @infer_getattr
-class _FieldTypes(AttributeTemplate):  # type: ignore[misc]
+class _FieldTypes(AttributeTemplate):
     key = StructAt
 
-    def generic_resolve(self, at: StructAt, name: str) -> types.Type | None:
+    def generic_resolve(self, at: StructAt, name: str) -> types.Type | None:  # type: ignore[override]
         field = layout_of(at.declaration).fields.get(name)
         if field is None:
             return None
         return StructAt(field.kind) if isinstance(field.kind, type) else field.kind.compiled
 
 
-@lower_getattr_generic(StructAt)  # type: ignore[untyped-decorator]
+@lower_getattr_generic(StructAt)  # type: ignore[no-untyped-call, untyped-decorator]
 def _read_field(_target: Any, builder: ir.IRBuilder, at: StructAt, address: ir.Value, name: str) -> ir.Value:
     offset, kind = layout_of(at.declaration).fields[name]
     if isinstance(kind, type) or kind.in_place:
@@ -172,9 +172,11 @@ def _address_of_struct(_context: Any, at: Any) -> Any:
 
 
 def _store_struct(_context: Any, address: Any, values: Any) -> Any:
-    fields = list(layout_of(values.instance_class).fields.values())
-    if any(isinstance(field.kind, type) or field.kind.in_place for field in fields):
-        raise TypeError(f"{values.instance_class.__name__} has fields that only Python can pack")
+    fields = []
+    for name, (offset, kind) in layout_of(values.instance_class).fields.items():
+        if isinstance(kind, type) or kind.in_place:
+            raise TypeError(f"{values.instance_class.__name__}.{name} can be written by Python alone")
+        fields.append((offset, kind))
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
         for index, (offset, kind) in enumerate(fields):

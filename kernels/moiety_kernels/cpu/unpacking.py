@@ -1,6 +1,6 @@
 """Unpacking of quantized weight rows to bfloat16, one chunk per task, sized for the core's cache.
 
-So memory traffic is only the quantized size.
+So memory traffic is only the quantized size. N weight rows, K width, G groups of inputs that share a scale.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from llvmlite import ir
-
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.dots import PAIRS_AVAILABLE, narrowed
-from moiety_kernels.cpu.emitter import I8, I64, LANES, VF, VI16, VI32, Emitter, constant, function
+from moiety_kernels.cpu.emitter import Emitter, function
 from moiety_kernels.cpu.structs import Address, Int64
+from moiety_kernels.cpu.values import LANES, VF, VI16, VI32, Bytes, Floats, Int, Pairs, Vector
 from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight
 
 if TYPE_CHECKING:
@@ -59,21 +58,19 @@ def is_unpackable(weight: QuantizedWeight) -> bool:
     )
 
 
-def _bfloat16(e: Emitter, low: ir.Value, high: ir.Value) -> tuple[ir.Value, ...]:
+def _bfloat16(e: Emitter, low: Vector, high: Vector) -> tuple[Vector, ...]:
     """Round 2 · LANES floats to the nearest bfloat16, ties to even: as one vector of pairs, or as two."""
     if PAIRS_AVAILABLE:
         return (narrowed(e, low, high),)
     halves = []
     for value in (low, high):
-        bits = e.builder.bitcast(value, VI32)
-        sixteen, one = ir.Constant(VI32, [16] * LANES), ir.Constant(VI32, [1] * LANES)
-        odd = e.builder.and_(e.builder.lshr(bits, sixteen), one)
-        rounded = e.builder.add(e.builder.add(bits, odd), ir.Constant(VI32, [0x7FFF] * LANES))
-        halves.append(e.builder.trunc(e.builder.lshr(rounded, sixteen), VI16))
+        bits = value.as_(VI32)
+        odd = (bits >> 16) & 1
+        halves.append((((bits + odd) + 0x7FFF) >> 16).truncated(VI16))
     return tuple(halves)
 
 
-def _from_floating(e: Emitter, wide: ir.Value, kind: int) -> ir.Value:
+def _from_floating(e: Emitter, wide: Vector, kind: int) -> Vector:
     """Return floats from floating-point numbers in the low bits of VI32.
 
     The sign comes first, then exponent and significand, which are moved to a float's bit positions; then the difference
@@ -81,65 +78,40 @@ def _from_floating(e: Emitter, wide: ir.Value, kind: int) -> ir.Value:
     floats too small to represent.
     """
     bits, significand_bits, bias = (8, 3, 7) if kind == E4M3 else (4, 1, 1)
-    builder = e.builder
-
-    def every(value: int) -> ir.Constant:
-        return ir.Constant(VI32, [value] * LANES)
-
-    magnitude = builder.and_(wide, every((1 << bits - 1) - 1))
-    shifted = builder.shl(magnitude, every(23 - significand_bits))
-    normal = builder.bitcast(builder.add(shifted, every(127 - bias << 23)), VF)
-    least = constant(2.0 ** (1 - bias - significand_bits))
-    small = builder.fmul(builder.sitofp(magnitude, VF), least)
-    is_small = builder.icmp_signed("<", magnitude, every(1 << significand_bits))
-    value = builder.bitcast(builder.select(is_small, small, normal), VI32)
-    sign = builder.shl(builder.lshr(wide, every(bits - 1)), every(31))
-    return builder.bitcast(builder.or_(value, sign), VF)
+    magnitude = wide & ((1 << bits - 1) - 1)
+    normal = ((magnitude << (23 - significand_bits)) + (127 - bias << 23)).as_(VF)
+    small = magnitude.to_floats() * 2.0 ** (1 - bias - significand_bits)
+    is_small = magnitude < 1 << significand_bits
+    value = is_small.choose(small, normal).as_(VI32)
+    sign = (wide >> (bits - 1)) << 31
+    return (value | sign).as_(VF)
 
 
-def _widen(e: Emitter, kind: int) -> None:
-    """Emit out[i] = bfloat16(q[i] · scale of i); arguments: q, count, scales, shift, out."""
-    q, count, scales, shift, out = e.function.args
-    builder = e.builder
-    bytes_kind = ir.VectorType(I8, LANES)
+def _widen(e: Emitter, q_K: Bytes, k: Int, scales_G: Floats, shift: Int, out_K: Pairs, *, kind: int) -> None:
+    """Emit out[i] = bfloat16(q[i] · scale of i), for BLOCK numbers at a time."""
 
-    def numbers(address: ir.Value) -> ir.Value:
-        return builder.load(e.pointer(address), typ=bytes_kind, align=1)
+    def numbers(wide: Vector) -> Vector:
+        if kind in (E2M1, E4M3):
+            return _from_floating(e, wide, kind)
+        return (wide if kind == INT8 else wide - 8).to_floats()
 
-    def write(values: list[ir.Value], scale: ir.Value, at: ir.Value) -> None:
-        floats = [builder.fmul(value, scale) for value in values]
-        for pair, offset in zip(range(0, len(floats), 2), range(0, 4 * LANES * len(floats), 4 * LANES), strict=False):
-            parts = _bfloat16(e, floats[pair], floats[pair + 1])
-            size = 4 * LANES // len(parts)
-            for number, part in enumerate(parts):
-                builder.store(part, e.pointer(at, offset + size * number), align=2)
-
-    def body(i: ir.Value) -> list[ir.Value]:
-        group = builder.lshr(i, shift)
-        scale = e.splat(e.load_scalar(scales, builder.mul(group, I64(4))))
-        at = builder.add(out, builder.mul(i, I64(2)))
+    for i in e.loop(k, BLOCK):
+        scale = e.splat(scales_G.scalar(i >> shift))
         if kind in (INT8, E4M3):
-            vectors = [numbers(builder.add(q, builder.add(i, I64(n)))) for n in range(0, BLOCK, LANES)]
-            if kind == INT8:
-                write([builder.sitofp(builder.sext(vector, VI32), VF) for vector in vectors], scale, at)
-            else:
-                write([_from_floating(e, builder.zext(vector, VI32), kind) for vector in vectors], scale, at)
-            return []
-        start = builder.add(q, builder.lshr(i, I64(1)))
-        wide = [builder.zext(numbers(builder.add(start, I64(n))), VI32) for n in range(0, BLOCK // 2, LANES)]
-        fifteen, four, eight = (ir.Constant(VI32, [n] * LANES) for n in (15, 4, 8))
-        halves = [builder.and_(value, fifteen) for value in wide] + [builder.lshr(value, four) for value in wide]
-        if kind == INT4:
-            write([builder.sitofp(builder.sub(half, eight), VF) for half in halves], scale, at)
+            wide = [q_K[i + n].extended(VI32, signed=kind == INT8) for n in range(0, BLOCK, LANES)]
         else:
-            write([_from_floating(e, half, kind) for half in halves], scale, at)
-        return []
-
-    e.loop(count, BLOCK, [], body)
+            start = i >> 1
+            both = [q_K[start + n].extended(VI32, signed=False) for n in range(0, BLOCK // 2, LANES)]
+            wide = [pair & 15 for pair in both] + [pair >> 4 for pair in both]
+        floats = [numbers(one) * scale for one in wide]
+        for pair in range(0, len(floats), 2):
+            parts = _bfloat16(e, floats[pair], floats[pair + 1])
+            for number, part in enumerate(parts):
+                out_K[i + LANES * (pair + number)] = part
 
 
 _widen_int4, _widen_int8, _widen_e2m1, _widen_e4m3 = (
-    function(f"moiety_widen_{name}", [I64] * 5, partial(_widen, kind=kind))
+    function(f"moiety_widen_{name}", partial(_widen, kind=kind))
     for name, kind in (("int4", INT4), ("int8", INT8), ("e2m1", E2M1), ("e4m3", E4M3))
 )
 

@@ -1,32 +1,20 @@
 """The vector code that dominates the kernels' run time.
 
-All counts must be multiples of LANES; alignment is not required.
+M rows, N weight rows, K width, J positions of a cache. All counts must be multiples of LANES; alignment is not
+required.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from moiety_kernels.cpu.emitter import (
-    F32,
-    I32,
-    I64,
-    LANES,
-    VOID,
-    Emitter,
-    call_by_rows,
-    constant,
-    emit_once,
-    function,
-)
+from moiety_kernels.cpu.emitter import Emitter, call_by_rows, emit_once, function
 from moiety_kernels.cpu.instructions import WIDE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from moiety_kernels.cpu.values import LANES, Addresses, BFloats, Bytes, Float, Floats, Int, Vector
 
 TILE_ROWS = 6 if WIDE else 3  # rows of the largest dot tile: TILE_ROWS × TILE_COLS accumulators fill the registers
 TILE_COLS = 4
@@ -34,296 +22,221 @@ AXPY_ROWS = 4 if WIDE else 2
 _LINE, _LINES_AT_ONCE = 64, 4  # bytes of a cache line, and lines prefetched per iteration
 
 
-def _dot(e: Emitter, rows: int, cols: int, widen: bool) -> None:
-    """Emit out[m, n] = Σ_k row_m[k] · w[n, k]; arguments: row pointers, w, w stride, k, out, out stride."""
-    pointers, w, w_stride, count, out, out_stride = e.function.args
-    builder = e.builder
-    starts = [builder.load(e.pointer(pointers, 8 * m), typ=I64, align=8) for m in range(rows)]
-    columns = [builder.add(w, builder.mul(w_stride, I64(n))) for n in range(cols)]
-    ahead = builder.mul(w_stride, I64(cols))
+class DotArguments(NamedTuple):
+    """Arguments of a tile of dot products."""
 
-    def body(i: ir.Value, *sums: ir.Value) -> list[ir.Value]:
-        w_offset = builder.mul(i, I64(2 if widen else 4))
-        load = e.load_widened if widen else e.load
-        loaded = [load(column, w_offset) for column in columns]
+    rows_M: Addresses
+    w_NK: Bytes
+    w_stride: Int
+    k: Int
+    out_MN: Floats
+    out_stride: Int
+
+
+def _dot(e: Emitter, args: DotArguments, *, rows: int, cols: int, widen: bool) -> None:
+    """Emit out[m, n] = Σ_k row_m[k] · w[n, k]; `widen`: w is bfloat16."""
+    x_M = args.rows_M.arrays(rows, Floats)
+    w: BFloats | Floats = (BFloats if widen else Floats)(e, args.w_NK.address.ir)
+    w_N = w.rows(args.w_stride, cols)
+    ahead = args.w_stride * cols
+    sums_MN = [e.constant(0.0)] * (rows * cols)
+    for k in e.loop(args.k, LANES, sums_MN):
+        w_values = [w[k] for w in w_N]
         if widen:  # straight from memory: prefetch the next tile's rows
-            for column in columns:
-                e.prefetch(column, builder.add(w_offset, ahead))
-        results = []
-        for m, start in enumerate(starts):
-            x = e.load(start, builder.mul(i, I64(4)))
-            results += [e.fma(x, loaded[n], sums[m * cols + n]) for n in range(cols)]
-        return results
-
-    sums = e.loop(count, LANES, [constant(0.0)] * (rows * cols), body)
-    group = LANES // cols  # rows whose sums fill one vector
-    for first in range(0, rows, group):
-        some = min(group, rows - first)
-        totals = e.lane_sums(sums[first * cols : (first + some) * cols])
-        for m in range(some):
-            mask = ir.Constant(ir.VectorType(I32, cols), [m * cols + n for n in range(cols)])
-            part = builder.shuffle_vector(totals, totals, mask)
-            e.store(part, out, builder.mul(out_stride, I64(first + m)))
+            for w in w_N:
+                w.moved(ahead).prefetch(k)
+        for m, x in enumerate(x_M):
+            x_values = x[k]
+            for n in range(cols):
+                sums_MN[m * cols + n] = e.fma(x_values, w_values[n], sums_MN[m * cols + n])
+    e.store_lane_sums(sums_MN, cols, args.out_MN, args.out_stride)
 
 
-def _axpy(e: Emitter, rows: int, vectors: int, widen: bool) -> None:
-    """Emit out[m, :] += Σ_j p[m, j] · v[j, :], where [:] is `vectors` vectors.
+def _axpy(
+    e: Emitter, p_MJ: Floats, p_stride: Int, v_JD: Bytes, v_stride: Int, count: Int, out_MD: Floats, out_stride: Int,
+    *, rows: int, vectors: int, widen: bool,
+) -> None:  # fmt: skip
+    """Emit out[m, :] += Σ_j p[m, j] · v[j, :] for `count` positions j, where [:] is `vectors` vectors.
 
-    Arguments: p, p stride, v, v stride, count of j, out, out stride.
+    `widen`: v is bfloat16.
     """
-    load, size = (e.load_widened, 2) if widen else (e.load, 4)
-    p, p_stride, v, v_stride, count, out, out_stride = e.function.args
-    builder = e.builder
-    p_rows = [builder.add(p, builder.mul(p_stride, I64(m))) for m in range(rows)]
-    out_rows = [builder.add(out, builder.mul(out_stride, I64(m))) for m in range(rows)]
-    starts = [e.load(out_rows[m], 4 * LANES * n) for m in range(rows) for n in range(vectors)]
-
-    def body(j: ir.Value, *sums: ir.Value) -> list[ir.Value]:
-        value_row = builder.add(v, builder.mul(j, v_stride))
-        values = [load(value_row, I64(size * LANES * n)) for n in range(vectors)]
-        results = []
-        for m in range(rows):
-            factor = e.splat(e.load_scalar(p_rows[m], builder.mul(j, I64(4))))
-            results += [e.fma(factor, values[n], sums[m * vectors + n]) for n in range(vectors)]
-        return results
-
-    sums = e.loop(count, 1, starts, body)
-    for m in range(rows):
+    p_M, out_M = p_MJ.rows(p_stride, rows), out_MD.rows(out_stride, rows)
+    v: BFloats | Floats = (BFloats if widen else Floats)(e, v_JD.address.ir)
+    sums = [out[LANES * n] for out in out_M for n in range(vectors)]
+    for j in e.loop(count, 1, sums):
+        v_D = v.moved(j * v_stride)
+        values = [v_D[LANES * n] for n in range(vectors)]
+        for m, p in enumerate(p_M):
+            weight = e.splat(p.scalar(j))
+            for n, value in enumerate(values):
+                sums[m * vectors + n] = e.fma(weight, value, sums[m * vectors + n])
+    for m, out in enumerate(out_M):
         for n in range(vectors):
-            e.store(sums[m * vectors + n], out_rows[m], 4 * LANES * n)
+            out[LANES * n] = sums[m * vectors + n]
 
 
-def _widen(e: Emitter) -> None:
-    """Emit out[i] = float32(w[i]) for bfloat16 w; arguments: w, count, out."""
-    w, count, out = e.function.args
-
-    def body(i: ir.Value) -> list[ir.Value]:
-        offset = e.builder.mul(i, I64(2))
-        e.store(e.load_widened(w, offset), out, e.builder.mul(i, I64(4)))
-        e.prefetch(w, e.builder.add(offset, e.builder.mul(count, I64(2))))
-        return []
-
-    e.loop(count, LANES, [], body)
+def _widen(e: Emitter, w: BFloats, count: Int, out: Floats) -> None:
+    """Emit out[i] = float32(w[i])."""
+    for i in e.loop(count, LANES):
+        out[i] = w[i]
+        w.prefetch(i + count)
 
 
-def _narrow(e: Emitter) -> None:
-    """Emit out[i] = bfloat16(row[i]); arguments: row, count, out."""
-    row, count, out = e.function.args
-
-    def body(i: ir.Value) -> list[ir.Value]:
-        e.store_narrowed(e.load(row, e.builder.mul(i, I64(4))), out, e.builder.mul(i, I64(2)))
-        return []
-
-    e.loop(count, LANES, [], body)
+def _narrow(e: Emitter, row: Floats, count: Int, out: BFloats) -> None:
+    """Emit out[i] = bfloat16(row[i])."""
+    for i in e.loop(count, LANES):
+        out[i] = row[i]
 
 
-def _over_one_plus_exp(e: Emitter, numerator: ir.Value, x: ir.Value) -> ir.Value:
+def _over_one_plus_exp(e: Emitter, numerator: Vector, x: Vector) -> Vector:
     """Return numerator / (1 + e^-x) = numerator · sigmoid(x)."""
-    negated = e.builder.fsub(constant(0.0), x)
-    capped = e.builder.select(e.builder.fcmp_ordered("<", negated, constant(88.0)), negated, constant(88.0))
-    return e.builder.fdiv(numerator, e.builder.fadd(constant(1.0), e.exp(capped)))
+    negated = -x
+    capped = (negated < 88.0).choose(negated, 88.0)
+    return numerator / (1.0 + e.exp(capped))
 
 
-def _gated(e: Emitter, combine: Callable[..., ir.Value]) -> None:
-    """Emit out[i] = combine(gate[i], up[i], *further).
-
-    Arguments: gate, up, count, out, and further arguments of `combine`.
-    """
-    gate, up, count, out, *further = e.function.args
-    values = [e.splat(value) for value in further]
-
-    def body(i: ir.Value) -> list[ir.Value]:
-        offset = e.builder.mul(i, I64(4))
-        e.store(combine(e, e.load(gate, offset), e.load(up, offset), *values), out, offset)
-        return []
-
-    e.loop(count, LANES, [], body)
+def _swiglu(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats) -> None:
+    """Emit out[i] = silu(gate[i]) · up[i]."""
+    for i in e.loop(count, LANES):
+        gates, ups = gate[i], up[i]
+        out[i] = _over_one_plus_exp(e, gates, gates) * ups
 
 
-def _swiglu(e: Emitter, gate: ir.Value, up: ir.Value) -> ir.Value:
-    """Return silu(gate) · up."""
-    return e.builder.fmul(_over_one_plus_exp(e, gate, gate), up)
+def _geglu(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats) -> None:
+    """Emit out[i] = gelu(gate[i]) · up[i] with the tanh approximation: (1 + tanh(x)) / 2 is sigmoid(2 · x)."""
+    for i in e.loop(count, LANES):
+        gates, ups = gate[i], up[i]
+        inner = e.fma(gates * gates * gates, 0.044715, gates)
+        out[i] = _over_one_plus_exp(e, gates, inner * (2 * math.sqrt(2 / math.pi))) * ups
 
 
-def _geglu(e: Emitter, gate: ir.Value, up: ir.Value) -> ir.Value:
-    """Return gelu(gate) · up with the tanh approximation: (1 + tanh(x)) / 2 is sigmoid(2 · x)."""
-    cubic = e.builder.fmul(e.builder.fmul(gate, gate), gate)
-    inner = e.fma(cubic, constant(0.044715), gate)
-    gelu = _over_one_plus_exp(e, gate, e.builder.fmul(inner, constant(2 * math.sqrt(2 / math.pi))))
-    return e.builder.fmul(gelu, up)
+def _clipped(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats, limit: Float, alpha: Float) -> None:
+    """Emit out[i] = (up[i] + 1) · gate[i] · sigmoid(alpha · gate[i]), with gates ≤ `limit` and ups within ±`limit`."""
+    limits, alphas = e.splat(limit), e.splat(alpha)
+    for i in e.loop(count, LANES):
+        gates, ups = gate[i], up[i]
+        gates = e.smaller(gates, limits)
+        ups = e.larger(e.smaller(ups, limits), -limits)
+        glu = _over_one_plus_exp(e, gates, gates * alphas)
+        out[i] = (ups + 1.0) * glu
 
 
-def _clipped(e: Emitter, gate: ir.Value, up: ir.Value, limit: ir.Value, alpha: ir.Value) -> ir.Value:
-    """Return (up + 1) · gate · sigmoid(alpha · gate), with gate at most `limit` and up within ±`limit`."""
-    gate = e.smaller(gate, limit)
-    up = e.larger(e.smaller(up, limit), e.builder.fsub(constant(0.0), limit))
-    glu = _over_one_plus_exp(e, gate, e.builder.fmul(gate, alpha))
-    return e.builder.fmul(e.builder.fadd(up, constant(1.0)), glu)
-
-
-def _softmax(e: Emitter) -> None:
+def _softmax(e: Emitter, scores: Floats, count: Int, state: Floats) -> Float:
     """Emit one step of the online softmax (Milakov & Gimelshein 2018) over a row of scores.
 
-    Arguments: scores, count, state. `state` holds the largest score and the sum so far as two floats. The step replaces
-    scores by e^(score - largest), updates the state, and returns the factor by which earlier sums shrink.
+    `state` holds the largest score and the sum so far as two floats. The step replaces scores by e^(score - largest),
+    updates the state, and returns the factor by which earlier sums shrink.
     """
-    scores, count, state = e.function.args
-    builder = e.builder
-    lowest = constant(-math.inf)
-    (largest,) = e.loop(count, LANES, [lowest], lambda i, top: [e.larger(e.load(scores, builder.mul(i, I64(4))), top)])
-    before = e.splat(e.load_scalar(state))
-    largest = e.larger(e.reduce(largest, e.larger), before)
-    hidden = builder.fcmp_ordered("==", largest, lowest)  # nothing seen yet: -inf minus -inf is NaN
-    base = builder.select(hidden, constant(0.0), largest)
-
-    def body(i: ir.Value, total: ir.Value) -> list[ir.Value]:
-        offset = builder.mul(i, I64(4))
-        weight = e.exp(builder.fsub(e.load(scores, offset), base))
-        e.store(weight, scores, offset)
-        return [builder.fadd(total, weight)]
-
-    (total,) = e.loop(count, LANES, [constant(0.0)], body)
-    shrink = builder.extract_element(e.exp(builder.fsub(before, base)), I32(0))
-    total = builder.extract_element(e.reduce(total, builder.fadd), I32(0))
-    e.store(builder.extract_element(largest, I32(0)), state)
-    e.store(builder.fadd(builder.fmul(e.load_scalar(state, 4), shrink), total), state, 4)
-    builder.ret(shrink)
+    lowest = e.constant(-math.inf)
+    top = [lowest]
+    for i in e.loop(count, LANES, top):
+        top[0] = e.larger(scores[i], top[0])
+    before = e.splat(state.scalar())
+    largest = e.larger(e.reduce(top[0], e.larger), before)
+    hidden = largest.equals(lowest)  # nothing seen yet: -inf minus -inf is NaN
+    base = hidden.choose(e.constant(0.0), largest)
+    total = [e.constant(0.0)]
+    for i in e.loop(count, LANES, total):
+        weights = e.exp(scores[i] - base)
+        scores[i] = weights
+        total[0] = total[0] + weights
+    shrink = e.exp(before - base).lane(0)
+    sum_here = e.sum(total[0])
+    state[0] = largest.lane(0)
+    state[1] = state.scalar(1) * shrink + sum_here
+    return shrink
 
 
-def _scale(e: Emitter) -> None:
-    """Emit row[i] *= factor; arguments: row, count, factor."""
-    row, count, factor = e.function.args
+def _scale(e: Emitter, row: Floats, count: Int, factor: Float) -> None:
+    """Emit row[i] *= factor."""
     factors = e.splat(factor)
-
-    def body(i: ir.Value) -> list[ir.Value]:
-        offset = e.builder.mul(i, I64(4))
-        e.store(e.builder.fmul(e.load(row, offset), factors), row, offset)
-        return []
-
-    e.loop(count, LANES, [], body)
+    for i in e.loop(count, LANES):
+        row[i] = row[i] * factors
 
 
-def _sum_squares(e: Emitter) -> None:
-    """Emit Σ row[i]²; arguments: row, count."""
-    row, count = e.function.args
-
-    def body(i: ir.Value, total: ir.Value) -> list[ir.Value]:
-        value = e.load(row, e.builder.mul(i, I64(4)))
-        return [e.fma(value, value, total)]
-
-    (total,) = e.loop(count, LANES, [constant(0.0)], body)
-    e.builder.ret(e.builder.extract_element(e.reduce(total, e.builder.fadd), I32(0)))
+def _sum_squares(e: Emitter, row: Floats, count: Int) -> Float:
+    """Emit Σ row[i]²."""
+    total = [e.constant(0.0)]
+    for i in e.loop(count, LANES, total):
+        values = row[i]
+        total[0] = e.fma(values, values, total[0])
+    return e.sum(total[0])
 
 
-def _weigh(e: Emitter) -> None:
-    """Emit out[i] = (row[i] · factor) · weight[i]; arguments: row, count, factor, weight, out."""
-    row, count, factor, weight, out = e.function.args
+def _weigh(e: Emitter, row: Floats, count: Int, factor: Float, weight: Floats, out: Floats) -> None:
+    """Emit out[i] = (row[i] · factor) · weight[i]."""
     factors = e.splat(factor)
-
-    def body(i: ir.Value) -> list[ir.Value]:
-        offset = e.builder.mul(i, I64(4))
-        scaled = e.builder.fmul(e.load(row, offset), factors)
-        e.store(e.builder.fmul(scaled, e.load(weight, offset)), out, offset)
-        return []
-
-    e.loop(count, LANES, [], body)
+    for i in e.loop(count, LANES):
+        out[i] = (row[i] * factors) * weight[i]
 
 
-def _add_scaled(e: Emitter) -> None:
-    """Emit out[i] = a[i] + b[i] · factor; arguments: a, b, count, factor, out."""
-    a, b, count, factor, out = e.function.args
+def _add_scaled(e: Emitter, a: Floats, b: Floats, count: Int, factor: Float, out: Floats) -> None:
+    """Emit out[i] = a[i] + b[i] · factor."""
     factors = e.splat(factor)
-
-    def body(i: ir.Value) -> list[ir.Value]:
-        offset = e.builder.mul(i, I64(4))
-        e.store(e.fma(e.load(b, offset), factors, e.load(a, offset)), out, offset)
-        return []
-
-    e.loop(count, LANES, [], body)
+    for i in e.loop(count, LANES):
+        out[i] = e.fma(b[i], factors, a[i])
 
 
-def _rotate(e: Emitter) -> None:
-    """Rotate each pair (row[i], row[i + count]) by its angle; arguments: row, count of pairs, cos, sin."""
-    row, count, cos, sin = e.function.args
-    builder = e.builder
-    half = builder.mul(count, I64(4))
-
-    def body(i: ir.Value) -> list[ir.Value]:
-        offset = builder.mul(i, I64(4))
-        upper = builder.add(offset, half)
-        a, b, c, s = e.load(row, offset), e.load(row, upper), e.load(cos, offset), e.load(sin, offset)
-        e.store(builder.fsub(builder.fmul(a, c), builder.fmul(b, s)), row, offset)
-        e.store(builder.fadd(builder.fmul(b, c), builder.fmul(a, s)), row, upper)
-        return []
-
-    e.loop(count, LANES, [], body)
+def _rotate(e: Emitter, row: Floats, count: Int, cos: Floats, sin: Floats) -> None:
+    """Rotate each of `count` pairs (row[i], row[i + count]) by its angle."""
+    upper = row.moved(count * 4)
+    for i in e.loop(count, LANES):
+        a, b, c, s = row[i], upper[i], cos[i], sin[i]
+        row[i] = a * c - b * s
+        upper[i] = b * c + a * s
 
 
-def _copy(e: Emitter) -> None:
-    """Emit out[i] = row[i]; arguments: row, count, out."""
-    row, count, out = e.function.args
-
-    def body(i: ir.Value) -> list[ir.Value]:
-        offset = e.builder.mul(i, I64(4))
-        e.store(e.load(row, offset), out, offset)
-        return []
-
-    e.loop(count, LANES, [], body)
+def _copy(e: Emitter, row: Floats, count: Int, out: Floats) -> None:
+    """Emit out[i] = row[i]."""
+    for i in e.loop(count, LANES):
+        out[i] = row[i]
 
 
-def _fetch(e: Emitter) -> None:
-    """Prefetch `count` bytes from an address on into the L2 cache."""
-    address, count = e.function.args
-
-    def body(i: ir.Value) -> list[ir.Value]:
+def _fetch(e: Emitter, memory: Bytes, count: Int) -> None:
+    """Prefetch `count` bytes into the L2 cache."""
+    for i in e.loop(count, _LINE * _LINES_AT_ONCE):
         for line in range(_LINES_AT_ONCE):
-            e.prefetch(address, e.builder.add(i, I64(_LINE * line)), locality=2)
-        return []
-
-    e.loop(count, _LINE * _LINES_AT_ONCE, [], body)
+            memory.prefetch(i + _LINE * line, locality=2)
 
 
 def dot_tile(rows: int, cols: int, *, widen: bool) -> Any:
-    """Return the function out[m, n] = Σ_k row_m[k] · w[n, k].
-
-    Its arguments are (row pointers, w, w stride, k, out, out stride). `widen`: w is bfloat16.
-    """
-    return function(f"moiety_dot_{rows}_{cols}_{widen}", [I64] * 6, partial(_dot, rows=rows, cols=cols, widen=widen))
+    """Return the function out[m, n] = Σ_k row_m[k] · w[n, k]; `widen`: w is bfloat16."""
+    return function(_dot_name(rows, cols, widen), partial(_dot, rows=rows, cols=cols, widen=widen))
 
 
 def dot_tiles(cols: int, *, widen: bool) -> Any:
     """Return the function of `dot_tile` for a number of rows, up to TILE_ROWS, that is its first argument."""
-    kinds = [I64] * 6
 
-    def choose(e: Emitter) -> None:
+    def choose(e: Emitter, num_rows: Int, args: DotArguments) -> None:
         def tile(rows: int) -> ir.Function:
             emit = partial(_dot, rows=rows, cols=cols, widen=widen)
-            return emit_once(e.module, f"moiety_dot_{rows}_{cols}_{widen}", kinds, emit, VOID)
+            return emit_once(e.module, _dot_name(rows, cols, widen), emit)
 
-        call_by_rows(e, TILE_ROWS, tile)
+        call_by_rows(e, num_rows, TILE_ROWS, tile, args)
 
-    return function(f"moiety_dots_{cols}_{widen}", [I64, *kinds], choose)
+    return function(f"moiety_dots_{cols}_{widen}", choose)
+
+
+def _dot_name(rows: int, cols: int, widen: bool) -> str:
+    return f"moiety_dot_{rows}_{cols}_{widen}"
 
 
 def axpy_tile(rows: int, vectors: int, *, widen: bool) -> Any:
-    """Return the function out[m, :] += Σ_j p[m, j] · v[j, :].
-
-    Its arguments are (p, p stride, v, v stride, count, out, out stride). `widen`: v is bfloat16.
-    """
+    """Return the function out[m, :] += Σ_j p[m, j] · v[j, :]; `widen`: v is bfloat16."""
     emit = partial(_axpy, rows=rows, vectors=vectors, widen=widen)
-    return function(f"moiety_axpy_{rows}_{vectors}_{widen}", [I64] * 7, emit)
+    return function(f"moiety_axpy_{rows}_{vectors}_{widen}", emit)
 
 
-widen_row = function("moiety_widen", [I64] * 3, _widen)
-narrow_row = function("moiety_narrow", [I64] * 3, _narrow)
-swiglu_row = function("moiety_swiglu", [I64] * 4, partial(_gated, combine=_swiglu))
-geglu_row = function("moiety_geglu", [I64] * 4, partial(_gated, combine=_geglu))
-clipped_row = function("moiety_clipped", [*[I64] * 4, F32, F32], partial(_gated, combine=_clipped))
-softmax_step = function("moiety_softmax", [I64] * 3, _softmax, F32)
-scale_row = function("moiety_scale", [I64, I64, F32], _scale)
-sum_squares = function("moiety_sum_squares", [I64] * 2, _sum_squares, F32)
-weigh_row = function("moiety_weigh", [I64, I64, F32, I64, I64], _weigh)
-add_scaled_row = function("moiety_add_scaled", [I64, I64, I64, F32, I64], _add_scaled)
-rotate_row = function("moiety_rotate", [I64] * 4, _rotate)
-copy_row = function("moiety_copy", [I64] * 3, _copy)
-fetch = function("moiety_fetch", [I64] * 2, _fetch)
+widen_row = function("moiety_widen", _widen)
+narrow_row = function("moiety_narrow", _narrow)
+swiglu_row = function("moiety_swiglu", _swiglu)
+geglu_row = function("moiety_geglu", _geglu)
+clipped_row = function("moiety_clipped", _clipped)
+softmax_step = function("moiety_softmax", _softmax)
+scale_row = function("moiety_scale", _scale)
+sum_squares = function("moiety_sum_squares", _sum_squares)
+weigh_row = function("moiety_weigh", _weigh)
+add_scaled_row = function("moiety_add_scaled", _add_scaled)
+rotate_row = function("moiety_rotate", _rotate)
+copy_row = function("moiety_copy", _copy)
+fetch = function("moiety_fetch", _fetch)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.memory import load_i64
 from moiety_kernels.cpu.structs import Address, Float64, Int64
 from moiety_kernels.cpu.team import team
+from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import copy_row, scale_row, widen_row
 
 if TYPE_CHECKING:

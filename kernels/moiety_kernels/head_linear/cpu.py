@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
     MAX_WIDTH,
     ROWS_AT,
@@ -20,6 +19,7 @@ from moiety_kernels.cpu.gemm import (
 from moiety_kernels.cpu.structs import Address, Int64
 from moiety_kernels.cpu.team import MAX_TASKS, team
 from moiety_kernels.cpu.unpacking import PLAIN, WeightArguments
+from moiety_kernels.cpu.values import LANES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
     MAX_WIDTH,
     ROWS_AT,
@@ -22,6 +21,7 @@ from moiety_kernels.cpu.memory import load_f32, store_f32
 from moiety_kernels.cpu.structs import Address, Int64, address_of
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.unpacking import WeightArguments, weight_arguments
+from moiety_kernels.cpu.values import LANES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moiety_kernels.cpu.compiling import jit
-from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.structs import Address, Int64, Int64x3, address_of
 from moiety_kernels.cpu.team import MAX_TASKS, team
+from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import add_scaled_row, dot_tile
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moiety_kernels.cpu.compiling import jit, task_address
-from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
     MAX_WIDTH,
     ROW_BLOCK,
@@ -38,6 +37,7 @@ from moiety_kernels.cpu.structs import (
 )
 from moiety_kernels.cpu.team import MAX_TASKS, parallel, team
 from moiety_kernels.cpu.unpacking import WeightArguments, weight_arguments
+from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import add_scaled_row, clipped_row, geglu_row, swiglu_row
 from moiety_kernels.low_rank import cpu as low_rank
 

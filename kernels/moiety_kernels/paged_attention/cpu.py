@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.cpu.compiling import jit, task_address
-from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import ROWS_AT, TEMP_AT, multiply_narrow, multiply_wide
 from moiety_kernels.cpu.memory import load_f32, load_i32, store_f32, store_i64
 from moiety_kernels.cpu.structs import address_of, store_struct, struct_at
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
+from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, fetch, scale_row, softmax_step
 from moiety_kernels.paged_attention import cpu_pairs
 from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item

@@ -184,15 +184,19 @@ def task(args: AttentionArguments, number: int, scratch: int) -> None:
         i = 0
         while i < num_rows:
             step = _next_rows(num_rows - i)
-            score_rows(step, packed + 2 * width * i, 2 * width, width // 2, keys, padded, scores + 4 * CHUNK * i,
-                       4 * CHUNK)  # fmt: skip
+            score_rows(
+                num_rows=step, queries_MK=packed + 2 * width * i, query_stride=2 * width, pairs=width // 2,
+                panels=keys, keys=padded, scores_MJ=scores + 4 * CHUNK * i, scores_stride=4 * CHUNK,
+            )  # fmt: skip
             i += step
         _weigh(args, position, sharing, start, count, padded, num_rows, scores, weights, states, factors)
         i = 0
         while i < num_rows:
             step = _next_rows(num_rows - i)
-            add_weighted_values(step, weights + 2 * CHUNK * i, 2 * CHUNK, padded // 2, values, value_width,
-                                factors + 4 * i, sums + 4 * value_width * i)  # fmt: skip
+            add_weighted_values(
+                num_rows=step, weights_MJ=weights + 2 * CHUNK * i, weight_stride=2 * CHUNK, pairs=padded // 2,
+                values=values, width=value_width, factors_M=factors + 4 * i, out_MD=sums + 4 * value_width * i,
+            )  # fmt: skip
             i += step
     for i in range(num_rows):
         token, shared = first + begin + i // sharing, head * sharing + i % sharing

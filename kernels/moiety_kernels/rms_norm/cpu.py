@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.structs import Address, Float64, Int64
 from moiety_kernels.cpu.team import team
+from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import add_scaled_row, sum_squares, weigh_row
 
 if TYPE_CHECKING:
