@@ -114,7 +114,7 @@ class _Dots:
     def __init__(self, e: Emitter, args: PackedDotArguments, num_rows: int, cols: int) -> None:
         self.e, self.args, self.cols = e, args, cols
         self.packed_M = args.packed_MK.rows(args.packed_stride, num_rows)
-        scales = Floats(e, (args.packed_MK.address + args.x_scales_at).ir)
+        scales = args.packed_MK.moved(args.x_scales_at).as_(Floats)
         self.x_scales_M = scales.rows(args.packed_stride, num_rows)
 
     def emit(self) -> None:

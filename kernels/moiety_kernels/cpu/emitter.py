@@ -25,12 +25,12 @@ from numba.extending import intrinsic
 
 from moiety_kernels.cpu.values import (
     F32,
-    I32,
     I64,
     LANES,
     VF,
     VOID,
     Array,
+    EmittedFunction,
     Float,
     Int,
     Mask,
@@ -40,20 +40,8 @@ from moiety_kernels.cpu.values import (
 )
 
 
-class Emitter:
+class Emitter(EmittedFunction):
     """Builder of one function: straight-line code and loops over vectors."""
-
-    def __init__(self, module: ir.Module, name: str, kinds: Sequence[ir.Type], result: ir.Type) -> None:
-        self.module = module
-        self.function = ir.Function(module, ir.FunctionType(result, list(kinds)), name)
-        self.function.linkage = "internal"
-        self.function.attributes.add("noinline")
-        self.builder = ir.IRBuilder(self.function.append_basic_block())
-
-    def intrinsic(self, name: str, result: ir.Type, kinds: Sequence[ir.Type], *args: ir.Value) -> ir.Value:
-        known = self.module.globals.get(name)
-        function = known or ir.Function(self.module, ir.FunctionType(result, list(kinds)), name)
-        return self.builder.call(function, args)
 
     def constant(self, value: float | Sequence[float], kind: ir.Type = VF) -> Vector:
         """Return a constant vector; one number is in every lane."""
@@ -79,9 +67,7 @@ class Emitter:
 
     def splat(self, scalar: Float | Vector) -> Vector:
         """Return a vector with the number in every lane."""
-        kind = ir.VectorType(scalar.ir.type, LANES)
-        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar.ir, I32(0))
-        return Vector(self, one).lanes([0] * LANES)
+        return scalar.in_every_lane()
 
     def loop(self, count: Int, step: int, carried: list[Vector] | None = None) -> Iterator[Int]:
         """Emit a loop over i = 0, step, … < count, with at least one iteration: `for i in e.loop(…): body`.

@@ -62,7 +62,7 @@ def _pack_keys(e: Emitter, keys: Addresses, width: Int, panel: Pairs, *, narrow:
 def _pack_values(e: Emitter, first: Bytes, second: Bytes, width: Int, out: Pairs, *, narrow: bool) -> None:
     """Emit out[entry][2] of two values. `narrow`: they are bfloat16."""
     mixed = [lane // 2 + LANES * (lane % 2) for lane in range(DEPTH)]
-    values = [(Int16s if narrow else Floats)(e, value.address.ir) for value in (first, second)]
+    values = [value.as_(Int16s if narrow else Floats) for value in (first, second)]
     for i in e.loop(width, LANES):
         low, high = (value[i] for value in values)
         if narrow:
@@ -77,7 +77,7 @@ class _Tile:
 
     def __init__(self, e: Emitter, num_rows: int, left_MK: Pairs, left_stride: Int) -> None:
         self.e = e
-        self.left_M = [Floats(e, row.address.ir) for row in left_MK.rows(left_stride, num_rows)]  # a pair a lane
+        self.left_M = [row.as_(Floats) for row in left_MK.rows(left_stride, num_rows)]  # a pair a lane
 
     def add(self, sums_MN: list[Vector], right: Pairs, apart: Int, pairs: Int) -> None:
         """Add `pairs` pairs from the rows' start on; the pairs of `right` are `apart` bytes apart."""

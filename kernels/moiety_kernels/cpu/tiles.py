@@ -116,7 +116,7 @@ def _emulated_sums(e: Emitter, args: SumsArguments, *, tiles: int, panels: int) 
     pairs = [(t, p) for t in range(tiles) for p in range(panels)]
 
     def sums_of(t: int, p: int, row: Int) -> Floats:
-        return Floats(e, args.out.moved(args.out_apart * t + p * SUMS_BYTES + row * (4 * ROWS)).address.ir)
+        return args.out.moved(args.out_apart * t + p * SUMS_BYTES + row * (4 * ROWS)).as_(Floats)
 
     with e.if_(args.is_first.differs(0)):
         for row in e.loop(args.rows, 1):
@@ -125,7 +125,7 @@ def _emulated_sums(e: Emitter, args: SumsArguments, *, tiles: int, panels: int) 
     for i in e.loop(args.k, DEPTH):
         for row in e.loop(args.rows, 1):
             for t, p in pairs:
-                weights = Floats(e, args.w_NK.moved(args.w_stride * (row + ROWS * t) + i * 2).address.ir)  # pairs
+                weights = args.w_NK.moved(args.w_stride * (row + ROWS * t) + i * 2).as_(Floats)  # a pair each
                 inputs = args.panel.moved(args.apart * p + i * (2 * ROWS))
                 total = e.constant(0.0)
                 for pair in range(DEPTH // 2):

@@ -8,14 +8,11 @@ A Python number beside a value is a constant of the value's type, in every lane.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from llvmlite import ir
 
 from moiety_kernels.cpu.instructions import WIDE
-
-if TYPE_CHECKING:
-    from moiety_kernels.cpu.emitter import Emitter
 
 LANES = 16 if WIDE else 8  # floats of a vector
 
@@ -25,6 +22,7 @@ VF, VI16, VI32 = (ir.VectorType(kind, LANES) for kind in (F32, I16, I32))
 PTR = ir.PointerType()
 
 V = TypeVar("V", bound="Value")
+A = TypeVar("A", bound="Array")
 
 
 def constant_of(kind: ir.Type, value: float | Sequence[float]) -> ir.Constant:
@@ -35,12 +33,29 @@ def constant_of(kind: ir.Type, value: float | Sequence[float]) -> ir.Constant:
     return ir.Constant(kind, [float(number) for number in numbers] if kind.element == F32 else numbers)
 
 
+class EmittedFunction:
+    """Function of an LLVM module to which instructions are appended."""
+
+    def __init__(self, module: ir.Module, name: str, kinds: Sequence[ir.Type], result: ir.Type) -> None:
+        self.module = module
+        self.function = ir.Function(module, ir.FunctionType(result, list(kinds)), name)
+        self.function.linkage = "internal"
+        self.function.attributes.add("noinline")
+        self.builder = ir.IRBuilder(self.function.append_basic_block())
+
+    def intrinsic(self, name: str, result: ir.Type, kinds: Sequence[ir.Type], *args: ir.Value) -> ir.Value:
+        """Emit a call of LLVM's intrinsic of that name."""
+        known = self.module.globals.get(name)
+        function = known or ir.Function(self.module, ir.FunctionType(result, list(kinds)), name)
+        return self.builder.call(function, args)
+
+
 class Value:
-    """Value of emitted code, the result of an instruction of the function that `e` emits."""
+    """Value of emitted code, the result of an instruction of the function `e`."""
 
     kind: ClassVar[ir.Type | None] = None  # of a function's argument of this class
 
-    def __init__(self, e: Emitter, value: ir.Value) -> None:
+    def __init__(self, e: EmittedFunction, value: ir.Value) -> None:
         self.e, self.ir = e, value
 
     @property
@@ -50,6 +65,12 @@ class Value:
 
     def _operand(self, other: Value | float) -> ir.Value:
         return other.ir if isinstance(other, Value) else constant_of(self.ir.type, other)
+
+    def in_every_lane(self) -> Vector:
+        """Return a vector with this number in every lane."""
+        kind = ir.VectorType(self.ir.type, LANES)
+        one = self.e.builder.insert_element(ir.Constant(kind, ir.Undefined), self.ir, I32(0))
+        return Vector(self.e, one).lanes([0] * LANES)
 
     def _emit(self, integer: str, floating: str, other: Value | float) -> Self:
         name = floating if self._is_float else integer
@@ -125,7 +146,7 @@ class Int(Value):
 
     def to_int32s(self) -> Vector:
         """Return a vector with the lower 32 bits in every lane."""
-        return self.e.splat(self.truncated(I32))
+        return self.truncated(I32).in_every_lane()
 
     def truncated(self, kind: ir.Type) -> Vector:
         """Return the lower bits."""
@@ -187,7 +208,7 @@ class Array:
     element_bytes: ClassVar[int] = 1
     vector: ClassVar[ir.Type] = ir.VectorType(I8, LANES)  # that an index loads
 
-    def __init__(self, e: Emitter, address: ir.Value) -> None:
+    def __init__(self, e: EmittedFunction, address: ir.Value) -> None:
         self.e, self.address = e, Int(e, address)
 
     def offset(self, index: Int | int) -> Int | int:
@@ -211,6 +232,10 @@ class Array:
     def moved(self, num_bytes: Int | int) -> Self:
         """Return the array that starts `num_bytes` later."""
         return type(self)(self.e, (self.address + num_bytes).ir)
+
+    def as_(self, kind: type[A]) -> A:
+        """Return the same memory as elements of another type."""
+        return kind(self.e, self.address.ir)
 
     def rows(self, stride: Int, count: int) -> list[Self]:
         """Return `count` arrays that start `stride` bytes from each other."""
@@ -278,6 +303,3 @@ class Addresses(Array):
         """Load the first `count` addresses."""
         builder = self.e.builder
         return [kind(self.e, builder.load(self.pointer(i), typ=I64, align=8)) for i in range(count)]
-
-
-A = TypeVar("A", bound=Array)
