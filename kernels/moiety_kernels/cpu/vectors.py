@@ -36,7 +36,7 @@ class DotArguments(NamedTuple):
 def _dot(e: Emitter, args: DotArguments, *, rows: int, cols: int, widen: bool) -> None:
     """Emit out[m, n] = Σ_k row_m[k] · w[n, k]; `widen`: w is bfloat16."""
     x_M = args.rows_M.arrays(rows, Floats)
-    w: BFloats | Floats = args.w_NK.as_(BFloats if widen else Floats)
+    w = args.w_NK.as_(BFloats if widen else Floats)
     w_N = w.rows(args.w_stride, cols)
     ahead = args.w_stride * cols
     sums_MN = [e.constant(0.0)] * (rows * cols)
@@ -61,7 +61,7 @@ def _axpy(
     `widen`: v is bfloat16.
     """
     p_M, out_M = p_MJ.rows(p_stride, rows), out_MD.rows(out_stride, rows)
-    v: BFloats | Floats = v_JD.as_(BFloats if widen else Floats)
+    v = v_JD.as_(BFloats if widen else Floats)
     sums = [out[LANES * n] for out in out_M for n in range(vectors)]
     for j in e.loop(count, 1, sums):
         v_D = v.moved(j * v_stride)
