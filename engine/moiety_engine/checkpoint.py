@@ -76,11 +76,6 @@ def _places(header: bytes) -> list[tuple[int, int]]:
         return []
 
 
-def model_name(model: str) -> str:
-    """Return the name of the model for clients if no name is given."""
-    return Path(model).name if model else "moiety-demo"
-
-
 def _existing(folder: Path, what: str) -> Path:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{what}: {folder} has no config.json; give a checkpoint in Hugging Face's format")

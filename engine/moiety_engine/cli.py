@@ -11,7 +11,7 @@ import msgspec
 import typer
 import zmq
 
-from moiety_engine.checkpoint import model_name, resolve_checkpoint
+from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.rendezvous_address import (
@@ -20,10 +20,9 @@ from moiety_engine.distribution.rendezvous_address import (
     require_private_ranks,
     require_ranks,
 )
-from moiety_engine.engine_options import EngineOptions, parse_size
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.logs import configure_logs
-from moiety_engine.option_commands import command_of
+from moiety_engine.option_values import serving_config
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
@@ -31,6 +30,9 @@ from moiety_engine.server.core_link import CoreLink, ProcessCore
 from moiety_engine.server.gateway_keys import read_gateway_keys, refuse_strangers
 from moiety_engine.server.process import MakeCore, run_front
 from moiety_engine.server.settings import ServerSettings
+from moiety_options.commands import command_of
+from moiety_options.engine import EngineOptions
+from moiety_options.model import model_name
 from moiety_text.errors import TextError
 from moiety_text.folder import TextModel, read_text_model
 from moiety_wire.roles import EngineRole
@@ -60,13 +62,12 @@ def named_folders(given: list[str]) -> dict[str, str]:
 def run_engine(options: EngineOptions) -> None:
     """Run one engine, a replica of one model, for gateways to connect to.
 
-    Prints one line of JSON when it can serve; logs go to standard error. SIGTERM and Ctrl-C finish the open requests
-    first. Ends with 0 after that, 2 for wrong options or a bad checkpoint, 1 if it cannot listen, 70 if the core died
-    or hung while serving, 71 if the core could not start. A rank that a launcher started beside the first one ends with
-    0 when that does, 4 if it could not start, 5 if another rank was lost.
+    Prints one line of JSON when it is ready to serve; logs go to standard error. SIGTERM and Ctrl-C let running
+    requests finish first. Exit codes: 0 after a stop, 2 for wrong options or a bad checkpoint, 1 if it cannot listen,
+    70 if the engine core failed or hung while serving, 71 if the core could not start. Ranks other than 0 that a
+    launcher started: 0 when rank 0 stops, 4 if the rank could not start, 5 if another rank failed.
     """
     configure_logs()
-    options.check_sizes()
     try:
         if not options.allow_unauthenticated_tcp:
             keys = {"curve_key_file": options.curve_key_file}
@@ -79,7 +80,7 @@ def run_engine(options: EngineOptions) -> None:
             text, make_core = scripted_text_model(), _scripted(_script(options))
         else:
             folder = resolve_checkpoint(options.model)
-            config = options.serving_config(folder, settings.model, adapters)
+            config = serving_config(options, folder, settings.model, adapters)
             _follow_if_launched_so(config)
             text, make_core = _text_and_process(folder, config, settings)
         ending = run_front(settings, text, make_core, say=_say)
@@ -103,10 +104,10 @@ def _server_settings(options: EngineOptions, adapters: dict[str, str]) -> Server
         usage_journal=_checked(options.usage_journal),
         unacknowledged_usage=options.unacknowledged_usage,
         metrics_listen=options.metrics_listen,
-        drain_timeout_s=options.drain_timeout,
+        drain_timeout_s=options.drain_s,
         core_silence_s=options.core_silence_s,
         adapters=tuple(adapters),
-        adapter_disk_bytes=parse_size(options.adapter_disk_bytes),
+        adapter_disk_bytes=options.adapter_disk_bytes,
         curve_secret_key=_read_curve_key(options.curve_key_file),
         gateway_keys_file=_checked_gateway_keys(options.gateway_keys_file, options.curve_key_file),
         role=options.role,

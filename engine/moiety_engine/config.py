@@ -2,68 +2,40 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
 from moiety_engine.errors import InvalidConfig
-from moiety_wire.engine_choices import Batching, DeviceChoice, Dtype, KvDtype, LoadFormat, MoeKernel, Quantization
+from moiety_wire.engine_choices import (
+    MAX_TRACED_PER_S,
+    Batching,
+    DeviceChoice,
+    Dtype,
+    ExpertEviction,
+    KvDtype,
+    KvTransport,
+    LoadFormat,
+    MoeKernel,
+    Offload,
+    Overlap,
+    PolicyName,
+    Quantization,
+    Speculate,
+)
 from moiety_wire.roles import EngineRole
 
+__all__ = [  # the configuration, and those values of its fields that the code that makes one needs
+    "EngineConfig",
+    "ExpertEviction",
+    "GrammarLimits",
+    "KvTransport",
+    "Offload",
+    "OffloadConfig",
+    "Overlap",
+    "PolicyName",
+    "Speculate",
+    "TransferConfig",
+]
 
-class PolicyName(StrEnum):
-    """Scheduling policy under continuous batching; see `moiety_engine.scheduling.policies`."""
-
-    MOIETY = "moiety"
-    FCFS = "fcfs"
-    STRICT_PRIORITY = "strict-priority"
-    EDF = "edf"
-    VTC = "vtc"
-    DLPM = "dlpm"
-    QOSERVE = "qoserve"
-
-
-class Overlap(StrEnum):
-    """Overlap of planning and launching a step with the step before it."""
-
-    AUTO = "auto"  # on a GPU
-    ON = "on"
-    OFF = "off"
-
-
-class Speculate(StrEnum):
-    """Source of the tokens that speculative decoding verifies; see `moiety_engine.scheduling.speculative_decoding`."""
-
-    OFF = "off"
-    NGRAM = "ngram"  # what followed the newest words when the text said them before
-    DRAFT = "draft"  # a second, small model
-    MTP = "mtp"  # a layer of the checkpoint that predicts further tokens
-
-
-class KvTransport(StrEnum):
-    """Transport of KV to another engine."""
-
-    AUTO = "auto"  # by shared memory on one host, else by TCP
-    TCP = "tcp"
-    MEMORY = "memory"
-
-
-class Offload(StrEnum):
-    """Part of a model that is offloaded from its device."""
-
-    NONE = "none"
-    EXPERTS = "experts"  # they are kept elsewhere, and hot ones cached on the device; see `moiety_engine.offload`
-
-
-class ExpertEviction(StrEnum):
-    """Eviction policy of the expert cache, within a layer."""
-
-    FREQUENCY = "frequency"  # the one that was asked for least often, of late more than long ago
-    LRU = "lru"  # the one that was asked for longest ago
-    ALL = "all"  # none are kept for the next pass
-
-
-MAX_TRACED_PER_S = 1000
 REBALANCE_EVERY_S = 60.0  # where experts are redundant, which is of no use if they stay where they are
 MASK_AFTER_LOSSES = 3  # where --rank-failure-log is given
 LOSSES_WITHIN_S = 600.0

@@ -1,8 +1,10 @@
-"""Values of the options that `moiety engine`, `moiety serve` and `moiety bench engine` share."""
+"""Values of the engine's options, which its commands, its configuration and the gateway's commands share."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+
+MAX_TRACED_PER_S = 1000  # steps a second that are traced in detail, at most
 
 
 class DeviceChoice(StrEnum):
@@ -64,3 +66,55 @@ class MoeKernel(StrEnum):
     TRITON = "triton"
     GROUPED = "grouped"
     REFERENCE = "reference"
+
+
+class PolicyName(StrEnum):
+    """Scheduling policy under continuous batching; see `moiety_engine.scheduling.policies`."""
+
+    MOIETY = "moiety"
+    FCFS = "fcfs"
+    STRICT_PRIORITY = "strict-priority"
+    EDF = "edf"
+    VTC = "vtc"
+    DLPM = "dlpm"
+    QOSERVE = "qoserve"
+
+
+class Overlap(StrEnum):
+    """Overlap of planning and launching a step with the step before it."""
+
+    AUTO = "auto"  # on a GPU
+    ON = "on"
+    OFF = "off"
+
+
+class Speculate(StrEnum):
+    """Source of the tokens that speculative decoding verifies; see `moiety_engine.scheduling.speculative_decoding`."""
+
+    OFF = "off"
+    NGRAM = "ngram"  # what followed the newest words when the text said them before
+    DRAFT = "draft"  # a second, small model
+    MTP = "mtp"  # a layer of the checkpoint that predicts further tokens
+
+
+class KvTransport(StrEnum):
+    """Transport of KV to another engine."""
+
+    AUTO = "auto"  # by shared memory on one host, else by TCP
+    TCP = "tcp"
+    MEMORY = "memory"
+
+
+class Offload(StrEnum):
+    """Part of a model that is offloaded from its device."""
+
+    NONE = "none"
+    EXPERTS = "experts"  # they are kept elsewhere, and hot ones cached on the device; see `moiety_engine.offload`
+
+
+class ExpertEviction(StrEnum):
+    """Eviction policy of the expert cache, within a layer."""
+
+    FREQUENCY = "frequency"  # the one that was asked for least often, of late more than long ago
+    LRU = "lru"  # the one that was asked for longest ago
+    ALL = "all"  # none are kept for the next pass

@@ -18,7 +18,7 @@ import zmq
 from typer.testing import CliRunner
 
 from moiety_engine.cli import engine
-from moiety_engine.engine_options import parse_size
+from moiety_options.sizes import parse_size
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.messages import Accepted, Hello
 

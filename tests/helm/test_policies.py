@@ -78,7 +78,7 @@ def test_whoever_is_told_to_stop_has_the_time_that_it_takes(objects: list[dict[s
                 waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
                 assert pod["terminationGracePeriodSeconds"] > waits + 10, name
             for argument in container.get("args", ()):
-                if argument.startswith("--drain-timeout="):
+                if argument.startswith("--drain-s="):
                     assert pod["terminationGracePeriodSeconds"] > int(argument.partition("=")[2])
 
 

@@ -17,30 +17,36 @@ from moiety_engine.bench.scheduler import BenchLoad, measure_scheduler
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.command_errors import print_error
 from moiety_engine.config import EngineConfig
-from moiety_engine.engine_options import ModelOptions
 from moiety_engine.errors import EngineError
 from moiety_engine.logs import configure_logs
-from moiety_engine.option_commands import command_of
+from moiety_engine.option_values import engine_config
+from moiety_options.commands import command_of
+from moiety_options.declaration import option
+from moiety_options.model import ModelOptions
+from moiety_wire.engine_choices import PolicyName
 
 
 @dataclass(slots=True, kw_only=True)
 class BenchOptions(ModelOptions):
     """Options of `moiety bench engine`: those of a model, and what is measured."""
 
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 32
-    input_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt length [128, or the trace's].")] = None
-    output_tokens: Annotated[int, typer.Option(min=1, help="Output length, without a trace.")] = 64
-    trace: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="CSV to take lengths from.")] = None
-    scale: Annotated[float, typer.Option(min=0.0001, help="Factor for the trace's lengths.")] = 1.0
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="Measure steps of many shapes for moiety simulate instead, into this file."),
-    ] = None
-    calibrate_s: Annotated[float, typer.Option(min=1, help="Approximate duration of a calibration, in seconds.")] = (
-        120.0
+    num_prompts: int = option(32, "Number of requests.", min=1)
+    input_tokens: int | None = option(
+        None, "Prompt length in tokens. If not given, 128, or the prompt lengths of --trace.", min=1
     )
-    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = 0
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False
+    output_tokens: int = option(64, "Output length in tokens without --trace.", min=1)
+    trace: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="CSV trace to read prompt and output lengths from.")
+    ] = None
+    scale: float = option(1.0, "Factor that multiplies the lengths of the trace.", min=0.0001)
+    calibrate: Path | None = option(
+        None,
+        "Measure steps of many shapes instead, and write the resulting device to this file, for moiety simulate.",
+        dir_okay=False,
+    )
+    calibrate_s: float = option(120.0, "Approximate duration of the calibration, in seconds.", min=1)
+    seed: int = option(0, "Seed of the random prompts.")
+    as_json: bool = option(False, "Print one JSON object on standard output.", flag="--json")
 
     def lengths(self) -> list[BenchLengths]:
         """Return the lengths of each request. Raises EngineError."""
@@ -56,7 +62,7 @@ def run_bench_engine(options: BenchOptions) -> None:
     try:
         lengths = options.lengths()
         folder = resolve_checkpoint(options.model)
-        config = options.engine_config(folder, folder.name)
+        config = engine_config(options, folder, folder.name)
         with Progress(console=console, disable=not console.is_terminal) as progress:
             if options.calibrate is not None:
                 _calibrate(options, options.calibrate, config, progress)
@@ -114,30 +120,37 @@ def _measure(
     )
 
 
-def bench_scheduler(
-    running: Annotated[int, typer.Option(min=1, help="requests in the batch")] = 256,
-    waiting: Annotated[int, typer.Option(min=1, help="requests that wait, kept at this number")] = 10_000,
-    tenants: Annotated[int, typer.Option(min=1)] = 1_000,
-    policy: Annotated[str, typer.Option(help="as of moiety engine --policy")] = "moiety",
-    steps: Annotated[int, typer.Option(min=1, help="decisions to time")] = 500,
-    seed: Annotated[int, typer.Option()] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
-) -> None:
+@dataclass(slots=True, kw_only=True)
+class BenchSchedulerOptions:
+    """Options of `moiety bench scheduler`."""
+
+    running: int = option(256, "Number of requests in the batch.", min=1)
+    waiting: int = option(10_000, "Number of waiting requests, which stays constant during the measurement.", min=1)
+    tenants: int = option(1_000, "Number of tenants that the requests belong to.", min=1)
+    policy: PolicyName = option(PolicyName.MOIETY, "Scheduling policy to measure.")
+    steps: int = option(500, "Number of scheduling decisions to measure.", min=1)
+    seed: int = option(0, "Seed of the random requests.")
+    as_json: bool = option(False, "Print one JSON object on standard output.", flag="--json")
+
+
+def run_bench_scheduler(options: BenchSchedulerOptions) -> None:
     """Measure the time of a scheduling decision when many requests run and very many wait. No model runs."""
     console = Console(stderr=True)
-    load = BenchLoad(policy, running, waiting, tenants)
+    load = BenchLoad(options.policy.value, options.running, options.waiting, options.tenants)
     try:
         with Progress(console=console, disable=not console.is_terminal) as progress:
             stepping = progress.add_task("steps", total=None)
-            report = measure_scheduler(load, steps=steps, seed=seed, on_step=lambda: progress.advance(stepping))
+            report = measure_scheduler(
+                load, steps=options.steps, seed=options.seed, on_step=lambda: progress.advance(stepping)
+            )
     except EngineError as exc:
         print_error("moiety bench scheduler", exc)
         raise typer.Exit(1) from exc
-    if as_json:
+    if options.as_json:
         typer.echo(json.dumps(report))
         return
     out = Console()
-    out.print(f"{report['running']} running, {report['waiting']} waiting, {tenants} tenants ({policy})")
+    out.print(f"{report['running']} running, {report['waiting']} waiting, {options.tenants} tenants ({options.policy})")
     for name in ("decision_us", "commit_us", "add_us"):
         if report[name]:
             out.print(name, ", ".join(f"{p} {value:.1f}" for p, value in report[name].items()))
@@ -145,3 +158,6 @@ def bench_scheduler(
         "median decision by number waiting:", ", ".join(f"{n}: {us:.0f} us" for n, us in report["growth"].items())
     )
     out.print(f"memory a waiting request, besides its tokens: {report['bytes_per_waiting']:.0f} bytes")
+
+
+bench_scheduler = command_of(BenchSchedulerOptions, run_bench_scheduler)

@@ -6,6 +6,7 @@ The package that implements the API parses the lines; an entry point finds it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,89 +15,59 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from moiety_engine.checkpoint import model_name, resolve_checkpoint
+from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.command_errors import print_error
-from moiety_engine.config import EngineConfig, Overlap
+from moiety_engine.config import EngineConfig
 from moiety_engine.errors import EngineError
 from moiety_engine.logs import configure_logs
-from moiety_engine.server import options, rank_options
-from moiety_wire.engine_choices import Batching, DeviceChoice, Dtype, KvDtype, LoadFormat, MoeKernel, Quantization
+from moiety_engine.option_values import engine_config
+from moiety_options.commands import command_of
+from moiety_options.declaration import option
+from moiety_options.model import ServedModelOptions, model_name
 from moiety_wire.replica import Replica
 
 OFFLINE_GROUP = "moiety.offline"  # its entry point `run_file` answers a file with the replica that it is given
 
 
-def batch_run(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="Requests, one a line.")],
-    model: options.ModelOption = "",
-    name: options.NameOption = "",
-    output: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="Answers, one a line; FILE with .answers.jsonl at its end if not given."),
-    ] = None,
-    device: options.DeviceOption = DeviceChoice.AUTO,
-    dtype: options.DtypeOption = Dtype.AUTO,
-    quantization: options.QuantizationOption = Quantization.AUTO,
-    kv_dtype: options.KvDtypeOption = KvDtype.AUTO,
-    moe_kernel: options.MoeKernelOption = MoeKernel.AUTO,
-    batch_invariant: options.BatchInvariantOption = False,
-    tp: rank_options.TpOption = 1,
-    pp: rank_options.PpOption = 1,
-    dp_attention: rank_options.DpAttentionOption = 1,
-    ep: rank_options.EpOption = 1,
-    ffn_ranks: rank_options.FfnRanksOption = 0,
-    micro_batches: rank_options.MicroBatchesOption = 2,
-    micro_batch_tokens: rank_options.MicroBatchTokensOption = 32,
-    threads: options.ThreadsOption = None,
-    batching: options.BatchingOption = Batching.CONTINUOUS,
-    max_batch_tokens: options.MaxBatchTokensOption = None,
-    max_running: options.MaxRunningOption = None,
-    max_context_tokens: options.MaxContextTokensOption = None,
-    static_batch_size: options.StaticBatchSizeOption = 8,
-    load_format: options.LoadFormatOption = LoadFormat.AUTO,
-    overlap: options.OverlapOption = Overlap.AUTO,
-    cuda_graphs: options.CudaGraphsOption = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
-) -> None:
+@dataclass(slots=True, kw_only=True)
+class BatchRunOptions(ServedModelOptions):
+    """Options of `moiety batch run`: those of a model, and the files."""
+
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="File of requests, one per line.")
+    ]
+    output: Path | None = option(
+        None,
+        "File for the answers, one per line. If not given, FILE with the suffix .answers.jsonl.",
+        dir_okay=False,
+    )
+    as_json: bool = option(False, "Print one JSON object on standard output.", flag="--json")
+
+
+def run_batch(options: BatchRunOptions) -> None:
     """Answer a file of requests without a server, by an engine in this process.
 
-    Lines are as of `moiety batch submit`; one file may ask different endpoints. Each answer is written as it comes.
-    Stopped, by whatever, the same command goes on with the lines that have no answer yet.
+    The lines have the format of `moiety batch submit`; one file may use several endpoints. Each answer is written when
+    it is complete. After an interruption, the same command continues with the lines that have no answer yet.
     """
     configure_logs()
     run_file = _find_run_file()
     try:
-        config = EngineConfig(
-            model=str(resolve_checkpoint(model)),
-            name=name or model_name(model),
-            device=device.value,
-            dtype=dtype.value,
-            quantization=quantization.value,
-            kv_dtype=kv_dtype.value,
-            moe_kernel=moe_kernel,
-            batch_invariant=batch_invariant,
-            tp=tp,
-            pp=pp,
-            dp_attention=dp_attention,
-            ep=ep,
-            ffn_ranks=ffn_ranks,
-            micro_batches=micro_batches,
-            micro_batch_tokens=micro_batch_tokens,
-            batching=batching,
-            num_threads=threads,
-            max_batch_tokens=max_batch_tokens,
-            max_running=max_running,
-            max_context_tokens=max_context_tokens,
-            static_batch_size=static_batch_size,
-            load_format=load_format,
-            overlap=overlap,
-            cuda_graphs=cuda_graphs,
-            traced_steps_per_s=0.0,
+        name = options.name or model_name(options.model)
+        config = engine_config(options, resolve_checkpoint(options.model), name, traced_steps_per_s=0.0)
+        run_file(
+            options.file,
+            options.output,
+            model=config.name,
+            open_replica=lambda: _open_replica(config),
+            as_json=options.as_json,
         )
-        run_file(file, output, model=config.name, open_replica=lambda: _open_replica(config), as_json=as_json)
     except EngineError as exc:
         print_error("moiety batch run", exc)
         raise typer.Exit(1) from exc
+
+
+batch_run = command_of(BatchRunOptions, run_batch)
 
 
 def _open_replica(config: EngineConfig) -> Replica:

@@ -14,12 +14,13 @@ from typing import Any, Self, cast
 
 import msgspec
 
-from moiety_engine.checkpoint import model_name, resolve_checkpoint
+from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import EngineError, InvalidConfig, InvalidRequest
 from moiety_engine.in_process.outputs import Completion, Output, OutputDelta, ScoredToken, scored
 from moiety_engine.in_process.replica import SLICE_S, InProcessReplica
 from moiety_engine.in_process.sampling_params import SamplingParams
+from moiety_options.model import model_name
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder
 from moiety_text.errors import TextError

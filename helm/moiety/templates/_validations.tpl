@@ -89,7 +89,7 @@
 {{- fail (printf "pool %s has more autoscaling.minReplicas than autoscaling.maxReplicas: raise the latter" .name) -}}
 {{- end -}}
 {{- range $option, $_ := .options -}}
-{{- if has $option (list "listen" "metrics-listen" "role" "kv-listen" "model" "name" "drain-timeout" "curve-key-file" "gateway-keys-file" "allow-unauthenticated-ranks" "unacknowledged-usage" "host" "port" "served-model-name") -}}
+{{- if has $option (list "listen" "metrics-listen" "role" "kv-listen" "model" "name" "drain-s" "curve-key-file" "gateway-keys-file" "allow-unauthenticated-ranks" "unacknowledged-usage" "host" "port" "served-model-name") -}}
 {{- fail (printf "pool %s sets the option %s, which the chart sets itself: use model, role, drainSeconds or stateSize" $.name $option) -}}
 {{- end -}}
 {{- end -}}

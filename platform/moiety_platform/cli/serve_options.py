@@ -1,104 +1,59 @@
-"""Options of `moiety serve`: names, environment variables and help."""
+"""Options of `moiety serve`: its own, and those of the engine that it starts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moiety_options.declaration import option
+from moiety_options.engine import ServingOptions
 from moiety_platform.cli.config_file import take_defaults
-from moiety_wire.engine_choices import Batching, DeviceChoice, Dtype, LoadFormat, MoeKernel, Quantization
-
-ENGINE = "Engine"
 
 
-MoreArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="-- ENGINE_OPTIONS", help="Further options of `moiety engine`, after two dashes."),
-]
-ModelOption = Annotated[
-    str | None, typer.Option(help="Checkpoint folder or hub id; without it the bundled demo model.")
-]
-NameOption = Annotated[str | None, typer.Option(help="What clients call the model; from --model if not given.")]
-HostOption = Annotated[str, typer.Option(envvar="MOIETY_HOST", help="Address to listen on.")]
-PortOption = Annotated[
-    int, typer.Option(envvar="MOIETY_PORT", min=0, max=65535, help="Port of the API; 0 takes a free one.")
-]
-OperationsHostOption = Annotated[
-    str, typer.Option(envvar="MOIETY_OPERATIONS_HOST", help="Address of the operations listener.")
-]
-OperationsPortOption = Annotated[
-    int | None,
-    typer.Option(
-        envvar="MOIETY_OPERATIONS_PORT",
+@dataclass(slots=True, kw_only=True)
+class ServeArguments(ServingOptions):
+    """Arguments of `moiety serve`. Its own options are first in `--help`, since they have no panel."""
+
+    context: typer.Context
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- ENGINE_OPTIONS",
+            help="Options of `moiety engine` that serve does not have itself, after two dashes.",
+        ),
+    ] = None
+    host: str = option("127.0.0.1", "Address at which the API listens.", env="MOIETY_HOST")
+    port: int = option(
+        8000, "Port at which the API listens; 0 selects a free one.", env="MOIETY_PORT", min=0, max=65535
+    )
+    operations_host: str = option(
+        "127.0.0.1", "Address at which the operations endpoints listen.", env="MOIETY_OPERATIONS_HOST"
+    )
+    operations_port: int | None = option(
+        None,
+        "Port of the operations endpoints /metrics and /schema, which need no key; 0 selects a free one. If not given, "
+        "the value of --port where --host is a loopback address, otherwise 8002.",
+        env="MOIETY_OPERATIONS_PORT",
         min=0,
         max=65535,
-        help="Port for /metrics and /schema, which need no key; 0 takes a free one. If not given, --port where --host "
-        "is loopback, else 8002.",
-    ),
-]
-DataDirOption = Annotated[
-    Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Where the database, the keys and the logs are kept.")
-]
-DashboardPortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port of the dashboard; 0 takes a free one.")]
-NoDashboardOption = Annotated[bool, typer.Option("--no-dashboard", help="Leave the dashboard out.")]
-TracesPortOption = Annotated[
-    int, typer.Option(min=0, max=65535, help="Port of the trace store, which takes OTLP; 0 takes a free one.")
-]
-NoTracesOption = Annotated[bool, typer.Option("--no-traces", help="Keep no traces.")]
-DrainOption = Annotated[int, typer.Option(min=0, help="How long a stop waits for running answers.")]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        callback=take_defaults,
-        is_eager=True,
-        help="TOML or YAML file; its table `serve` sets these options, `gateway` the gateway's.",
-    ),
-]
-DeviceOption = Annotated[
-    DeviceChoice | None, typer.Option(rich_help_panel=ENGINE, help="Where the model runs; auto if not given.")
-]
-DtypeOption = Annotated[
-    Dtype | None, typer.Option(rich_help_panel=ENGINE, help="Type of the weights; auto if not given.")
-]
-QuantizationOption = Annotated[
-    Quantization | None,
-    typer.Option(rich_help_panel=ENGINE, help="How the weights of products are kept; as they are stored if not given."),
-]
-LoadFormatOption = Annotated[
-    LoadFormat | None,
-    typer.Option(rich_help_panel=ENGINE, help="dummy: weights drawn at random, without files; for measurements."),
-]
-MoeKernelOption = Annotated[
-    MoeKernel | None,
-    typer.Option(rich_help_panel=ENGINE, help="Who computes experts; auto, the fastest that can, if not given."),
-]
-BatchInvariantOption = Annotated[
-    bool,
-    typer.Option(
-        "--batch-invariant", rich_help_panel=ENGINE, help="A request gets the same bits alone and in any batch."
-    ),
-]
-BatchingOption = Annotated[
-    Batching | None,
-    typer.Option(rich_help_panel=ENGINE, help="How requests are put into steps; continuous if not given."),
-]
-MaxBatchTokensOption = Annotated[
-    int | None, typer.Option(min=1, rich_help_panel=ENGINE, help="Token budget of one step.")
-]
-MaxRunningOption = Annotated[
-    int | None, typer.Option(min=1, rich_help_panel=ENGINE, help="Most sequences in one step.")
-]
-MaxContextTokensOption = Annotated[
-    int | None, typer.Option(min=1, rich_help_panel=ENGINE, help="Longest prompt and answer together.")
-]
-KvMemoryBytesOption = Annotated[
-    str | None, typer.Option(rich_help_panel=ENGINE, help="Memory for the KV cache, such as 4GiB.")
-]
-ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, rich_help_panel=ENGINE, help="Processor threads of the engine.")
-]
-ScriptedOption = Annotated[
-    bool, typer.Option("--scripted", hidden=True, help="The scripted engine, which needs no model; for tests.")
-]
+    )
+    data_dir: Path = option(Path(".moiety"), "Folder for the database, the keys and the logs.", env="MOIETY_DATA_DIR")
+    dashboard_port: int = option(8501, "Port of the dashboard; 0 selects a free one.", min=0, max=65535)
+    no_dashboard: bool = option(False, "Do not start the dashboard.", flag="--no-dashboard")
+    traces_port: int = option(
+        0, "Port of the trace store, which receives spans by OTLP; 0 selects a free one.", min=0, max=65535
+    )
+    no_traces: bool = option(False, "Do not start the trace store.", flag="--no-traces")
+    drain_s: int = option(30, "Longest time that a stop waits for running requests to finish, in seconds.", min=0)
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            callback=take_defaults,
+            is_eager=True,
+            help="TOML or YAML configuration file. Its table `serve` sets these options, `gateway` and `traces` those "
+            "of the gateway and the trace store.",
+        ),
+    ] = None

@@ -11,7 +11,6 @@ from moiety_platform.supervisor.data_dir import DataDir, FirstKeys
 from moiety_platform.supervisor.ports import reachable_host
 from moiety_platform.supervisor.process import ProcessSpec
 
-DEMO_NAME = "moiety-demo"
 DEMO_QUESTION = "What is 17 + 25?"
 TOKEN_VARIABLE = "MOIETY_TRACES_TOKEN"
 NEUTRAL_QUESTION = "Say hello in one short sentence."

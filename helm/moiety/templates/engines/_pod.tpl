@@ -44,7 +44,7 @@ containers:
       - --name={{ . }}
       {{- end }}
       - --device={{ ternary "cuda" "cpu" (gt (int $pool.gpus) 0) }}
-      - --drain-timeout={{ $pool.drainSeconds }}
+      - --drain-s={{ $pool.drainSeconds }}
       - --curve-key-file=/etc/moiety/curve/key
       - --gateway-keys-file=/etc/moiety/curve/gateways
       - --unacknowledged-usage=/var/lib/moiety/unsettled.usage

@@ -1,0 +1,85 @@
+"""The engine's configuration from the values of its command-line options."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.config import EngineConfig, GrammarLimits, OffloadConfig, TransferConfig
+from moiety_options.engine import EngineOptions
+from moiety_options.model import ModelOptions
+from moiety_wire.roles import EngineRole
+
+
+def engine_config(options: ModelOptions, folder: Path, name: str, **further: Any) -> EngineConfig:
+    """Return the configuration of an engine for the checkpoint in `folder`.
+
+    An option and a field of the configuration of the same name have the same value. `further`: more fields. Raises
+    CheckpointError and InvalidConfig.
+    """
+    same = {field.name for field in fields(options)} & set(EngineConfig.__struct_fields__)
+    values = {one: getattr(options, one) for one in same}
+    chosen = {
+        "model": str(folder),
+        "name": name,
+        "draft_model": str(resolve_checkpoint(options.draft_model)) if options.draft_model else "",
+        "device": options.device.value,
+        "dtype": options.dtype.value,
+        "quantization": options.quantization.value,
+        "kv_dtype": options.kv_dtype.value,
+        "num_threads": options.threads,
+        "offload": _offload_config(options),
+    }
+    return EngineConfig(**{**values, **chosen, **further})
+
+
+def serving_config(options: EngineOptions, folder: Path, name: str, adapters: dict[str, str]) -> EngineConfig:
+    """Return the configuration of an engine that serves gateways. Raises CheckpointError and InvalidConfig."""
+    return engine_config(
+        options,
+        folder,
+        name,
+        disk_cache=str(options.disk_cache.resolve()) if options.disk_cache else "",
+        rank_failure_log=str(options.rank_failure_log.resolve()) if options.rank_failure_log else "",
+        grammar=_grammar_limits(options),
+        adapters=adapters,
+        transfer=_transfer_config(options),
+    )
+
+
+def _offload_config(options: ModelOptions) -> OffloadConfig:
+    return OffloadConfig(
+        what=options.offload,
+        memory_bytes=options.expert_memory_bytes,
+        folder=options.offload_folder,
+        eviction=options.expert_eviction,
+        prefetch=options.expert_prefetch,
+    )
+
+
+def _grammar_limits(options: EngineOptions) -> GrammarLimits:
+    return GrammarLimits(
+        compile_cpu_s=options.grammar_compile_cpu_s,
+        compile_wall_s=options.grammar_compile_wall_s,
+        compile_memory_bytes=options.grammar_compile_memory_bytes,
+        worker_memory_bytes=options.grammar_worker_memory_bytes,
+        max_waiting_per_tenant=options.grammar_queue,
+    )
+
+
+def _transfer_config(options: EngineOptions) -> TransferConfig:
+    return TransferConfig(
+        role=options.role,
+        listen=options.kv_listen or (_beside(options.listen) if options.role is EngineRole.DECODE else ""),
+        key_file=str(options.curve_key_file or ""),
+        way=options.kv_transport,
+        buffer_bytes=options.kv_buffer_bytes,
+    )
+
+
+def _beside(listen: str) -> str:
+    """Return another port of the address that gateways connect to; for an ipc address, one on this host."""
+    host = listen.removeprefix("tcp://").rpartition(":")[0] if listen.startswith("tcp://") else "127.0.0.1"
+    return f"tcp://{host}:0"

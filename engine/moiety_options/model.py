@@ -1,0 +1,189 @@
+"""Options of a model: its weights, its layout over ranks and its steps. Every command that runs an engine has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from moiety_options import panels
+from moiety_options.declaration import option
+from moiety_wire.engine_choices import (
+    Batching,
+    DeviceChoice,
+    Dtype,
+    ExpertEviction,
+    KvDtype,
+    LoadFormat,
+    MoeKernel,
+    Offload,
+    Overlap,
+    Quantization,
+    Speculate,
+)
+
+DEMO_NAME = "moiety-demo"
+ENV = "MOIETY_ENGINE_"  # prefix of the environment variables of an engine's options
+
+_model = partial(option, env=ENV, panel=panels.MODEL)
+_batching = partial(option, env=ENV, panel=panels.BATCHING)
+_kv_cache = partial(option, env=ENV, panel=panels.KV_CACHE)
+_speculation = partial(option, env=ENV, panel=panels.SPECULATION)
+_offloading = partial(option, env=ENV, panel=panels.OFFLOADING)
+_distributed = partial(option, env=ENV, panel=panels.DISTRIBUTED)
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelOptions:
+    """Options of a model's weights, its layout over ranks, and its steps."""
+
+    model: str = _model(
+        "", "Checkpoint to serve: a folder or a Hugging Face hub id. If not given, the bundled demo model."
+    )
+    device: DeviceChoice = _model(
+        DeviceChoice.AUTO, "Device that runs the model. auto selects cuda if a GPU is available, otherwise cpu."
+    )
+    dtype: Dtype = _model(
+        Dtype.AUTO, "Data type of weights and activations. auto: float32 for a float32 checkpoint, otherwise bfloat16."
+    )
+    quantization: Quantization = _model(
+        Quantization.AUTO, "Format of the weight matrices in memory. auto uses the format of the checkpoint."
+    )
+    load_format: LoadFormat = _model(
+        LoadFormat.AUTO,
+        "Source of the weights. auto reads the checkpoint; dummy uses random weights and needs only config.json and "
+        "the tokenizer.",
+    )
+    moe_kernel: MoeKernel = _model(
+        MoeKernel.AUTO, "Implementation of the expert layers. auto selects the fastest one that the device supports."
+    )
+    batch_invariant: bool = _model(
+        False,
+        "Return bitwise identical outputs for a request whatever else is in its batch. This is slower on a GPU.",
+    )
+    threads: int | None = _model(
+        None, "Number of CPU threads that run the model. If not given, one per physical core.", min=1
+    )
+    batching: Batching = _batching(
+        Batching.CONTINUOUS, "Batching strategy. The strategies other than continuous are for comparison."
+    )
+    max_batch_tokens: int | None = _batching(
+        None, "Largest number of tokens in one step. If not given, 8192 on a GPU and 512 on a CPU.", min=1
+    )
+    max_running: int | None = _batching(
+        None, "Largest number of sequences in the batch. If not given, 256 on a GPU and 64 on a CPU.", min=1
+    )
+    static_batch_size: int = _batching(
+        8, "Number of sequences in a batch with --batching static, dynamic and padded.", min=1
+    )
+    overlap: Overlap = _batching(
+        Overlap.AUTO, "Schedule and launch a step while the previous one runs. auto enables this on a GPU."
+    )
+    cuda_graphs: bool = _batching(
+        True, "Capture decode steps as CUDA graphs at the start and replay them. Has no effect on a CPU."
+    )
+    kv_dtype: KvDtype = _kv_cache(
+        KvDtype.AUTO,
+        "Data type of the KV cache. fp8 and int8 on a GPU and bf16 on a CPU hold twice as many tokens in the same "
+        "memory.",
+    )
+    speculate: Speculate = _speculation(
+        Speculate.OFF,
+        "Source of the proposed tokens in speculative decoding. ngram: earlier text of the sequence; draft: the model "
+        "of --draft-model; mtp: the multi-token prediction layer of the checkpoint.",
+    )
+    speculate_tokens: int = _speculation(
+        7, "Largest number of proposed tokens that one step verifies for a sequence.", min=1
+    )
+    draft_model: str = _speculation(
+        "",
+        "Draft model for --speculate draft: a folder or hub id of a small checkpoint with the same vocabulary.",
+    )
+    offload: Offload = _offloading(
+        Offload.NONE,
+        "Part of the model to offload. experts stores expert weights in host memory (on a CPU in a file) and caches "
+        "frequently used ones on the device.",
+    )
+    expert_memory_bytes: int | None = _offloading(
+        None,
+        "Device memory for the cache of offloaded experts, such as 16GiB. If not given, half of the memory that the "
+        "rest of the model leaves free.",
+        is_size=True,
+    )
+    offload_folder: str = _offloading(
+        "",
+        "Folder for the file of offloaded experts, required on a CPU and not used on a GPU. A later start uses the "
+        "same file again.",
+    )
+    expert_eviction: ExpertEviction = _offloading(
+        ExpertEviction.FREQUENCY,
+        "Eviction policy of the expert cache. all keeps no expert for the next pass and is for comparison.",
+    )
+    expert_prefetch: bool = _offloading(
+        True, "Prefetch the offloaded experts that the router of the next layer is predicted to select."
+    )
+    tp: int = _distributed(
+        1,
+        "Tensor parallel size: number of ranks that share the heads and columns of each layer. The number of ranks is "
+        "pp × dp-attention × tp.",
+        min=1,
+    )
+    dp_attention: int = _distributed(
+        1, "Number of tensor parallel groups that each run attention for their own sequences and share the experts.",
+        min=1,
+    )  # fmt: skip
+    ep: int = _distributed(
+        1,
+        "Expert parallel size: number of parts that the experts are divided into. It must divide the number of ranks "
+        "with experts, dp-attention × tp or ffn-ranks.",
+        min=1,
+    )
+    pp: int = _distributed(1, "Pipeline parallel size: number of stages that the layers are divided into.", min=1)
+    ffn_ranks: int = _distributed(
+        0,
+        "Number of additional ranks that run only the experts (attention–FFN disaggregation). The other ranks then "
+        "run no experts.",
+        min=0,
+    )
+    micro_batches: int = _distributed(
+        2,
+        "With --ffn-ranks, largest number of micro-batches of a step, which alternate between attention and experts.",
+        min=1,
+    )
+    micro_batch_tokens: int = _distributed(
+        32,
+        "Smallest number of tokens of a micro-batch, counted in the attention group with the most tokens. Smaller "
+        "steps are not split.",
+        min=1,
+    )
+    redundant_experts: int = _distributed(
+        0,
+        "Number of slots in each layer for additional replicas of frequently used experts, over all ranks. ep must "
+        "divide it.",
+        min=0,
+    )
+    rebalance_every_s: float | None = _distributed(
+        None,
+        "Interval at which experts may move between ranks to balance their load, in seconds; 0 disables it. If not "
+        "given, 60 with --redundant-experts, otherwise 0.",
+        min=0,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ServedModelOptions(ModelOptions):
+    """Options of a model that answers requests: also its name for clients, and its context length."""
+
+    name: str = _model(
+        "", "Name of the model for clients. If not given, the last part of --model, such as its folder's name."
+    )
+    max_context_tokens: int | None = _batching(
+        None,
+        "Largest number of prompt and output tokens of a sequence. If not given, the context length of the model.",
+        min=1,
+    )
+
+
+def model_name(model: str) -> str:
+    """Return the name of a model for clients if `--name` is not given: the last part of `--model`."""
+    return (Path(model).resolve() if Path(model).is_dir() else Path(model)).name if model else DEMO_NAME
