@@ -91,7 +91,7 @@ def _ratios(figures: dict) -> dict[str, float]:
 
 
 def _run_ours(seconds: float) -> dict:
-    command = [Path(sys.executable).parent / "moiety", "bench", "gateway", "--seconds", str(seconds), "--json"]
+    command = [Path(sys.executable).parent / "moiety", "bench", "gateway", "--duration-s", str(seconds), "--json"]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return {name: value for name, value in report.items() if name not in ("environment", "settings")}
 

@@ -44,7 +44,7 @@ def wanted() -> list[dict[str, Any]]:
 def on_gpu(scratch: Path, arch: str) -> list[Stage]:
     """First the stages that targets are judged by, whose limits leave each its time whatever the others take of theirs;
     then, in what is left, what else is of interest."""
-    bench = [*KERNELS, "bench", "--device", "cuda", "--time-budget"]
+    bench = [*KERNELS, "bench", "--device", "cuda", "--time-budget-s"]
     kernel_tests = [*KERNEL_TESTS, "--ignore", NOT_TESTS, "-k", NO_MUTANTS]
     engine_tests = [path for path in ENGINE_TESTS if (ROOT / path).exists()]
     at_once = ["-n", "auto"] if importlib.util.find_spec("xdist") else []  # tests spend their time compiling
@@ -67,7 +67,7 @@ def on_gpu(scratch: Path, arch: str) -> list[Stage]:
 
 def rehearsal(scratch: Path) -> list[Stage]:
     """The same stages as far as they go without a GPU, each in its smallest form."""
-    bench = [*KERNELS, "bench", "--device", "cpu", "--time-budget", "20"]
+    bench = [*KERNELS, "bench", "--device", "cpu", "--time-budget-s", "20"]
     small = ["--shapes", "moiety-demo", "--tokens", "1", "--routing", "uniform", "--kernels"]
     tests = [f"{KERNEL_TESTS[0]}/test_rms_norm.py", "-k", NO_MUTANTS]
     engine = [str(ROOT / "benchmarks" / "gpu_engine.py"), "--rehearse"]

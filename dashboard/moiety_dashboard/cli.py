@@ -18,13 +18,17 @@ LOOK = FOLDER / ".streamlit" / "config.toml"
 
 
 def dashboard(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8501,
-    gateway: Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The gateway to show.")] = DEFAULT_URL,
-    refresh_s: Annotated[float, typer.Option(min=0.2, help="How often a page asks again.")] = DEFAULT_REFRESH_S,
+    host: Annotated[str, typer.Option(help="Address at which the dashboard listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port at which the dashboard listens.")] = 8501,
+    gateway: Annotated[str, typer.Option(envvar=URL_VARIABLE, help="URL of the gateway.")] = DEFAULT_URL,
+    refresh_s: Annotated[
+        float, typer.Option(min=0.2, help="Interval between refreshes of a page, in seconds.")
+    ] = DEFAULT_REFRESH_S,
     oidc: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="TOML file whose table `auth` names an identity provider."),
+        typer.Option(
+            exists=True, dir_okay=False, help="TOML file with the OIDC identity provider in its table `auth`."
+        ),
     ] = None,
 ) -> None:
     """Run the dashboard alone. Users sign in with an administrator's key or through the identity provider."""

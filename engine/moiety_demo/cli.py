@@ -21,23 +21,32 @@ from moiety_demo.tables import render_report
 from moiety_demo.train import TrainProgress, TrainSettings, train
 
 DEFAULTS = TrainSettings()
-app = typer.Typer(name="demo", no_args_is_help=True, help="The bundled demo model: train, evaluate, sample its tasks.")
+app = typer.Typer(
+    name="demo",
+    no_args_is_help=True,
+    help="Train and evaluate the bundled demo model, and print examples of its tasks.",
+)
 
 
 @app.command("train")
 def train_command(
-    output: Annotated[Path, typer.Argument(help="Folder to write the model to.")],
-    steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = DEFAULTS.steps,
-    minutes: Annotated[float, typer.Option(help="End after so many minutes if that is sooner.")] = math.inf,
-    seed: Annotated[int, typer.Option(help="The same seed, steps and threads give the same model.")] = DEFAULTS.seed,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = DEFAULTS.threads,
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="Its peak; lower it with --from.")] = (
-        DEFAULTS.learning_rate
-    ),
-    start: Annotated[Path | None, typer.Option("--from", help="A model's folder to go on from.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    output: Annotated[Path, typer.Argument(help="Folder for the trained model.")],
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = DEFAULTS.steps,
+    max_duration_s: Annotated[
+        float, typer.Option(min=0.001, help="Longest duration of the training, in seconds.")
+    ] = math.inf,
+    seed: Annotated[
+        int, typer.Option(help="Random seed. The same seed, number of steps and number of threads give the same model.")
+    ] = DEFAULTS.seed,
+    threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads.")] = DEFAULTS.threads,
+    learning_rate: Annotated[
+        float, typer.Option(min=0.0, help="Peak learning rate. A lower one is recommended with --from.")
+    ] = (DEFAULTS.learning_rate),
+    start: Annotated[Path | None, typer.Option("--from", help="Folder of a model to continue the training of.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Trains the demo model from nothing, or goes on from a folder."""
+    """Train the demo model from random weights, or continue the training of a model."""
+    minutes = max_duration_s / 60
     settings = TrainSettings(steps=steps, minutes=minutes, seed=seed, threads=threads, learning_rate=learning_rate)
     console = Console(stderr=True)
     with _progress_bar(console) as bar:
@@ -54,13 +63,15 @@ def train_command(
 
 @app.command("evaluate")
 def evaluate_command(
-    model: Annotated[Path | None, typer.Argument(help="A model's folder; the bundled model without it.")] = None,
-    per_domain: Annotated[int, typer.Option(min=1, help="Held-out prompts a domain.")] = 200,
-    seed: Annotated[int, typer.Option(help="Chooses the prompts.")] = SEED_OF_EVALUATION,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = DEFAULTS.threads,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model: Annotated[
+        Path | None, typer.Argument(help="Folder of the model. If not given, the bundled demo model.")
+    ] = None,
+    per_domain: Annotated[int, typer.Option(min=1, help="Number of held-out prompts per domain.")] = 200,
+    seed: Annotated[int, typer.Option(help="Seed that selects the prompts.")] = SEED_OF_EVALUATION,
+    threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads.")] = DEFAULTS.threads,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Measures exact answers a domain on prompts never trained on, and which experts each domain uses."""
+    """Measure the rate of exact answers per domain on held-out prompts, and the use of experts by each domain."""
     torch.set_num_threads(threads)
     with _progress_bar(Console(stderr=True)) as bar:
         task = bar.add_task("evaluating", total=len(DOMAINS))
@@ -77,13 +88,13 @@ def evaluate_command(
 
 @app.command("sample")
 def sample_command(
-    domain: Annotated[str | None, typer.Argument(help="One domain; all of them without it.")] = None,
-    num_tasks: Annotated[int, typer.Option("--num", min=1, help="Tasks a domain.")] = 5,
-    held_out: Annotated[bool, typer.Option(help="From the held-out split instead of the training split.")] = False,
-    seed: Annotated[int, typer.Option(help="Chooses the tasks.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    domain: Annotated[str | None, typer.Argument(help="Domain of the tasks. If not given, all domains.")] = None,
+    num_tasks: Annotated[int, typer.Option("--num", min=1, help="Number of tasks per domain.")] = 5,
+    held_out: Annotated[bool, typer.Option(help="Use the held-out split instead of the training split.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed that selects the tasks.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Prints example tasks with their answers."""
+    """Print example tasks with their answers."""
     split = Split.HELD_OUT if held_out else Split.TRAIN
     if domain is not None and domain not in DOMAINS:
         typer.echo(f"error: unknown domain {domain!r}; choose one of {', '.join(DOMAINS)}", err=True)

@@ -30,9 +30,14 @@ def kernels() -> None:
 
 @app.command("report")
 def report_command(
-    operations: Annotated[list[str] | None, typer.Argument(help="Operations, such as rms_norm [all]")] = None,
-    target: Annotated[list[str] | None, typer.Option(help="of sm_80, sm_90, sm_100, gfx942; may be repeated")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    operations: Annotated[
+        list[str] | None, typer.Argument(help="Names of operations, such as rms_norm. If not given, all.")
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="GPU architecture: sm_80, sm_90, sm_100 or gfx942. May be given several times."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Compile every variant of every kernel and list the registers, spills and shared memory that it takes.
 
@@ -62,17 +67,36 @@ def report_command(
 
 @app.command("tune")
 def tune_command(
-    shapes: Annotated[str, typer.Option(help="models' layers, with commas between them [all known]")] = "",
-    layer: Annotated[list[str] | None, typer.Option(help="any other, as E,K,D,F of its sizes")] = None,
-    tokens: Annotated[str, typer.Option(help="of a step, likewise [powers of two to 16384]")] = "",
-    weights: Annotated[str, typer.Option(help=f"{', '.join(_WEIGHTS)}, with commas between")] = "bf16",
-    best: Annotated[int, typer.Option(min=1, help="candidates of the cost model that are timed for each")] = 4,
-    again: Annotated[bool, typer.Option("--again", help="time what is chosen already, too")] = False,
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="Names of models whose layers are tuned, separated by commas. If not given, all known models."
+        ),
+    ] = "",
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(help="Sizes of a further expert layer as E,K,D,F: experts, top-k, model and hidden dimension."),
+    ] = None,
+    tokens: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of tokens in a step, separated by commas. If not given, the powers of two up to 16384."
+        ),
+    ] = "",
+    weights: Annotated[str, typer.Option(help=f"Weight formats, separated by commas: {', '.join(_WEIGHTS)}.")] = "bf16",
+    best: Annotated[
+        int, typer.Option(min=1, help="Number of candidates of the cost model that are measured for each case.")
+    ] = 4,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what has already been tuned.")] = False,
     cache_dir: Annotated[
         Path | None,
-        typer.Option(envvar=CACHE_VARIABLE, file_okay=False, help="of choices; engines need it in this variable"),
+        typer.Option(
+            envvar=CACHE_VARIABLE,
+            file_okay=False,
+            help="Folder for the selected variants. Engines find it by this environment variable.",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Time the best variants for each layer and step size on this GPU, and keep the fastest for all engines here.
 

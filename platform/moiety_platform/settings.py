@@ -56,118 +56,237 @@ class GatewaySettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)
 
-    host: str = fixed("127.0.0.1", "address to listen on")
-    port: int = fixed(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
-    operations_host: str = fixed("127.0.0.1", "address of the operations listener, where operations_port is set")
+    host: str = fixed("127.0.0.1", "Address at which the API listens.")
+    port: int = fixed(8000, "Port at which the API listens; 0 selects a free one.", ge=0, le=65535)
+    operations_host: str = fixed(
+        "127.0.0.1", "Address at which the operations endpoints listen if operations_port is set."
+    )
     operations_port: int | None = fixed(
         None,
-        "port of the operations listener (/metrics, /schema); 0 takes a free one; none: both are on `port` where "
-        "`host` is a loopback address, and nowhere else",
+        "Port of the operations endpoints /metrics and /schema; 0 selects a free one. If not set, they are on `port` "
+        "where `host` is a loopback address, and otherwise not available.",
         ge=0, le=65535,
     )  # fmt: skip
-    data_dir: Path = fixed(Path(".moiety"), "for the pepper, the usage journal and SQLite")
-    database_url: str | None = fixed(None, "of the store: sqlite:///FILE or postgresql://…; none: SQLite in data_dir")
-    key_pepper: SecretStr | None = fixed(None, "mixed into the hash of every API key; lives outside the database")
-    key_pepper_next: SecretStr | None = fixed(None, "the one to come: keys that others have hashed with it are taken")
-    key_pepper_previous: SecretStr | None = fixed(None, "the one before: its keys are taken, and hashed anew when used")
+    data_dir: Path = fixed(Path(".moiety"), "Folder for the key pepper, the usage journal and the SQLite database.")
+    database_url: str | None = fixed(
+        None, "URL of the database, sqlite:///FILE or postgresql://…. If not set, a SQLite file in data_dir."
+    )
+    key_pepper: SecretStr | None = fixed(
+        None, "Secret that is hashed together with every API key. It must not be stored in the database."
+    )
+    key_pepper_next: SecretStr | None = fixed(
+        None, "Next pepper during its replacement. Keys that other gateways have already hashed with it are accepted."
+    )
+    key_pepper_previous: SecretStr | None = fixed(
+        None, "Previous pepper during its replacement. Its keys are accepted, and hashed with the new one when used."
+    )
 
     engines: Annotated[tuple[str, ...], NoDecode] = live(
-        (), "addresses of engines, of names that several stand behind, or of servers of others"
+        (),
+        "Addresses of engines, of DNS names that resolve to several engines, or of external (OpenAI-compatible) "
+        "servers.",
     )
-    external_engine_api_key: SecretStr | None = live(None, "of servers of others whose address names no key_file")
-    curve_server_key: str | None = fixed(None, "the engines' public key; set all three or none")
-    curve_public_key: str | None = fixed(None, "this gateway's, by CURVE")
-    curve_secret_key: SecretStr | None = fixed(None, "that belongs to it")
+    external_engine_api_key: SecretStr | None = live(
+        None, "API key for external engines whose address has no key_file."
+    )
+    curve_server_key: str | None = fixed(None, "Public CURVE key of the engines. Set all three CURVE keys or none.")
+    curve_public_key: str | None = fixed(None, "Public CURVE key of this gateway.")
+    curve_secret_key: SecretStr | None = fixed(None, "Secret CURVE key of this gateway.")
 
-    oidc_issuer: str | None = live(None, "whose tokens the admin API takes beside keys; set the audience too")
-    oidc_audience: str | None = live(None, "which the tokens must name")
-    oidc_roles_claim: str = live("moiety_roles", "a role or a list of them; a claim inside another with dots")
-    oidc_tenant_claim: str = live("moiety_tenant", "the id of the one tenant that the token is for, if any")
+    oidc_issuer: str | None = live(
+        None, "OIDC issuer whose tokens the admin API accepts in addition to keys. It requires oidc_audience."
+    )
+    oidc_audience: str | None = live(None, "Audience that OIDC tokens must have.")
+    oidc_roles_claim: str = live(
+        "moiety_roles",
+        "Claim with the administrator's role or a list of roles. Dots select a claim inside another one.",
+    )
+    oidc_tenant_claim: str = live(
+        "moiety_tenant", "Claim with the id of the tenant that the token is restricted to. Optional in a token."
+    )
 
     webhook_networks: Annotated[tuple[str, ...], NoDecode] = live(
-        (), "networks that webhooks may go to beside the public internet"
+        (), "Private networks in which webhooks may have addresses, in addition to the public internet."
     )
 
-    max_body_bytes: int = live(4 * 1024 * 1024, "of a request's body", ge=1024)
-    max_json_depth: int = live(64, "of brackets within brackets of a body", ge=4, le=128)
-    max_messages: int = live(2048, "of a chat, and items of a conversation", ge=1, le=16_384)
-    max_choices: int = live(16, "answers to a prompt: `n`", ge=1, le=128)
-    max_stop_strings: int = live(16, "of a request", ge=1, le=64)
-    max_stop_chars: int = live(1024, "of each stop string", ge=1, le=4096)
-    max_tools: int = live(128, "of a request", ge=1, le=1024)
-    max_tool_schema_bytes: int = live(65_536, "of each tool's parameters, as JSON", ge=256)
-    max_guide_bytes: int = live(65_536, "of a schema, expression or grammar", ge=256, le=MAX_GUIDE_BYTES)
-    max_header_bytes: int = live(32 * 1024, "of a request's line and headers", ge=4096)
-    max_headers: int = live(100, "of a request", ge=16)
-    header_timeout_s: float = live(15, "until a request's line and headers are there", gt=0)
-    body_timeout_s: float = live(30, "a body comes at 500 bytes/s at least, looked at so often", gt=0)
-    keep_alive_s: int = live(60, "how long a connection stays open without a request", ge=1)
-    max_streams_per_key: int = live(1024, "streams of one key open at this gateway; beyond: 429", ge=1)
-    max_sequences: int = live(128, "prompts × n of one request", ge=1)
-    max_inflight_per_tenant: int = live(4096, "sequences of one tenant at this gateway; beyond: 429", ge=1)
-    credit_window_tokens: int = live(128, "output tokens that are reserved ahead of an answer", ge=1)
-    inline_tokenize_bytes: int = live(8192, "longer prompts are tokenized off the event loop", ge=0)
-    send_timeout_s: float = live(60, "a client that takes nothing for so long is hung up on", gt=0)
-    failover_wait_s: float = live(1, "how long a sequence waits for an engine when its own is lost", ge=0)
-    max_file_bytes: int = live(100_000_000, "of one uploaded file", ge=1024)
-    max_file_bytes_per_tenant: int = live(10_000_000_000, "of all its files, results included", ge=1024)
-    max_adapter_bytes: int = live(256_000_000, "of one adapter's tensors", ge=1024)
-    max_adapter_bytes_per_tenant: int = live(2_000_000_000, "of all its adapters", ge=1024)
-    max_batch_lines: int = live(50_000, "of a batch", ge=1)
-    max_open_batches_per_tenant: int = live(100, "batches that have not ended", ge=1)
-    batch_concurrency: int = live(32, "lines of batches at a time; 0: other gateways do the work", ge=0, le=4096)
-    batch_lease_s: float = live(30, "after which the lines of a killed gateway are others'", ge=1, le=3600)
-    drain_s: int = live(30, "how long a stop waits for running answers", ge=0)
+    max_body_bytes: int = live(4 * 1024 * 1024, "Largest request body accepted, in bytes.", ge=1024)
+    max_json_depth: int = live(64, "Largest nesting depth of the JSON of a request body.", ge=4, le=128)
+    max_messages: int = live(
+        2048, "Largest number of messages in a chat request, and of items in a conversation.", ge=1, le=16_384
+    )
+    max_choices: int = live(16, "Largest number of choices per prompt, the parameter `n`.", ge=1, le=128)
+    max_stop_strings: int = live(16, "Largest number of stop strings in a request.", ge=1, le=64)
+    max_stop_chars: int = live(1024, "Largest length of a stop string, in characters.", ge=1, le=4096)
+    max_tools: int = live(128, "Largest number of tools in a request.", ge=1, le=1024)
+    max_tool_schema_bytes: int = live(
+        65_536, "Largest size of the JSON schema of a tool's parameters, in bytes.", ge=256
+    )
+    max_grammar_bytes: int = live(
+        65_536,
+        "Largest size of a JSON schema, regular expression or grammar for structured outputs, in bytes.",
+        ge=256,
+        le=MAX_GUIDE_BYTES,
+    )
+    max_header_bytes: int = live(32 * 1024, "Largest size of a request's first line and headers, in bytes.", ge=4096)
+    max_headers: int = live(100, "Largest number of headers in a request.", ge=16)
+    header_timeout_s: float = live(15, "Longest time until the headers of a request are complete, in seconds.", gt=0)
+    body_timeout_s: float = live(
+        30,
+        "Interval at which the speed of an incoming body is checked, in seconds. It must be at least 500 bytes/s.",
+        gt=0,
+    )
+    keep_alive_s: int = live(60, "Time for which an idle connection stays open, in seconds.", ge=1)
+    max_streams_per_key: int = live(
+        1024, "Largest number of open streams of one key at this gateway. Further requests are rejected with 429.", ge=1
+    )
+    max_sequences: int = live(128, "Largest number of sequences in one request: prompts × n.", ge=1)
+    max_inflight_per_tenant: int = live(
+        4096,
+        "Largest number of running sequences of one tenant at this gateway. Further requests are rejected with 429.",
+        ge=1,
+    )
+    credit_window_tokens: int = live(
+        128, "Number of output tokens that an engine may send before the gateway grants more.", ge=1
+    )
+    inline_tokenize_bytes: int = live(
+        8192, "Prompt size up to which the event loop tokenizes, in bytes. A thread tokenizes longer prompts.", ge=0
+    )
+    send_timeout_s: float = live(
+        60, "Time after which a client that reads nothing of its response is disconnected, in seconds.", gt=0
+    )
+    failover_wait_s: float = live(
+        1, "Longest time that a sequence waits for another engine after its engine failed, in seconds.", ge=0
+    )
+    max_file_bytes: int = live(100_000_000, "Largest size of an uploaded file, in bytes.", ge=1024)
+    max_file_bytes_per_tenant: int = live(
+        10_000_000_000, "Largest total size of a tenant's files including batch results, in bytes.", ge=1024
+    )
+    max_adapter_bytes: int = live(256_000_000, "Largest size of the tensors of an adapter, in bytes.", ge=1024)
+    max_adapter_bytes_per_tenant: int = live(
+        2_000_000_000, "Largest total size of a tenant's adapters, in bytes.", ge=1024
+    )
+    max_batch_lines: int = live(50_000, "Largest number of requests in a batch.", ge=1)
+    max_open_batches_per_tenant: int = live(100, "Largest number of unfinished batches of a tenant.", ge=1)
+    batch_concurrency: int = live(
+        32,
+        "Number of batch requests that this gateway runs at the same time; 0 leaves batches to other gateways.",
+        ge=0,
+        le=4096,
+    )
+    batch_lease_s: float = live(
+        30,
+        "Time after which other gateways take over the batch requests of a failed gateway, in seconds.",
+        ge=1,
+        le=3600,
+    )
+    drain_s: int = live(30, "Longest time that a stop waits for running requests to finish, in seconds.", ge=0)
 
-    idempotency_ttl_s: float = live(24 * 3600, "how long answers are kept under their Idempotency-Key", gt=0)
-    idempotency_max_answer_bytes: int = live(1024 * 1024, "of a larger one, only that there was one", ge=0)
-    idempotency_max_keys_per_tenant: int = live(100_000, "keys; beyond: 429", ge=1)
+    idempotency_ttl_s: float = live(
+        24 * 3600, "Time for which a response is stored under its Idempotency-Key, in seconds.", gt=0
+    )
+    idempotency_max_answer_bytes: int = live(
+        1024 * 1024,
+        "Largest response stored under an Idempotency-Key, in bytes. For a larger one only its completion is "
+        "recorded, and a repetition is rejected.",
+        ge=0,
+    )
+    idempotency_max_keys_per_tenant: int = live(
+        100_000, "Largest number of idempotency keys of a tenant. Further requests are rejected with 429.", ge=1
+    )
     idempotency_max_bytes_per_tenant: int = live(
-        256 * 1024 * 1024, "bytes of answers; beyond: as of a larger answer", ge=0
+        256 * 1024 * 1024,
+        "Largest total size of a tenant's stored idempotent responses, in bytes. Further ones are treated as larger "
+        "than idempotency_max_answer_bytes.",
+        ge=0,
     )
 
-    responses_ttl_s: float = live(30 * 86_400, "how long responses are kept that asked for it", gt=0)
-    responses_max_per_tenant: int = live(10_000, "responses; beyond: 429; 0: none are kept", ge=0, le=100_000)
-    responses_max_bytes_per_tenant: int = live(256 * 1024 * 1024, "bytes of responses; beyond: 429", ge=0)
+    responses_ttl_s: float = live(
+        30 * 86_400, "Time for which responses of the Responses API are stored on request, in seconds.", gt=0
+    )
+    responses_max_per_tenant: int = live(
+        10_000,
+        "Largest number of stored responses of a tenant; 0 disables storage. Further requests are rejected with 429.",
+        ge=0,
+        le=100_000,
+    )
+    responses_max_bytes_per_tenant: int = live(
+        256 * 1024 * 1024,
+        "Largest total size of a tenant's stored responses, in bytes. Further requests are rejected with 429.",
+        ge=0,
+    )
 
-    simulation_limit_s: float = live(300, "how long a simulation may take", gt=0)
-    simulation_niceness: int = live(10, "how far it gives way to what is served", ge=0, le=19)
-    retention_interval_s: float = live(60, "how often what is past its time is deleted", gt=0)
-    keep_files_days: int = live(30, "of files for which no end was asked; 0: until they are deleted", ge=0, le=3_650)
-    keep_batches_days: int = live(30, "of batches, from their making, and as long as their files", ge=2, le=3_650)
-    keep_requests_days: int = live(0, "of single requests: 0, for ever, or 62 at least", ge=0, le=3_650)
+    simulation_limit_s: float = live(300, "Longest duration of a simulation, in seconds.", gt=0)
+    simulation_niceness: int = live(
+        10,
+        "Niceness (scheduling priority) of simulation processes; higher values yield more CPU time to serving.",
+        ge=0,
+        le=19,
+    )
+    retention_interval_s: float = live(60, "Interval between deletions of expired data, in seconds.", gt=0)
+    keep_files_days: int = live(
+        30,
+        "Retention of files without a requested expiry, in days; 0 retains them until they are deleted.",
+        ge=0,
+        le=3_650,
+    )
+    keep_batches_days: int = live(
+        30,
+        "Retention of batches after their creation, in days. A batch is also retained as long as its files.",
+        ge=2,
+        le=3_650,
+    )
+    keep_requests_days: int = live(
+        0, "Retention of the usage rows of single requests, in days: 0 (unlimited) or at least 62.", ge=0, le=3_650
+    )
     keep_limit_windows_days: int = live(
-        120, "of the windows of limits, from their beginning", ge=MIN_DAYS_OF_USAGE, le=3_650
+        120, "Retention of quota windows after their beginning, in days.", ge=MIN_DAYS_OF_USAGE, le=3_650
     )
 
     otlp_endpoint: str | None = live(
-        None, "where spans go, such as http://collector:4318; none: nowhere",
+        None, "OTLP endpoint for spans, such as http://collector:4318. If not set, spans are not exported.",
         validation_alias=_also("otlp_endpoint", "OTEL_EXPORTER_OTLP_ENDPOINT"),
     )  # fmt: skip
     otlp_protocol: Literal["http/protobuf", "grpc"] = live(
-        "http/protobuf", "by gRPC the port is 4317; it needs moiety[grpc]",
+        "http/protobuf", "OTLP protocol. grpc uses port 4317 and needs the extra moiety[grpc].",
         validation_alias=_also("otlp_protocol", "OTEL_EXPORTER_OTLP_PROTOCOL"),
     )  # fmt: skip
     otlp_metrics_endpoint: str | None = live(
-        None, "where metrics go, such as http://collector:4318/v1/metrics; none: they are only at /metrics",
+        None,
+        "OTLP endpoint for metrics, such as http://collector:4318/v1/metrics. If not set, metrics are only at "
+        "/metrics.",
         validation_alias=_also("otlp_metrics_endpoint", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"),
     )  # fmt: skip
     otlp_metrics_interval_ms: int = live(
-        60_000, "how often metrics go there", ge=100,
+        60_000, "Interval between exports of metrics, in milliseconds.", ge=100,
         validation_alias=_also("otlp_metrics_interval_ms", "OTEL_METRIC_EXPORT_INTERVAL"),
     )  # fmt: skip
     traces_endpoint: str | None = live(
-        None, "of our own trace store, such as http://traces:4318/otlp; none: no trace is kept"
+        None,
+        "Endpoint of the trace store of Moiety, such as http://traces:4318/otlp. If not set, no traces are stored.",
     )
-    traces_token: SecretStr | None = live(None, "by which that store knows its gateways")
-    traces_database_url: str | None = fixed(None, "where it keeps them; none: beside a SQLite store, or in PostgreSQL")
-    trace_sample_rate: float = live(0.02, "share of the traces that nothing speaks for", ge=0, le=1)
-    trace_sample_rates: Annotated[dict[str, float], NoDecode] = live({}, "that share by class: priority=1,…")
-    trace_first_per_s: int = live(1, "traces of every second that are kept whatever the rate is", ge=0)
-    trace_max_per_s: int = live(100, "traces that are kept in all; what goes beyond is counted", ge=1)
-    metrics_tenants: int = live(20, "with series of their own at /metrics; the rest are summed", ge=0, le=1000)
-    log_level: Literal["debug", "info", "warning", "error"] = live("info", "from which on events are logged")
-    log_format: Literal["auto", "json", "console"] = fixed("auto", "of the log; auto: columns on a terminal, else JSON")
+    traces_token: SecretStr | None = live(None, "Token that authenticates gateways at the trace store.")
+    traces_database_url: str | None = fixed(
+        None,
+        "URL of the database of the trace store. If not set, a file beside a SQLite database, or the same PostgreSQL "
+        "database.",
+    )
+    trace_sample_rate: float = live(0.02, "Fraction of the traces to store that no other rule selects.", ge=0, le=1)
+    trace_sample_rates: Annotated[dict[str, float], NoDecode] = live(
+        {}, "Sample rate by service class, such as priority=1,batch=0.01."
+    )
+    trace_first_per_s: int = live(
+        1, "Number of traces per second that are stored independently of the sample rate.", ge=0
+    )
+    trace_max_per_s: int = live(
+        100, "Largest number of traces stored per second. Further ones are dropped and counted.", ge=1
+    )
+    metrics_tenants: int = live(
+        20, "Number of tenants with metrics of their own. The metrics of the others are summed.", ge=0, le=1000
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = live("info", "Lowest level of log events.")
+    log_format: Literal["auto", "json", "console"] = fixed(
+        "auto", "Format of the log. auto writes columns on a terminal, otherwise JSON."
+    )
 
     @field_validator("engines", "webhook_networks", mode="before")
     @classmethod

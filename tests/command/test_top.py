@@ -99,7 +99,7 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
 
 
 def test_the_live_view_fits_a_small_terminal_sorts_by_a_column_and_ends_on_q(serve: Any) -> None:
-    with terminal("--data-dir", str(serve.data_dir), "--interval", "0.5") as shown:
+    with terminal("--data-dir", str(serve.data_dir), "--interval-s", "0.5") as shown:
         frame = shown.wait_for(lambda text: "demo" in text and "q quit" in text)
         assert len(frame) <= LINES
         assert max(map(len, frame)) <= COLUMNS

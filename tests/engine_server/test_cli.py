@@ -18,7 +18,6 @@ import zmq
 from typer.testing import CliRunner
 
 from moiety_engine.cli import engine
-from moiety_options.sizes import parse_size
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.messages import Accepted, Hello
 
@@ -122,25 +121,3 @@ def test_an_address_that_cannot_be_had_ends_with_1() -> None:
     )
     assert found.returncode == 1
     assert "cannot listen" in found.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("1500", 1500),
-        ("2K", 2048),
-        ("2KB", 2000),
-        ("1.5GiB", 3 << 29),
-        ("4 gb", 4 * 10**9),
-        ("1TiB", 1 << 40),
-        ("7B", 7),
-    ],
-)
-def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "G", "-1", "4X", "1e9"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="4GiB"):
-        parse_size(text)

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 import pytest
@@ -80,13 +79,6 @@ def test_secrets_in_plain_text_are_warned_of_and_not_shown(check, line: str, sai
     assert said in told
     assert "long enough" not in told
     assert "word@" not in told
-
-
-def test_the_reference_of_settings_is_what_is_declared(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["config", "reference"])
-    written = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
-    assert written == capsys.readouterr().out, "write it anew: moiety config reference > docs/settings.md"
 
 
 async def test_a_file_is_compared_with_the_gateway_that_runs(start_gateway, card, tmp_path, capsys) -> None:

@@ -265,7 +265,7 @@ ROWS = [  # setting, its new value, what is looked at, what it is before and aft
     ("max_stop_chars", 2, asks(stop="qrs"), OK, BAD),
     ("max_tools", 1, asks(tools=[TOOL, {**TOOL, "function": {"name": "g"}}]), (400, "tools_not_supported"), BAD),
     ("max_tool_schema_bytes", 256, asks(tools=[TOOL]), (400, "tools_not_supported"), BAD),
-    ("max_guide_bytes", 256, asks(guided_regex="(ab)" * 100), OK, (400, "unsupported_response_format")),
+    ("max_grammar_bytes", 256, asks(guided_regex="(ab)" * 100), OK, (400, "unsupported_response_format")),
     ("max_header_bytes", 4096, asks(headers={"X-Long": "x" * 5000}), OK, (431, "headers_too_large")),
     ("max_headers", 16, asks(headers={f"X-{i}": "x" for i in range(20)}), OK, (431, "headers_too_large")),
     ("header_timeout_s", 0.2, status_of_slow_head, None, b"HTTP/1.1 408 Request Timeout"),

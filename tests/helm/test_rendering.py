@@ -87,6 +87,47 @@ def test_the_readme_is_made_of_the_values() -> None:
     assert (CHART / "README.md").read_text(encoding="utf-8") == script["readme"](), "run: python helm/readme.py"
 
 
+def test_the_schema_has_the_options_of_the_engine() -> None:
+    script = runpy.run_path(str(CHART.parent / "schema.py"))
+    written = (CHART / "values.schema.json").read_text(encoding="utf-8")
+    assert written == script["written"](script["schema"]()), "run: python helm/schema.py"
+
+
+VLLM = {"name": "v", "kind": "vllm", "model": {"name": "a", "hub": "a/b", "tokenizerClaim": "t"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max-runing": 4}, "max-runing"),
+        ({"max-running": 0}, "max-running"),
+        ({"overlap": False}, "overlap"),
+        ({"kv-memory-bytes": "much"}, "kv-memory-bytes"),
+        ({"prefix-caching": "no"}, "prefix-caching"),
+    ],
+)
+def test_an_engine_option_that_the_engine_would_refuse_is_refused(
+    options: dict[str, Any], words: str, chart: helm_python.Chart
+) -> None:
+    for values in (
+        {"engines": [{"name": "a", "options": options}]},
+        {"engines": [{"name": "a"}], "enginePoolDefaults": {"options": options}},
+        {"engines": [{"name": "a", "kind": "moiety", "options": options}], "enginePoolDefaults": {"kind": "vllm"}},
+    ):
+        with pytest.raises(helm_python.HelmValuesError, match=words):
+            chart.render(values, name="rel", namespace="prod")
+
+
+def test_options_of_vllm_are_not_checked_as_the_engines(chart: helm_python.Chart) -> None:
+    options = {"max-model-len": 16384, "overlap": False}
+    kind = {key: value for key, value in VLLM.items() if key != "kind"}
+    for values in (
+        {"engines": [{**VLLM, "options": options}]},
+        {"engines": [{**kind, "options": options}], "enginePoolDefaults": {"kind": "vllm"}},
+    ):
+        assert "--max-model-len=16384" in str(chart.render(values, name="rel", namespace="prod"))
+
+
 @pytest.mark.parametrize(
     "values", [{"gatewy": {}}, {"gateway": {"replica": 2}}, {"engines": [{"name": "a", "gpu": 1}]}]
 )

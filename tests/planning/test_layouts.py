@@ -155,7 +155,7 @@ def test_the_command_advises_a_layout_as_json(capsys: pytest.CaptureFixture[str]
         (["--link", "nvlink"], "must be two of"),
         (["--model", "deepsek"], "is neither a folder"),
         (["--weights", "fp3"], "--weights 'fp3' must be"),
-        (["--model", "mixtral-8x7b", "--context", "40000"], "ask for less"),
+        (["--model", "mixtral-8x7b", "--input-tokens", "40000"], "ask for less"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

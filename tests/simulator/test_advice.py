@@ -176,7 +176,7 @@ def test_the_command_advises_from_usage_in_sentences_and_json(
     device, usage = tmp_path / "device.json", tmp_path / "usage.json"
     device.write_bytes(msgspec.json.encode(small))
     write_usage(usage, 120)
-    arguments = ["--usage", usage, "--device", device, "--duration", "10", "--policy", "fcfs"]
+    arguments = ["--usage", usage, "--device", device, "--duration-s", "10", "--policy", "fcfs"]
     assert command(*arguments, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["num_unserved"] == 1 and report["settings"]["trace"] == "usage"

@@ -130,7 +130,7 @@ def test_the_command_reports_one_json_object_and_draws(
     trace = tmp_path / "trace.csv"
     rows = [f"{index * 0.1},{'ab'[index % 2]},40,8" for index in range(100)]
     trace.write_text("\n".join(["arrival_s,tenant,input_tokens,output_tokens", *rows]))
-    arguments = ["--trace", trace, "--device", device, "--policy", "fcfs", "--load", "0.5", "--duration", "10"]
+    arguments = ["--trace", trace, "--device", device, "--policy", "fcfs", "--load", "0.5", "--duration-s", "10"]
     assert command(*arguments, "--classes", "standard=0.5,batch=0.5", "--plot", plot, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) >= {"environment", "settings", "capacity", "policies"}

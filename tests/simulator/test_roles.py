@@ -75,7 +75,7 @@ def test_the_command_tells_the_splits_as_json_and_as_a_table(
 ) -> None:
     device = tmp_path / "device.json"
     device.write_bytes(msgspec.json.encode(small))
-    command = ["simulate", "--generate", "poisson:rate=3,input=50..90,output=4..8", "--duration", "3"]
+    command = ["simulate", "--generate", "poisson:rate=3,input=50..90,output=4..8", "--duration-s", "3"]
     command += ["--device", str(device), "--prefill", "1", "--decode", "1"]
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--json"])

@@ -25,45 +25,77 @@ _NUM_SHOWN = 12
 
 def plan_command(
     model: Annotated[
-        str, typer.Option(help=f"folder with config.json, hub id, or {', '.join(PRESETS)}; the demo model if empty")
+        str,
+        typer.Option(
+            help="Model: a folder with config.json, a hub id, or one of "
+            f"{', '.join(PRESETS)}. If not given, the demo model."
+        ),
     ] = "",
-    gpus: Annotated[int, typer.Option(min=1, max=4096, help="in all; replicas share them")] = 8,
-    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}, or cpu: this processor, measured first")] = "h200",
+    gpus: Annotated[int, typer.Option(min=1, max=4096, help="Total number of GPUs, which the replicas share.")] = 8,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            help=f"GPU model: {', '.join(GPUS)}; or cpu, the processor of this machine, which is measured first."
+        ),
+    ] = "h200",
     link: Annotated[
-        str, typer.Option(help=f"inside a host, across hosts: nvlink (the GPU's own), {', '.join(LINKS)}")
+        str,
+        typer.Option(
+            help=f"Links within a node and between nodes: nvlink (the version of the GPU), {', '.join(LINKS)}."
+        ),
     ] = "nvlink,ib400",
-    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs that the faster link joins")] = 8,
-    context: Annotated[int, typer.Option(min=1, help="prompt tokens of a request")] = 4000,
-    output: Annotated[int, typer.Option(min=1, help="output tokens of a request")] = 1000,
-    ttft_s: Annotated[float, typer.Option(min=0.001, help="promised time to the first token")] = 2.0,
-    tpot_ms: Annotated[float, typer.Option(min=0.1, help="promised time a token")] = 50.0,
-    weights: Annotated[str, typer.Option(help="auto (as in the checkpoint), bf16, fp8, int8 or int4")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="auto (bf16), bf16, fp8 or int8")] = "auto",
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="prompt tokens of a step")] = 8192,
+    node_gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs in a node.")] = 8,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Prompt length of a request, in tokens.")] = 4000,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output length of a request, in tokens.")] = 1000,
+    ttft_s: Annotated[float, typer.Option(min=0.001, help="SLO for the time to first token (TTFT), in seconds.")] = 2.0,
+    tpot_s: Annotated[
+        float, typer.Option(min=0.0001, help="SLO for the time per output token (TPOT), in seconds.")
+    ] = 0.05,
+    weights: Annotated[
+        str, typer.Option(help="Format of the weights: auto (that of the checkpoint), bf16, fp8, int8 or int4.")
+    ] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Data type of the KV cache: auto (bf16), bf16, fp8 or int8.")] = "auto",
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Largest number of prompt tokens in one step.")] = 8192,
     balancedness: Annotated[
-        float, typer.Option(min=0.05, max=1.0, help="mean load of the ranks with experts over the largest")
+        float,
+        typer.Option(
+            min=0.05, max=1.0, help="Load balance of the ranks with experts: the mean load divided by the largest one."
+        ),
     ] = 0.9,
-    gpu_hour_usd: Annotated[float, typer.Option(min=0.0, help="what a GPU costs an hour")] = 2.0,
-    expert_gpu: Annotated[str, typer.Option(help="GPUs for experts, where they have their own; --gpu if empty")] = "",
+    gpu_hour_usd: Annotated[float, typer.Option(min=0.0, help="Price of a GPU hour, in US dollars.")] = 2.0,
+    expert_gpu: Annotated[
+        str,
+        typer.Option(
+            help="GPU model of the expert ranks with attention–FFN disaggregation. If not given, that of --gpu."
+        ),
+    ] = "",
     expert_gpu_hour_usd: Annotated[
-        float | None, typer.Option(min=0.0, help="what one of those costs an hour; as --gpu-hour-usd if not given")
+        float | None,
+        typer.Option(
+            min=0.0, help="Price of an hour of an --expert-gpu, in US dollars. If not given, that of --gpu-hour-usd."
+        ),
     ] = None,
     prompts_elsewhere: Annotated[
-        bool, typer.Option("--prompts-elsewhere", help="other GPUs compute prompts: these only decode")
+        bool,
+        typer.Option(
+            "--prompts-elsewhere", help="Assume that other GPUs compute the prompts, so that these only decode."
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Compute memory, speed and cost of a model on GPUs by layout, without any GPU, and advise one."""
+    """Compute memory, speed and cost of a model on GPUs by layout, without any GPU, and recommend one."""
     try:
         machine = find_gpu(gpu)
         network = find_network(link, machine, node_gpus)
         served = find_model(model, weights, kv_dtype)
-        if context + output > served.spec.max_context_tokens:
+        if input_tokens + output_tokens > served.spec.max_context_tokens:
             raise InvalidConfig(
-                f"--context and --output are {context + output} tokens, and {served.name} takes "
-                f"{served.spec.max_context_tokens}: ask for less"
+                f"--input-tokens and --output-tokens are {input_tokens + output_tokens} tokens, and {served.name} "
+                f"takes {served.spec.max_context_tokens}: ask for less"
             )
-        demand = TrafficDemand(context, output, ttft_s, tpot_ms / 1000, gpu_hour_usd, max_batch_tokens, balancedness)
+        demand = TrafficDemand(
+            input_tokens, output_tokens, ttft_s, tpot_s, gpu_hour_usd, max_batch_tokens, balancedness
+        )
         demand = replace(demand, prompts_elsewhere=prompts_elsewhere)
         layouts = list_layouts(gpus, served.spec)
         found = [evaluate(served, layout, gpus, machine, network, demand) for layout in layouts]

@@ -21,17 +21,26 @@ _CONTEXT = 1024  # tokens of a text per forward pass
 
 
 def quantize_command(
-    target: Annotated[Path, typer.Argument(help="the folder to write, which must not exist")],
-    model: Annotated[str, typer.Option(help="checkpoint folder or hub id; default: the bundled demo model")] = "",
-    to: Annotated[str, typer.Option(help="int8 or fp8 (a scale a row), or int4 (a scale for 32 weights)")] = "int8",
+    target: Annotated[Path, typer.Argument(help="Folder for the quantized checkpoint. It must not exist.")],
+    model: Annotated[
+        str, typer.Option(help="Checkpoint to quantize: a folder or hub id. If not given, the bundled demo model.")
+    ] = "",
+    to: Annotated[
+        str,
+        typer.Option(
+            help="Format of the weights: int8 or fp8 (one scale per row), or int4 (one scale per 32 weights)."
+        ),
+    ] = "int8",
     text: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="text to measure the perplexity on, UTF-8")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="UTF-8 text on which the perplexity is measured.")
     ] = None,
-    per_domain: Annotated[int, typer.Option(min=1, help="held-out tasks of each domain, for the demo model")] = 100,
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    per_domain: Annotated[
+        int, typer.Option(min=1, help="Number of held-out tasks per domain, for the demo model.")
+    ] = 100,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Write a checkpoint in 8 or 4 bits, and measure what it is worth before and after.
+    """Write a checkpoint with weights of 8 or 4 bits, and measure its quality before and after.
 
     The demo model is measured on its held-out tasks; any other on --text, or not at all without one.
     """

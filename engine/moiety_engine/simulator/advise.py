@@ -36,17 +36,20 @@ _NUM_ENOUGH = 200  # requests of a class; with fewer, its p99 is a guess
 def advise_command(
     trace: TraceFile = None,
     usage: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="what moiety usage --requests 500 --json printed")
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="File with the output of moiety usage --requests 500 --json."),
     ] = None,
     device: DeviceName = "a10g-llama2-7b",
     classes: ClassShares = None,
     class_targets: ClassTargets = None,
-    policy: Annotated[str, typer.Option(help="how requests are scheduled")] = "moiety",
-    duration: Annotated[float, typer.Option(min=10, help="seconds of the trace's busiest part to simulate")] = 300.0,
+    policy: Annotated[str, typer.Option(help="Scheduling policy.")] = "moiety",
+    duration_s: Annotated[
+        float, typer.Option(min=10, help="Duration of the busiest part of the trace to simulate, in seconds.")
+    ] = 300.0,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Say what one replica can carry, what to set, and how many replicas the traffic needs."""
+    """Recommend settings and a number of replicas for a load, from the capacity of one replica."""
     console = Console(stderr=True)
     try:
         check_policy(policy)
@@ -63,7 +66,7 @@ def advise_command(
                 chosen,
                 known,
                 policy=policy,
-                window_s=duration,
+                window_s=duration_s,
                 seed=seed,
                 on_progress=lambda text: status.update(f"simulating {text}"),
             )
@@ -81,7 +84,7 @@ def advise_command(
         "device": msgspec.to_builtins(chosen),
         "policy": policy,
         "classes": classes,
-        "duration_s": duration,
+        "duration_s": duration_s,
         "seed": seed,
     }
     report = {"environment": describe_environment("numpy"), "settings": settings, "num_unserved": num_unserved}
@@ -105,7 +108,7 @@ def explain(advice: Advice, device: SimulatedDevice, num_unserved: int = 0) -> I
     if not advice.kept_at_safe_load:
         yield (
             f"The settings together did not keep every class at {KEPT:.0%} in a last run at {advice.safe_load:.2f} C: "
-            "plan for less load, or try a longer --duration if the classes have few requests."
+            "plan for less load, or try a longer --duration-s if the classes have few requests."
         )
 
 

@@ -36,42 +36,71 @@ def simulate_command(
     trace: TraceFile = None,
     generate: Annotated[
         str | None,
-        typer.Option(help="arrivals to draw, such as 'poisson:rate=3,tenant=a;onoff:rate=2,on=60,off=60,tenant=b'"),
+        typer.Option(
+            help="Random arrivals to generate, such as 'poisson:rate=3,tenant=a;onoff:rate=2,on=60,off=60,tenant=b'."
+        ),
     ] = None,
     device: DeviceName = "a10g-llama2-7b",
     policy: Annotated[
-        list[str] | None, typer.Option(help="how requests are scheduled; repeatable; moiety if none is named")
+        list[str] | None, typer.Option(help="Scheduling policy. May be given several times. If not given, moiety.")
     ] = None,
-    compare_with: Annotated[str, typer.Option("--compare", help="more policies, separated by commas")] = "",
-    load: Annotated[float | None, typer.Option(min=0.001, help="offer so many times the device's capacity")] = None,
-    times: Annotated[float, typer.Option(min=0.001, help="without --load: offer so many times what arrives")] = 1.0,
+    compare_with: Annotated[
+        str, typer.Option("--compare", help="Further policies to compare, separated by commas.")
+    ] = "",
+    load: Annotated[
+        float | None, typer.Option(min=0.001, help="Offered load as a multiple of the capacity of the device.")
+    ] = None,
+    times: Annotated[
+        float, typer.Option(min=0.001, help="Offered load as a multiple of the load of the trace, without --load.")
+    ] = 1.0,
     replicas: Annotated[
-        int, typer.Option(min=1, help="without --load: of which one is simulated, with its share of the requests")
+        int,
+        typer.Option(
+            min=1, help="Number of replicas that share the requests, of which one is simulated, without --load."
+        ),
     ] = 1,
-    prefill: Annotated[int, typer.Option(min=0, help="devices that compute prompts for others; with --decode")] = 0,
-    decode: Annotated[int, typer.Option(min=0, help="devices that write the answers; every split is compared")] = 0,
+    prefill: Annotated[int, typer.Option(min=0, help="Number of prefill devices. It requires --decode.")] = 0,
+    decode: Annotated[
+        int,
+        typer.Option(min=0, help="Number of decode devices. Every split of the devices between the roles is compared."),
+    ] = 0,
     kv_gb_per_s: Annotated[
-        float, typer.Option(min=0.001, help="what carries KV from the former to the latter")
+        float, typer.Option(min=0.001, help="Bandwidth of the KV transfer from prefill to decode devices, in GB/s.")
     ] = KV_BYTES_PER_S / 1e9,
     classes: ClassShares = None,
     class_targets: ClassTargets = None,
-    duration: Annotated[float | None, typer.Option(min=1, help="seconds; a shorter trace is repeated")] = None,
-    tenants: Annotated[int, typer.Option(min=1, help="that the conversations of a trace without tenants go to")] = 20,
-    weights: Annotated[str, typer.Option(help="tenants' weights: a=1,b=2; 1 if not named")] = "",
-    scale: Annotated[float, typer.Option(min=0.0001, help="multiplies the lengths")] = 1.0,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="bound on answers; else the longest in the trace")
+    duration_s: Annotated[
+        float | None,
+        typer.Option(min=1, help="Duration of the simulated arrivals, in seconds. A shorter trace is repeated."),
+    ] = None,
+    tenants: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Number of tenants among which the conversations of a trace without tenants are distributed."
+        ),
+    ] = 20,
+    weights: Annotated[
+        str, typer.Option(help="Weights of tenants, such as a=1,b=2. The weight of the others is 1.")
+    ] = "",
+    scale: Annotated[float, typer.Option(min=0.0001, help="Factor that multiplies the lengths of the trace.")] = 1.0,
+    max_output_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Largest output length in tokens. If not given, the longest one of the trace."),
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="token budget of a step; else the device's")
+        int | None, typer.Option(min=1, help="Largest number of tokens in one step. If not given, that of the device.")
     ] = None,
     seed: Seed = 0,
-    seeds: Annotated[str, typer.Option(help="several, separated by commas; figures are means over them")] = "",
-    drain: Annotated[bool, typer.Option(help="go on after the last arrival until all requests have ended")] = True,
-    plot: Annotated[Path | None, typer.Option(help="draw the comparison into a .png or .html file")] = None,
+    seeds: Annotated[
+        str, typer.Option(help="Random seeds, separated by commas. The figures are means over them.")
+    ] = "",
+    drain: Annotated[
+        bool, typer.Option(help="Continue after the last arrival until all requests have finished.")
+    ] = True,
+    plot: Annotated[Path | None, typer.Option(help="File for a plot of the comparison, .png or .html.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the real scheduler under virtual time, on a trace or on drawn arrivals."""
+    """Run the real scheduler under virtual time, on a trace or on random arrivals."""
     names = _policy_names(policy or [], compare_with)
     try:
         if plot is not None:
@@ -82,7 +111,7 @@ def simulate_command(
             spec=generate,
             num_tenants=tenants,
             scale=scale,
-            duration_s=duration,
+            duration_s=duration_s,
             load=load,
             times=times,
             num_replicas=replicas,
@@ -111,7 +140,7 @@ def simulate_command(
                 names,
                 classes=known_classes,
                 seeds=seed_list,
-                max_tokens=max_tokens,
+                max_tokens=max_output_tokens,
                 drain=drain,
                 on_progress=on_progress,
             )
@@ -120,7 +149,7 @@ def simulate_command(
     except (EngineError, WorkloadError) as exc:
         print_error("moiety simulate", exc)
         raise typer.Exit(1) from exc
-    settings = {"max_tokens": max_tokens, "seeds": seed_list, "drain": drain}
+    settings = {"max_tokens": max_output_tokens, "seeds": seed_list, "drain": drain}
     _tell_comparison(done, scenario, chosen, settings, as_json=as_json)
 
 

@@ -25,19 +25,40 @@ if TYPE_CHECKING:
 
 
 def bench_kernels(
-    kernels: Annotated[str, typer.Option(help="names with commas between them [all]")] = "",
-    shapes: Annotated[str, typer.Option(help="models' names, likewise [all that make sense on the device]")] = "",
-    tokens: Annotated[str, typer.Option(help="numbers, likewise [1 to 16384; on a CPU to 256]")] = "",
-    routing: Annotated[str, typer.Option(help="uniform, zipf, or both")] = "uniform,zipf",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    time_budget: Annotated[float, typer.Option(min=1.0, help="seconds that the whole run may take")] = 300.0,
-    rivals: Annotated[bool, typer.Option("--rivals/--no-rivals", help="whether to time others for the same")] = True,
-    threads: Annotated[int | None, typer.Option(min=1, help="of the CPU")] = None,
-    seed: Annotated[int, typer.Option()] = 0,
-    output: Annotated[Path | None, typer.Option(dir_okay=False, help="also write the JSON there, as it grows")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    kernels: Annotated[str, typer.Option(help="Names of kernels, separated by commas. If not given, all.")] = "",
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="Names of models whose shapes are measured, separated by commas. If not given, all that fit the "
+            "device."
+        ),
+    ] = "",
+    tokens: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of tokens in a step, separated by commas. If not given, 1 to 16384 on a GPU and 1 to 256 on "
+            "a CPU."
+        ),
+    ] = "",
+    routing: Annotated[
+        str, typer.Option(help="Distribution of tokens over experts: uniform, zipf, or both separated by a comma.")
+    ] = "uniform,zipf",
+    device: Annotated[str, typer.Option(help="Device to measure: auto, cpu or cuda.")] = "auto",
+    time_budget_s: Annotated[
+        float, typer.Option(min=1.0, help="Longest duration of the whole measurement, in seconds.")
+    ] = 300.0,
+    rivals: Annotated[
+        bool, typer.Option("--rivals/--no-rivals", help="Measure other implementations of the same operations as well.")
+    ] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="File to which the JSON is also written, after each measurement."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Compare the kernels with their rivals and with the device's roofline in one run.
+    """Compare the kernels with other implementations and with the device's roofline in one run.
 
     Calls run with cold caches and interleaved repeats; times are medians.
     """
@@ -51,10 +72,10 @@ def bench_kernels(
     if threads is not None:
         torch.set_num_threads(threads)
     chosen = _device(device)
-    settings = _settings(chosen, kernels, shapes, tokens, routing, time_budget, rivals, seed)
+    settings = _settings(chosen, kernels, shapes, tokens, routing, time_budget_s, rivals, seed)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    describe = partial(_as_json, settings=settings, device=chosen, time_budget_s=time_budget)
+    describe = partial(_as_json, settings=settings, device=chosen, time_budget_s=time_budget_s)
 
     def show(name: str, so_far: Report) -> None:
         bar.update(task, advance=1, description=name)

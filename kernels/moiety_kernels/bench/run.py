@@ -93,7 +93,7 @@ class _Run:
     def refusal(self, num_bytes: int) -> str | None:
         """Return why a point of that size is not measured; None if it is."""
         if time.perf_counter() > self.end:
-            return "the time budget was spent; raise --time-budget or name fewer shapes"
+            return "the time budget was spent; raise --time-budget-s or name fewer shapes"
         free = free_bytes(self.device)
         if num_bytes > _MEMORY_SHARE * free:
             return f"takes about {num_bytes / 1e9:.0f} GB of memory, and {free / 1e9:.0f} GB are free"

@@ -24,13 +24,14 @@ COLUMNS = {
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PART_BYTES = 512 * 1024
 
-app = typer.Typer(no_args_is_help=True, help="LoRA adapters of tenants, as PEFT writes them.")
+app = typer.Typer(no_args_is_help=True, help="List, upload and remove LoRA adapters of tenants, in PEFT format.")
 
 
 @app.command("list")
 @admin_command
 def list_adapters(
-    admin: Admin, tenant: Annotated[str | None, typer.Option(help="Of this tenant only, by name or id.")] = None
+    admin: Admin,
+    tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
 ) -> None:
     """List adapters, by tenant, model and name."""
     tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
@@ -41,17 +42,20 @@ def list_adapters(
 @admin_command
 def add_adapter(
     admin: Admin,
-    tenant: Annotated[str, typer.Argument(help="Name or id of the tenant that it is for.")],
-    model: Annotated[str, typer.Argument(help="The served model that it was trained on.")],
-    name: Annotated[str, typer.Argument(help="Clients ask for MODEL:NAME then.")],
+    tenant: Annotated[str, typer.Argument(help="Name or id of the tenant that may use the adapter.")],
+    model: Annotated[str, typer.Argument(help="Name of the served model that the adapter was trained for.")],
+    name: Annotated[str, typer.Argument(help="Name of the adapter. Clients request the model MODEL:NAME.")],
     folder: Annotated[
-        Path | None, typer.Argument(help=f"With {CONFIG} and {TENSORS}.", exists=True, file_okay=False)
+        Path | None, typer.Argument(help=f"Folder with {CONFIG} and {TENSORS}.", exists=True, file_okay=False)
     ] = None,
     engine_adapter: Annotated[
-        str | None, typer.Option(help="Instead of a folder: the NAME that engines were given by --adapter NAME=FOLDER.")
+        str | None,
+        typer.Option(
+            help="NAME of an adapter that engines loaded by --adapter NAME=FOLDER, instead of a folder to upload."
+        ),
     ] = None,
 ) -> None:
-    """Upload an adapter for a tenant, or assign it one that the engines have. No other tenant can use it."""
+    """Upload an adapter for a tenant, or assign it one that the engines loaded. No other tenant can use it."""
     if (folder is None) == (engine_adapter is None):
         raise typer.BadParameter("give either a folder or --engine-adapter")
     for file in (CONFIG, TENSORS):
@@ -76,7 +80,7 @@ def add_adapter(
 @admin_command
 def remove_adapter(
     admin: Admin,
-    adapter_id: Annotated[str, typer.Argument(help="Id of the adapter; list them with: moiety adapter list.")],
+    adapter_id: Annotated[str, typer.Argument(help="Id of the adapter, as moiety adapter list shows it.")],
 ) -> None:
     """Remove an adapter, so that no request can use it any more."""
     admin.show_row(admin.client.call("DELETE", path_of("adapters", adapter_id)))

@@ -18,13 +18,19 @@ P = ParamSpec("P")
 
 Url = Annotated[
     str | None,
-    typer.Option(envvar="MOIETY_URL", help="The gateway; that of the serve on --data-dir if not given."),
+    typer.Option(
+        envvar="MOIETY_URL", help="URL of the gateway. If not given, that of the moiety serve that uses --data-dir."
+    ),
 ]
 AdminKey = Annotated[
     str | None,
-    typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key; that of the serve on --data-dir if not given."),
+    typer.Option(
+        envvar="MOIETY_ADMIN_KEY", help="Admin key. If not given, that of the moiety serve that uses --data-dir."
+    ),
 ]
-DataDir = Annotated[Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Data directory of a local serve.")]
+DataDir = Annotated[
+    Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Data directory of a moiety serve on this machine.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _COMMON: dict[str, tuple[Any, Any]] = {  # name → (annotation, default)

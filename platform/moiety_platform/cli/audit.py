@@ -24,15 +24,17 @@ COLUMNS = {
 }
 PAGE = 500
 
-app = typer.Typer(no_args_is_help=True, help="The log of administrative changes: show it, and verify its chain.")
+app = typer.Typer(no_args_is_help=True, help="Show the log of administrative changes, and verify its hash chain.")
 
 
 @app.command("list")
 @admin_command
 def list_entries(
     admin: Admin,
-    last: Annotated[int, typer.Option(min=1, help="So many of the newest entries.")] = 50,
-    object_id: Annotated[str | None, typer.Option("--object", help="Only changes to the thing with this id.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="Number of newest entries to show.")] = 50,
+    object_id: Annotated[
+        str | None, typer.Option("--object", help="Id of an object. If not given, changes of all objects.")
+    ] = None,
 ) -> None:
     """Show who changed what, oldest first."""
     rows = list(entries(admin.client, object_id))[-last:]
@@ -44,7 +46,7 @@ def list_entries(
 def verify_chain(
     admin: Admin,
     expect: Annotated[
-        str | None, typer.Option(help="SEQ:HASH of an earlier run; the log must still have that entry.")
+        str | None, typer.Option(help="SEQ:HASH that an earlier run printed. The log must contain this entry.")
     ] = None,
 ) -> None:
     """Recompute the whole hash chain locally, and compare.

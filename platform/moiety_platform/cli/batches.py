@@ -35,27 +35,39 @@ POLL_S = 0.5
 PATIENCE_S = 60.0
 MAX_LIST = 100
 
-app = typer.Typer(no_args_is_help=True, help="Batches: files of requests, answered when there is room.")
+app = typer.Typer(no_args_is_help=True, help="Submit files of requests, follow their progress and fetch the answers.")
 
 BatchId = Annotated[str, typer.Argument(help="Id of the batch.")]
 Url = Annotated[
-    str | None, typer.Option(envvar="MOIETY_URL", help="The gateway; that of the serve on --data-dir if not given.")
+    str | None,
+    typer.Option(
+        envvar="MOIETY_URL", help="URL of the gateway. If not given, that of the moiety serve that uses --data-dir."
+    ),
 ]
 Key = Annotated[
-    str | None, typer.Option(envvar="MOIETY_KEY", help="Tenant's key; that of the serve on --data-dir if not given.")
+    str | None,
+    typer.Option(
+        envvar="MOIETY_KEY", help="API key of a tenant. If not given, that of the moiety serve that uses --data-dir."
+    ),
 ]
-DataDir = Annotated[Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Data directory of a local serve.")]
+DataDir = Annotated[
+    Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Data directory of a moiety serve on this machine.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 LOCAL = Path(".moiety")
 
 
 @app.command("submit")
 def submit(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="Requests, one a line.")],
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="File of requests, one per line.")
+    ],
     endpoint: Annotated[
-        str | None, typer.Option(help="Endpoint of all lines; without it the `url` of the first one.")
+        str | None, typer.Option(help="Endpoint of all requests. If not given, the `url` of the first one.")
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the batch to its end.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the batch is finished and show its progress.")
+    ] = False,
     url: Url = None,
     key: Key = None,
     data_dir: DataDir = LOCAL,
@@ -81,7 +93,7 @@ def submit(
 
 @app.command("list")
 def list_batches(
-    last: Annotated[int, typer.Option(min=1, max=MAX_LIST, help="How many of the newest.")] = 20,
+    last: Annotated[int, typer.Option(min=1, max=MAX_LIST, help="Number of newest batches to show.")] = 20,
     url: Url = None,
     key: Key = None,
     data_dir: DataDir = LOCAL,
@@ -115,8 +127,10 @@ def cancel(
 @app.command("results")
 def results(
     batch_id: BatchId,
-    output: Annotated[Path | None, typer.Option(help="Where to write them; standard output if not given.")] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="The lines without an answer instead.")] = False,
+    output: Annotated[Path | None, typer.Option(help="File for the answers. If not given, standard output.")] = None,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Write the failed requests with their errors instead of the answers.")
+    ] = False,
     url: Url = None,
     key: Key = None,
     data_dir: DataDir = LOCAL,

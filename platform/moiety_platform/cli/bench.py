@@ -33,24 +33,38 @@ DEFAULT_NUM_REQUESTS = 100
 def serve(
     key: Annotated[
         list[str],
-        typer.Option(envvar="MOIETY_KEY", help="Tenant's key, or TENANT=KEY for a tenant of the trace; repeatable."),
+        typer.Option(
+            envvar="MOIETY_KEY",
+            help="API key of a tenant, or TENANT=KEY for a tenant of the trace. May be given several times.",
+        ),
     ],
-    url: Annotated[str, typer.Option(envvar="MOIETY_URL", help="The gateway.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(envvar="MOIETY_URL", help="URL of the gateway.")] = "http://127.0.0.1:8000",
     trace: Annotated[
-        Path | None, typer.Option(help="Trace of arrivals and lengths; without it Poisson arrivals of one length.")
+        Path | None,
+        typer.Option(help="Trace of requests. If not given, Poisson arrivals of requests with equal lengths."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, help="Mean requests per second; without it the trace's own times.")
+        float | None,
+        typer.Option(
+            min=1e-6, help="Mean number of requests per second. If not given, the arrival times of the trace."
+        ),
     ] = None,
-    num_requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many requests.")] = None,
-    duration_s: Annotated[float | None, typer.Option(min=0.001, help="Stop sending after so many seconds.")] = None,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Without a trace: prompt length.")] = 128,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Without a trace: answer length.")] = 64,
-    scale: Annotated[float, typer.Option(min=1e-6, help="Multiplies the trace's lengths, so that they fit.")] = 1.0,
-    model: Annotated[str | None, typer.Option(help="Model to ask; without it the first one served.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts and the Poisson arrivals.")] = 0,
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="Longest silence before a request is given up.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    num_requests: Annotated[int | None, typer.Option(min=1, help="Largest number of requests to send.")] = None,
+    duration_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Longest time during which requests are sent, in seconds.")
+    ] = None,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Prompt length in tokens without --trace.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output length in tokens without --trace.")] = 64,
+    scale: Annotated[float, typer.Option(min=1e-6, help="Factor that multiplies the lengths of the trace.")] = 1.0,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model. If not given, the first one that the gateway lists.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts and arrivals.")] = 0,
+    timeout_s: Annotated[
+        float,
+        typer.Option(min=0.001, help="Longest time without data after which a request counts as failed, in seconds."),
+    ] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Measure a running gateway under open-loop load: latencies, SLO attainment by class, goodput, errors.
 

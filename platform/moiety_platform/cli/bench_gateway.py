@@ -17,19 +17,36 @@ from moiety_platform.cli.errors import CommandError
 
 
 def gateway(
-    tenants: Annotated[int, typer.Option(min=1, help="Tenants, each with a key and limits of every kind.")] = 200,
-    connections: Annotated[int, typer.Option(min=1, help="Connections that send as fast as they are answered.")] = 16,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Length of each part of the run.")] = 10.0,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of an answer that is not streamed.")] = 8,
-    stream_tokens: Annotated[int, typer.Option(min=1, help="Of a streamed answer.")] = 1000,
+    tenants: Annotated[
+        int, typer.Option(min=1, help="Number of tenants, each with one key and quotas of every kind.")
+    ] = 200,
+    connections: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Number of connections, each of which sends its next request when the previous one is answered."
+        ),
+    ] = 16,
+    duration_s: Annotated[
+        float, typer.Option(min=0.1, help="Duration of each part of the measurement, in seconds.")
+    ] = 10.0,
+    output_tokens: Annotated[
+        int, typer.Option(min=1, help="Output length of a request without streaming, in tokens.")
+    ] = 8,
+    stream_tokens: Annotated[int, typer.Option(min=1, help="Output length of a streamed request, in tokens.")] = 1000,
     soak_requests: Annotated[
-        int, typer.Option(min=0, help="Then so many requests more, to see how memory grows after a tenth of them.")
+        int,
+        typer.Option(
+            min=0,
+            help="Number of further requests during which the growth of memory is measured, after the first tenth.",
+        ),
     ] = 0,
-    no_traces: Annotated[bool, typer.Option("--no-traces", help="Neither record nor keep traces.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    no_traces: Annotated[bool, typer.Option("--no-traces", help="Do not record traces.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Measure the gateway alone, on one core, with the scripted engine and every production feature enabled."""
-    settings = GatewayBench(tenants, connections, seconds, output_tokens, stream_tokens, soak_requests, not no_traces)
+    settings = GatewayBench(
+        tenants, connections, duration_s, output_tokens, stream_tokens, soak_requests, not no_traces
+    )
     console = Console(stderr=True)
     say = console.print if sys.stderr.isatty() else lambda _: None
     try:

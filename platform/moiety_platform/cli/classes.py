@@ -26,31 +26,58 @@ COLUMNS = {
 NOTHING = "none"
 ROUNDED = 6  # significant digits; a table shows 0.033 s unchanged
 
-app = typer.Typer(no_args_is_help=True, help="Service classes: what is promised, and what happens at overload.")
+app = typer.Typer(
+    no_args_is_help=True, help="List and change service classes: their SLOs and their behaviour at overload."
+)
 
-Name = Annotated[str, typer.Argument(help="Name of the class.")]
-RankOption = Annotated[int | None, typer.Option(help="Lower goes first; classes of one rank share a queue.")]
-WeightOption = Annotated[float | None, typer.Option(help="Multiplies a tenant's own weight within the rank.")]
-TtftOption = Annotated[str | None, typer.Option("--ttft-s", help="Arrival to first token, in seconds, or none.")]
-TtftPer1kOption = Annotated[
-    float | None, typer.Option("--ttft-per-1k-s", help="Allowance for each 1,000 prompt tokens that no cache held.")
+Name = Annotated[str, typer.Argument(help="Name of the service class.")]
+RankOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Priority rank. Classes of a lower rank are served first; classes of the same rank share a queue."
+    ),
 ]
-TpotOption = Annotated[str | None, typer.Option("--tpot-s", help="Seconds between tokens, or none.")]
+WeightOption = Annotated[
+    float | None, typer.Option(help="Factor that multiplies the weights of the class's tenants within the rank.")
+]
+TtftOption = Annotated[
+    str | None, typer.Option("--ttft-s", help="SLO for the time to first token, in seconds, or none.")
+]
+TtftPer1kOption = Annotated[
+    float | None,
+    typer.Option(
+        "--ttft-per-1k-s", help="Addition to the TTFT SLO per 1,000 prompt tokens that are not cached, in seconds."
+    ),
+]
+TpotOption = Annotated[
+    str | None, typer.Option("--tpot-s", help="SLO for the time per output token, in seconds, or none.")
+]
 CompletionOption = Annotated[
-    str | None, typer.Option("--completion-s", help="Arrival to the last token, in seconds, or none.")
+    str | None, typer.Option("--completion-s", help="SLO for the time to the last token, in seconds, or none.")
 ]
 MaxQueueOption = Annotated[
-    float | None, typer.Option("--max-queue-s", help="Longest wait before it is boosted over other classes.")
+    float | None,
+    typer.Option(
+        "--max-queue-s", help="Queueing time after which a request precedes those of other classes, in seconds."
+    ),
 ]
 PreemptibleOption = Annotated[
     bool | None,
-    typer.Option("--preemptible/--not-preemptible", help="Whether its memory may be taken once it runs."),
+    typer.Option(
+        "--preemptible/--not-preemptible", help="Allow the preemption of running requests for more urgent ones."
+    ),
 ]
-OverloadOption = Annotated[str | None, typer.Option("--on-overload", help="reject, queue or downgrade.")]
+OverloadOption = Annotated[
+    str | None,
+    typer.Option("--on-overload", help="Action if the SLO is predicted to be missed: reject, queue or downgrade."),
+]
 DowngradeOption = Annotated[
-    str | None, typer.Option("--downgrade-to", help="The lower class that it is served in at overload, or none.")
+    str | None,
+    typer.Option("--downgrade-to", help="Class of a higher rank number that requests are downgraded to, or none."),
 ]
-PriceOption = Annotated[float | None, typer.Option("--price-factor", help="Multiplies prices; 0.5 is half price.")]
+PriceOption = Annotated[
+    float | None, typer.Option("--price-factor", help="Factor that multiplies prices, such as 0.5 for half the price.")
+]
 
 
 @app.command("list")
@@ -105,7 +132,12 @@ def set_class(
 def create_class(
     admin: Admin,
     name: Name,
-    rank: Annotated[int, typer.Option(help="Lower goes first; classes of one rank share a queue.")],
+    rank: Annotated[
+        int,
+        typer.Option(
+            help="Priority rank. Classes of a lower rank are served first; classes of the same rank share a queue."
+        ),
+    ],
     weight: WeightOption = None,
     ttft_s: TtftOption = None,
     ttft_per_1k_s: TtftPer1kOption = None,

@@ -24,10 +24,14 @@ from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.settings import GatewaySettings
 
-app = typer.Typer(no_args_is_help=True, help="What the Helm chart's Jobs do, in a pod of the cluster.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Create Secrets and the key of the first owner. The Jobs of the Helm chart run these commands.",
+)
 
 Account = Annotated[
-    Path, typer.Option("--account", help="Folder with the pod's token, namespace and certificate.", show_default=False)
+    Path,
+    typer.Option("--account", help="Folder with the token, namespace and certificate of the pod.", show_default=False),
 ]
 
 
@@ -35,7 +39,7 @@ Account = Annotated[
 def make_secrets(
     name: Annotated[str, typer.Argument(help="Name of the Secret.")],
     database_host: Annotated[
-        str | None, typer.Option(help="Host of the chart's own database, whose password is made too.")
+        str | None, typer.Option(help="Host of the bundled database, whose password is also created.")
     ] = None,
     account: Account = ACCOUNT,
 ) -> None:
@@ -50,9 +54,9 @@ def make_secrets(
 
 @app.command("owner")
 def make_owner(
-    name: Annotated[str, typer.Argument(help="Name of the Secret that the key is put in.")],
+    name: Annotated[str, typer.Argument(help="Name of the Secret for the key.")],
     reissue: Annotated[
-        bool, typer.Option(help="Make another key though there are some, if the first was lost.")
+        bool, typer.Option(help="Create another key even if keys exist, for example after the loss of the first one.")
     ] = False,
     account: Account = ACCOUNT,
 ) -> None:

@@ -21,9 +21,10 @@ from moiety_platform.cli.admin_command import Admin, AdminKey, DataDir, Url, adm
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.lazy import as_command, explain_missing_package, load_target
 from moiety_platform.cli.printing import say
+from moiety_platform.cli.reference import options_reference, settings_reference
 from moiety_platform.cli.tables import show_json
 from moiety_platform.config_file import ConfigFileError, read_config_section
-from moiety_platform.reloading.reference import reference_of
+from moiety_platform.reloadable import AT_ONCE, AT_RESTART
 from moiety_platform.reloading.shown import SET, shown
 from moiety_platform.reloading.source import SettingOrigin
 from moiety_platform.settings import SECTION, GatewaySettings
@@ -33,10 +34,11 @@ TRACES, SERVE = "traces", "serve"
 BY_OPTIONS = (SERVE, "engine", "dashboard")  # these have options and no settings
 NOT_IN_FILES = ("config", "help", "version")
 PLACEHOLDER = "x" * 16  # stands for a setting without a default that comes from the environment
-WAITS = "waits for a restart"
+WAITS = "no, the file has a change that waits for a restart"
+HOT_RELOAD = {AT_ONCE: "yes", AT_RESTART: "no"}
 PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
-app = typer.Typer(no_args_is_help=True, help="The configuration file, and what a gateway goes by.")
+app = typer.Typer(no_args_is_help=True, help="Check a configuration file, and show the settings of a gateway.")
 
 
 @app.callback()
@@ -72,14 +74,17 @@ class Problem:
 
 @app.command("check")
 def check(
-    file: Annotated[Path, typer.Argument(help="TOML or YAML file, as --config takes it.")],
+    file: Annotated[Path, typer.Argument(help="TOML or YAML configuration file.")],
     against: Annotated[
-        Against | None, typer.Option(help="`running`: say what the gateway that runs would take of it, and when.")
+        Against | None,
+        typer.Option(
+            help="`running` compares the file with the running gateway and shows which settings would change, and when."
+        ),
     ] = None,
     url: Url = None,
     admin_key: AdminKey = None,
     data_dir: DataDir = Path(".moiety"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Check a file: unknown names, invalid values, secrets in plain text. Ends with 1 if it would not work."""
     try:
@@ -106,9 +111,16 @@ def check(
 
 
 @app.command("reference")
-def reference() -> None:
-    """Print every setting of a file's tables, with its default and its reload behaviour, in Markdown."""
-    say(reference_of({SECTION: GatewaySettings, TRACES: TraceSettings}), nl=False)
+def reference(
+    options: Annotated[
+        bool, typer.Option("--options", help="Print every option of every command instead of the settings.")
+    ] = False,
+) -> None:
+    """Print every setting of the gateway and the trace store with its default and its hot reload, in Markdown."""
+    if options:
+        say(options_reference(load_target("moiety_platform.cli.main:build")()), nl=False)
+    else:
+        say(settings_reference({SECTION: GatewaySettings, TRACES: TraceSettings}), nl=False)
 
 
 @app.command("show")
@@ -119,8 +131,8 @@ def show(admin: Admin) -> None:
     if admin.as_json:
         show_json(told)
         return
-    rows = [{**one, "reload": WAITS if one["waits"] else one["reload"]} for one in told["data"]]
-    admin.show_rows(rows, {"name": "name", "value": "value", "origin": "from", "reload": "a change is taken"})
+    rows = [{**one, "reload": WAITS if one["waits"] else HOT_RELOAD[one["reload"]]} for one in told["data"]]
+    admin.show_rows(rows, {"name": "name", "value": "value", "origin": "from", "reload": "hot reload"})
     if told["file"] is not None:
         say(f"{told['file']}, taken {told['taken_at']}")
     if told["problem"]:

@@ -32,7 +32,11 @@ def take_defaults(context: typer.Context, path: Path | None) -> Path | None:
 
 FileOption = Annotated[
     Path | None,
-    typer.Option(callback=take_defaults, is_eager=True, help="TOML or YAML file; its table of this name sets options."),
+    typer.Option(
+        callback=take_defaults,
+        is_eager=True,
+        help="TOML or YAML configuration file. Its table with the name of the command sets these options.",
+    ),
 ]
 
 

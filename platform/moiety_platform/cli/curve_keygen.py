@@ -16,7 +16,7 @@ OWNER_ONLY = 0o600
 
 
 def curve_keygen(
-    file: Annotated[Path, typer.Argument(help="File for the secret key; the public key goes to FILE.pub beside it.")],
+    file: Annotated[Path, typer.Argument(help="File for the secret key. The public key is written to FILE.pub.")],
 ) -> None:
     """Create a CURVE key pair, write both keys to files, and print the public key.
 

@@ -13,6 +13,7 @@ from moiety_platform.auth.bootstrap import ensure_bootstrap
 from moiety_platform.auth.pepper import BadPepper, pepper_of
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.migrations import find_upgrade
+from moiety_platform.cli.setting_options import setting_option
 from moiety_platform.cli.settings_of import open_settings
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
@@ -26,46 +27,39 @@ from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_
 
 
 def gateway(
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 if not set.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 8000 if not set.")] = None,
-    operations_host: Annotated[
-        str | None, typer.Option(help="Address of the operations listener; 127.0.0.1 if not set.")
-    ] = None,
-    operations_port: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=65535, help="Port for /metrics and /schema; if not set, --port where --host is loopback."
-        ),
-    ] = None,
+    host: Annotated[str | None, setting_option(GatewaySettings, "host")] = None,
+    port: Annotated[int | None, setting_option(GatewaySettings, "port")] = None,
+    operations_host: Annotated[str | None, setting_option(GatewaySettings, "operations_host")] = None,
+    operations_port: Annotated[int | None, setting_option(GatewaySettings, "operations_port")] = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="tcp://HOST:PORT or ipc://PATH of an engine, dns+tcp://NAME:PORT of several, or "
-            "openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER of another's; repeatable."
+            help="Address of an engine: tcp://HOST:PORT or ipc://PATH, dns+tcp://NAME:PORT for several engines, or "
+            "openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER for an external engine. May be given "
+            "several times."
         ),
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Where the key pepper, the usage journal and SQLite are kept.")
+    data_dir: Annotated[Path | None, setting_option(GatewaySettings, "data_dir")] = None,
+    database_url: Annotated[str | None, setting_option(GatewaySettings, "database_url")] = None,
+    drain_s: Annotated[int | None, setting_option(GatewaySettings, "drain_s")] = None,
+    otlp_endpoint: Annotated[str | None, setting_option(GatewaySettings, "otlp_endpoint")] = None,
+    log_level: Annotated[str | None, setting_option(GatewaySettings, "log_level")] = None,
+    log_format: Annotated[str | None, setting_option(GatewaySettings, "log_format")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML or YAML configuration file. Its table `gateway` has the settings.")
     ] = None,
-    database_url: Annotated[
-        str | None, typer.Option(help="sqlite:///FILE or postgresql://…; SQLite in the data directory if not set.")
-    ] = None,
-    drain_s: Annotated[int | None, typer.Option(min=0, help="How long a stop waits for running answers.")] = None,
-    otlp_endpoint: Annotated[
-        str | None, typer.Option(help="Where spans go, such as http://collector:4318; nowhere if not set.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="auto, json or console.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML or YAML file; its table `gateway` sets these.")] = None,
-    migrate: Annotated[bool, typer.Option("--migrate", help="Bring the database up to date first.")] = False,
+    migrate: Annotated[bool, typer.Option("--migrate", help="Migrate the database to this version first.")] = False,
     first_keys: Annotated[
         Path | None,
-        typer.Option(help="Make an admin key and a tenant with a key if this file is missing or the store empty."),
+        typer.Option(
+            help="File for an admin key and the key of a first tenant, which are created if the file does not exist or "
+            "the database is empty."
+        ),
     ] = None,
 ) -> None:
-    """Run the HTTP gateway alone. Each option may also be set in the environment, as MOIETY_PORT for --port.
+    """Run the HTTP gateway alone. Each setting can also be set in the environment, such as MOIETY_PORT for --port.
 
-    A change of the file takes effect within seconds, unless it needs a restart; SIGHUP reads the file at once.
+    A change of the configuration file takes effect within seconds, unless it needs a restart; SIGHUP reads it at once.
 
     Ends with 0 after a stop, 1 if it could not start, 2 for a wrong option or setting.
     """

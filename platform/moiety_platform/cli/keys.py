@@ -27,17 +27,19 @@ COLUMNS = {
 }
 DEFAULT_PROJECT = "default"
 
-app = typer.Typer(no_args_is_help=True, help="Keys: what clients and administrators show to be let in.")
+app = typer.Typer(no_args_is_help=True, help="Manage API keys of clients and keys of administrators.")
 
-KeyId = Annotated[str, typer.Argument(help="Id of the key: what stands between mty_ and the dot.")]
+KeyId = Annotated[str, typer.Argument(help="Id of the key: the part between mty_ and the dot.")]
 
 
 @app.command("list")
 @admin_command
 def list_keys(
     admin: Admin,
-    tenant: Annotated[str | None, typer.Option(help="Only those of this tenant (name or id).")] = None,
-    role: Annotated[Role | None, typer.Option(help="Only administrators' keys of this role.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
+    role: Annotated[
+        Role | None, typer.Option(help="Role of administrators' keys. If not given, keys of all roles.")
+    ] = None,
 ) -> None:
     """List keys, oldest first, without their secrets. Those with a role are administrators'."""
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
@@ -50,16 +52,31 @@ def list_keys(
 @admin_command
 def create_key(
     admin: Admin,
-    name: Annotated[str, typer.Argument(help="What the key is for.")],
+    name: Annotated[str, typer.Argument(help="Name of the key.")],
     tenant: Annotated[
-        str | None, typer.Option(help="Whose key it is, or the one tenant that the administrator is for (name or id).")
+        str | None,
+        typer.Option(
+            help="Name or id of the tenant that the key belongs to, or that an administrator is restricted to."
+        ),
     ] = None,
-    project: Annotated[str, typer.Option(help="The tenant's project; `default` is made if missing.")] = DEFAULT_PROJECT,
+    project: Annotated[
+        str, typer.Option(help="Project of the tenant. `default` is created if it does not exist.")
+    ] = DEFAULT_PROJECT,
     role: Annotated[
-        Role | None, typer.Option(help="Make an administrator's key; tenant-admin needs --tenant, viewer may have it.")
+        Role | None,
+        typer.Option(
+            help="Create an administrator's key with this role. tenant-admin requires --tenant, viewer accepts it."
+        ),
     ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="A model it may use; repeatable; all if not given.")] = None,
-    expires_in_days: Annotated[float | None, typer.Option(min=0.0001, help="Never, if not given.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name of a model that the key may use. May be given several times. If not given, all models."
+        ),
+    ] = None,
+    expires_in_days: Annotated[
+        float | None, typer.Option(min=0.0001, help="Lifetime of the key, in days. If not given, unlimited.")
+    ] = None,
 ) -> None:
     """Create a key for a tenant's clients, or with --role one for an administrator, which only owners may."""
     body: dict[str, Any] = {"name": name, "allowed_models": model or None}
@@ -83,7 +100,8 @@ def rotate_key(
     admin: Admin,
     key_id: KeyId,
     grace_s: Annotated[
-        int | None, typer.Option(min=0, help="How long the old one still works; a day if not given.")
+        int | None,
+        typer.Option(min=0, help="Time for which the old key remains valid, in seconds. If not given, one day."),
     ] = None,
 ) -> None:
     """Create a key's successor, with the same rights."""

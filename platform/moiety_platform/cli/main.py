@@ -23,41 +23,48 @@ COMMANDS = {
     "traces": ("moiety_platform.cli.traces:traces", "Run the trace store alone."),
     "migrate": (
         "moiety_platform.cli.migrate:migrate",
-        "Bring the database up to date, or say where it is.",
+        "Migrate the database, or show its revision.",
     ),
-    "cluster": ("moiety_platform.cli.cluster:app", "What the Helm chart's Jobs do: make Secrets, and the owner's key."),
-    "tenant": ("moiety_platform.cli.tenants:tenant_app", "List, show, make, change, suspend and erase tenants."),
-    "project": ("moiety_platform.cli.tenants:project_app", "List and make a tenant's projects."),
-    "key": ("moiety_platform.cli.keys:app", "List, make, rotate and revoke keys."),
-    "class": ("moiety_platform.cli.classes:app", "List, change and make service classes."),
-    "price": ("moiety_platform.cli.prices:app", "List, set and remove prices of models."),
-    "quota": ("moiety_platform.cli.quotas:app", "List, set and remove limits of tenants, projects and keys."),
+    "cluster": ("moiety_platform.cli.cluster:app", "Create the Secrets and the owner's key of a Helm release."),
+    "tenant": ("moiety_platform.cli.tenants:tenant_app", "List, show, create, change, suspend and erase tenants."),
+    "project": ("moiety_platform.cli.tenants:project_app", "List and create a tenant's projects."),
+    "key": ("moiety_platform.cli.keys:app", "List, create, rotate and revoke keys."),
+    "class": ("moiety_platform.cli.classes:app", "List, show, change, create and delete service classes."),
+    "price": ("moiety_platform.cli.prices:app", "List, set and delete prices of models."),
+    "quota": (
+        "moiety_platform.cli.quotas:app",
+        "List, set and delete quotas and rate limits of tenants, projects and keys.",
+    ),
     "adapter": ("moiety_platform.cli.adapters:app", "List, upload and remove LoRA adapters of tenants."),
-    "webhook": ("moiety_platform.cli.webhooks:app", "List, make and remove addresses that alerts go to."),
+    "webhook": ("moiety_platform.cli.webhooks:app", "List, create and delete webhooks, which receive alerts."),
     "audit": ("moiety_platform.cli.audit:app", "Show the log of administrative changes, and verify it."),
-    "batch": ("moiety_platform.cli.batches:app", "Submit files of requests, follow them, fetch their answers."),
+    "batch": ("moiety_platform.cli.batches:app", "Submit files of requests, follow their progress, fetch the answers."),
     "support-bundle": (
         "moiety_platform.cli.support_bundle:support_bundle",
-        "Put what helpers need into one file, without secrets.",
+        "Collect diagnostic data for support in one file, without secrets.",
     ),
     "curve-keygen": (
         "moiety_platform.cli.curve_keygen:curve_keygen",
-        "Make a CURVE key pair for an engine or a gateway.",
+        "Create a CURVE key pair for an engine or a gateway.",
     ),
-    "config": ("moiety_platform.cli.config:app", "Check a configuration file before anything is started with it."),
-    "doctor": ("moiety_platform.cli.doctor.command:doctor", "Find what is wrong with a deployment, and what mends it."),
-    "apply": ("moiety_platform.cli.apply.command:apply", "Make tenants, classes and limits what a file says."),
+    "config": ("moiety_platform.cli.config:app", "Check a configuration file, and show the settings of a gateway."),
+    "doctor": ("moiety_platform.cli.doctor.command:doctor", "Find problems of a deployment, and suggest remedies."),
+    "apply": (
+        "moiety_platform.cli.apply.command:apply",
+        "Make tenants, classes and quotas match a file (declarative configuration).",
+    ),
     "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
-    "usage": ("moiety_platform.cli.usage:app", "Show what was used, by tenant, model or hour, and check the books."),
+    "usage": ("moiety_platform.cli.usage:app", "Show usage by tenant, model or hour, and reconcile it."),
 }
 WITH_FILE = ("engine", "dashboard")  # commands of other packages, which do not read files
 SUMMARIES = {
     "engine": "Run one engine (a model replica) alone.",
     "dashboard": "Run the dashboard alone.",
-    "simulate": "Run the real scheduler under virtual time, on a trace or on drawn arrivals.",
-    "advise": "Say what one replica can carry, what to set, and how many replicas the traffic needs.",
-    "plan": "Compute memory, speed and cost of a model on GPUs by layout, and advise one.",
-    "kernels": "Report what the GPU kernels take, and tune them for this GPU.",
+    "simulate": "Run the real scheduler under virtual time, on a trace or on random arrivals.",
+    "advise": "Recommend settings and a number of replicas for a load.",
+    "plan": "Compute memory, speed and cost of a model on GPUs by layout, and recommend one.",
+    "kernels": "Report the resources of the GPU kernels, and tune them for this GPU.",
+    "quantize": "Write a checkpoint with weights of 8 or 4 bits, and measure its quality.",
     "demo": "Train and evaluate the bundled demo model, or print examples of its tasks.",
 }
 ORDER = [
@@ -89,18 +96,19 @@ ORDER = [
     "simulate",
     "advise",
     "plan",
+    "quantize",
     "kernels",
     "demo",
 ]
 BENCHES = {
     "serve": ("moiety_platform.cli.bench:serve", "Measure a running gateway under open-loop load."),
-    "gateway": ("moiety_platform.cli.bench_gateway:gateway", "Measure the gateway by itself, on one core."),
+    "gateway": ("moiety_platform.cli.bench_gateway:gateway", "Measure the gateway alone, on one core."),
 }
 BATCH_SUMMARIES = {"run": "Answer a file of requests without a server, by an engine in this process."}
 BENCH_SUMMARIES = {
     "engine": "Measure the engine's throughput, offline and in this process.",
-    "scheduler": "Measure what a scheduling decision costs with very many waiting.",
-    "kernels": "Measure the kernels against their rivals and the device's roofline.",
+    "scheduler": "Measure the time of a scheduling decision with very many waiting requests.",
+    "kernels": "Compare the kernels with other implementations and the device's roofline.",
 }
 
 
@@ -112,7 +120,7 @@ def show_version(value: bool) -> None:
 
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Serve mixture-of-experts language models to many tenants, with a fair share for each."""

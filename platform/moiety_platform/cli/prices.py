@@ -16,12 +16,18 @@ COLUMNS = {
     "output": "$ per 1M output",
 }
 
-app = typer.Typer(no_args_is_help=True, help="Prices: what a million tokens cost, by model and class.")
+app = typer.Typer(
+    no_args_is_help=True, help="List, set and delete prices per million tokens, by model and service class."
+)
 
 Model = Annotated[str, typer.Argument(help="Name of the model, as /v1/models lists it.")]
 ServiceClass = Annotated[
     str | None,
-    typer.Option("--class", help="One class only; else every class without its own price, times its factor."),
+    typer.Option(
+        "--class",
+        help="Service class that the price is for. If not given, all classes without a price of their own, multiplied "
+        "by their price factors.",
+    ),
 ]
 
 
@@ -37,10 +43,13 @@ def list_prices(admin: Admin) -> None:
 def set_price(
     admin: Admin,
     model: Model,
-    input_price: Annotated[str, typer.Option("--input", help="Dollars a million prompt tokens, such as 0.15.")],
-    output: Annotated[str, typer.Option(help="Dollars a million output tokens.")],
+    input_price: Annotated[
+        str, typer.Option("--input", help="Price of a million prompt tokens in US dollars, such as 0.15.")
+    ],
+    output: Annotated[str, typer.Option(help="Price of a million output tokens in US dollars.")],
     cached_input: Annotated[
-        str | None, typer.Option(help="Of those prompt tokens that the cache held; as others, if not given.")
+        str | None,
+        typer.Option(help="Price of a million cached prompt tokens in US dollars. If not given, that of --input."),
     ] = None,
     service_class: ServiceClass = None,
 ) -> None:
@@ -54,5 +63,5 @@ def set_price(
 @app.command("delete")
 @admin_command
 def delete_price(admin: Admin, model: Model, service_class: ServiceClass = None) -> None:
-    """Delete a price: the model's requests cost nothing then."""
+    """Delete a price. Requests of the model are then free of charge."""
     admin.show_row(admin.client.call("DELETE", "/prices", model=model, service_class=service_class))

@@ -26,12 +26,14 @@ COLUMNS = {
 
 WINDOWS = ("_per_day", "_per_month")
 
-app = typer.Typer(no_args_is_help=True, help="Limits on what a tenant, a project or a key may use.")
+app = typer.Typer(
+    no_args_is_help=True, help="List, set and delete quotas and rate limits of tenants, projects and keys."
+)
 
-TenantOption = Annotated[str | None, typer.Option(help="A tenant's (name or id).")]
-ProjectOption = Annotated[str | None, typer.Option(help="A project's (id).")]
-KeyOption = Annotated[str | None, typer.Option(help="A key's (id).")]
-QuotaId = Annotated[str, typer.Argument(help="Id of the limit; list them with: moiety quota list.")]
+TenantOption = Annotated[str | None, typer.Option(help="Name or id of the tenant that the limit is for.")]
+ProjectOption = Annotated[str | None, typer.Option(help="Id of the project that the limit is for.")]
+KeyOption = Annotated[str | None, typer.Option(help="Id of the key that the limit is for.")]
+QuotaId = Annotated[str, typer.Argument(help="Id of the limit, as moiety quota list shows it.")]
 
 
 @app.command("list")
@@ -55,16 +57,28 @@ def set_quota(
     tenant: TenantOption = None,
     project: ProjectOption = None,
     key: KeyOption = None,
-    requests_per_minute: Annotated[int | None, typer.Option(min=0, help="Refilled steadily.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(min=0, help="Prompt and output; refilled steadily.")] = None,
-    concurrent_requests: Annotated[int | None, typer.Option(min=0, help="Open at once.")] = None,
-    tokens_per_day: Annotated[int | None, typer.Option(min=0, help="Prompt and output tokens, a UTC day.")] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=0, help="Largest number of requests per minute (a token bucket).")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=0, help="Largest number of prompt and output tokens per minute (a token bucket).")
+    ] = None,
+    concurrent_requests: Annotated[
+        int | None, typer.Option(min=0, help="Largest number of concurrent requests.")
+    ] = None,
+    tokens_per_day: Annotated[
+        int | None, typer.Option(min=0, help="Largest number of prompt and output tokens per day (UTC).")
+    ] = None,
     tokens_per_month: Annotated[int | None, typer.Option(min=0, help="The same for a calendar month, UTC.")] = None,
-    dollars_per_day: Annotated[str | None, typer.Option(help="By the prices of `moiety price`, a UTC day.")] = None,
+    dollars_per_day: Annotated[
+        str | None, typer.Option(help="Largest cost per day (UTC) in US dollars, by the prices of `moiety price`.")
+    ] = None,
     dollars_per_month: Annotated[str | None, typer.Option(help="The same for a calendar month, UTC.")] = None,
     alert_at: Annotated[
         str | None,
-        typer.Option(help="Percents of the caps a day or month, as 50,80,100, that webhooks are told of; or none."),
+        typer.Option(
+            help="Percentages of the daily and monthly caps at which webhooks are notified, such as 50,80,100; or none."
+        ),
     ] = None,
 ) -> None:
     """Set limits, or change their caps, with effect at every gateway within seconds."""

@@ -39,18 +39,27 @@ OF_ADMIN = {
 
 
 def support_bundle(
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to; moiety-support-TIME.tar.gz.")] = None,
-    config: Annotated[Path | None, typer.Option(help="The gateway's configuration file, if it has one.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="The gateway's data directory.")] = None,
-    database_url: Annotated[str | None, typer.Option(help="The gateway's database.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(help="An engine's address; repeatable.")] = None,
-    url: Annotated[str | None, typer.Option(envvar="MOIETY_URL", help="The gateway.")] = None,
-    admin_key: Annotated[str | None, typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key, to be tried.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write. If not given, moiety-support-TIME.tar.gz.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Configuration file of the gateway.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Data directory of the gateway.")] = None,
+    database_url: Annotated[str | None, typer.Option(help="URL of the database of the gateway.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="Address of an engine. May be given several times.")] = None,
+    url: Annotated[str | None, typer.Option(envvar="MOIETY_URL", help="URL of the gateway.")] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key whose validity is checked.")
+    ] = None,
     operations_url: Annotated[
         str | None,
-        typer.Option(envvar="MOIETY_OPERATIONS_URL", help="The gateway's operations listener; --url if not given."),
+        typer.Option(
+            envvar="MOIETY_OPERATIONS_URL",
+            help="URL of the operations endpoints of the gateway. If not given, that of --url.",
+        ),
     ] = None,
-    log: Annotated[list[Path] | None, typer.Option(help="A log file, whose end is put in; repeatable.")] = None,
+    log: Annotated[
+        list[Path] | None, typer.Option(help="Log file whose end is included. May be given several times.")
+    ] = None,
 ) -> None:
     """Write versions, settings, the doctor's findings, metrics, engines' loads and the ends of logs into one file.
 

@@ -23,21 +23,31 @@ TENANT_COLUMNS = {
 }
 PROJECT_COLUMNS = {"name": "name", "tenant_id": "tenant", "created_at": "created", "id": "id"}
 
-tenant_app = typer.Typer(no_args_is_help=True, help="Tenants: who is served, in which class, with what weight.")
-project_app = typer.Typer(no_args_is_help=True, help="Projects: what a tenant's keys belong to.")
+tenant_app = typer.Typer(
+    no_args_is_help=True, help="List, create and change tenants: their service classes and weights."
+)
+project_app = typer.Typer(
+    no_args_is_help=True, help="List and create the projects of a tenant, which its keys belong to."
+)
 
 Name = Annotated[str, typer.Argument(help="Name or id of the tenant.")]
 ServiceClass = Annotated[
-    str | None, typer.Option("--class", help="Best class it may use; list them with: moiety class list.")
+    str | None,
+    typer.Option("--class", help="Best service class that the tenant may use, as moiety class list shows it."),
 ]
-Weight = Annotated[float | None, typer.Option(help="Its share against the other tenants of its class; 1 is usual.")]
+Weight = Annotated[
+    float | None,
+    typer.Option(
+        help="Weight of the tenant in fair sharing with the other tenants of its class. The usual weight is 1."
+    ),
+]
 
 SpeculativePrefillOption = Annotated[
     str | None,
     typer.Option(
         "--speculative-prefill",
-        help="Whether engines with nothing else to do compute what its conversations are likely to go on with: off, "
-        "free, or charged (at the price of input).",
+        help="Speculative prefill of the likely next turns of conversations by idle engines: off, free, or charged (at "
+        "the price of prompt tokens).",
     ),
 ]
 
@@ -79,7 +89,7 @@ def create_tenant(
 def change_tenant(
     admin: Admin,
     name: Name,
-    new_name: Annotated[str | None, typer.Option("--name", help="New name.")] = None,
+    new_name: Annotated[str | None, typer.Option("--name", help="New name of the tenant.")] = None,
     service_class: ServiceClass = None,
     weight: Weight = None,
     speculative_prefill: SpeculativePrefillOption = None,
@@ -124,7 +134,7 @@ def resume_tenant(
 def erase_tenant(
     admin: Admin,
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; there is no way back.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm the deletion, which cannot be undone.")] = False,
 ) -> None:
     """Revoke a tenant's keys and erase its content and all names permanently. Its usage figures stay."""
     tenant = admin.client.find_tenant(name)
@@ -140,7 +150,7 @@ def erase_tenant(
 @admin_command
 def list_projects(
     admin: Admin,
-    tenant: Annotated[str | None, typer.Option(help="Only those of this tenant (name or id).")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
 ) -> None:
     """List projects, oldest first."""
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
@@ -152,7 +162,7 @@ def list_projects(
 def create_project(
     admin: Admin,
     name: Annotated[str, typer.Argument(help="Name of the new project.")],
-    tenant: Annotated[str, typer.Option(help="Whose it is (name or id).")],
+    tenant: Annotated[str, typer.Option(help="Name or id of the tenant that the project belongs to.")],
 ) -> None:
     """Create a project of a tenant."""
     body = {"name": name, "tenant_id": admin.client.find_tenant(tenant)["id"]}

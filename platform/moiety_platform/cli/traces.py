@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.migrations import find_upgrade
+from moiety_platform.cli.setting_options import setting_option
 from moiety_platform.config_file import ConfigFileError
 from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
@@ -24,24 +25,21 @@ from moiety_platform.trace_receiver.settings import SECTION, TraceSettings
 
 
 def traces(
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; MOIETY_TRACES_HOST, or 127.0.0.1 if not set.")
+    host: Annotated[str | None, setting_option(TraceSettings, "traces_host")] = None,
+    port: Annotated[int | None, setting_option(TraceSettings, "traces_port")] = None,
+    data_dir: Annotated[Path | None, setting_option(TraceSettings, "data_dir")] = None,
+    database_url: Annotated[str | None, setting_option(TraceSettings, "database_url")] = None,
+    log_level: Annotated[str | None, setting_option(TraceSettings, "log_level")] = None,
+    log_format: Annotated[str | None, setting_option(TraceSettings, "log_format")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML or YAML configuration file. Its table `traces` has the settings.")
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port to listen on; MOIETY_TRACES_PORT, or 4318 if not set.")
-    ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the SQLite file is kept.")] = None,
-    database_url: Annotated[
-        str | None, typer.Option(help="The gateway's database; traces are kept beside it, or in it on PostgreSQL.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="auto, json or console.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML or YAML file; its table `traces` sets these.")] = None,
-    migrate: Annotated[bool, typer.Option("--migrate", help="Bring the database up to date first.")] = False,
+    migrate: Annotated[bool, typer.Option("--migrate", help="Migrate the database to this version first.")] = False,
 ) -> None:
     """Run the trace store alone: it receives spans by OTLP/HTTP from clients with a token, for the admin API.
 
-    MOIETY_TRACES_TOKEN must be set to the same value as at the gateways.
+    MOIETY_TRACES_TOKEN must be set to the same value as at the gateways. Each setting can also be set in the
+    environment, such as MOIETY_TRACES_PORT for --port.
 
     Ends with 0 after a stop, 1 if it could not start, 2 for a wrong option or setting.
     """

@@ -51,7 +51,7 @@ REQUESTS = {
 }
 
 
-app = typer.Typer(help="Show what was used: requests, tokens, times and money.")
+app = typer.Typer(help="Show usage: requests, tokens, latencies and cost; and reconcile it.")
 
 
 @app.callback(invoke_without_command=True)
@@ -60,12 +60,17 @@ def usage(
     admin: Admin,
     context: typer.Context,
     by: Annotated[
-        str, typer.Option(help="tenant, project, key, model, service_class and hour, with commas.")
+        str,
+        typer.Option(
+            help="Columns to group by, separated by commas: tenant, project, key, model, service_class and hour."
+        ),
     ] = "tenant",
-    hours: Annotated[float, typer.Option(min=0.001, help="How far back.")] = 24,
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant (name or id).")] = None,
-    requests: Annotated[int, typer.Option(min=0, max=500, help="Show the last so many single requests instead.")] = 0,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table, with every field.")] = False,
+    hours: Annotated[float, typer.Option(min=0.001, help="Length of the period up to now, in hours.")] = 24,
+    tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
+    requests: Annotated[
+        int, typer.Option(min=0, max=500, help="Number of newest single requests to show instead of sums.")
+    ] = 0,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all fields instead of a table.")] = False,
 ) -> None:
     """Show usage: requests, tokens, times and money."""
     if context.invoked_subcommand is not None:
@@ -97,10 +102,12 @@ def usage(
 @admin_command
 def reconcile(
     admin: Admin,
-    hours: Annotated[float, typer.Option(min=0.001, help="How far back.")] = 24,
+    hours: Annotated[float, typer.Option(min=0.001, help="Length of the period up to now, in hours.")] = 24,
     journal: Annotated[
         list[Path] | None,
-        typer.Option("--journal", help="An engine's --usage-journal; give those of all engines.", exists=True),
+        typer.Option(
+            "--journal", help="File of the --usage-journal of an engine. Give those of all engines.", exists=True
+        ),
     ] = None,
 ) -> None:
     """Check that requests, ledger, sums and limits agree, and that bills equal the engines' counts.

@@ -23,9 +23,9 @@ from moiety_platform.usage.store import insert_rows
 
 
 def restore(
-    config: Annotated[Path | None, typer.Option(help="Configuration file of the gateway (TOML).")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="The gateway's data directory.")] = None,
-    database_url: Annotated[str | None, typer.Option(help="The gateway's database.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Configuration file of the gateway.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Data directory of the gateway.")] = None,
+    database_url: Annotated[str | None, typer.Option(help="URL of the database of the gateway.")] = None,
 ) -> None:
     """Write usage rows that were set aside to the database.
 

@@ -21,7 +21,9 @@ COLUMNS = {
     "id": "id",
 }
 
-app = typer.Typer(no_args_is_help=True, help="Webhooks: addresses that alerts of limits go to.")
+app = typer.Typer(
+    no_args_is_help=True, help="List, create and delete webhooks, the addresses that receive alerts of quotas."
+)
 
 
 @app.command("list")
@@ -35,7 +37,7 @@ def list_webhooks(admin: Admin) -> None:
 @admin_command
 def create_webhook(
     admin: Admin,
-    address: Annotated[str, typer.Argument(help="Where alerts are to be posted: an https:// address.")],
+    address: Annotated[str, typer.Argument(help="https:// URL that alerts are posted to.")],
 ) -> None:
     """Create a webhook, which receives alerts from now on. Prints the secret that signs them."""
     made = admin.client.call("POST", "/webhooks", {"url": address})
@@ -50,7 +52,7 @@ def create_webhook(
 @admin_command
 def delete_webhook(
     admin: Admin,
-    webhook_id: Annotated[str, typer.Argument(help="Id of the webhook; list them with: moiety webhook list.")],
+    webhook_id: Annotated[str, typer.Argument(help="Id of the webhook, as moiety webhook list shows it.")],
 ) -> None:
     """Delete a webhook: no more alerts go to its address."""
     admin.show_row(admin.client.call("DELETE", path_of("webhooks", webhook_id)))

@@ -17,7 +17,7 @@ class ShapeLimits:
     max_stop_chars: int = 1024  # of each
     max_tools: int = 128
     max_tool_schema_bytes: int = 65_536  # of each
-    max_guide_bytes: int = 65_536  # of an answer's grammar
+    max_grammar_bytes: int = 65_536  # size of a grammar for structured outputs
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> ShapeLimits:
@@ -28,7 +28,7 @@ class ShapeLimits:
             max_stop_chars=settings.max_stop_chars,
             max_tools=settings.max_tools,
             max_tool_schema_bytes=settings.max_tool_schema_bytes,
-            max_guide_bytes=settings.max_guide_bytes,
+            max_grammar_bytes=settings.max_grammar_bytes,
         )
 
 

@@ -23,7 +23,7 @@ KINDS = ("text", "json_object", "json_schema")
 
 def _check_size(value: Any, info: ValidationInfo) -> Any:
     data = value.encode(errors="replace") if isinstance(value, str) else msgspec.json.encode(value)
-    most = shape_of(info).max_guide_bytes
+    most = shape_of(info).max_grammar_bytes
     if len(data) > most:
         raise refuse(f"it has {len(data):,} bytes; it may have {most:,}", UNSUPPORTED_RESPONSE_FORMAT)
     return value

@@ -125,7 +125,7 @@ class Simulations:
         """Return the traffic, and the simulator's options for it."""
         asked = plan.asked
         if asked.generate is not None:
-            return Traffic(), [f"--generate={asked.generate}", "--duration", str(min(DRAWN_S, 60 * asked.minutes))]
+            return Traffic(), [f"--generate={asked.generate}", "--duration-s", str(min(DRAWN_S, 60 * asked.minutes))]
         trace = folder / "traffic.csv"
         since = until - timedelta(minutes=asked.minutes)
         traffic = await write_traffic(self._database, since, until, asked.model, trace)

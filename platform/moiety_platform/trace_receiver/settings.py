@@ -22,22 +22,34 @@ class TraceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)
 
-    traces_host: str = fixed("127.0.0.1", "address to listen on")
-    traces_port: int = fixed(4318, "port to listen on; 0 takes a free one", ge=0, le=65535)
-    data_dir: Path = fixed(Path(".moiety"), "where the SQLite file is kept")
-    database_url: str | None = fixed(None, "the gateway's database")
+    traces_host: str = fixed("127.0.0.1", "Address at which the trace store listens.")
+    traces_port: int = fixed(4318, "Port at which the trace store listens; 0 selects a free one.", ge=0, le=65535)
+    data_dir: Path = fixed(Path(".moiety"), "Folder for the SQLite database.")
+    database_url: str | None = fixed(None, "URL of the gateway's database.")
     traces_database_url: str | None = fixed(
-        None, "where spans are kept; none: beside the gateway's database where it is SQLite, else in it"
+        None,
+        "URL of the database for spans. If not set, a file beside the gateway's SQLite database, or its PostgreSQL "
+        "database.",
     )
-    traces_token: SecretStr = live(..., "of gateways, whose word on tenants is believed", min_length=16)
-    traces_untrusted_token: SecretStr | None = live(None, "of anybody else who may send spans", min_length=16)
+    traces_token: SecretStr = live(
+        ..., "Token that authenticates gateways. Tenant ids in their spans are trusted.", min_length=16
+    )
+    traces_untrusted_token: SecretStr | None = live(
+        None, "Token for other senders of spans. Tenant ids in their spans are not trusted.", min_length=16
+    )
 
-    traces_max_body_bytes: int = live(4 * 1024 * 1024, "of a request, unpacked", ge=1024)
-    traces_queue_spans: int = live(20_000, "spans that wait for the database; beyond: 503", ge=1000)
-    keep_traces_days: float = live(7, "how long traces are kept", gt=0, le=3_650)
-    retention_interval_s: float = live(60, "how often what is past its time is deleted", gt=0)
-    log_level: Literal["debug", "info", "warning", "error"] = live("info", "from which on events are logged")
-    log_format: Literal["auto", "json", "console"] = fixed("auto", "of the log; auto: columns on a terminal, else JSON")
+    traces_max_body_bytes: int = live(
+        4 * 1024 * 1024, "Largest size of a request after decompression, in bytes.", ge=1024
+    )
+    traces_queue_spans: int = live(
+        20_000, "Largest number of spans that wait for the database. Further requests are rejected with 503.", ge=1000
+    )
+    keep_traces_days: float = live(7, "Retention of traces, in days.", gt=0, le=3_650)
+    retention_interval_s: float = live(60, "Interval between deletions of expired traces, in seconds.", gt=0)
+    log_level: Literal["debug", "info", "warning", "error"] = live("info", "Lowest level of log events.")
+    log_format: Literal["auto", "json", "console"] = fixed(
+        "auto", "Format of the log. auto writes columns on a terminal, otherwise JSON."
+    )
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:

@@ -22,7 +22,7 @@ def test_rows_have_times_rivals_and_fractions(tmp_path: Path) -> None:
         *(
             "--kernels",
             "moe_layer,moe_layer_fp8,moe_layer_mxfp4,rms_norm,paged_attention_decode",
-            "--time-budget",
+            "--time-budget-s",
             "240",
         ),
         *("--json", "--output", str(output)),
@@ -52,7 +52,7 @@ def test_rows_have_times_rivals_and_fractions(tmp_path: Path) -> None:
 
 def test_without_memory_or_time_points_are_named_not_dropped() -> None:
     done = bench(*("--device", "cpu", "--kernels", "moe_layer", "--shapes", "DeepSeek-V3,moiety-demo", "--tokens", "1"),
-                 *("--routing", "uniform", "--time-budget", "1", "--no-rivals"))  # fmt: skip
+                 *("--routing", "uniform", "--time-budget-s", "1", "--no-rivals"))  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "not measured: moe_layer of DeepSeek-V3 at 1" in done.stdout
 

@@ -41,18 +41,35 @@ COLUMNS = {"does": "does", "kind": "what", "name": "name", "field": "field", "be
 @admin_command
 def apply(
     admin: Admin,
-    file: Annotated[Path, typer.Option("--file", "-f", help="YAML file of classes, tenants, prices and webhooks.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")] = False,
-    prune: Annotated[bool, typer.Option("--prune", help="Delete what this file declared once and no more.")] = False,
-    adopt: Annotated[bool, typer.Option("--adopt", help="Take over what was made by hand under these names.")] = False,
+    file: Annotated[
+        Path,
+        typer.Option(
+            "--file", "-f", help="YAML file that declares service classes, tenants, quotas, prices and webhooks."
+        ),
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes without making them.")] = False,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune", help="Delete objects that earlier versions of the file declared and this one does not."
+        ),
+    ] = False,
+    adopt: Annotated[
+        bool,
+        typer.Option("--adopt", help="Manage existing objects of the same names that were created by other means."),
+    ] = False,
     source: Annotated[
-        str, typer.Option(help="Whose declarations these are; several files need several names.")
+        str, typer.Option(help="Name of this set of declarations. Each file needs its own name.")
     ] = "default",
-    show_keys: Annotated[bool, typer.Option("--show-keys", help="Print new keys that have no keySecret.")] = False,
-    wait_s: Annotated[float, typer.Option(min=0, help="How long to wait for the gateway to answer.")] = 0,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on, and apply each change of the file.")] = False,
+    show_keys: Annotated[
+        bool, typer.Option("--show-keys", help="Print the text of new keys that have no keySecret.")
+    ] = False,
+    wait_s: Annotated[
+        float, typer.Option(min=0, help="Longest time to wait until the gateway answers, in seconds.")
+    ] = 0,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep running and apply each change of the file.")] = False,
     account: Annotated[
-        Path, typer.Option(help="Folder with the pod's token, namespace and certificate.", hidden=True)
+        Path, typer.Option(help="Folder with the token, namespace and certificate of the pod.", hidden=True)
     ] = ACCOUNT,
 ) -> None:
     """Make classes, tenants, limits, prices and webhooks match a file. Objects made by hand are left alone.

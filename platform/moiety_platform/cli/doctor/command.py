@@ -51,15 +51,20 @@ Look = Callable[[DoctorContext, Clock], AsyncIterator[Finding]]
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Option(help="The gateway's configuration file, if it has one.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="The gateway's data directory.")] = None,
-    database_url: Annotated[str | None, typer.Option(help="The gateway's database.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(help="An engine's address; repeatable.")] = None,
-    url: Annotated[str | None, typer.Option(envvar="MOIETY_URL", help="The gateway.")] = None,
-    admin_key: Annotated[str | None, typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key, to be tried.")] = None,
-    dashboard: Annotated[str | None, typer.Option(help="The dashboard's address, if there is one.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help=f"One area: {', '.join(AREAS)}; repeatable.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    config: Annotated[Path | None, typer.Option(help="Configuration file of the gateway.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Data directory of the gateway.")] = None,
+    database_url: Annotated[str | None, typer.Option(help="URL of the database of the gateway.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="Address of an engine. May be given several times.")] = None,
+    url: Annotated[str | None, typer.Option(envvar="MOIETY_URL", help="URL of the gateway.")] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key whose validity is checked.")
+    ] = None,
+    dashboard: Annotated[str | None, typer.Option(help="URL of the dashboard.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Area to check: {', '.join(AREAS)}. May be given several times. If not given, all."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Look for problems of a deployment, and suggest remedies. Changes nothing; ends with 1 if something is wrong.
 

@@ -26,9 +26,9 @@ BETWEEN_S = 1.0  # between the two readings of one report: engines' rates are th
 @admin_command
 def top(
     admin: Admin,
-    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two readings.")] = 2.0,
+    interval_s: Annotated[float, typer.Option(min=0.5, help="Interval between two updates, in seconds.")] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one report and end; so too in a pipe, and --json.")
+        bool, typer.Option("--once", help="Print one report and exit, as also in a pipe and with --json.")
     ] = False,
 ) -> None:
     """Show the current engines, classes and tenants, refreshed periodically.
@@ -45,7 +45,7 @@ def top(
         else:
             make_console().print(screen(report, ViewChoice(), None, keys=False))
         return
-    watch(reader, report, interval)
+    watch(reader, report, interval_s)
 
 
 def watch(reader: Reader, report: Report, interval_s: float) -> None:
