@@ -47,9 +47,8 @@ def call(*arguments: str, **environment: str) -> tuple[PaintOptions | None, Any]
 
 
 def test_a_command_gets_its_options_of_the_command_line_over_the_environment_over_the_defaults() -> None:
-    options, _ = call(
-        "f", "--layers", "3", "--tag", "a", "--tag", "b", "--no-dry", PAINT_LAYERS="4", PAINT_COLOR="blue"
-    )
+    words = ("--layers", "3", "--tag", "a", "--tag", "b", "--no-dry")
+    options, _ = call("f", *words, PAINT_LAYERS="4", PAINT_COLOR="blue")
     assert options == PaintOptions(file=Path("f"), color=Color.BLUE, layers=3, dry=False, tag=["a", "b"])
 
 

@@ -66,22 +66,20 @@ def settings_reference(tables: Mapping[str, type[BaseSettings]]) -> str:
 
 def options_reference(root: TyperGroup) -> str:
     """Return the reference of the options of all commands. Raises CommandError if a command cannot be imported."""
-    rows = {name: list(_option_rows(command)) for name, command in all_commands(root)}
+    by_command = {name: list(_option_rows(command)) for name, command in all_commands(root)}
     owners: dict[OptionRow, list[str]] = defaultdict(list)
-    for name, found in rows.items():
+    for name, found in by_command.items():
         for row in found:
             owners[row].append(name)
-    shared: dict[tuple[str, ...], list[OptionRow]] = defaultdict(list)
+    by_owners: dict[tuple[str, ...], list[OptionRow]] = defaultdict(list)
     for row, names in owners.items():
-        shared[tuple(names)].append(row)
-    shared = {
-        names: found for names, found in shared.items() if len(found) * (len(names) - 1) >= LINES_SAVED
-    }  # the others are repeated
+        by_owners[tuple(names)].append(row)
+    shared = [(them, rows) for them, rows in by_owners.items() if len(rows) * (len(them) - 1) >= LINES_SAVED]
     parts = [OPTIONS_HEAD]
-    for names, found in sorted(shared.items(), key=lambda one: -len(one[1])):
-        parts += [_shared_heading(names), OPTIONS_TABLE, *map(str, found)]
-    in_shared = {row for found in shared.values() for row in found}
-    for name, found in rows.items():
+    for them, found in sorted(shared, key=lambda one: -len(one[1])):
+        parts += [_shared_heading(them), OPTIONS_TABLE, *map(str, found)]
+    in_shared = {row for _, found in shared for row in found}
+    for name, found in by_command.items():
         own = [row for row in found if row not in in_shared]
         if own:
             parts += [f"\n## `{name}`\n\n", OPTIONS_TABLE, *map(str, own)]
