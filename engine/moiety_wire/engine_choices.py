@@ -24,9 +24,9 @@ class Dtype(StrEnum):
 
 
 class Quantization(StrEnum):
-    """Format of the weights of products."""
+    """Format of the weight matrices."""
 
-    AUTO = "auto"  # as they are stored
+    AUTO = "auto"  # the format of the checkpoint
     NONE = "none"
     INT8 = "int8"
     INT4 = "int4"
@@ -56,7 +56,7 @@ class LoadFormat(StrEnum):
     """Source of the weights."""
 
     AUTO = "auto"  # the checkpoint's files
-    DUMMY = "dummy"  # drawn at random: only config.json and the tokenizer are needed
+    DUMMY = "dummy"  # random weights; only config.json and the tokenizer are needed
 
 
 class MoeKernel(StrEnum):
@@ -92,15 +92,15 @@ class Speculate(StrEnum):
     """Source of the tokens that speculative decoding verifies; see `moiety_engine.scheduling.speculative_decoding`."""
 
     OFF = "off"
-    NGRAM = "ngram"  # what followed the newest words when the text said them before
-    DRAFT = "draft"  # a second, small model
-    MTP = "mtp"  # a layer of the checkpoint that predicts further tokens
+    NGRAM = "ngram"  # tokens that followed an earlier occurrence of the newest tokens
+    DRAFT = "draft"  # a small draft model
+    MTP = "mtp"  # the checkpoint's layer for multi-token prediction
 
 
 class KvTransport(StrEnum):
     """Transport of KV to another engine."""
 
-    AUTO = "auto"  # by shared memory on one host, else by TCP
+    AUTO = "auto"  # shared memory on the same host, otherwise TCP
     TCP = "tcp"
     MEMORY = "memory"
 
@@ -109,12 +109,12 @@ class Offload(StrEnum):
     """Part of a model that is offloaded from its device."""
 
     NONE = "none"
-    EXPERTS = "experts"  # they are kept elsewhere, and hot ones cached on the device; see `moiety_engine.offload`
+    EXPERTS = "experts"  # stored in host memory or a file, cached on the device; see `moiety_engine.offload`
 
 
 class ExpertEviction(StrEnum):
     """Eviction policy of the expert cache, within a layer."""
 
-    FREQUENCY = "frequency"  # the one that was asked for least often, of late more than long ago
-    LRU = "lru"  # the one that was asked for longest ago
-    ALL = "all"  # none are kept for the next pass
+    FREQUENCY = "frequency"  # evict the least frequently used expert, with older uses decayed
+    LRU = "lru"  # evict the least recently used expert
+    ALL = "all"  # evict all experts after each pass

@@ -118,6 +118,13 @@ def test_an_engine_option_that_the_engine_would_refuse_is_refused(
             chart.render(values, name="rel", namespace="prod")
 
 
+def test_a_large_number_is_written_as_the_engine_reads_it(chart: helm_python.Chart) -> None:
+    options = {"disk-cache-bytes": 200_000_000_000, "join-timeout-s": 1.5}
+    made = str(chart.render({"engines": [{"name": "a", "options": options}]}, name="rel", namespace="prod"))
+    assert "--disk-cache-bytes=200000000000" in made
+    assert "--join-timeout-s=1.5" in made
+
+
 def test_options_of_vllm_are_not_checked_as_the_engines(chart: helm_python.Chart) -> None:
     options = {"max-model-len": 16384, "overlap": False}
     kind = {key: value for key, value in VLLM.items() if key != "kind"}

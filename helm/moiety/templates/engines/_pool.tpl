@@ -56,11 +56,14 @@
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* A list of arguments, one an option: `true` is a flag, `false` its denial. */}}
+{{/* A list of arguments, one for each option: `true` is a flag, `false` the negative flag. Numbers come as floats, which
+would be written as 1e+06. */}}
 {{- define "moiety.options" -}}
 {{- range $name, $value := (index . 1).options }}
 {{- if kindIs "bool" $value }}
 - --{{ ternary "" "no-" $value }}{{ $name }}
+{{- else if and (kindIs "float64" $value) (eq $value (floor $value)) }}
+- --{{ $name }}={{ int64 $value }}
 {{- else }}
 - --{{ $name }}={{ $value }}
 {{- end }}
