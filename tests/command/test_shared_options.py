@@ -11,6 +11,7 @@ import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic_settings import BaseSettings
 from typer.testing import CliRunner
 
 from moiety_engine.bench.cli import bench_engine
@@ -21,10 +22,14 @@ from moiety_options.declaration import DeclaredOption, declared_options
 from moiety_options.engine import EngineOptions, ServingOptions
 from moiety_options.model import ModelOptions, ServedModelOptions
 from moiety_platform.cli.config_file import with_file
+from moiety_platform.cli.gateway import gateway
 from moiety_platform.cli.lazy import as_command
 from moiety_platform.cli.main import main
 from moiety_platform.cli.serve import engine_arguments, serve
 from moiety_platform.cli.serve_options import ServeArguments
+from moiety_platform.cli.traces import traces
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.trace_receiver.settings import TraceSettings
 
 SHARING = {
     "serve": (serve, ServingOptions),
@@ -131,3 +136,19 @@ def test_config_check_knows_every_option_as_a_key(section: Section, tmp_path: An
     with pytest.raises(SystemExit) as ended:
         main(["config", "check", str(path)])
     assert ended.value.code == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "model", "prefix"),
+    [(gateway, GatewaySettings, ""), (traces, TraceSettings, "traces_")],
+    ids=["gateway", "traces"],
+)
+def test_an_option_that_is_a_setting_says_what_the_setting_says(
+    function: Callable[..., Any], model: type[BaseSettings], prefix: str
+) -> None:
+    shown = {str(one.name): getattr(one, "help", "") for one in as_command(function, "command").params}
+    fields = {name: model.model_fields.get(name) or model.model_fields.get(prefix + name) for name in shown}
+    settings = {name: field for name, field in fields.items() if field is not None}
+    assert len(settings) > 5
+    for name, field in settings.items():
+        assert shown[name].startswith(field.description)

@@ -43,7 +43,7 @@ app = typer.Typer(no_args_is_help=True, help="Check a configuration file, and sh
 
 @app.callback()
 def config() -> None:
-    """The configuration file, and the settings of a gateway."""
+    """Check a configuration file, and show the settings of a gateway."""
 
 
 class Against(StrEnum):
