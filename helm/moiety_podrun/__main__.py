@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from moiety_platform.cluster.fake_api import FakeSecretsApi
 from moiety_podrun.cluster import Cluster, values_of
 from moiety_podrun.errors import Failed, PodRunError
+from moiety_podrun.fake_secrets_api import FakeSecretsApi
 from moiety_podrun.forwarding import serve_inside, serve_outside
 from moiety_podrun.network import ROUTER
 from moiety_podrun.rendering import Release, database_of_ones_own, render

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moiety_platform.cluster.fake_api import FakeSecretsApi
+from moiety_podrun.fake_secrets_api import FakeSecretsApi
 from moiety_podrun.network import Network
 from moiety_podrun.pod import Pod
 from moiety_podrun.rendering import Object, Release

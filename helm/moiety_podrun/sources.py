@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moiety_platform.cluster.fake_api import FakeSecretsApi
 from moiety_podrun.errors import Failed
+from moiety_podrun.fake_secrets_api import FakeSecretsApi
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moiety_platform.cluster.fake_api import FakeSecretsApi
+from moiety_podrun.fake_secrets_api import FakeSecretsApi
 
 DEADLINE_S = 60
 

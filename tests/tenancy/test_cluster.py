@@ -13,8 +13,8 @@ import zmq
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.cli.main import main
 from moiety_platform.clock import SystemClock
-from moiety_platform.cluster.fake_api import FakeSecretsApi
 from moiety_platform.db.session import Database
+from moiety_podrun.fake_secrets_api import FakeSecretsApi
 
 from .conftest import PEPPER
 
