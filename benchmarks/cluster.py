@@ -81,6 +81,7 @@ class Cluster:
         data_dir = self.folder / f"gateway-{number}"
         arguments = ["gateway", "--port", str(self.ports[number]), "--data-dir", str(data_dir), "--migrate"]
         arguments += ["--database-url", self._database_url, "--log-format", "json"]
+        arguments += ["--object-store-url", (self.folder / "objects").absolute().as_uri()]
         arguments += ["--first-keys", str(self.folder / "keys.json")] if number == 0 else []
         return arguments + [part for address in self.addresses for part in ("--engine", address)]
 

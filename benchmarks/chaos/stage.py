@@ -112,6 +112,7 @@ class Stage(Cluster):
         words = ["gateway", "--host", self.wires.peers[f"gateway-{number}"].address, "--port", str(GATEWAY_PORT)]
         words += ["--data-dir", str(self.folder / "disk" / f"gateway-{number}"), "--migrate", "--log-format", "json"]
         words += ["--database-url", self._database_url]
+        words += ["--object-store-url", (self.folder / "disk" / "objects").absolute().as_uri()]
         words += ["--first-keys", str(self.folder / "keys.json")] if number == 0 else []
         return words + [part for address in self.addresses for part in ("--engine", address)]
 

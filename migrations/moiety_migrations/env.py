@@ -15,6 +15,7 @@ from moiety_platform.batches.models import Batch
 from moiety_platform.declarative_config.models import Declaration
 from moiety_platform.files.models import StoredFile
 from moiety_platform.idempotency.models import IdempotentRequest
+from moiety_platform.object_storage.models import ObjectStoreRecord
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.retention.models import RetentionJobRecord
 from moiety_platform.simulations.models import SimulationRecord
@@ -26,7 +27,7 @@ from moiety_platform.webhooks.models import Webhook
 # this list loads every module that defines tables
 TABLES = (
     *(ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest, StoredResponse),
-    *(RetentionJobRecord, SpanRecord, Declaration, SimulationRecord, Webhook, Adapter),
+    *(RetentionJobRecord, SpanRecord, Declaration, SimulationRecord, Webhook, Adapter, ObjectStoreRecord),
 )
 target_metadata = ApiKey.metadata
 

@@ -46,6 +46,7 @@ from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelServices, model_routes
+from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.openai_api.controller import completion_routes
 from moiety_platform.openapi.controller import schema_routes
 from moiety_platform.prices.cache import PriceCache
@@ -96,6 +97,7 @@ class Services:
     responses: ResponseKeeper
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
+    objects: ObjectStoreReadiness | None = None
     batches: Batches | None = None
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
@@ -167,7 +169,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             *message_routes(messages),
             *response_routes(ResponseServices(serve, services.authenticator, services.responses)),
             *model_routes(ModelServices(services.authenticator, replicas, texts, bodies, adapters)),
-            *probe_routes(replicas, services.store, with_reasons=has_operations),
+            *probe_routes(replicas, services.store, services.objects, with_reasons=has_operations),
             *(services.batches.routes() if services.batches is not None else ()),
             *services.admin_routes,
             *((metrics_route(services.metrics, services.store), *schemas) if has_operations else ()),
@@ -209,7 +211,9 @@ def create_operations_app(
     """Return the application of the operations listener. Its OpenAPI documents describe the gateway's `app`."""
     return Litestar(
         route_handlers=[
-            *probe_routes(services.replicas, services.store, with_reasons=True, is_stopping=is_stopping),
+            *probe_routes(
+                services.replicas, services.store, services.objects, with_reasons=True, is_stopping=is_stopping
+            ),
             metrics_route(services.metrics, services.store),
             *schema_routes(lambda: ShapeLimits.of(settings()), app),
         ],

@@ -19,6 +19,7 @@ PlatformError
 ├── HeadTooLarge              431  the request's line and headers exceed the limit
 ├── UnsupportedTransferCoding 501  an unsupported Transfer-Encoding
 ├── UnsupportedHttpVersion    505  an unsupported HTTP version
+├── InsufficientStorage       507  the object store is full; nothing was stored
 ├── EngineFailed              502  the engine aborted the request
 │   ├── EngineDied            502  the engine's process died, or cannot be reached any more
 │   └── EngineRefused         502  an external engine refuses the request: a retry does not help
@@ -177,6 +178,12 @@ class UnsupportedHttpVersion(PlatformError):
     status = 505
     type = "invalid_request_error"
     default_code = "unsupported_http_version"
+
+
+class InsufficientStorage(PlatformError):
+    status = 507
+    type = "server_error"
+    default_code = "insufficient_storage"
 
 
 class HeadTooLarge(PlatformError):

@@ -42,6 +42,8 @@ from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging, set_log_level
 from moiety_platform.metrics import Metrics, RetentionMetrics, SpeculativePrefillMetrics
+from moiety_platform.object_storage.readiness import ObjectStoreReadiness
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -220,8 +222,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         metrics.registry.register(TraceCollector(telemetry.tracing))
         database, looked_at, keys, traces = _open_stores(stack, settings)
         metrics.watch_statements(lambda: sum(one.num_statements for one in (database, looked_at, keys)))
-        store = StoreReadiness(database)
-        stack.push_async_callback(store.close)
+        store, objects, objects_ready = _open_objects(stack, settings, database)
         usage = UsageRecorder(database, settings.usage_journal_dir)
         await usage.start()
         stack.push_async_callback(usage.stop)
@@ -237,7 +238,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         stack.push_async_callback(meter.stop)
         metrics.registry.register(StoreCollector(clock, store, usage, quotas, meter, recorder))
         engines = await stack.enter_async_context(
-            Engines(settings, clock, quotas.replica_id, meter, AdapterContents(database))
+            Engines(settings, clock, quotas.replica_id, meter, AdapterContents(database, objects))
         )
         quotas.quarantine.is_proven = engines.replicas.have_settled_for
         next_turn_prefill = await stack.enter_async_context(
@@ -250,25 +251,30 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
             AdapterCache(database, clock),
         )
         door = await stack.enter_async_context(OidcAuthentication(settings, database, clock))
-        retention = await _start_retention(stack, settings, process_id, database, RetentionMetrics(metrics.registry))
+        retention = await _start_retention(
+            stack, settings, process_id, database, objects, RetentionMetrics(metrics.registry)
+        )
         told = ReloadMetrics(metrics.registry)
         reloader = None if source.path is None else Reloader(source, live, told, beside=key_files)
         administration = Administration(
-            settings, database, looked_at, (pepper, turn), clock, adapters, engines.replicas
+            settings, database, looked_at, objects, (pepper, turn), clock, adapters, engines.replicas
         )
         await stack.enter_async_context(administration)
         telemetry.send_metrics(settings)
         parts = (looked_at, authenticator, classes, prices, quotas, pepper, clock)
         more = administration.routes(traces, source, live, reloader)
         admin = admin_router(*parts, oidc=door.find, traces=traces, set_aside=usage.set_aside, more=more)
-        batches = Batches(process_id, database, authenticator, quotas, metrics, telemetry.tracing, clock, settings)
+        batches = Batches(
+            process_id, database, objects, authenticator, quotas, metrics, telemetry.tracing, clock, settings
+        )
         live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
         telemetry.followed_by(live)
         door.followed_by(live)
         administration.followed_by(live)
         live.follow(["metrics_tenants"], lambda wanted: metrics.tenants.use(wanted.metrics_tenants))
         live.follow(
-            OF_RETENTION, lambda wanted: retention.use(retention_jobs_of(wanted, database), wanted.retention_interval_s)
+            OF_RETENTION,
+            lambda wanted: retention.use(retention_jobs_of(wanted, database, objects), wanted.retention_interval_s),
         )
         yield Services(
             authenticator=authenticator,
@@ -284,6 +290,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
             responses=responses,
             admin_routes=[admin],
             store=store,
+            objects=objects_ready,
             batches=batches,
             adapters=adapters,
             live=live,
@@ -309,6 +316,18 @@ def _open_stores(
     return database, looked_at, keys, traces
 
 
+def _open_objects(
+    stack: AsyncExitStack, settings: GatewaySettings, database: Database
+) -> tuple[StoreReadiness, ObjectStore, ObjectStoreReadiness]:
+    """Open the object store and the checks of both stores, which the stack closes. Raises Unavailable."""
+    objects = ObjectStore.open(settings.objects_url)
+    stack.push_async_callback(objects.close)
+    store, objects_ready = StoreReadiness(database), ObjectStoreReadiness(database, objects)
+    stack.push_async_callback(store.close)
+    stack.push_async_callback(objects_ready.close)
+    return store, objects, objects_ready
+
+
 async def _start_idempotency(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> IdempotencyKeys:
     """Start the store of responses under their Idempotency-Key, until the stack is closed."""
     keeper = IdempotencyKeys(database, KeyStore(), KeepingLimits.of(settings))
@@ -318,10 +337,15 @@ async def _start_idempotency(stack: AsyncExitStack, settings: GatewaySettings, d
 
 
 async def _start_retention(
-    stack: AsyncExitStack, settings: GatewaySettings, process_id: str, database: Database, metrics: RetentionMetrics
+    stack: AsyncExitStack,
+    settings: GatewaySettings,
+    process_id: str,
+    database: Database,
+    objects: ObjectStore,
+    metrics: RetentionMetrics,
 ) -> RetentionService:
     """Start the deletion of expired rows, until the stack is closed."""
-    jobs = retention_jobs_of(settings, database)
+    jobs = retention_jobs_of(settings, database, objects)
     retention = RetentionService(process_id, database, jobs, metrics, interval_s=settings.retention_interval_s)
     await retention.start()
     stack.push_async_callback(retention.stop)

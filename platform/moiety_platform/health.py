@@ -11,7 +11,7 @@ from typing import Literal, NotRequired, TypedDict
 from litestar import Response, get, head
 from litestar.handlers import HTTPRouteHandler
 
-from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.db.readiness import ReadinessCheck, StoreReadiness
 from moiety_platform.metrics import CONTENT_TYPE, Metrics
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.routing.replicas import Replicas
@@ -37,13 +37,14 @@ class Readiness(TypedDict):
 def probe_routes(
     replicas: Replicas,
     store: StoreReadiness | None,
+    objects: ReadinessCheck | None,
     *,
     with_reasons: bool,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> list[HTTPRouteHandler]:
-    """Return the probes. Without `store`, readiness depends on the engines alone.
+    """Return the probes. Without `store` and `objects`, readiness depends on the engines alone.
 
-    Reasons name engines and the store.
+    Reasons name engines and the stores.
     """
 
     readiness = describes(Described(answers={200: {JSON: Readiness}, 503: {JSON: Readiness}}))
@@ -59,6 +60,8 @@ def probe_routes(
         reasons = replicas.why_not_ready()
         if store is not None and (reason := await store.why_not_ready()):
             reasons = [f"store: {reason}", *reasons]
+        elif objects is not None and (reason := await objects.why_not_ready()):
+            reasons = [f"object store: {reason}", *reasons]
         if is_stopping():
             reasons = ["the gateway is stopping", *reasons]
         if not reasons:

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Setting
 
 from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
+from moiety_platform.object_store_url import check_url
 from moiety_platform.reloadable import fixed, live
 from moiety_wire.grammars import MAX_GUIDE_BYTES
 
@@ -67,9 +68,16 @@ class GatewaySettings(BaseSettings):
         "where `host` is a loopback address, and otherwise not available.",
         ge=0, le=65535,
     )  # fmt: skip
-    data_dir: Path = fixed(Path(".moiety"), "Folder for the key pepper, the usage journal and the SQLite database.")
+    data_dir: Path = fixed(
+        Path(".moiety"), "Folder for the key pepper, the usage journal, the SQLite database and the object store."
+    )
     database_url: str | None = fixed(
         None, "URL of the database, sqlite:///FILE or postgresql://…. If not set, a SQLite file in data_dir."
+    )
+    object_store_url: str | None = fixed(
+        None,
+        "URL of the object store for contents of files and adapters: file:///FOLDER, s3://BUCKET/PREFIX, gs://… or "
+        "az://…. If not set, a folder in data_dir.",
     )
     key_pepper: SecretStr | None = fixed(
         None, "Secret that is hashed together with every API key. It must not be stored in the database."
@@ -335,6 +343,11 @@ class GatewaySettings(BaseSettings):
                 raise ValueError(f"the issuer {value!r} must be an https:// address, or http:// on this machine")
         return value
 
+    @field_validator("object_store_url")
+    @classmethod
+    def _check_object_store(cls, value: str | None) -> str | None:
+        return None if value is None else check_url(value)
+
     @field_validator("keep_requests_days")
     @classmethod
     def _check_requests(cls, value: int) -> int:
@@ -378,6 +391,11 @@ class GatewaySettings(BaseSettings):
     def store_url(self) -> str:
         """The SQLAlchemy URL of the store, resolved."""
         return self.database_url or f"sqlite+aiosqlite:///{self.data_dir / 'moiety.db'}"
+
+    @property
+    def objects_url(self) -> str:
+        """The URL of the object store, resolved."""
+        return self.object_store_url or (self.data_dir / "objects").absolute().as_uri()
 
     @property
     def usage_journal_dir(self) -> Path:

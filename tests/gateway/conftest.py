@@ -43,6 +43,8 @@ from moiety_platform.listening import bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics, RetentionMetrics, SpeculativePrefillMetrics
+from moiety_platform.object_storage.readiness import ObjectStoreReadiness
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -300,7 +302,11 @@ async def run_gateway(
         responses = ResponseKeeper(database, ConversationLimits.of(chosen), ResponseStore(now or now_ms))
         worker_id = f"worker-{secrets.token_hex(8)}"
         store_clock = StoreClock()
-        parts = (database, authenticator, quotas, metrics, tracing, clock, chosen)
+        objects = ObjectStore.open((tmp_path / "objects").as_uri())
+        stack.push_async_callback(objects.close)
+        objects_ready = ObjectStoreReadiness(database, objects)
+        stack.push_async_callback(objects_ready.close)
+        parts = (database, objects, authenticator, quotas, metrics, tracing, clock, chosen)
         batches = Batches(worker_id, *parts, poll_s=0.05, backoff=Backoff(0.02), now=store_clock)
         live, source = LiveSettings(chosen), SettingsSource.open(None, SECTION, lambda: chosen, settings)
         services = Services(
@@ -328,11 +334,12 @@ async def run_gateway(
                         *engine_routes(replicas),
                         *expert_routes(ExpertService(replicas, clock)),
                         *webhook_routes(AddressPolicy(), PEPPER),
-                        *tenant_deletion_routes(),
+                        *tenant_deletion_routes(objects),
                         *settings_routes(source, live, None),
                     ],
                 )
             ],
+            objects=objects_ready,
             batches=batches,
             live=live,
             next_turn_prefill=next_turn_prefill,
@@ -350,8 +357,9 @@ async def run_gateway(
         running.stop = server.request_exit
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
         running.database, running.responses, running.replicas = database, responses, replicas
+        running.objects = objects
         running.store_clock, running.live, running.server = store_clock, live, server
-        jobs = retention_jobs_of(chosen, database, store_clock)
+        jobs = retention_jobs_of(chosen, database, objects, store_clock)
         running.retention = RetentionService(
             worker_id, database, jobs, RetentionMetrics(metrics.registry), interval_s=60, now=store_clock
         )

@@ -10,8 +10,9 @@ import pytest
 from sqlalchemy import func, select
 
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.files.models import FileChunk, StoredFile
-from moiety_platform.files.store import CHUNK_BYTES
+from moiety_platform.errors import InsufficientStorage, Unavailable
+from moiety_platform.files.models import StoredFile
+from moiety_platform.object_storage.store import PIECE_BYTES
 
 DEADLINE_S = 60.0
 LINE = {
@@ -26,20 +27,26 @@ async def upload(gateway, content=b"{}\n", name="in.jsonl", **more):
     return await gateway.client.files.create(file=(name, content), purpose="batch", **more)
 
 
-async def num_rows(gateway):
+async def num_stored(gateway):
+    """Rows and objects."""
     async with gateway.database.read() as session:
-        return [await session.scalar(select(func.count()).select_from(table)) for table in (StoredFile, FileChunk)]
+        num_rows = await session.scalar(select(func.count()).select_from(StoredFile))
+    return [num_rows, sum([len(page) async for page in gateway.objects.list_pages("files/")])]
+
+
+async def wait_bytes(gateway, num_bytes):
+    """Until so much of the only file has been counted."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            async with gateway.database.read() as session:
+                if (await session.scalar(select(StoredFile.num_bytes)) or 0) >= num_bytes:
+                    return
+            await asyncio.sleep(0.02)
 
 
 async def state_of_the_only(gateway):
     async with gateway.database.read() as session:
         return await session.scalar(select(StoredFile.state))
-
-
-async def wait_rows(gateway, is_so):
-    async with asyncio.timeout(DEADLINE_S):
-        while not is_so(*await num_rows(gateway)):  # noqa: ASYNC110 - the store announces no change
-            await asyncio.sleep(0.02)
 
 
 def form(*parts, boundary="b"):
@@ -53,7 +60,7 @@ def field(name, value, more=""):
 
 
 async def test_a_file_is_uploaded_listed_fetched_and_deleted(gateway):
-    content = bytes(range(256)) * (CHUNK_BYTES // 128) + b"and a little more"  # in three chunks
+    content = bytes(range(256)) * (PIECE_BYTES // 128) + b"and a little more"  # in three pieces
     file = await upload(gateway, content, "some/where/tü\nx.jsonl")
     assert (file.object, file.bytes, file.purpose, file.status) == ("file", len(content), "batch", "processed")
     assert file.filename == "tü_x.jsonl"
@@ -106,16 +113,16 @@ async def test_a_file_that_expires_is_gone_and_its_content_erased(start_gateway,
         assert kept.expires_at == kept.created_at + 30 * 86_400
         gateway.store_clock.ahead_ms = 3_600_001
         assert [one.id async for one in gateway.client.files.list()] == [kept.id]
-        assert (await gateway.retention.round())["files"] == 2  # itself, and its only chunk
-        assert await num_rows(gateway) == [1, 1]
+        assert (await gateway.retention.round())["files"] == 1
+        assert await num_stored(gateway) == [1, 1]
         async with start_gateway([FakeEngineClient(card)], beside=gateway, keep_files_days=0) as other:
             assert (await upload(other)).expires_at is None
 
 
 async def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(start_gateway, card):
-    async with start_gateway([FakeEngineClient(card)], max_file_bytes=CHUNK_BYTES + 1000) as gateway:
-        assert (await upload(gateway, b"x" * (CHUNK_BYTES + 1000))).bytes == CHUNK_BYTES + 1000
-        for size in (CHUNK_BYTES + 1001, 2 * CHUNK_BYTES):
+    async with start_gateway([FakeEngineClient(card)], max_file_bytes=PIECE_BYTES + 1000) as gateway:
+        assert (await upload(gateway, b"x" * (PIECE_BYTES + 1000))).bytes == PIECE_BYTES + 1000
+        for size in (PIECE_BYTES + 1001, 2 * PIECE_BYTES):
             with pytest.raises(openai.APIStatusError, match="larger than") as caught:
                 await upload(gateway, b"x" * size)
             assert caught.value.status_code == 413
@@ -170,13 +177,89 @@ async def test_a_form_may_have_its_fields_in_any_order(gateway):
 
 async def test_a_client_that_leaves_in_the_middle_leaves_nothing_to_be_seen(gateway, until):
     _, writer = await asyncio.open_connection(*gateway.address)
-    head = f"POST /v1/files HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: 1000000\r\n"
-    body, headers = form(PURPOSE, field("file", "x" * 2 * CHUNK_BYTES, '; filename="f"'))
+    head = f"POST /v1/files HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: 10000000\r\n"
+    body, headers = form(PURPOSE, field("file", "x" * 2 * PIECE_BYTES, '; filename="f"'))
     writer.write(head.encode() + f"Content-Type: {headers['Content-Type']}\r\n\r\n".encode() + body[:-100])
-    await wait_rows(gateway, lambda _, num_chunks: num_chunks >= 1)
+    await wait_bytes(gateway, PIECE_BYTES)
     writer.transport.abort()
     await until(lambda: gateway.num_connections() == 0)
     assert (await gateway.client.files.list()).data == []
     async with asyncio.timeout(DEADLINE_S):  # whoever writes the file learns of it after the server
         while await state_of_the_only(gateway) != "deleted":  # noqa: ASYNC110 - the store announces no change
             await asyncio.sleep(0.02)
+
+
+async def refuse():
+    raise Unavailable("the object store is away; try again shortly", code="object_store_unavailable", retry_after_s=1)
+
+
+async def fill_up():
+    raise InsufficientStorage("there is no space left", code="object_store_full")
+
+
+@pytest.mark.parametrize(
+    ("guard", "status", "code"), [(refuse, 503, "object_store_unavailable"), (fill_up, 507, "object_store_full")]
+)
+async def test_a_store_that_takes_nothing_is_told_and_no_byte_is_counted(start_gateway, card, guard, status, code):
+    async with start_gateway([FakeEngineClient(card)], max_file_bytes_per_tenant=2500) as gateway:
+        gateway.objects.guard = guard
+        for _ in range(3):
+            with pytest.raises(openai.APIStatusError) as caught:
+                await upload(gateway, b"x" * 2000)
+            assert (caught.value.status_code, caught.value.code) == (status, code)
+        gateway.objects.guard = None
+        assert (await gateway.client.files.list()).data == []
+        assert (await upload(gateway, b"x" * 2000)).bytes == 2000
+
+
+async def test_a_download_fails_before_it_begins_where_the_content_cannot_be_had(gateway):
+    file = await upload(gateway)
+    await gateway.client.files.content(file.id)
+    gateway.objects.guard = refuse
+    with pytest.raises(openai.APIStatusError) as caught:
+        await gateway.client.files.content(file.id)
+    assert caught.value.status_code == 503
+    gateway.objects.guard = None
+    assert await gateway.objects.delete_some("files/") == 1
+    with pytest.raises(openai.APIStatusError) as caught:
+        await gateway.client.files.content(file.id)
+    assert (caught.value.status_code, caught.value.code) == (410, "file_content_missing")
+
+
+async def test_a_batch_waits_for_an_object_store_that_is_away_and_is_answered_once(gateway, until):
+    num_asked = 0
+
+    async def count_and_refuse():
+        nonlocal num_asked
+        num_asked += 1
+        await refuse()
+
+    file = await upload(gateway, json.dumps(LINE).encode())
+    gateway.objects.guard = count_and_refuse
+    batch = await submit_batch(gateway, file.id)
+    await until(lambda: num_asked >= 1)
+    gateway.objects.guard = None
+    gateway.store_clock.ahead_ms = 61_000  # past the lease of the validation that could not read
+    done = await ended(gateway, batch)
+    assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 1, 0)
+
+
+async def test_a_batch_whose_input_is_lost_fails_with_the_reason(gateway):
+    file = await upload(gateway, json.dumps(LINE).encode())
+    await gateway.objects.delete_some("files/")
+    failed = await ended(gateway, await submit_batch(gateway, file.id))
+    assert (failed.status, failed.errors.data[0].code) == ("failed", "file_content_missing")
+
+
+async def submit_batch(gateway, file_id):
+    return await gateway.client.batches.create(
+        input_file_id=file_id, endpoint="/v1/completions", completion_window="24h"
+    )
+
+
+async def ended(gateway, batch):
+    async with asyncio.timeout(DEADLINE_S):
+        while batch.status not in ("completed", "failed"):
+            await asyncio.sleep(0.02)
+            batch = await gateway.client.batches.retrieve(batch.id)
+    return batch

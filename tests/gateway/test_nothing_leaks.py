@@ -27,7 +27,7 @@ PIXEL = base64.b64encode(MARK.encode()).decode()
 USER = [{"role": "system", "content": TEXT}, {"role": "user", "content": TEXT, "name": MARK}]
 TOOL = {"name": MARK, "description": TEXT, "parameters": {"type": "object", "properties": {MARK: {"type": "string"}}}}
 CHAT = {"model": "tiny", "messages": USER, "max_tokens": 3, "stop": [MARK], "user": MARK, "metadata": {"m": MARK}}
-KEPT_BY_DESIGN = {"file_chunks", "batch_lines", "responses", "idempotent_requests"}  # a client's own, given back to it
+KEPT_BY_DESIGN = {"objects", "batch_lines", "responses", "idempotent_requests"}  # a client's own, given back to it
 HEADERS = {
     "Idempotency-Key": MARK, "traceparent": MARK, "tracestate": f"v={MARK}", "baggage": f"m={MARK}",
     "User-Agent": MARK, "X-Api-Key": MARK, "Cookie": MARK,
@@ -80,6 +80,7 @@ async def test_prompts_answers_and_keys_are_only_where_clients_get_them_back(sta
             statuses.append({(await gateway.post("/v1/chat/completions", CHAT, key))[0] for key in made})
             told = await read_admin_api(gateway)
             tables = await read_tables(gateway.database)
+            tables["objects"] = "".join(await asyncio.to_thread(read_files, tmp_path / "objects"))
             metrics = gateway.metrics.render().decode()
             keys = [key.rpartition(".")[2] for key in (gateway.key, gateway.admin_key, *made)]
         await asyncio.to_thread(sender.close)
@@ -141,6 +142,10 @@ async def read_admin_api(gateway) -> str:
             assert status in (200, 404), (path, status)
             told += f"{path}: {answer.decode()}\n"
     return told
+
+
+def read_files(folder) -> list[str]:
+    return [path.read_text(encoding="latin-1") for path in folder.rglob("*") if path.is_file()]
 
 
 async def read_tables(database) -> dict[str, str]:

@@ -34,6 +34,7 @@ from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Scope, Unit
@@ -189,6 +190,14 @@ def database_url(dialect: str, tmp_path: Path, request: pytest.FixtureRequest) -
 @pytest.fixture
 async def database(database_url: str) -> AsyncIterator[Database]:
     opened = Database.open(database_url)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def objects(tmp_path: Path) -> AsyncIterator[ObjectStore]:
+    """An empty object store of this test alone."""
+    opened = ObjectStore.open((tmp_path / "objects").as_uri())
     yield opened
     await opened.close()
 

@@ -23,7 +23,7 @@ from moiety_platform.adapters.controller import AdapterStorage, adapter_routes
 from moiety_platform.adapters.magnitudes import bound_of
 from moiety_platform.adapters.models import Adapter, AdapterChunk
 from moiety_platform.adapters.naming import allowed_of
-from moiety_platform.adapters.service import ABANDONED_MS, erase_some
+from moiety_platform.adapters.service import ABANDONED_MS
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.classes.cache import ClassCache
@@ -31,6 +31,7 @@ from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import NotFound, PlatformError
 from moiety_platform.http_errors import answer_platform_error
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -60,10 +61,12 @@ def cache(database: Database, clock: ManualClock) -> AdapterCache:
 
 
 @pytest.fixture
-async def api(database: Database, clock: ManualClock, demo: Demo, cache: AdapterCache) -> AsyncIterator[Admin]:
+async def api(
+    database: Database, objects: ObjectStore, clock: ManualClock, demo: Demo, cache: AdapterCache
+) -> AsyncIterator[Admin]:
     classes, prices = ClassCache(database, clock), PriceCache(database, clock)
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
-    routes = adapter_routes(cache, AdapterStorage(2000, 3000))
+    routes = adapter_routes(cache, AdapterStorage(2000, 3000), objects)
     parts = (database, Authenticator(database, PEPPER, clock), classes, prices, quotas, PEPPER, clock)
     app = Litestar(
         [admin_router(*parts, more=routes)],
@@ -86,7 +89,7 @@ async def send(api: Admin, adapter_id: str, start: int, data: bytes, expect: int
 
 
 async def test_an_upload_in_parts_comes_out_as_it_went_in_and_has_a_name_then(
-    api: Admin, demo: Demo, cache: AdapterCache, database: Database
+    api: Admin, demo: Demo, cache: AdapterCache, database: Database, objects: ObjectStore
 ) -> None:
     made = await begin(api, demo)
     await send(api, made["id"], 0, GOOD[:100])
@@ -101,9 +104,9 @@ async def test_an_upload_in_parts_comes_out_as_it_went_in_and_has_a_name_then(
     assert found is not None
     assert (found.model, found.engine_name) == ("m", made["id"])
     assert await cache.find("ten_another", "m:a") is None
-    parts = [part async for part in AdapterContents(database).parts(made["id"])]
+    parts = [part async for part in AdapterContents(database, objects).parts(made["id"])]
     assert b"".join(part.data for part in parts) == GOOD
-    assert [(part.index, part.config, part.is_last) for part in parts] == [(0, LORA, False), (1, "", True)]
+    assert [(part.index, part.config, part.is_last) for part in parts] == [(0, LORA, True)]
     await send(api, made["id"], len(GOOD), b"more", 409)
 
 
@@ -187,42 +190,39 @@ async def test_an_adapter_named_like_another_ones_id_does_not_keep_that_from_bei
         await api.call("DELETE", f"adapters/{adapter['id']}", 200)
 
 
-async def test_what_was_deleted_is_erased_piece_by_piece(api: Admin, demo: Demo, database: Database) -> None:
+async def test_what_was_deleted_is_erased_piece_by_piece(
+    api: Admin, demo: Demo, database: Database, objects: ObjectStore
+) -> None:
     made, kept = await begin(api, demo), await begin(api, demo, "b")
     for one in (made, kept):
         await send(api, one["id"], 0, b"x" * 10)
     await api.call("DELETE", f"adapters/{made['id']}", 200)
-    num_rows = []
-    for _ in range(3):
-        async with database.write() as session:
-            num_rows.append(await erase_some(session))
-    assert num_rows == [1, 1, 0]
+    assert [await AdapterContents(database, objects).purge() for _ in range(3)] == [1, 1, 0]
     async with database.read() as session:
         assert (await session.scalars(select(Adapter.id))).all() == [kept["id"]]
         assert await session.scalar(select(func.count()).select_from(AdapterChunk)) == 1
 
 
 async def test_an_upload_that_was_given_up_cannot_be_ended_once_its_parts_are_erased(
-    api: Admin, demo: Demo, database: Database
+    api: Admin, demo: Demo, database: Database, objects: ObjectStore
 ) -> None:
     made = await begin(api, demo)
     await send(api, made["id"], 0, GOOD)
     async with database.write() as session:
         await session.execute(update(Adapter).values(touched_ms=Adapter.touched_ms - ABANDONED_MS - 1))
-    async with database.write() as session:
-        assert await erase_some(session) == 1
+    assert await AdapterContents(database, objects).purge() == 1
     await api.call("POST", f"adapters/{made['id']}/publish", 404)
 
 
 async def test_a_part_that_is_gone_is_missed_by_whoever_reads_an_adapter(
-    api: Admin, demo: Demo, database: Database
+    api: Admin, demo: Demo, database: Database, objects: ObjectStore
 ) -> None:
     made = await begin(api, demo)
     await send(api, made["id"], 0, GOOD)
     async with database.write() as session:
         await session.execute(delete(AdapterChunk))
     with pytest.raises(NotFound):
-        [part async for part in AdapterContents(database).parts(made["id"])]
+        [part async for part in AdapterContents(database, objects).parts(made["id"])]
 
 
 def floats(dtype: str, *halves: tuple[str, list[float]]) -> bytes:

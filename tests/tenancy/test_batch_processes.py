@@ -99,6 +99,7 @@ class Deployment:
             gateway = (
                 *("gateway", "--port", "0", "--engine", self.address, "--data-dir", str(data_dir)),
                 *("--database-url", self.database_url, "--log-format", "json"),
+                *("--object-store-url", (self.folder / "objects").as_uri()),
                 *(("--first-keys", str(self.folder / "keys.json")) if number == 0 else ()),
             )
             environment = {"MOIETY_BATCH_LEASE_S": "2", "MOIETY_BATCH_CONCURRENCY": "16"}

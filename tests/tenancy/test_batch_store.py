@@ -26,9 +26,11 @@ from moiety_platform.batches.service import create_batch
 from moiety_platform.batches.validation import Validation
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
-from moiety_platform.files.models import StoredFile
-from moiety_platform.files.store import append_chunk, begin_file, publish_file
+from moiety_platform.files.contents import FileContents
+from moiety_platform.files.models import FileChunk, FileState, StoredFile
+from moiety_platform.files.store import begin_file
 from moiety_platform.inference.shape_limits import ShapeLimits
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
@@ -56,8 +58,9 @@ class StoreClock:
 class Store:
     """A batch in progress, and what workers do to it."""
 
-    def __init__(self, database: Database, now: StoreClock, batch_id: str) -> None:
+    def __init__(self, database: Database, objects: ObjectStore, now: StoreClock, batch_id: str) -> None:
         self.database = database
+        self.contents = FileContents(database, objects, BatchFiles(database), now)
         self.now = now
         self.batch_id = batch_id
 
@@ -112,19 +115,21 @@ def line_of(number: int) -> bytes:
 
 
 @pytest.fixture
-async def store(database: Database) -> AsyncIterator[Store]:
-    """The file is in chunks so small that most lines lie in several."""
+async def store(database: Database, objects: ObjectStore) -> AsyncIterator[Store]:
+    """The file is of an earlier version: in SQL, in chunks so small that most lines lie in several."""
     now = StoreClock()
     content = b"\n".join(line_of(number) for number in range(1, NUM_LINES + 1))
     async with database.write() as session:
         file = await begin_file(session, OWNER, "in.jsonl")
         for start in range(0, len(content), 50):
-            await append_chunk(session, file.id, start, content[start : start + 50], max_tenant_bytes=10**6)
-        await publish_file(session, file.id, "batch", None)
+            data = content[start : start + 50]
+            session.add(FileChunk(file_id=file.id, start=start, stop=start + len(data), data=data))
+        file.purpose, file.state, file.num_bytes, file.object_key = "batch", FileState.READY, len(content), None
+        await session.flush()
         new = NewBatch(input_file_id=file.id, endpoint=URL, completion_window="24h")
         batch = await create_batch(session, OWNER, new, max_open=1, keep_files_s=None, now=now)
-    made = Store(database, now, batch.id)
-    await Validation(database, await made.open_batch(), LIMITS, LEASE_MS, now).run()
+    made = Store(database, objects, now, batch.id)
+    await Validation(database, made.contents, await made.open_batch(), LIMITS, LEASE_MS, now).run()
     assert (await made.batch()).status == BatchStatus.IN_PROGRESS
     yield made
 
@@ -140,9 +145,11 @@ def answer(line: ClaimedLine, tokens: int = 5, charges: tuple[Charge, ...] = ())
 
 async def test_lines_come_out_of_the_file_as_they_went_in(store: Store) -> None:
     claimed = await store.claim("a")
-    assert [(line.number, line.text) for line in claimed] == [
-        (number, line_of(number)) for number in range(1, NUM_LINES + 1)
+    texts = [
+        (line.number, await store.contents.read_range(line.input_key or "", line.start, line.num_bytes))
+        for line in claimed
     ]
+    assert texts == [(number, line_of(number)) for number in range(1, NUM_LINES + 1)]
 
 
 async def test_workers_that_claim_at_once_get_different_lines(store: Store) -> None:

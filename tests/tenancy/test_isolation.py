@@ -41,6 +41,7 @@ from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.openapi.documents import DocumentPart, make_document
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -298,15 +299,16 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing()
     replicas, settings = Replicas([]), GatewaySettings()
+    objects = ObjectStore.open((folder / "objects").as_uri())
     experts = expert_routes(ExpertService(replicas, clock))
     handlers = [
         *engine_routes(replicas),
         *experts,
         *webhook_routes(AddressPolicy(), PEPPER),
-        *tenant_deletion_routes(),
+        *tenant_deletion_routes(objects),
         *more,
     ]
-    handlers += adapter_routes(AdapterCache(database, clock), AdapterStorage(10_000, 15_000))
+    handlers += adapter_routes(AdapterCache(database, clock), AdapterStorage(10_000, 15_000), objects)
     handlers += settings_routes(SettingsSource.open(None, SECTION, lambda: settings), LiveSettings(settings), None)
     handlers += simulation_routes(Simulations(database, limit_s=60.0, niceness=0), replicas.states)
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)

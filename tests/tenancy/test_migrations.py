@@ -45,7 +45,7 @@ DECLARED = {"declarations"}
 UPKEEP = {"retention_jobs", "usage_cuts", "usage_minutes", "usage_days", "usage_day_marks"}
 TRACES = {"traces", "spans"}
 ADAPTERS = {"adapters", "adapter_chunks"}
-KEPT = {"simulations", *ADAPTERS, *DECLARED, *BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP, *TRACES}
+KEPT = {"simulations", "object_stores", *ADAPTERS, *DECLARED, *BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP, *TRACES}
 LATER = {"service_classes", "responses", *QUOTAS, *USAGE, *KEPT}  # than the first
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}
 

@@ -19,6 +19,7 @@ from moiety_platform.auth.reach import tenant_of
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import NotFound, RateLimited, Unavailable
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.responses_api.items import Continued, message_item, text_part
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.models import StoredResponse
@@ -116,11 +117,11 @@ async def test_what_has_expired_is_found_no_more_and_purged_in_batches(
 
 
 async def test_nothing_is_kept_of_a_tenant_once_its_erasure_has_begun(
-    database: Database, clock: ManualClock, whose: Principal
+    database: Database, objects: ObjectStore, clock: ManualClock, whose: Principal
 ) -> None:
     keeper = ResponseKeeper(database, LIMITS)
     assert await keep(keeper, whose, 1)
-    eraser = TenantDeleter(AuditedStore(database, "root", Role.OWNER, tenant_of, clock), whose.tenant_id)
+    eraser = TenantDeleter(AuditedStore(database, "root", Role.OWNER, tenant_of, clock), whose.tenant_id, objects)
     await eraser.begin()
     assert not await keep(keeper, whose, 2)
     done = await eraser.work(60.0)

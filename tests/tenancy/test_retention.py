@@ -21,10 +21,11 @@ from moiety_platform.batches.results import BatchFiles
 from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
+from moiety_platform.files.contents import FileContents
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
-from moiety_platform.files.service import Files
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest, State
 from moiety_platform.metrics import RetentionMetrics, new_registry
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.models import (
     LeaseState,
@@ -38,7 +39,7 @@ from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.retention.jobs import DAY_MS, retention_jobs_of
 from moiety_platform.retention.leases import take
 from moiety_platform.retention.models import RetentionJobRecord
-from moiety_platform.retention.service import LEASE_S, RetentionJob, RetentionService
+from moiety_platform.retention.service import LEASE_S, ObjectJob, RetentionJob, RetentionService
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations.models import SimulationRecord
 from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageHour, UsageRecord
@@ -78,9 +79,13 @@ async def second(database_url: str) -> AsyncIterator[Database]:
 
 
 def upkeep_of(
-    database: Database, owner: str, now: StoreClock, jobs: list[RetentionJob] | None = None
+    database: Database,
+    owner: str,
+    now: StoreClock,
+    objects: ObjectStore,
+    jobs: list[RetentionJob | ObjectJob] | None = None,
 ) -> RetentionService:
-    chosen = jobs if jobs is not None else retention_jobs_of(GatewaySettings(), database, now)
+    chosen = jobs if jobs is not None else retention_jobs_of(GatewaySettings(), database, objects, now)
     return RetentionService(
         owner, database, chosen, RetentionMetrics(new_registry()), interval_s=INTERVAL_S, pause_s=0, now=now
     )
@@ -198,11 +203,20 @@ async def left(database: Database, *columns: Any) -> set[Any]:
     return {row[0] for row in rows} if len(columns) == 1 else set(rows)
 
 
-async def test_what_is_past_its_time_goes_and_nothing_else(database: Database, store_clock: StoreClock) -> None:
+async def content_of(objects: ObjectStore, key: str) -> bytes:
+    return await objects.read_range(key, 0, 1000)
+
+
+async def test_what_is_past_its_time_goes_and_nothing_else(
+    database: Database, store_clock: StoreClock, objects: ObjectStore
+) -> None:
     await fill(database)
-    done = await upkeep_of(database, "one", store_clock).round()
+    done = await upkeep_of(database, "one", store_clock, objects).round()
     assert done.pop("usage_days") >= OLD - NEW - 1, "of the old request, and those after it that had none"
     assert done == {
+        "file_contents": 2 + 2 + 1,  # two files, their chunks, and one whose answers are not what they were
+        "adapter_contents": 1 + 1,  # one, and its part
+        "orphaned_objects": 0,
         "idempotent_requests": 1,
         "files_without_end": 1,
         "responses": 1,
@@ -215,12 +229,14 @@ async def test_what_is_past_its_time_goes_and_nothing_else(database: Database, s
         "simulations": 1,
         "adapters": 2 + 2,  # each and its part
     }
-    assert await left(database, Adapter.id) == await left(database, AdapterChunk.adapter_id) == {"coming", "ready"}
+    assert await left(database, Adapter.id) == {"coming", "ready"}
+    assert await left(database, AdapterChunk.adapter_id) == {"coming"}
     assert await left(database, SimulationRecord.id) == {"new"}
     assert await left(database, IdempotentRequest.claim_id) == {"new"}
     assert await left(database, StoredResponse.id) == {"new"}
     assert await left(database, StoredFile.id) == {"in-new", "in-open", "out-kept"}
-    assert await left(database, FileChunk.file_id) == {"in-new", "in-open"}
+    assert await left(database, FileChunk.file_id) == set()
+    assert await content_of(objects, "files/t/in-open") == b"{}"
     assert await left(database, Batch.id) == await left(database, BatchLine.batch_id) == {"new", "kept", "open"}
     assert None not in await left(database, BatchLine.answer)
     assert await left(database, QuotaWindow.quota_id) == {"new", "open"}
@@ -235,7 +251,7 @@ async def test_what_is_past_its_time_goes_and_nothing_else(database: Database, s
 
 
 async def test_requests_may_go_and_what_they_came_to_stays_provable(
-    database: Database, store_clock: StoreClock
+    database: Database, store_clock: StoreClock, objects: ObjectStore
 ) -> None:
     old = NOW - timedelta(days=OLD)
     rows = [
@@ -244,7 +260,7 @@ async def test_requests_may_go_and_what_they_came_to_stays_provable(
         for number in range(20)
     ]  # fmt: skip
     new = make_row("new", started_at=NOW)
-    jobs = retention_jobs_of(GatewaySettings(keep_requests_days=62), database, store_clock)
+    jobs = retention_jobs_of(GatewaySettings(keep_requests_days=62), database, objects, store_clock)
     since = NOW - timedelta(days=500)
     async with database.write() as session:
         await insert_rows(session, [*rows, new])
@@ -254,7 +270,7 @@ async def test_requests_may_go_and_what_they_came_to_stays_provable(
     for late, num_cut in (([], 20), ([rows[3]], 0), ([rows[5], unheard], 1), ([rows[3], new], 0)):
         async with database.write() as session:
             await insert_rows(session, late)
-        assert (await upkeep_of(database, "one", store_clock, jobs).round())["usage"] == num_cut
+        assert (await upkeep_of(database, "one", store_clock, objects, jobs).round())["usage"] == num_cut
         assert await left(database, UsageRecord.request_id) == {"new"}
         async with database.read() as session:
             found = await reconcile(session, since, NOW)
@@ -269,23 +285,25 @@ async def test_requests_may_go_and_what_they_came_to_stays_provable(
     assert [one.tenant_id for one in found.differences] == ["ten_1"]
 
 
-async def test_a_file_without_an_end_gets_one_and_goes_then(database: Database, store_clock: StoreClock) -> None:
+async def test_a_file_without_an_end_gets_one_and_goes_then(
+    database: Database, store_clock: StoreClock, objects: ObjectStore
+) -> None:
     await fill(database)
-    await upkeep_of(database, "one", store_clock).round()
+    await upkeep_of(database, "one", store_clock, objects).round()
     store_clock.ahead_s += 30 * 86_400 + INTERVAL_S
-    await upkeep_of(database, "one", store_clock).round()
+    await upkeep_of(database, "one", store_clock, objects).round()
     assert await left(database, StoredFile.id) == {"in-open"}
     assert await left(database, Batch.id) == {"open"}
 
 
 async def test_gateways_that_look_at_once_do_each_chore_once(
-    database: Database, second: Database, store_clock: StoreClock
+    database: Database, second: Database, store_clock: StoreClock, objects: ObjectStore
 ) -> None:
     async with database.write() as session:
         session.add_all(key_of(f"{number}", NOW_MS - 1) for number in range(450))
         session.add(IdempotencyTenant(tenant_id="t", num_keys=450, num_bytes=450))
         session.add_all(file_of(f"{number}", OLD) for number in range(40))
-    gateways = [upkeep_of((database, second)[n % 2], f"gateway-{n}", store_clock) for n in range(6)]
+    gateways = [upkeep_of((database, second)[n % 2], f"gateway-{n}", store_clock, objects) for n in range(6)]
     rounds = await asyncio.gather(*(gateway.round() for gateway in gateways))
     assert [sum(done.get(name, 0) for done in rounds) for name in ("idempotent_requests", "files")] == [450, 40]
     assert sum(bool(done.get("idempotent_requests")) for done in rounds) == 1
@@ -296,12 +314,12 @@ async def test_gateways_that_look_at_once_do_each_chore_once(
 
 
 async def test_what_a_killed_gateway_was_at_is_anothers_once_its_lease_is_over(
-    database: Database, store_clock: StoreClock
+    database: Database, store_clock: StoreClock, objects: ObjectStore
 ) -> None:
     await fill(database)
     async with database.write() as session:
         assert await take(session, "batches", "killed", round(LEASE_S * 1000), store_clock)
-    other = upkeep_of(database, "other", store_clock)
+    other = upkeep_of(database, "other", store_clock, objects)
     assert "batches" not in await other.round()
     store_clock.ahead_s += LEASE_S + 1
     assert (await other.round())["batches"] > 0
@@ -320,22 +338,19 @@ async def test_a_large_batch_is_deleted_in_pieces(database: Database, store_cloc
 
 
 async def test_the_answers_of_a_deleted_file_go_in_pieces_whichever_gateway_is_at_it(
-    database: Database, store_clock: StoreClock
+    database: Database, store_clock: StoreClock, objects: ObjectStore
 ) -> None:
     async with database.write() as session:
         session.add_all([batch_of("b", NEW), file_of("out", OLD, batch_id="b", line_state=LineState.COMPLETED)])
         session.add_all(lines_of("b", 2 * ANSWERS_AT_ONCE + 7, b"{}"))
-    gateways = [Files(database, BatchFiles(database), store_clock) for _ in range(2)]
-    sizes = []
-    for turn in (0, 1, 0, 1, 0):
-        async with database.write() as session:
-            sizes.append(await gateways[turn].purge(session))
+    gateways = [FileContents(database, objects, BatchFiles(database), store_clock) for _ in range(2)]
+    sizes = [await gateways[turn].purge() for turn in (0, 1, 0, 1, 0)]
     assert sizes == [ANSWERS_AT_ONCE, ANSWERS_AT_ONCE, 7, 1, 0]
     assert await left(database, BatchLine.answer) == {None}
 
 
 async def test_a_chore_that_fails_keeps_no_other_from_being_done_and_is_told(
-    database: Database, store_clock: StoreClock
+    database: Database, store_clock: StoreClock, objects: ObjectStore
 ) -> None:
     async def fail(session: AsyncSession) -> int:
         await session.execute(update(QuotaRate).values(debt=1))
@@ -343,7 +358,7 @@ async def test_a_chore_that_fails_keeps_no_other_from_being_done_and_is_told(
 
     await fill(database)
     registry = new_registry()
-    jobs = [RetentionJob("broken", fail), *retention_jobs_of(GatewaySettings(), database, store_clock)]
+    jobs = [RetentionJob("broken", fail), *retention_jobs_of(GatewaySettings(), database, objects, store_clock)]
     retention = RetentionService(
         "one", database, jobs, RetentionMetrics(registry), interval_s=INTERVAL_S, now=store_clock
     )
@@ -354,9 +369,11 @@ async def test_a_chore_that_fails_keeps_no_other_from_being_done_and_is_told(
     assert 'moiety_retention_rows_total{chore="quota_windows"} 4.0' in page
 
 
-async def test_a_service_that_runs_does_its_chores_by_itself_and_stops(database: Database) -> None:
+async def test_a_service_that_runs_does_its_chores_by_itself_and_stops(
+    database: Database, objects: ObjectStore
+) -> None:
     await fill(database)
-    jobs = retention_jobs_of(GatewaySettings(), database)
+    jobs = retention_jobs_of(GatewaySettings(), database, objects)
     retention = RetentionService("one", database, jobs, RetentionMetrics(new_registry()), interval_s=0.04, pause_s=0)
     await retention.start()
     async with asyncio.timeout(60):

@@ -30,6 +30,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.live_settings import LiveSettings
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -228,9 +229,11 @@ def test_what_may_be_asked_for_by_name_is_what_the_simulator_has() -> None:
     assert set(known.POLICIES) == set(POLICIES)
 
 
-async def test_the_patience_with_simulations_is_what_the_settings_say(database: Database, clock: Any) -> None:
+async def test_the_patience_with_simulations_is_what_the_settings_say(
+    database: Database, objects: ObjectStore, clock: Any
+) -> None:
     live = LiveSettings(GatewaySettings())
-    parts = database, database, (PEPPER, PepperRotation()), clock, AdapterCache(database, clock), Replicas([])
+    parts = database, database, objects, (PEPPER, PepperRotation()), clock, AdapterCache(database, clock), Replicas([])
     async with Administration(live.now, *parts) as made:
         made.followed_by(live)
         assert (made.simulations.limit_s, made.simulations.niceness) == (300, 10)

@@ -27,9 +27,10 @@ from moiety_platform.clock import ManualClock
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.errors import PlatformError, Unauthenticated
+from moiety_platform.errors import PlatformError, Unauthenticated, Unavailable
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.models import QuotaLease, QuotaWindow
@@ -63,12 +64,12 @@ def authenticator(database: Database, clock: ManualClock) -> Authenticator:
 
 @pytest.fixture
 async def admin(
-    database: Database, clock: ManualClock, demo: Demo, authenticator: Authenticator
+    database: Database, objects: ObjectStore, clock: ManualClock, demo: Demo, authenticator: Authenticator
 ) -> AsyncIterator[Admin]:
     caches = ClassCache(database, clock), PriceCache(database, clock)
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     app = Litestar(
-        [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, more=tenant_deletion_routes())],
+        [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, more=tenant_deletion_routes(objects))],
         exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
     )
     client = Admin(app, demo.admin_key)
@@ -200,6 +201,41 @@ async def test_nothing_that_the_tenant_wrote_is_left_and_every_sum_is_what_it_wa
     assert {one["group"]["model"]: one["totals"]["requests"] for one in mine} == {"tiny": 4, "erased": 2}
 
 
+async def test_objects_are_deleted_before_their_rows_and_counted_orphaned_ones_too(
+    admin: Admin, database: Database, clock: ManualClock, objects: ObjectStore, tmp_path: Path
+) -> None:
+    tenant, other = [await make_tenant(admin, database, clock, word) for word in (MARK, OTHER)]
+    keys = [f"files/{tenant['id']}/file-{n}" for n in range(3)] + [f"adapters/{tenant['id']}/ada/{n}" for n in range(2)]
+    kept = f"files/{other['id']}/file-0"
+    for key in (*keys, kept):
+        writer = objects.begin_object(key)
+        await writer.write(MARK.encode())
+        await writer.finish()
+    async with database.write() as session:  # the other objects are orphaned
+        await session.execute(
+            update(StoredFile)
+            .where(StoredFile.tenant_id == tenant["id"], StoredFile.state == FileState.READY)
+            .values(object_key=keys[0])
+        )
+
+    async def refuse() -> None:
+        raise Unavailable("away", code="object_store_unavailable")
+
+    objects.guard = refuse
+    refused = await admin.call("DELETE", f"tenants/{tenant['id']}/data", 503)
+    assert refused["error"]["code"] == "object_store_unavailable"
+    async with database.read() as session:
+        assert keys[0] in (await session.scalars(select(StoredFile.object_key))).all(), "no row went before its object"
+    objects.guard = None
+    unfinished = tmp_path / "objects" / "files" / tenant["id"] / "file-3#1"  # as a killed upload leaves it
+    unfinished.write_text(MARK)
+    done = await erase(admin, clock, tenant["id"])
+    assert (done["counts"]["objects"], done["counts"]["files"]) == (6, 3)
+    assert not unfinished.exists()
+    left = [one.key for kind in ("files/", "adapters/") async for page in objects.list_pages(kind) for one in page]
+    assert left == [kept]
+
+
 async def test_erasing_again_changes_nothing_and_finds_what_came_late(
     admin: Admin, database: Database, clock: ManualClock
 ) -> None:
@@ -238,12 +274,12 @@ async def test_engines_hear_of_it_and_those_that_join_later_do_too(
 
 
 async def test_what_was_killed_in_the_middle_goes_on_where_it_stopped(
-    admin: Admin, database: Database, clock: ManualClock
+    admin: Admin, database: Database, clock: ManualClock, objects: ObjectStore
 ) -> None:
     tenant = await make_tenant(admin, database, clock, MARK)
     before = await sums(database)
     store = AuditedStore(database, "root", Role.OWNER, tenant_of, clock)
-    eraser = TenantDeleter(store, tenant["id"])
+    eraser = TenantDeleter(store, tenant["id"], objects)
     await eraser.begin()
     for moment_s in (0.0, 0.01, 0.03, 0.06):
         with contextlib.suppress(TimeoutError):
@@ -346,7 +382,13 @@ def test_of_every_table_it_is_said_whether_its_rows_stay() -> None:
 
 @pytest.mark.parametrize("has_tables", [True, False])
 async def test_traces_in_a_database_of_their_own_are_erased_there_and_none_is_no_obstacle(
-    admin: Admin, database: Database, clock: ManualClock, demo: Demo, tmp_path: Path, has_tables: bool
+    admin: Admin,
+    database: Database,
+    clock: ManualClock,
+    demo: Demo,
+    tmp_path: Path,
+    has_tables: bool,
+    objects: ObjectStore,
 ) -> None:
     traces = Database.open(f"sqlite:///{tmp_path / 'traces.db'}")
     if has_tables:
@@ -354,7 +396,9 @@ async def test_traces_in_a_database_of_their_own_are_erased_there_and_none_is_no
             await connection.run_sync(Base.metadata.create_all)
         await store_traces(traces, sent(range(1, 5), **{"moiety.tenant_id": demo.tenant_id}))
         await store_traces(traces, sent(range(5, 7), **{"moiety.tenant_id": "another"}))
-    eraser = TenantDeleter(AuditedStore(database, "root", Role.OWNER, tenant_of, clock), demo.tenant_id, traces)
+    eraser = TenantDeleter(
+        AuditedStore(database, "root", Role.OWNER, tenant_of, clock), demo.tenant_id, objects, traces
+    )
     await eraser.begin()
     clock.advance(6)
     done = await eraser.work(120.0)

@@ -15,6 +15,8 @@ from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.adapters.schemas import AdapterPartBody, AdapterView, AdapterViews, NewAdapter
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.db.session import Database
+from moiety_platform.errors import Conflict, NotFound
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.openapi.described import fails
 
 
@@ -28,7 +30,7 @@ class AdapterStorage:
         self.max_bytes, self.max_tenant_bytes = max_bytes, max_tenant_bytes
 
 
-def adapter_routes(cache: AdapterCache, room: AdapterStorage) -> list[HTTPRouteHandler]:
+def adapter_routes(cache: AdapterCache, room: AdapterStorage, objects: ObjectStore) -> list[HTTPRouteHandler]:
     """Return the handlers, for the admin router to register."""
 
     @post(
@@ -67,7 +69,7 @@ def adapter_routes(cache: AdapterCache, room: AdapterStorage) -> list[HTTPRouteH
         status_code=200,
         tags=["adapters"],
         name="publish_adapter",
-        opt=needs(AdminAction.WRITE_ADAPTERS) | fails(404, 409),
+        opt=needs(AdminAction.WRITE_ADAPTERS) | fails(404, 409, 507),
     )
     async def publish_adapter(
         database: NamedDependency[Database], store: NamedDependency[AuditedStore], adapter_id: FromPath[str]
@@ -75,10 +77,15 @@ def adapter_routes(cache: AdapterCache, room: AdapterStorage) -> list[HTTPRouteH
         """Complete an upload: the tenant can use the adapter at every gateway within seconds."""
         async with database.read() as session:
             adapter = await service.get_adapter(session, adapter_id)
-        digest = await AdapterContents(database).check(adapter)
-        async with store.write() as session:
-            published = await service.publish_adapter(session, adapter_id, adapter.num_bytes, digest)
-            view = AdapterView.of(published)
+        contents = AdapterContents(database, objects)
+        written, key = await contents.store(adapter)
+        try:
+            async with store.write() as session:
+                found = await service.publish_adapter(session, adapter_id, adapter.num_bytes, written.digest, key)
+                view = AdapterView.of(found)
+        except (Conflict, NotFound):
+            await contents.discard(adapter_id, key)
+            raise
         cache.forget()
         return view
 

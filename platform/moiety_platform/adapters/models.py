@@ -12,6 +12,7 @@ from moiety_platform.prices.models import MAX_MODEL_LENGTH
 from moiety_platform.tenants.models import ID_LENGTH
 
 MAX_ADAPTER_NAME_LENGTH = 64
+MAX_KEY_LENGTH = 128
 
 
 class AdapterState(StrEnum):
@@ -23,8 +24,8 @@ class AdapterState(StrEnum):
 class Adapter(Base):
     """One adapter of a tenant.
 
-    Its tensors are in chunks or, with `engine_adapter`, on the engines' hosts, where an operator has stored them under
-    that name.
+    Its tensors are an object or, with `engine_adapter`, on the engines' hosts, where an operator has stored them under
+    that name. While it is uploaded they are in chunks; so are those of version 0.2.0 or earlier until they have moved.
     """
 
     __tablename__ = "adapters"
@@ -32,6 +33,7 @@ class Adapter(Base):
         CheckConstraint("state IN ('uploading', 'ready', 'deleted')", name="state_known"),
         Index(None, "tenant_id", "model", "name", unique=True),
         Index(None, "state", "touched_ms"),
+        Index(None, "object_key"),
     )
 
     id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
@@ -43,12 +45,13 @@ class Adapter(Base):
     num_bytes: Mapped[int] = mapped_column(BigInteger)  # bytes of adapter_model.safetensors received so far
     digest: Mapped[str | None] = mapped_column(String(64))  # SHA-256 of the tensors, once complete
     engine_adapter: Mapped[str | None] = mapped_column(String(MAX_ADAPTER_NAME_LENGTH))
+    object_key: Mapped[str | None] = mapped_column(String(MAX_KEY_LENGTH))
     created_ms: Mapped[int] = mapped_column(BigInteger)
     touched_ms: Mapped[int] = mapped_column(BigInteger)  # time of the last addition
 
 
 class AdapterChunk(Base):
-    """Bytes of an adapter's tensors from `start` on."""
+    """Bytes of an upload's tensors from `start` on. They become an object when the adapter is published."""
 
     __tablename__ = "adapter_chunks"
 

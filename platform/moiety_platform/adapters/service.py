@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy import ColumnElement, delete, func, select, tuple_
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
@@ -97,12 +97,15 @@ async def append_part(
     return adapter
 
 
-async def publish_adapter(session: AsyncSession, adapter_id: str, num_bytes: int, digest: str) -> Adapter:
-    """Make a checked upload of `num_bytes` bytes ready for use. Raises NotFound or Conflict."""
+async def publish_adapter(session: AsyncSession, adapter_id: str, num_bytes: int, digest: str, key: str) -> Adapter:
+    """Make a checked upload of `num_bytes` bytes, stored as the object `key`, ready for use.
+
+    Raises NotFound or Conflict.
+    """
     adapter = await get_adapter(session, adapter_id, lock=True)
     if adapter.state != AdapterState.UPLOADING or adapter.num_bytes != num_bytes:
         raise Conflict("The adapter changed meanwhile; look at it again.", code="adapter_changed")
-    adapter.state, adapter.digest = AdapterState.READY, digest
+    adapter.state, adapter.digest, adapter.object_key = AdapterState.READY, digest, key
     await session.flush()
     return adapter
 
@@ -150,28 +153,38 @@ def _mark_deleted(adapter: Adapter) -> None:
     adapter.name = f"~{adapter.id}"  # no valid name begins with `~`; an id that is a valid name could block another
 
 
-async def erase_some(session: AsyncSession, now: Now = now_ms) -> int:
-    """Erase some parts of an adapter that is deleted or whose upload was abandoned, and finally the adapter itself.
-
-    Return the number of rows deleted, 0 where there is nothing to erase.
-    """
+async def lock_erasable(session: AsyncSession, now: Now = now_ms) -> Adapter | None:
+    """Lock and return an adapter that is deleted or whose upload was abandoned; None where there is none."""
     moment = int(await session.scalar(select(now())) or 0)
     given_up = (Adapter.state == AdapterState.UPLOADING) & (Adapter.touched_ms < moment - ABANDONED_MS)
     over = select(Adapter).where((Adapter.state == AdapterState.DELETED) | given_up).limit(1)
     adapter = await session.scalar(over.with_for_update(skip_locked=True))
-    if adapter is None:
-        return 0
-    adapter_id = adapter.id
-    if adapter.state != AdapterState.DELETED:  # an upload that resumes now must not find only some of its parts
-        _mark_deleted(adapter)
+    if adapter is not None and adapter.state != AdapterState.DELETED:
+        _mark_deleted(adapter)  # an upload that resumes now must not find only some of its parts
         await session.flush()
-    chunks = AdapterChunk.adapter_id == adapter_id
-    starts = (await session.scalars(select(AdapterChunk.start).where(chunks).limit(ERASE_CHUNKS))).all()
-    if starts:
-        await session.execute(delete(AdapterChunk).where(chunks, AdapterChunk.start.in_(starts)))
-        return len(starts)
-    await session.execute(delete(Adapter).where(Adapter.id == adapter_id))
-    return 1
+    return adapter
+
+
+async def erase_some(session: AsyncSession, adapter_id: str) -> int:
+    """Erase some parts of an adapter, and finally the adapter itself; return the number of rows."""
+    num_parts = await _erase_parts(session, AdapterChunk.adapter_id == adapter_id)
+    if not num_parts:
+        await session.execute(delete(Adapter).where(Adapter.id == adapter_id))
+    return num_parts or 1
+
+
+async def erase_moved_parts(session: AsyncSession) -> int:
+    """Erase some parts of adapters whose tensors are an object; return their number."""
+    moved = select(Adapter.id).where(Adapter.object_key.is_not(None))
+    return await _erase_parts(session, AdapterChunk.adapter_id.in_(moved))
+
+
+async def _erase_parts(session: AsyncSession, condition: ColumnElement[bool]) -> int:
+    key = AdapterChunk.adapter_id, AdapterChunk.start
+    found = [tuple(row) for row in await session.execute(select(*key).where(condition).limit(ERASE_CHUNKS))]
+    if found:
+        await session.execute(delete(AdapterChunk).where(tuple_(*key).in_(found)))
+    return len(found)
 
 
 async def read_part(session: AsyncSession, adapter_id: str, start: int) -> bytes:

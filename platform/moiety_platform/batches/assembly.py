@@ -18,6 +18,7 @@ from moiety_platform.batches.worker import POLL_S, BatchWorker
 from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
+from moiety_platform.files.contents import FileContents
 from moiety_platform.files.controller import FileServices, file_routes
 from moiety_platform.files.service import Files
 from moiety_platform.files.store import Now
@@ -26,6 +27,7 @@ from moiety_platform.inference.pipeline import RequestPipeline
 from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.metrics import Metrics
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing
@@ -41,6 +43,7 @@ class Batches:
         self,
         worker_id: str,
         database: Database,
+        objects: ObjectStore,
         authenticator: Authenticator,
         quotas: QuotaKeeper,
         metrics: Metrics,
@@ -62,9 +65,10 @@ class Batches:
         self._now = now
         self._rows = HeldRows()
         self._recorder = RequestRecorder(self._rows, quotas, metrics, tracing, clock)
-        self._files = Files(database, BatchFiles(database), now)
+        self._contents = FileContents(database, objects, BatchFiles(database), now)
+        self._files = Files(database, self._contents, now)
         self._uploads = Uploads(
-            database, settings.max_file_bytes, settings.max_file_bytes_per_tenant, settings.keep_files_s, now
+            database, objects, settings.max_file_bytes, settings.max_file_bytes_per_tenant, settings.keep_files_s, now
         )
         self._services = BatchServices(
             authenticator,
@@ -74,7 +78,7 @@ class Batches:
             on_change=self._wake,
             now=now,
         )
-        self._tending = BatchMaintenance(database, limits_of(settings), now=now)
+        self._tending = BatchMaintenance(database, self._contents, limits_of(settings), now=now)
         self._runner: LineRunner | None = None
         self._worker: BatchWorker | None = None
 
@@ -105,7 +109,7 @@ class Batches:
         With a concurrency of 0 other gateways do all the work.
         """
         settings = self._settings
-        parts = (self._authenticator, self._recorder, self._rows, pipeline)
+        parts = (self._authenticator, self._recorder, self._rows, pipeline, self._contents)
         self._runner = LineRunner(*parts, settings.max_json_depth, ShapeLimits.of(settings), self._backoff)
         worker = self._worker = BatchWorker(
             self._worker_id,

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Integer, Select, case, cast, func, select, tuple_, update
+from sqlalchemy import func, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus, LineState
-from moiety_platform.files.models import FileChunk
+from moiety_platform.files.models import StoredFile
 from moiety_platform.files.store import Now
 
 MAX_OPEN_BATCHES = 1000  # per look
@@ -38,14 +38,19 @@ class OpenBatch:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedLine:
-    """A claimed line to answer."""
+    """A claimed line to answer: its place in the object of the batch's input file.
+
+    `input_key` is None while an earlier version's content of the file has not moved to the object store.
+    """
 
     batch: OpenBatch
     number: int
     custom_id: str
     num_refusals: int
     num_failures: int
-    text: bytes
+    start: int
+    num_bytes: int
+    input_key: str | None
 
     @property
     def key(self) -> LineKey:
@@ -91,7 +96,7 @@ async def claim_batch(session: AsyncSession, batch: OpenBatch, lease_ms: int, no
 async def claim_lines(
     session: AsyncSession, batch: OpenBatch, owner: str, limit: int, lease_ms: int, now: Now
 ) -> list[ClaimedLine]:
-    """Claim at most `limit` free lines, in file order, and return them with their text."""
+    """Claim at most `limit` free lines, and return them in file order."""
     mine = BatchLine.batch_id == batch.id, BatchLine.state == LineState.PENDING
     running = select(Batch.id).where(Batch.id == batch.id, Batch.status == BatchStatus.IN_PROGRESS).exists()
     free = (
@@ -106,12 +111,11 @@ async def claim_lines(
         return []
     chosen = BatchLine.batch_id == batch.id, BatchLine.number.in_(numbers)
     await session.execute(update(BatchLine).where(*chosen).values(available_ms=now() + lease_ms, owner=owner))
-    texts: dict[int, bytes] = {}
-    claimed: dict[int, ClaimedLine] = {}
-    for number, custom_id, num_refusals, num_failures, part in await session.execute(_texts(batch, numbers)):
-        texts[number] = texts.get(number, b"") + part
-        claimed[number] = ClaimedLine(batch, number, custom_id, num_refusals, num_failures, texts[number])
-    return list(claimed.values())
+    key = select(StoredFile.object_key).where(StoredFile.id == batch.input_file_id).scalar_subquery()
+    places = BatchLine.start, BatchLine.num_bytes, key
+    columns = BatchLine.number, BatchLine.custom_id, BatchLine.num_refusals, BatchLine.num_failures, *places
+    rows = await session.execute(select(*columns).where(*chosen).order_by(BatchLine.number))
+    return [ClaimedLine(batch, *row) for row in rows]
 
 
 async def renew_lines(
@@ -127,21 +131,3 @@ async def renew_lines(
     await session.execute(select(*columns).where(*mine).order_by(*columns).with_for_update())
     renewed = update(BatchLine).where(*mine).values(available_ms=now() + lease_ms).returning(*columns)
     return {(batch_id, number) for batch_id, number in await session.execute(renewed)}
-
-
-def _texts(batch: OpenBatch, numbers: Sequence[int]) -> Select[int, str, int, int, bytes]:
-    """Select the lines from the file's chunks: one row per chunk that a line lies in, in order."""
-    begin = case((BatchLine.start > FileChunk.start, BatchLine.start), else_=FileChunk.start)
-    end = BatchLine.start + BatchLine.num_bytes
-    first, length = cast(begin - FileChunk.start + 1, Integer), cast(end - begin, Integer)
-    part = func.substr(FileChunk.data, first, length, type_=FileChunk.data.type)
-    return (
-        select(BatchLine.number, BatchLine.custom_id, BatchLine.num_refusals, BatchLine.num_failures, part)
-        .join(FileChunk, (FileChunk.start < end) & (FileChunk.stop > BatchLine.start))
-        .where(
-            FileChunk.file_id == batch.input_file_id,
-            BatchLine.batch_id == batch.id,
-            BatchLine.number.in_(numbers),
-        )
-        .order_by(BatchLine.number, FileChunk.start)
-    )

@@ -1,6 +1,6 @@
 """Execution of one batch line on behalf of its key: the same pipeline, limits and recorder as a live request.
 
-Knows no store. Only the usage row differs: it is not written when the request ends but handed to the worker, which
+Knows no database. Only the usage row differs: it is not written when the request ends but handed to the worker, which
 stores it with the answer. Only an answer is billed; an attempt that is followed by another, or whose process was
 killed, leaves no row.
 """
@@ -30,6 +30,7 @@ from moiety_platform.errors import (
     Unauthenticated,
     forget_frames,
 )
+from moiety_platform.files.contents import FileContents
 from moiety_platform.http_errors import OPENAI_ERRORS, internal_error
 from moiety_platform.inference.pipeline import RequestPipeline
 from moiety_platform.inference.request_body import decode_body
@@ -85,11 +86,13 @@ class LineRunner:
         recorder: RequestRecorder,
         rows: HeldRows,
         pipeline: RequestPipeline,
+        contents: FileContents,
         max_json_depth: int,
         shape: ShapeLimits,
         backoff: Backoff,
     ) -> None:
         self._authenticator = authenticator
+        self._contents = contents
         self._recorder = recorder
         self._rows = rows
         self._pipeline = pipeline
@@ -113,7 +116,7 @@ class LineRunner:
                 return KeyLost(line, exc)
             except Forbidden as exc:  # the tenant is suspended, which may end
                 return self._wait(line, exc)
-            answer = await self._answer(principal, line, request_id)
+            answer = await self._answer(principal, line, await self._read(line), request_id)
             return AnsweredLine(line, LineState.COMPLETED, answer, self._rows.take(request_id))
         except PlatformError as exc:
             forget_frames(exc)
@@ -125,7 +128,12 @@ class LineRunner:
             self._records.pop(line.key, None)
             self._rows.take(request_id)
 
-    async def _answer(self, principal: Principal, line: ClaimedLine, request_id: str) -> bytes:
+    async def _read(self, line: ClaimedLine) -> bytes:
+        """Return the line's text from the input file. Raises Gone or Unavailable."""
+        key = line.input_key or (await self._contents.locate(line.batch.input_file_id))[0]
+        return await self._contents.read_range(key, line.start, line.num_bytes)
+
+    async def _answer(self, principal: Principal, line: ClaimedLine, text: bytes, request_id: str) -> bytes:
         """Return the line of the output file. Raises the errors of `moiety_platform.errors`."""
         endpoint = ENDPOINTS[line.batch.endpoint]
         with self._recorder.open(
@@ -139,7 +147,7 @@ class LineRunner:
             bills_failures=False,
         ) as record:
             self._records[line.key] = record
-            body = decode_body(endpoint.schema, body_of(line.text), self.max_json_depth, self.shape)
+            body = decode_body(endpoint.schema, body_of(text), self.max_json_depth, self.shape)
             answer = await endpoint.answer(self._pipeline, record, body)
             record.completed()
         return answered(line_key(*line.key), line.custom_id, request_id, answer)

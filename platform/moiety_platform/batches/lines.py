@@ -134,22 +134,22 @@ class Checker:
         """Check a line; return None for an invalid line, whose error is recorded."""
         self.num_lines += 1
         if self.num_lines > self._limits.max_lines:
-            self._complain(
+            self.complain(
                 None, "too_many_lines", f"the file has more than {self._limits.max_lines:,} requests; split it"
             )
             return None
         try:
             return self._check(line)
         except BadRequest as exc:
-            self._complain(line.number, exc.code, exc.message, exc.param)
+            self.complain(line.number, exc.code, exc.message, exc.param)
         if len(self.errors) == MAX_ERRORS:
-            self._complain(None, TOO_MANY, f"more than {MAX_ERRORS} lines are wrong; only these are listed")
+            self.complain(None, TOO_MANY, f"more than {MAX_ERRORS} lines are wrong; only these are listed")
         return None
 
     def finish(self) -> None:
         """Finish after the last line: record an error for an empty file."""
         if self.num_lines == 0:
-            self._complain(None, "empty_file", "the file has no lines; write one request a line")
+            self.complain(None, "empty_file", "the file has no lines; write one request a line")
 
     def _check(self, raw: RawLine) -> GoodLine:
         line = read_line(raw, self._limits.max_line_bytes, self._limits.max_json_depth)
@@ -163,7 +163,8 @@ class Checker:
         decode_asked(self._endpoint, bytes(line.body), self._limits.max_json_depth, self._limits.shape)
         return GoodLine(raw.number, line.custom_id, raw.start, raw.num_bytes)
 
-    def _complain(self, number: int | None, code: str, message: str, param: str | None = None) -> None:
+    def complain(self, number: int | None, code: str, message: str, param: str | None = None) -> None:
+        """Record an error of a line, or of the whole file."""
         self.errors.append({"code": code, "line": number, "message": message, "param": param})
 
 

@@ -16,6 +16,7 @@ from moiety_platform.batches.validation import Validation
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
+from moiety_platform.files.contents import FileContents
 from moiety_platform.files.store import Now
 
 LEASE_S = 60.0
@@ -34,12 +35,14 @@ class BatchMaintenance:
     def __init__(
         self,
         database: Database,
+        contents: FileContents,
         limits: Limits,
         *,
         lease_s: float = LEASE_S,
         now: Now = now_ms,
     ) -> None:
         self._database = database
+        self._contents = contents
         self.limits = limits  # may be changed, with effect on later files
         self._lease_ms = round(lease_s * 1000)
         self._now = now
@@ -88,7 +91,8 @@ class BatchMaintenance:
             if not await claim_batch(session, batch, self._lease_ms, self._now):
                 return
         if batch.status == BatchStatus.VALIDATING:
-            await Validation(self._database, batch, self.limits, self._lease_ms, self._now).run()
+            parts = (self._database, self._contents, batch, self.limits, self._lease_ms, self._now)
+            await Validation(*parts).run()
         else:
             await self._close(batch)
 

@@ -7,7 +7,7 @@ the batch after a killed validation starts again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import structlog
 from sqlalchemy import delete, select, update
@@ -20,7 +20,10 @@ from moiety_platform.batches.lines import Checker, GoodLine, Limits, RawLine, Sp
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.session import Database
-from moiety_platform.files.store import Now, read_chunk
+from moiety_platform.errors import Gone
+from moiety_platform.files.contents import FileContents
+from moiety_platform.files.store import Now
+from moiety_platform.object_storage.store import PIECE_BYTES
 
 LINES_AT_ONCE = 1000
 
@@ -30,8 +33,11 @@ log = structlog.get_logger(__name__)
 class Validation:
     """Validation of one batch by the worker that has claimed it."""
 
-    def __init__(self, database: Database, batch: OpenBatch, limits: Limits, lease_ms: int, now: Now) -> None:
+    def __init__(
+        self, database: Database, contents: FileContents, batch: OpenBatch, limits: Limits, lease_ms: int, now: Now
+    ) -> None:
         self._database = database
+        self._contents = contents
         self._batch = batch
         self._lease_ms = lease_ms
         self._now = now
@@ -44,14 +50,15 @@ class Validation:
 
         Stops early if the batch was cancelled meanwhile. Raises Unavailable.
         """
-        start = 0
-        while data := await self._read(start):
-            start += len(data)
-            await asyncio.to_thread(self._check, self._splitter.take(data))
-            if self._checker.gave_up:
-                break
-            if not self._checker.errors and not await self._add_lines():
-                return
+        try:
+            async for data in self._pieces():
+                await asyncio.to_thread(self._check, self._splitter.take(data))
+                if self._checker.gave_up:
+                    break
+                if not self._checker.errors and not await self._add_lines():
+                    return
+        except Gone as error:
+            self._checker.complain(None, error.code, error.message)
         if not self._checker.gave_up:
             await asyncio.to_thread(self._check, self._splitter.finish())
             self._checker.finish()
@@ -60,9 +67,11 @@ class Validation:
         else:
             await self._accept()
 
-    async def _read(self, start: int) -> bytes:
-        async with self._database.read() as session:
-            return await read_chunk(session, self._batch.input_file_id, start)
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """Yield the input file piece by piece. Raises Gone or Unavailable."""
+        key, num_bytes = await self._contents.locate(self._batch.input_file_id)
+        for start in range(0, num_bytes, PIECE_BYTES):
+            yield await self._contents.read_range(key, start, min(PIECE_BYTES, num_bytes - start))
 
     def _check(self, lines: Iterable[RawLine]) -> None:
         for line in lines:

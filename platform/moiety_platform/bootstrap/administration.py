@@ -17,6 +17,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.experts.controller import expert_routes
 from moiety_platform.experts.service import ExpertService
 from moiety_platform.live_settings import LiveSettings
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.reloading.controller import settings_routes
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.reloading.source import SettingsSource
@@ -44,6 +45,7 @@ class Administration:
         settings: GatewaySettings,
         database: Database,
         looked_at: Database,
+        objects: ObjectStore,
         peppers: tuple[bytes, PepperRotation],
         clock: Clock,
         adapters: AdapterCache,
@@ -51,6 +53,7 @@ class Administration:
     ) -> None:
         """`looked_at` is the same store for read-only use; `peppers` are the current one and those of a rotation."""
         self._database = database
+        self._objects = objects
         self._pepper, self._turn = peppers
         self._clock = clock
         self._adapters = adapters
@@ -91,8 +94,8 @@ class Administration:
             *expert_routes(ExpertService(self._replicas, self._clock)),
             *simulation_routes(self.simulations, self._replicas.states),
             *webhook_routes(self._reach, self._pepper),
-            *tenant_deletion_routes(traces=traces, on_begun=self._teller.wake),
-            *adapter_routes(self._adapters, self._room),
+            *tenant_deletion_routes(self._objects, traces=traces, on_begun=self._teller.wake),
+            *adapter_routes(self._adapters, self._room, self._objects),
             *settings_routes(source, live, reloader),
         ]
 

@@ -41,6 +41,7 @@ def gateway(
     ] = None,
     data_dir: Annotated[Path | None, setting_option(GatewaySettings, "data_dir")] = None,
     database_url: Annotated[str | None, setting_option(GatewaySettings, "database_url")] = None,
+    object_store_url: Annotated[str | None, setting_option(GatewaySettings, "object_store_url")] = None,
     drain_s: Annotated[int | None, setting_option(GatewaySettings, "drain_s")] = None,
     otlp_endpoint: Annotated[str | None, setting_option(GatewaySettings, "otlp_endpoint")] = None,
     log_level: Annotated[str | None, setting_option(GatewaySettings, "log_level")] = None,
@@ -67,7 +68,8 @@ def gateway(
     flags = {
         "host": host, "port": port, "operations_host": operations_host, "operations_port": operations_port,
         "engines": tuple(engine) if engine else None, "data_dir": data_dir,
-        "database_url": database_url, "drain_s": drain_s, "otlp_endpoint": otlp_endpoint,
+        "database_url": database_url, "object_store_url": object_store_url,
+        "drain_s": drain_s, "otlp_endpoint": otlp_endpoint,
         "log_level": log_level, "log_format": log_format,
     }  # fmt: skip
     source = open_settings(config, **flags)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import structlog
 from sqlalchemy import select
@@ -18,14 +20,13 @@ PATIENCE_S = 0.5
 _log = structlog.get_logger(__name__)
 
 
-class StoreReadiness:
-    """Readiness check that concurrent callers share.
+class ReadinessCheck(ABC):
+    """Readiness check that concurrent callers share. `event` is logged with each new reason against readiness."""
 
-    A store is ready if it has every table and column that the program knows.
-    """
+    event: ClassVar[str]
+    silence: ClassVar[str]  # reason while nothing has answered
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self) -> None:
         self._ready = False
         self._check: asyncio.Task[str] | None = None
         self._asking: asyncio.Task[str] | None = None  # for callers that do not wait
@@ -42,12 +43,12 @@ class StoreReadiness:
             self._check = asyncio.create_task(self._look(), name="store-check")
         done, _ = await asyncio.wait([self._check], timeout=PATIENCE_S)
         if not done:
-            return self._said or "the database does not answer yet"
+            return self._said or self.silence
         reason = next(iter(done)).result()
         self._check = None
         self._ready = not reason
         if reason and reason != self._said:
-            _log.warning("store_not_ready", reason=reason)
+            _log.warning(self.event, reason=reason)
         self._said = reason
         return reason
 
@@ -66,6 +67,21 @@ class StoreReadiness:
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
+
+    @abstractmethod
+    async def _look(self) -> str:
+        """Return the reason why the store cannot serve; empty if it can."""
+
+
+class StoreReadiness(ReadinessCheck):
+    """Readiness of the database: it has every table and column that the program knows."""
+
+    event = "store_not_ready"
+    silence = "the database does not answer yet"
+
+    def __init__(self, database: Database) -> None:
+        super().__init__()
+        self._database = database
 
     async def _look(self) -> str:
         try:

@@ -1,1 +1,1 @@
-"""Files that tenants upload and download, kept in SQL, so that every gateway on the database has all of them."""
+"""Files that tenants upload and download: rows in SQL and contents in the object store, shared by all gateways."""

@@ -88,6 +88,6 @@ def file_routes(services: FileServices) -> list[HTTPRouteHandler]:
         """Return a file's content."""
         file = await files.get((await caller(request)).project_id, file_id)
         headers = {"content-length": str(file.num_bytes)}
-        return Stream(files.read(file), media_type="application/octet-stream", headers=headers)
+        return Stream(await files.read(file), media_type="application/octet-stream", headers=headers)
 
     return [upload_file, list_files, retrieve_file, delete_file, download_file]

@@ -11,6 +11,7 @@ from moiety_platform.db.base import Base
 from moiety_platform.tenants.models import ID_LENGTH
 
 MAX_FILENAME_LENGTH = 255
+MAX_KEY_LENGTH = 128
 
 
 class FileState(StrEnum):
@@ -22,8 +23,8 @@ class FileState(StrEnum):
 class StoredFile(Base):
     """One file.
 
-    Its content is in chunks or, with a `batch_id`, the answers of that batch's lines in the state `line_state`, which
-    are stored once.
+    Its content is an object. While there is no `object_key` yet, it is in SQL: the answers of the lines of the batch
+    `batch_id` in the state `line_state` or, of version 0.2.0 or earlier, chunks. Both move to the object store.
     """
 
     __tablename__ = "files"
@@ -33,6 +34,8 @@ class StoredFile(Base):
         Index(None, "tenant_id"),
         Index(None, "state", "touched_ms"),
         Index(None, "expires_ms"),
+        Index(None, "object_key"),
+        Index(None, "batch_id"),
     )
 
     id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
@@ -47,10 +50,12 @@ class StoredFile(Base):
     expires_ms: Mapped[int | None] = mapped_column(BigInteger)
     batch_id: Mapped[str | None] = mapped_column(String(ID_LENGTH))
     line_state: Mapped[str | None] = mapped_column(String(16))
+    object_key: Mapped[str | None] = mapped_column(String(MAX_KEY_LENGTH))
+    digest: Mapped[str | None] = mapped_column(String(64))  # SHA-256 of the object
 
 
 class FileChunk(Base):
-    """Bytes of a file from `start` up to `stop`."""
+    """Bytes of a file from `start` up to `stop`, of version 0.2.0 or earlier. No row is left once all have moved."""
 
     __tablename__ = "file_chunks"
 

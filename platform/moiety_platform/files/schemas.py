@@ -56,11 +56,12 @@ UPLOAD_FORM: dict[str, Any] = {
     "dependentRequired": {one: [other for other in _EXPIRES if other != one] for one in _EXPIRES},
 }
 
-UPLOAD = describes(Described(body={"multipart/form-data": UPLOAD_FORM}, errors=(409,)))
+UPLOAD = describes(Described(body={"multipart/form-data": UPLOAD_FORM}, errors=(409, 507)))
 DOWNLOAD = describes(
     Described(
         answers={200: {"application/octet-stream": {}}},
         answer_headers=(LENGTH,),
+        errors=(410,),
     )
 )
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy.ext.asyncio import AsyncSession
-
 from moiety_platform.db.keyset import ListRequest
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Conflict
-from moiety_platform.files.derived import FileUsers
+from moiety_platform.files.contents import FileContents
 from moiety_platform.files.models import FileState, StoredFile
-from moiety_platform.files.store import Now, erase_some, get_file, list_files, lock_erasable, read_chunk
+from moiety_platform.files.store import Now, get_file, list_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +19,7 @@ class Files:
     """Files of all tenants in one gateway process."""
 
     database: Database
-    users: FileUsers
+    contents: FileContents
     now: Now = now_ms
 
     async def get(self, project_id: str, file_id: str) -> StoredFile:
@@ -40,7 +38,7 @@ class Files:
         """Hide the file; its content is erased soon. Raises NotFound, or Conflict while a batch needs it."""
         async with self.database.write() as session:
             file = await get_file(session, project_id, file_id, lock=True, now=self.now)
-            user = await self.users.user_of(session, file.id)
+            user = await self.contents.users.user_of(session, file.id)
             if user is not None:
                 raise Conflict(
                     f"the batch {user} is reading this file; wait for its end or cancel it, then delete the file",
@@ -50,32 +48,16 @@ class Files:
             file.state = FileState.DELETED
 
     async def read(self, file: StoredFile) -> AsyncIterator[bytes]:
-        """Yield the content piece by piece, each in its own transaction. Raises Unavailable."""
-        if file.batch_id is not None:
-            async for piece in self.users.read(file):
-                yield piece
-            return
-        start = 0
-        while start < file.num_bytes:
-            async with self.database.read() as session:
-                data = await read_chunk(session, file.id, start)
-            if not data:
-                return  # deleted during the read: the announced length reveals the missing part
-            yield data
-            start += len(data)
+        """Return the pieces of the content, the first of which is read at once.
 
-    async def purge(self, session: AsyncSession) -> int:
-        """Erase a part of a file that is no longer visible, within the caller's transaction.
-
-        Return the number of rows, 0 where there is no file to erase.
+        So a store that is away, or a missing content, is an error and no broken answer. Raises Unavailable or Gone.
         """
-        file = await lock_erasable(session, self.users.is_needed(), self.now)
-        if file is None:
-            return 0
-        if file.state != FileState.DELETED:
-            if await self.users.user_of(session, file.id) is not None:  # since the query, before the lock
-                return 0
-            file.state = FileState.DELETED  # so that nothing starts to need it
-            await session.flush()
-        num_answers = 0 if file.batch_id is None else await self.users.erase_some(session, file)
-        return num_answers or await erase_some(session, file.id)
+        pieces = self.contents.read(file)
+        first = await anext(pieces, b"")
+
+        async def whole() -> AsyncIterator[bytes]:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        return whole()

@@ -1,26 +1,25 @@
-"""Files in SQL within the caller's transaction. Independent of HTTP.
+"""Rows of files within the caller's transaction. Independent of HTTP, and of where contents are.
 
-A file is created chunk by chunk, then published; deletion hides it at once and erases it in pieces. A transaction that
-uploads or erases is short, however large the file: on SQLite it blocks all other writers.
+A file grows while it is uploaded, then it is published; deletion hides it at once, and its content is erased later. No
+transaction lasts longer for a larger file: on SQLite it blocks all other writers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import ColumnElement, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.db.keyset import ListRequest, read_list
 from moiety_platform.db.now import now_ms
 from moiety_platform.errors import Conflict, NotFound, TooLarge
-from moiety_platform.files.models import MAX_FILENAME_LENGTH, FileChunk, FileState, StoredFile
+from moiety_platform.files.models import MAX_FILENAME_LENGTH, FileState, StoredFile
+from moiety_platform.object_storage.keys import file_key
 from moiety_platform.tenants.checks import is_id, new_id
 
-CHUNK_BYTES = 256 * 1024
 ABANDONED_MS = 3600 * 1000  # an upload without an addition for this long is abandoned
-ERASE_CHUNKS = 64  # per transaction
 ENDS_AT_ONCE = 500
 
 Now = Callable[[], ColumnElement[int]]
@@ -32,10 +31,11 @@ async def read_clock(session: AsyncSession, now: Now = now_ms) -> int:
 
 
 async def begin_file(session: AsyncSession, owner: Principal, filename: str, now: Now = now_ms) -> StoredFile:
-    """Create an empty file that is not visible yet."""
+    """Create an empty file that is not visible yet, with the key of its object."""
     moment = await read_clock(session, now)
+    file_id = new_id("file")
     file = StoredFile(
-        id=new_id("file"),
+        id=file_id,
         tenant_id=owner.tenant_id,
         project_id=owner.project_id,
         purpose="",
@@ -44,48 +44,56 @@ async def begin_file(session: AsyncSession, owner: Principal, filename: str, now
         num_bytes=0,
         created_ms=moment,
         touched_ms=moment,
+        object_key=file_key(owner.tenant_id, file_id),
     )
     session.add(file)
     await session.flush()
     return file
 
 
-async def append_chunk(
-    session: AsyncSession, file_id: str, start: int, data: bytes, *, max_tenant_bytes: int, now: Now = now_ms
+async def grow_file(
+    session: AsyncSession, file_id: str, num_bytes: int, *, max_tenant_bytes: int, now: Now = now_ms
 ) -> None:
-    """Append to a file that is being uploaded. Raises Conflict, or TooLarge where the tenant's storage is full."""
-    stop = start + len(data)
+    """Count the bytes of an upload before they are stored.
+
+    Raises Conflict, or TooLarge where the tenant's storage is full.
+    """
     mine = StoredFile.id == file_id, StoredFile.state == FileState.UPLOADING
-    grown = update(StoredFile).where(*mine).values(num_bytes=stop, touched_ms=now()).returning(StoredFile.tenant_id)
-    tenant_id = await session.scalar(grown)
+    grown = update(StoredFile).where(*mine).values(num_bytes=num_bytes, touched_ms=now())
+    tenant_id = await session.scalar(grown.returning(StoredFile.tenant_id))
     if tenant_id is None:
         raise Conflict("the upload was given up, since nothing came for too long; upload the file again")
     kept = StoredFile.tenant_id == tenant_id, StoredFile.state != FileState.DELETED
-    num_bytes = await session.scalar(select(func.sum(StoredFile.num_bytes)).where(*kept))
-    if int(num_bytes or 0) > max_tenant_bytes:
+    total = await session.scalar(select(func.sum(StoredFile.num_bytes)).where(*kept))
+    if int(total or 0) > max_tenant_bytes:
         raise TooLarge(
             f"your files would be larger than {max_tenant_bytes:,} bytes together; delete some, then upload again",
             code="file_storage_full",
         )
-    session.add(FileChunk(file_id=file_id, start=start, stop=stop, data=data))
 
 
-async def publish_file(session: AsyncSession, file_id: str, purpose: str, expires_s: int | None) -> StoredFile:
-    """Make the upload visible, for `expires_s` from its beginning. Raises Conflict where it was swept meanwhile."""
+async def publish_file(
+    session: AsyncSession, file_id: str, purpose: str, digest: str, expires_s: int | None
+) -> StoredFile:
+    """Make the upload visible, for `expires_s` from its beginning. Raises Conflict where it was swept meanwhile.
+
+    `digest` is the SHA-256 of the stored object.
+    """
     file = await session.get(StoredFile, file_id, with_for_update=True)
     if file is None or file.state != FileState.UPLOADING:
         raise Conflict("the upload was given up, since nothing came for too long; upload the file again")
-    file.purpose, file.state = purpose, FileState.READY
+    file.purpose, file.digest, file.state = purpose, digest, FileState.READY
     if expires_s is not None:
         file.expires_ms = file.created_ms + expires_s * 1000
     await session.flush()
     return file
 
 
-async def discard_upload(session: AsyncSession, file_id: str) -> None:
-    """Discard an upload that will not be published."""
+async def discard_upload(session: AsyncSession, file_id: str) -> bool:
+    """Discard an upload; return False if it is published, by a commit whose outcome was in doubt."""
     mine = StoredFile.id == file_id, StoredFile.state == FileState.UPLOADING
     await session.execute(update(StoredFile).where(*mine).values(state=FileState.DELETED))
+    return await session.scalar(select(StoredFile.state).where(StoredFile.id == file_id)) != FileState.READY
 
 
 async def get_file(
@@ -118,12 +126,6 @@ async def list_files(
     return await read_list(session, statement, wanted, StoredFile.created_ms, StoredFile.id)
 
 
-async def read_chunk(session: AsyncSession, file_id: str, start: int) -> bytes:
-    """Return the chunk that begins at `start`; empty at the end of the file."""
-    here = FileChunk.file_id == file_id, FileChunk.start == start
-    return await session.scalar(select(FileChunk.data).where(*here)) or b""
-
-
 async def lock_erasable(session: AsyncSession, is_needed: ColumnElement[bool], now: Now = now_ms) -> StoredFile | None:
     """Lock and return a file that is no longer visible; None where there is none.
 
@@ -151,17 +153,6 @@ async def give_ends(session: AsyncSession, *, keep_s: int, now: Now = now_ms) ->
     ids = (await session.scalars(wanted)).all()
     await session.execute(update(StoredFile).where(StoredFile.id.in_(ids)).values(expires_ms=now() + keep_s * 1000))
     return len(ids)
-
-
-async def erase_some(session: AsyncSession, file_id: str) -> int:
-    """Erase a few chunks, and finally the file itself; return the number of rows."""
-    starts = select(FileChunk.start).where(FileChunk.file_id == file_id).order_by(FileChunk.start).limit(ERASE_CHUNKS)
-    found = (await session.scalars(starts)).all()
-    if found:
-        await session.execute(delete(FileChunk).where(FileChunk.file_id == file_id, FileChunk.start.in_(found)))
-        return len(found)
-    await session.execute(delete(StoredFile).where(StoredFile.id == file_id))
-    return 1
 
 
 def _visible(project_id: str, now: Now) -> tuple[ColumnElement[bool], ...]:

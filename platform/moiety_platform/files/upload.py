@@ -1,4 +1,8 @@
-"""One upload: from a form to a published file, one chunk per transaction. An aborted upload leaves nothing visible."""
+"""One upload: from a form to a published file. An aborted upload leaves nothing visible.
+
+Bytes are counted before they are stored, so that uploads at the same time do not exceed the tenant's storage. The row
+comes before the object: what a kill leaves is found by its row and erased.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, Unavailable
 from moiety_platform.files.form import Field, FileBegins, read_form
 from moiety_platform.files.models import StoredFile
-from moiety_platform.files.store import CHUNK_BYTES, Now, append_chunk, begin_file, discard_upload, publish_file
+from moiety_platform.files.store import Now, begin_file, discard_upload, grow_file, publish_file
+from moiety_platform.object_storage.store import PIECE_BYTES, ObjectStore, ObjectWriter
 
 BATCH_PURPOSE = "batch"
 MIN_EXPIRY_S = 3600
@@ -25,13 +30,17 @@ class Uploads:
     """Uploads of one gateway process. The bounds can be changed, for the files that begin afterwards."""
 
     database: Database
+    objects: ObjectStore
     max_file_bytes: int
     max_tenant_bytes: int
     keep_s: int | None = None  # lifetime of a file without a requested expiry; None: until it is deleted
     now: Now = now_ms
 
     async def receive(self, owner: Principal, scope: Scope, receive: Receive) -> StoredFile:
-        """Store the file of a request. Raises BadRequest, TooLarge, Conflict, Unavailable or ClientDisconnected."""
+        """Store the file of a request.
+
+        Raises BadRequest, TooLarge, Conflict, InsufficientStorage, Unavailable or ClientDisconnected.
+        """
         upload = _Upload(self, owner)
         try:
             async for part in read_form(receive, scope["headers"], self.max_file_bytes):
@@ -50,8 +59,9 @@ class _Upload:
         self._owner = owner
         self._fields: dict[str, str] = {}
         self._file_id: str | None = None
+        self._object: ObjectWriter | None = None
         self._pending = bytearray()
-        self._stored = 0
+        self._counted = 0
 
     async def take(self, part: Field | FileBegins | bytes) -> None:
         if isinstance(part, Field):
@@ -59,45 +69,46 @@ class _Upload:
         elif isinstance(part, FileBegins):
             async with self._uploads.database.write() as session:
                 file = await begin_file(session, self._owner, part.filename, self._uploads.now)
-            self._file_id = file.id
+            assert file.object_key is not None, "an upload goes to the object store"
+            self._file_id, self._object = file.id, self._uploads.objects.begin_object(file.object_key)
         else:
             self._pending += part
-            while len(self._pending) >= CHUNK_BYTES:
-                await self._store(bytes(self._pending[:CHUNK_BYTES]))
-                del self._pending[:CHUNK_BYTES]
+            while len(self._pending) >= PIECE_BYTES:
+                await self._store(bytes(self._pending[:PIECE_BYTES]))
+                del self._pending[:PIECE_BYTES]
 
     async def finish(self) -> StoredFile:
-        if self._file_id is None:
+        if self._file_id is None or self._object is None:
             raise BadRequest("'file' is missing from the form; send the file's content in it", param="file")
         purpose, expires_s = _purpose(self._fields), _expires_s(self._fields) or self._uploads.keep_s
         if self._pending:
             await self._store(bytes(self._pending))
-        if not self._stored:
+        if not self._counted:
             raise BadRequest("the file is empty; send at least one line", param="file", code="empty_file")
+        written = await self._object.finish()
         async with self._uploads.database.write() as session:
-            return await publish_file(session, self._file_id, purpose, expires_s)
+            return await publish_file(session, self._file_id, purpose, written.digest, expires_s)
 
     async def discard(self) -> None:
-        """Discard the upload. If the store is down, the sweep finds the rest."""
-        if self._file_id is None:
+        """Discard the upload. If a store is down, the retention job finds the rest."""
+        if self._file_id is None or self._object is None:
             return
+        may_be_complete = self._object.abort()
         with contextlib.suppress(Unavailable):
             async with self._uploads.database.write() as session:
-                await discard_upload(session, self._file_id)
+                is_discarded = await discard_upload(session, self._file_id)
+            if may_be_complete and is_discarded:  # the row may be gone since long
+                await self._uploads.objects.delete(self._object.key)
 
     async def _store(self, data: bytes) -> None:
         assert self._file_id is not None, "content follows the beginning of the file"
+        assert self._object is not None, "content follows the beginning of the file"
         uploads = self._uploads
+        total = self._counted + len(data)
         async with uploads.database.write() as session:
-            await append_chunk(
-                session,
-                self._file_id,
-                self._stored,
-                data,
-                max_tenant_bytes=uploads.max_tenant_bytes,
-                now=uploads.now,
-            )
-        self._stored += len(data)
+            await grow_file(session, self._file_id, total, max_tenant_bytes=uploads.max_tenant_bytes, now=uploads.now)
+        self._counted = total
+        await self._object.write(data)
 
 
 def check_expiry(anchor: object, seconds: object, param: str) -> int:

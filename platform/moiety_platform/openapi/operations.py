@@ -34,6 +34,7 @@ _WHY = {
     431: "The request's line and headers are larger than this server accepts.",
     502: "The engine broke off the request.",
     503: "No engine, or the store is away; try again after `Retry-After`.",
+    507: "There is no space left for files; nothing was stored.",
     529: "The server has too much to do; try again after `Retry-After`.",
 }
 _WITH_RETRY = (429, 503, 529)

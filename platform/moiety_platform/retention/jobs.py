@@ -1,4 +1,4 @@
-"""The retention jobs: deletion of expired rows of every table that grows with traffic, and daily sums of usage.
+"""The retention jobs: deletion of expired rows and of objects, daily sums of usage, and moves to the object store.
 
 `docs/administration.md` contains the same list. Tables that are not listed are kept: the ledger, the hourly sums and
 the audit log; and the single requests, unless a setting limits their age.
@@ -11,18 +11,20 @@ from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.adapters.service import erase_some as erase_deleted_adapters
+from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.batches.purge import purge_batches
 from moiety_platform.batches.results import BatchFiles
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
-from moiety_platform.files.service import Files
+from moiety_platform.files.contents import FileContents
 from moiety_platform.files.store import give_ends, read_clock
 from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.purge import purge_forsaken, purge_windows
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.retention.leases import Now
-from moiety_platform.retention.service import RetentionJob
+from moiety_platform.retention.orphans import OrphanedObjects
+from moiety_platform.retention.service import ObjectJob, RetentionJob
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations import store as simulations
 from moiety_platform.usage.days import sum_up_some
@@ -33,7 +35,9 @@ from moiety_platform.webhooks.deliveries import forget_alerts, forget_old
 DAY_MS = 24 * 3600 * 1000
 
 
-def retention_jobs_of(settings: GatewaySettings, database: Database, now: Now = now_ms) -> list[RetentionJob]:
+def retention_jobs_of(
+    settings: GatewaySettings, database: Database, objects: ObjectStore, now: Now = now_ms
+) -> list[RetentionJob | ObjectJob]:
     """Return the jobs of one gateway process, in this order: rows that other rows refer to are deleted first."""
 
     async def purge_old_windows(session: AsyncSession) -> int:
@@ -49,15 +53,20 @@ def retention_jobs_of(settings: GatewaySettings, database: Database, now: Now = 
     async def sum_up_days(session: AsyncSession) -> int:
         return await sum_up_some(session, await _ago(session, timedelta(), now))
 
-    jobs = [
+    files = FileContents(database, objects, BatchFiles(database), now)
+    adapters = AdapterContents(database, objects, now)
+    jobs: list[RetentionJob | ObjectJob] = [
         RetentionJob("idempotent_requests", KeyStore(now=now).purge),
         RetentionJob("responses", ResponseStore(now).purge),
-        RetentionJob("files", Files(database, BatchFiles(database), now).purge),
+        ObjectJob("files", files.purge),
+        ObjectJob("file_contents", files.move_some),
         RetentionJob("batches", partial(purge_batches, keep_ms=settings.keep_batches_days * DAY_MS, now=now)),
         RetentionJob("webhook_deliveries", partial(forget_old, now=now)),
         RetentionJob("usage_minutes", purge_old_minutes),
         RetentionJob("usage_days", sum_up_days),
-        RetentionJob("adapters", partial(erase_deleted_adapters, now=now)),
+        ObjectJob("adapters", adapters.purge),
+        ObjectJob("adapter_contents", adapters.move_some),
+        ObjectJob("orphaned_objects", OrphanedObjects(database, objects, now).delete, DAY_MS / 1000),
         RetentionJob("simulations", partial(simulations.purge, now=now)),
         RetentionJob("quota_windows", purge_old_windows),
         RetentionJob("forsaken_limits", purge_forsaken),

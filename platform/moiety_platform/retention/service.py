@@ -18,6 +18,7 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.metrics import RetentionMetrics
+from moiety_platform.object_storage.store import UNAVAILABLE as OBJECTS_UNAVAILABLE
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.retention.leases import Now, due, rest, take
 
@@ -30,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetentionJob:
-    """One job.
+    """One job on rows.
 
     `purge` deletes some expired rows, or sums some up, within the caller's transaction; it returns the number of rows
     or days, 0 once nothing is left. After a kill at any point, the next call finds the rest.
@@ -40,6 +41,19 @@ class RetentionJob:
     purge: Callable[[AsyncSession], Awaitable[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectJob:
+    """One job on objects and their rows.
+
+    `work` does the same in transactions of its own, so that none is open while the object store is asked; two gateways
+    may call it at once. `interval_s` is the pause of a job that is rarer than the others.
+    """
+
+    name: str
+    work: Callable[[], Awaitable[int]]
+    interval_s: float | None = None
+
+
 class RetentionService:
     """Runner of the retention jobs. Owned by the entry point; for one event loop. `owner` must be a unique id."""
 
@@ -47,7 +61,7 @@ class RetentionService:
         self,
         owner: str,
         database: Database,
-        jobs: Sequence[RetentionJob],
+        jobs: Sequence[RetentionJob | ObjectJob],
         metrics: RetentionMetrics,
         *,
         interval_s: float,
@@ -65,7 +79,7 @@ class RetentionService:
         self._now = now
         self._rounds = PeriodicTask("retention", self.round, interval_s / LOOKS_AN_INTERVAL)
 
-    def use(self, jobs: Sequence[RetentionJob], interval_s: float) -> None:
+    def use(self, jobs: Sequence[RetentionJob | ObjectJob], interval_s: float) -> None:
         """Use these jobs and this interval from the next round on, which begins now."""
         self.jobs, self._interval_s = jobs, interval_s
         self._rounds.every_s = interval_s / LOOKS_AN_INTERVAL
@@ -88,7 +102,7 @@ class RetentionService:
                 done[chore.name] = await self._do(chore)
         return done
 
-    async def _do(self, chore: RetentionJob) -> int:
+    async def _do(self, chore: RetentionJob | ObjectJob) -> int:
         """Run one job, whose failure does not affect the others. Raises Unavailable."""
         total = 0
         try:
@@ -98,8 +112,11 @@ class RetentionService:
                 await asyncio.sleep(self._pause_s)
                 if self._rounds.is_stopping:
                     break
-        except Unavailable:
-            raise
+        except Unavailable as error:
+            if error.code != OBJECTS_UNAVAILABLE:
+                raise
+            log.warning("retention_waits_for_object_store", chore=chore.name, reason=str(error))
+            self._metrics.observe_failure(chore.name)
         except Exception:  # top level of a job: logged, and retried when its lease has expired
             log.exception("retention_failed", chore=chore.name)
             self._metrics.observe_failure(chore.name)
@@ -107,7 +124,7 @@ class RetentionService:
             log.info("retention_done", chore=chore.name, rows=total)
         return total
 
-    async def _step(self, chore: RetentionJob) -> int:
+    async def _step(self, chore: RetentionJob | ObjectJob) -> int:
         """Run one transaction; return the number of deleted rows.
 
         0 if none are left, or another gateway runs the job.
@@ -115,7 +132,17 @@ class RetentionService:
         async with self._database.write() as session:
             if not await take(session, chore.name, self._owner, self._lease_ms, self._now):
                 return 0
-            num_rows = await chore.purge(session)
-            if num_rows == 0:
-                await rest(session, chore.name, round(self._interval_s * 1000), self._now)
+            num_rows = 0
+            if isinstance(chore, RetentionJob):
+                num_rows = await chore.purge(session)
+                if num_rows == 0:
+                    await rest(session, chore.name, round(self._interval_s * 1000), self._now)
+        return await self._work(chore) if isinstance(chore, ObjectJob) else num_rows
+
+    async def _work(self, chore: ObjectJob) -> int:
+        num_rows = await chore.work()
+        if num_rows == 0:
+            pause_s = self._interval_s if chore.interval_s is None else chore.interval_s
+            async with self._database.write() as session:
+                await rest(session, chore.name, round(pause_s * 1000), self._now)
         return num_rows

@@ -13,6 +13,7 @@ from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.db.session import Database
+from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.tenant_deletion.schemas import TenantDeletionView
 from moiety_platform.tenant_deletion.service import TenantDeleter
@@ -23,7 +24,10 @@ _ANSWERS = describes(Described(answers={200: {JSON: TenantDeletionView}, 202: {J
 
 
 def tenant_deletion_routes(
-    budget_s: float = BUDGET_S, traces: Database | None = None, on_begun: Callable[[], None] = lambda: None
+    objects: ObjectStore,
+    budget_s: float = BUDGET_S,
+    traces: Database | None = None,
+    on_begun: Callable[[], None] = lambda: None,
 ) -> list[HTTPRouteHandler]:
     """Return the handlers, for the admin router to register.
 
@@ -44,7 +48,7 @@ def tenant_deletion_routes(
 
         While more remains the response is 202: repeat the request until it is 200.
         """
-        eraser = TenantDeleter(store, tenant_id, traces)
+        eraser = TenantDeleter(store, tenant_id, objects, traces)
         for key_id in await eraser.begin():
             authenticator.forget(key_id)
         on_begun()

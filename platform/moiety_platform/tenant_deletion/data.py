@@ -18,6 +18,7 @@ from moiety_platform.auth.reach import SHARED, rows_of
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus
 from moiety_platform.db.base import Base
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
+from moiety_platform.object_storage.models import ObjectStoreRecord
 from moiety_platform.quota.models import Quota, QuotaAlert, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.retention.models import RetentionJobRecord
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantDeletion
@@ -34,7 +35,7 @@ _NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, Usa
     {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert}
 )
 _BLANKED: frozenset[Table] = frozenset({Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour, UsageDay})
-_OURS: frozenset[Table] = frozenset({TenantDeletion, Webhook, WebhookDelivery, RetentionJobRecord})
+_OURS: frozenset[Table] = frozenset({TenantDeletion, Webhook, WebhookDelivery, RetentionJobRecord, ObjectStoreRecord})
 KEPT_ELSEWHERE: frozenset[Table] = frozenset({SpanRecord, TraceRecord})  # if traces have their own database
 KEPT: frozenset[Table] = _NUMBERS | _BLANKED | _OURS
 
@@ -47,6 +48,13 @@ async def stop_growth(session: AsyncSession, tenant_id: str) -> None:
     await session.execute(update(StoredFile).where(*files).values(state=FileState.DELETED))
     batches = Batch.tenant_id == tenant_id, Batch.status.in_(OPEN)
     await session.execute(update(Batch).where(*batches).values(status=BatchStatus.CANCELLED))
+
+
+async def forget_objects(session: AsyncSession, tenant_id: str) -> None:
+    """Record that the objects of the tenant's files and adapters are deleted, so that their rows can be deleted."""
+    for table in (StoredFile, Adapter):
+        deleted = table.tenant_id == tenant_id, table.state == FileState.DELETED, table.object_key.is_not(None)
+        await session.execute(update(table).where(*deleted).values(object_key=None))
 
 
 def doomed() -> list[Table]:
@@ -67,8 +75,16 @@ async def delete_some(session: AsyncSession, table: Table, tenant_id: str) -> in
 
 _WHOLE: Mapping[Table, tuple[ColumnElement[bool], ...]] = MappingProxyType(
     {  # a part that is added later would have no owner
-        Adapter: (Adapter.state == AdapterState.DELETED, ~exists().where(AdapterChunk.adapter_id == Adapter.id)),
-        StoredFile: (StoredFile.state == FileState.DELETED, ~exists().where(FileChunk.file_id == StoredFile.id)),
+        Adapter: (
+            Adapter.state == AdapterState.DELETED,
+            Adapter.object_key.is_(None),
+            ~exists().where(AdapterChunk.adapter_id == Adapter.id),
+        ),
+        StoredFile: (
+            StoredFile.state == FileState.DELETED,
+            StoredFile.object_key.is_(None),
+            ~exists().where(FileChunk.file_id == StoredFile.id),
+        ),
         Batch: (Batch.status.not_in(OPEN), ~exists().where(BatchLine.batch_id == Batch.id)),
     }
 )

@@ -12,7 +12,7 @@ from moiety_platform.tenants.models import TenantDeletion
 class TenantDeletionView(msgspec.Struct, frozen=True):
     """Progress of a deletion: `erasing` until nothing is left, then `erased`.
 
-    `counts` are the rows deleted or blanked since the beginning, by table.
+    `counts` are the rows deleted or blanked since the beginning, by table; `objects` are those of the object store.
     """
 
     tenant_id: str

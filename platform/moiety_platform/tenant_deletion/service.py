@@ -1,8 +1,9 @@
 """Deletes a tenant's data in short, repeatable transactions: a call after a kill continues the work.
 
-First the tenant is suspended and its keys are revoked for good. Then rows are deleted and blanked, some at a time,
-until a whole pass finds nothing more. The deletion ends at the earliest some seconds after its beginning, when every
-gateway knows of the revoked keys. A later deletion finds what a request that was then in progress may have left.
+First the tenant is suspended and its keys are revoked for good. Then objects are deleted, and rows are deleted and
+blanked, some at a time, until a whole pass finds nothing more. The deletion ends at the earliest some seconds after its
+beginning, when every gateway knows of the revoked keys. A later deletion finds what a request that was then in progress
+may have left.
 """
 
 from __future__ import annotations
@@ -24,12 +25,23 @@ from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.failures import UNMIGRATED
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.tenant_deletion.data import KEPT_ELSEWHERE, Table, delete_some, doomed, name_of, stop_growth
+from moiety_platform.object_storage.keys import tenant_prefixes
+from moiety_platform.object_storage.store import ObjectStore
+from moiety_platform.tenant_deletion.data import (
+    KEPT_ELSEWHERE,
+    Table,
+    delete_some,
+    doomed,
+    forget_objects,
+    name_of,
+    stop_growth,
+)
 from moiety_platform.tenant_deletion.log import erase_entries
 from moiety_platform.tenant_deletion.names import blank_models, blank_names
 from moiety_platform.tenants.models import ApiKey, Tenant, TenantDeletion, TenantStatus
 from moiety_platform.tenants.service import get_tenant
 
+OBJECTS = "objects"  # their name in the counts
 HEARD_AFTER = timedelta(seconds=5)  # by then every gateway with access to the database knows of the revocation
 
 
@@ -39,6 +51,7 @@ class TenantDeleter:
 
     store: AuditedStore
     tenant_id: str
+    objects: ObjectStore
     traces: Database | None = None  # if it is another database
 
     async def begin(self) -> list[str]:
@@ -68,6 +81,15 @@ class TenantDeleter:
         database, found = self.store.database, 0
         async with database.write() as session:
             await stop_growth(session, self.tenant_id)
+        for prefix in tenant_prefixes(self.tenant_id):
+            num_objects = -1
+            while num_objects and time.monotonic() < until_s:
+                num_objects = await self._delete_objects(prefix)
+                found += num_objects
+            if num_objects:
+                return found  # the time is over: rows of objects that are left stay
+        async with database.write() as session:
+            await forget_objects(session, self.tenant_id)
         for table in doomed():
             num_rows = -1
             while num_rows and time.monotonic() < until_s:
@@ -81,6 +103,12 @@ class TenantDeleter:
             num_entries = await erase_entries(session, self.tenant_id, self.store.clock.now())
             found += await self._count(session, Counter({AuditEntry.__tablename__: num_entries}))
         return found
+
+    async def _delete_objects(self, prefix: str) -> int:
+        """Delete some objects under a prefix, orphaned and unfinished ones included; return their number."""
+        num_objects = await self.objects.delete_some(prefix) + await self.objects.remove_unfinished(prefix)
+        async with self.store.database.write() as session:
+            return await self._count(session, Counter({OBJECTS: num_objects}))
 
     async def _delete_some(self, table: Table) -> int:
         """Delete some rows of a table, in this database or in that of the traces; return their number."""

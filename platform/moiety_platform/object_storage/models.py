@@ -1,0 +1,29 @@
+"""Table of the object store that belongs to the database."""
+
+from __future__ import annotations
+
+from sqlalchemy import ColumnElement, String, false
+from sqlalchemy.orm import Mapped, mapped_column
+
+from moiety_platform.db.base import Base
+
+MARK_LENGTH = 80
+
+
+class ObjectStoreRecord(Base):
+    """The object store of this database, in the only row.
+
+    `mark` is the content of the object `moiety-store-id` there, which begins with the `deployment_id`; None until the
+    first gateway has written it.
+    """
+
+    __tablename__ = "object_stores"
+
+    name: Mapped[str] = mapped_column(String(16), primary_key=True)
+    deployment_id: Mapped[str] = mapped_column(String(32))
+    mark: Mapped[str | None] = mapped_column(String(MARK_LENGTH))
+
+    @classmethod
+    def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
+        """Return no rows: the table belongs to the deployment, not to a tenant."""
+        return false()
