@@ -21,6 +21,7 @@ from .running import NEEDS_ROOT, Running, environment, running
 VALUES = """
 networkPolicies: {enabled: true}
 gateway: {replicas: 2, deregisterSeconds: 1, drainSeconds: 20}
+objectStore: {volume: {accessMode: ReadWriteMany}}
 engines:
   - {name: demo, replicas: 2, drainSeconds: 20, options: {scripted: true, scripted-step-ms: 20}}
 declared:

@@ -26,6 +26,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engines": [{"name": "a"}, {"name": "a"}]}, "two pools of engines are named a: give each its own name"),
     ({"httpRoute": {"enabled": True}}, "set httpRoute.parentRefs"),
     ({"ingress": {"enabled": True}}, "set ingress.host, such as llm.example.com"),
+    (
+        {"objectStore": {"url": "s3://b", "volume": {"existingClaim": "c"}}},
+        "are both set: files and adapters are in a bucket or on a volume",
+    ),
+    ({"objectStore": {"volume": {"accessMode": "ReadWriteOnce"}}}, "set objectStore.url to a bucket, such as s3://"),
     ({"gateway": {"settings": {"key_pepper": "x"}}}, "name that in gateway.extraEnv as MOIETY_KEY_PEPPER"),
     ({"gateway": {"settings": {"drain_s": 3}}}, "gateway.settings.drain_s is set by the chart itself"),
     (pool(model={"hub": "a/b", "claim": "c"}), "set one of model.hub, model.claim and model.image"),

@@ -78,3 +78,12 @@ only after the install. */}}
 {{- define "moiety.beforeRollout" -}}
 {{- if .Values.database.bundled.enabled -}}post-install,pre-upgrade{{- else -}}pre-install,pre-upgrade{{- end -}}
 {{- end -}}
+
+{{- define "moiety.objectsClaim" -}}
+{{- .Values.objectStore.volume.existingClaim | default (printf "%s-objects" (include "moiety.fullname" .)) -}}
+{{- end -}}
+
+{{/* Whether several gateways can have the object store at once. */}}
+{{- define "moiety.sharesObjects" -}}
+{{- or (ne .Values.objectStore.url "") (eq .Values.objectStore.volume.accessMode "ReadWriteMany") -}}
+{{- end -}}

@@ -29,12 +29,19 @@
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
 {{- fail "ingress.enabled needs the name that clients use: set ingress.host, such as llm.example.com" -}}
 {{- end -}}
+{{- $store := .Values.objectStore -}}
+{{- if and $store.url $store.volume.existingClaim -}}
+{{- fail "objectStore.url and objectStore.volume.existingClaim are both set: files and adapters are in a bucket or on a volume, so leave one of them empty" -}}
+{{- end -}}
+{{- if and (or .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.replicas) 1)) (ne (include "moiety.sharesObjects" .) "true") -}}
+{{- fail "several gateways need one store of files and adapters: set objectStore.url to a bucket, such as s3://bucket/prefix, or objectStore.volume.accessMode=ReadWriteMany, or gateway.replicas=1 without gateway.autoscaling" -}}
+{{- end -}}
 {{- range $name, $value := .Values.gateway.settings -}}
 {{- if has $name (list "database_url" "key_pepper" "key_pepper_next" "key_pepper_previous" "traces_token" "curve_secret_key" "external_engine_api_key") -}}
 {{- fail (printf "gateway.settings.%s is a secret and would stand in plain text in a ConfigMap: put it into a Secret and name that in gateway.extraEnv as MOIETY_%s" $name (upper $name)) -}}
 {{- end -}}
-{{- if has $name (list "host" "port" "operations_host" "operations_port" "engines" "drain_s" "data_dir" "traces_endpoint" "otlp_endpoint") -}}
-{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, gateway.drainSeconds, gateway.service, gateway.operationsPort or traces instead" $name) -}}
+{{- if has $name (list "host" "port" "operations_host" "operations_port" "engines" "drain_s" "data_dir" "object_store_url" "traces_endpoint" "otlp_endpoint") -}}
+{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, gateway.drainSeconds, gateway.service, gateway.operationsPort, objectStore or traces instead" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
