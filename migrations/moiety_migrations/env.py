@@ -10,26 +10,11 @@ from alembic import context
 from sqlalchemy import Connection
 
 from moiety_migrations.transaction import exclusive_connection
-from moiety_platform.adapters.models import Adapter
-from moiety_platform.batches.models import Batch
-from moiety_platform.declarative_config.models import Declaration
-from moiety_platform.files.models import StoredFile
-from moiety_platform.idempotency.models import IdempotentRequest
-from moiety_platform.object_storage.models import ObjectStoreRecord
-from moiety_platform.responses_api.models import StoredResponse
-from moiety_platform.retention.models import RetentionJobRecord
-from moiety_platform.simulations.models import SimulationRecord
-from moiety_platform.tenants.models import ApiKey
-from moiety_platform.trace_store.models import SpanRecord
-from moiety_platform.usage.models import UsageRecord
-from moiety_platform.webhooks.models import Webhook
+from moiety_platform.db.base import Base
+from moiety_platform.db.tables import load_tables
 
-# this list loads every module that defines tables
-TABLES = (
-    *(ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest, StoredResponse),
-    *(RetentionJobRecord, SpanRecord, Declaration, SimulationRecord, Webhook, Adapter, ObjectStoreRecord),
-)
-target_metadata = ApiKey.metadata
+load_tables()
+target_metadata = Base.metadata
 
 
 def _run(connection: Connection) -> None:

@@ -6,28 +6,29 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from litestar import Litestar, Request, Response
+from litestar import Litestar, Request, Response, Router
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from litestar.types import ControllerRouterHandler, ExceptionHandlersMap
 
 from moiety_platform.adapters.cache import AdapterCache
+from moiety_platform.administration.router import check_actions
 from moiety_platform.admission.gate import AdmissionGate, StreamGate
 from moiety_platform.allowed_methods import tell_allowed_methods
 from moiety_platform.anthropic_api.controller import MessageServices, message_routes
-from moiety_platform.auth.admin import check_actions
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
+from moiety_platform.controllers import with_services
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.direct import GatewayApp
 from moiety_platform.embeddings.controller import embedding_route
 from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
 from moiety_platform.expert_metrics import ExpertCollector
-from moiety_platform.health import metrics_route, probe_routes
+from moiety_platform.health import MetricsController, ProbeController, Probes
 from moiety_platform.http_errors import (
     HAS_SCHEMA,
     answer_framework_error,
@@ -45,10 +46,10 @@ from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
-from moiety_platform.models_api import ModelServices, model_routes
+from moiety_platform.models_api import ModelController, ModelServices
 from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.openai_api.controller import completion_routes
-from moiety_platform.openapi.controller import schema_routes
+from moiety_platform.openapi.controller import SchemaController, ServedDocuments
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_head import add_request_id
@@ -161,18 +162,20 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     replicas, adapters = services.replicas, services.adapters
     messages = MessageServices(serve, services.authenticator, bodies, replicas, texts, adapters)
     has_operations = settings.has_operations_on_port
-    schemas = schema_routes(lambda: bodies.limits.shape)
+    models = ModelServices(services.authenticator, replicas, texts, bodies, adapters)
+    probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
+    operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []
     app = GatewayApp(
         route_handlers=[
             *completion_routes(serve),
             embedding_route(serve),
             *message_routes(messages),
             *response_routes(ResponseServices(serve, services.authenticator, services.responses)),
-            *model_routes(ModelServices(services.authenticator, replicas, texts, bodies, adapters)),
-            *probe_routes(replicas, services.store, services.objects, with_reasons=has_operations),
+            with_services(ModelController, models=models),
+            with_services(ProbeController, probes=probes),
             *(services.batches.routes() if services.batches is not None else ()),
             *services.admin_routes,
-            *((metrics_route(services.metrics, services.store), *schemas) if has_operations else ()),
+            *operations,
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         guards=[guard_query],
@@ -209,14 +212,10 @@ def create_operations_app(
     services: Services, app: Litestar, settings: Callable[[], GatewaySettings], is_stopping: Callable[[], bool]
 ) -> Litestar:
     """Return the application of the operations listener. Its OpenAPI documents describe the gateway's `app`."""
+    probes = Probes(services.replicas, services.store, services.objects, with_reasons=True, is_stopping=is_stopping)
+    documents = ServedDocuments(lambda: ShapeLimits.of(settings()), app)
     return Litestar(
-        route_handlers=[
-            *probe_routes(
-                services.replicas, services.store, services.objects, with_reasons=True, is_stopping=is_stopping
-            ),
-            metrics_route(services.metrics, services.store),
-            *schema_routes(lambda: ShapeLimits.of(settings()), app),
-        ],
+        route_handlers=[with_services(ProbeController, probes=probes), *_operations_routes(services, documents)],
         exception_handlers=EXCEPTION_HANDLERS,
         guards=[guard_query],
         before_send=[add_request_id, tell_allowed_methods],
@@ -224,6 +223,14 @@ def create_operations_app(
         state=State({HAS_SCHEMA: True}),
         logging_config=None,
     )
+
+
+def _operations_routes(services: Services, documents: ServedDocuments) -> list[Router]:
+    """Return the routes that only operators may reach."""
+    return [
+        with_services(MetricsController, source=services.metrics, store=services.store),
+        with_services(SchemaController, served=documents),
+    ]
 
 
 def _answer_nobody(_request: Request[Any, Any, Any], _error: ClientDisconnected) -> Response[None]:

@@ -21,8 +21,8 @@ from litestar import Litestar
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.contents import AdapterContents
+from moiety_platform.administration.router import admin_router
 from moiety_platform.app import Services, create_app, create_operations_app, create_pipeline
-from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.pepper import pepper_of, pepper_rotation_of
 from moiety_platform.batches.assembly import Batches

@@ -6,17 +6,18 @@ They require no key; confidential details are only on the operations listener.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NotRequired, TypedDict
 
-from litestar import Response, get, head
-from litestar.handlers import HTTPRouteHandler
+from litestar import Controller, Response, get, head
+from litestar.di import NamedDependency
+from litestar.params import SkipValidation
 
 from moiety_platform.db.readiness import ReadinessCheck, StoreReadiness
 from moiety_platform.metrics import CONTENT_TYPE, Metrics
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.routing.replicas import Replicas
 
-TAGS = ["health"]
 TEXT = CONTENT_TYPE.partition(";")[0]
 
 
@@ -34,65 +35,73 @@ class Readiness(TypedDict):
     reasons: NotRequired[list[str]]
 
 
-def probe_routes(
-    replicas: Replicas,
-    store: StoreReadiness | None,
-    objects: ReadinessCheck | None,
-    *,
-    with_reasons: bool,
-    is_stopping: Callable[[], bool] = lambda: False,
-) -> list[HTTPRouteHandler]:
-    """Return the probes. Without `store` and `objects`, readiness depends on the engines alone.
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """State that the probes report. Without `store` and `objects`, readiness depends on the engines alone.
 
-    Reasons name engines and the stores.
+    Reasons name engines and the stores, so that `with_reasons` is for listeners of operators.
     """
 
-    readiness = describes(Described(answers={200: {JSON: Readiness}, 503: {JSON: Readiness}}))
+    replicas: Replicas
+    store: StoreReadiness | None
+    objects: ReadinessCheck | None
+    with_reasons: bool
+    is_stopping: Callable[[], bool] = lambda: False
 
-    @get("/healthz", name="healthz", tags=TAGS)
-    async def healthz() -> Health:
+
+_READINESS = describes(Described(answers={200: {JSON: Readiness}, 503: {JSON: Readiness}}))
+_BARE_READINESS = describes(Described(answers={200: {}, 503: {}}))
+
+
+class ProbeController(Controller):
+    """Routes of the probes."""
+
+    tags = ("health",)
+
+    @get("/healthz")
+    async def healthz(self) -> Health:
         """Report that the process is alive."""
         return {"status": "ok"}
 
-    @get("/readyz", name="readyz", tags=TAGS, opt=readiness)
-    async def readyz() -> Response[Readiness]:
+    @get("/readyz", opt=_READINESS)
+    async def readyz(self, probes: NamedDependency[SkipValidation[Probes]]) -> Response[Readiness]:
         """Report whether the gateway can serve requests."""
-        reasons = replicas.why_not_ready()
-        if store is not None and (reason := await store.why_not_ready()):
+        reasons = probes.replicas.why_not_ready()
+        if probes.store is not None and (reason := await probes.store.why_not_ready()):
             reasons = [f"store: {reason}", *reasons]
-        elif objects is not None and (reason := await objects.why_not_ready()):
+        elif probes.objects is not None and (reason := await probes.objects.why_not_ready()):
             reasons = [f"object store: {reason}", *reasons]
-        if is_stopping():
+        if probes.is_stopping():
             reasons = ["the gateway is stopping", *reasons]
         if not reasons:
             return Response(Readiness(status="ready"))
-        if not with_reasons:
+        if not probes.with_reasons:
             return Response(Readiness(status="not ready"), status_code=503, headers={"Retry-After": "1"})
         fields: Readiness = {"status": "not ready", "reason": "; ".join(reasons), "reasons": reasons}
         return Response(fields, status_code=503, headers={"Retry-After": "1"})
 
-    @head("/healthz", name="head_healthz", tags=TAGS)
-    async def head_healthz() -> None:
+    @head("/healthz")
+    async def head_healthz(self) -> None:
         """Report that the process is alive."""
 
-    @head("/readyz", name="head_readyz", tags=TAGS, opt=describes(Described(answers={200: {}, 503: {}})))
-    async def head_readyz() -> Response[None]:
+    @head("/readyz", opt=_BARE_READINESS)
+    async def head_readyz(self, probes: NamedDependency[SkipValidation[Probes]]) -> Response[None]:
         """Report whether the gateway can serve requests."""
-        if is_stopping() or replicas.why_not_ready():
+        if probes.is_stopping() or probes.replicas.why_not_ready():
             return Response(None, status_code=503, headers={"Retry-After": "1"})
         return Response(None)
 
-    return [healthz, readyz, head_healthz, head_readyz]
 
+class MetricsController(Controller):
+    """Route of the metrics, which contain ids of tenants."""
 
-def metrics_route(metrics: Metrics, store: StoreReadiness | None) -> HTTPRouteHandler:
-    """Return the handler of `/metrics`, whose response contains ids of tenants."""
+    tags = ("health",)
 
-    @get("/metrics", name="metrics", tags=TAGS, opt=describes(Described(answers={200: {TEXT: {"type": "string"}}})))
-    async def scrape() -> Response[bytes]:
+    @get("/metrics", opt=describes(Described(answers={200: {TEXT: {"type": "string"}}})))
+    async def metrics(
+        self, source: NamedDependency[Metrics], store: NamedDependency[StoreReadiness | None]
+    ) -> Response[bytes]:
         """Return metrics in Prometheus' text format."""
         if store is not None:
             await store.why_not_ready()  # so that the first scrape includes it
-        return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
-
-    return scrape
+        return Response(source.render(), headers={"content-type": CONTENT_TYPE})

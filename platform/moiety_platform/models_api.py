@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, TypeVar
 
-from litestar import Request, get, post
-from litestar.handlers import HTTPRouteHandler
-from litestar.params import FromPath
+from litestar import Controller, Request, get, post
+from litestar.di import NamedDependency
+from litestar.params import FromPath, SkipValidation
 from pydantic import ConfigDict, model_validator
 
 from moiety_platform.adapters.cache import AdapterCache
@@ -137,66 +137,78 @@ class ModelServices:
     bodies: BodyReader
     adapters: AdapterCache | None = None
 
+    async def caller(self, request: Request[Any, Any, Any]) -> Principal:
+        """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
+        return await authenticate(self.authenticator, request)
 
-def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
-    """Return the handlers of these endpoints."""
-
-    async def caller(request: Request[Any, Any, Any]) -> Principal:
-        return await authenticate(services.authenticator, request)
-
-    async def visible(principal: Principal) -> dict[str, ModelCard]:
+    async def visible(self, principal: Principal) -> dict[str, ModelCard]:
         """Return the served models that the key may use, and those with adapters of its tenant."""
-        cards, allowed = services.replicas.cards(), principal.allowed_models
+        cards, allowed = self.replicas.cards(), principal.allowed_models
         found = {name: card for name, card in sorted(cards.items()) if allowed is None or name in allowed}
-        if services.adapters is not None:
-            for name, adapter in (await services.adapters.all_of(principal.tenant_id)).items():
+        if self.adapters is not None:
+            for name, adapter in (await self.adapters.all_of(principal.tenant_id)).items():
                 may_use = allowed_of(allowed, adapter)
                 if adapter.model in cards and (may_use is None or adapter.model in may_use):
                     found[name] = cards[adapter.model]
         return found
 
-    async def receive(schema: type[Body], principal: Principal, request: Request[Any, Any, Any]) -> Body:
-        return await services.bodies.read(schema, request.receive, fields_of(request.scope), principal.tenant_id)
-
-    @get("/v1/models", name="list_models", tags=["models"], security=SECURITY, opt=_BETA)
-    async def list_models(request: Request[Any, Any, Any]) -> ModelList:
-        """List the served models that the key may use."""
-        cards = await visible(await caller(request))
-        return {"object": "list", "data": [_describe(name, card) for name, card in cards.items()]}
-
-    @get("/v1/models/{model_id:path}", name="retrieve_model", tags=["models"], security=SECURITY, opt=_BETA)
-    async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> Model:
-        """Get one model."""
-        cards = await visible(await caller(request))
-        name = model_id.removeprefix("/")
-        return _describe(name, _find(cards, name))
-
-    @post("/tokenize", name="tokenize", status_code=200, tags=["models"], security=SECURITY, opt=_takes(TokenizeBody))
-    async def tokenize(request: Request[Any, Any, Any]) -> Tokenized:
-        """Turn a text or a conversation into token ids."""
-        principal = await caller(request)
-        cards = await visible(principal)
-        body = await receive(TokenizeBody, principal, request)
-        card = _find(cards, body.model)
-        (tokens,) = await (await services.texts.get(card)).encode([body.as_prompt()])
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens}
-
-    takes = _takes(DetokenizeBody)
-
-    @post("/detokenize", name="detokenize", status_code=200, tags=["models"], security=SECURITY, opt=takes)
-    async def detokenize(request: Request[Any, Any, Any]) -> Detokenized:
-        """Turn token ids into text."""
-        principal = await caller(request)
-        cards = await visible(principal)
-        body = await receive(DetokenizeBody, principal, request)
-        text = await services.texts.get(_find(cards, body.model))
-        return {"prompt": await text.decode(body.tokens)}
-
-    return [list_models, retrieve_model, tokenize, detokenize]
+    async def receive(self, schema: type[Body], principal: Principal, request: Request[Any, Any, Any]) -> Body:
+        """Return the request's body. Raises BadRequest or ContentTooLarge."""
+        return await self.bodies.read(schema, request.receive, fields_of(request.scope), principal.tenant_id)
 
 
 def _takes(body: type[StrictBody]) -> dict[str, Described]:
     return describes(Described(body={JSON: body}, errors=(404,)))
+
+
+class ModelController(Controller):
+    """Routes of the served models."""
+
+    tags = ("models",)
+    security = SECURITY
+
+    @get("/v1/models", opt=_BETA)
+    async def list_models(
+        self, models: NamedDependency[SkipValidation[ModelServices]], request: Request[Any, Any, Any]
+    ) -> ModelList:
+        """List the served models that the key may use."""
+        cards = await models.visible(await models.caller(request))
+        return {"object": "list", "data": [_describe(name, card) for name, card in cards.items()]}
+
+    @get("/v1/models/{model_id:path}", opt=_BETA)
+    async def retrieve_model(
+        self,
+        models: NamedDependency[SkipValidation[ModelServices]],
+        request: Request[Any, Any, Any],
+        model_id: FromPath[str],
+    ) -> Model:
+        """Get one model."""
+        cards = await models.visible(await models.caller(request))
+        name = model_id.removeprefix("/")
+        return _describe(name, _find(cards, name))
+
+    @post("/tokenize", status_code=200, opt=_takes(TokenizeBody))
+    async def tokenize(
+        self, models: NamedDependency[SkipValidation[ModelServices]], request: Request[Any, Any, Any]
+    ) -> Tokenized:
+        """Turn a text or a conversation into token ids."""
+        principal = await models.caller(request)
+        cards = await models.visible(principal)
+        body = await models.receive(TokenizeBody, principal, request)
+        card = _find(cards, body.model)
+        (tokens,) = await (await models.texts.get(card)).encode([body.as_prompt()])
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens}
+
+    @post("/detokenize", status_code=200, opt=_takes(DetokenizeBody))
+    async def detokenize(
+        self, models: NamedDependency[SkipValidation[ModelServices]], request: Request[Any, Any, Any]
+    ) -> Detokenized:
+        """Turn token ids into text."""
+        principal = await models.caller(request)
+        cards = await models.visible(principal)
+        body = await models.receive(DetokenizeBody, principal, request)
+        text = await models.texts.get(_find(cards, body.model))
+        return {"prompt": await text.decode(body.tokens)}
 
 
 def _find(cards: dict[str, ModelCard], model: str | None) -> ModelCard:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import moiety_platform.cli
-from moiety_platform.cli.gateway_client import path_of
 from moiety_platform.cli.main import main
 from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_csv, show_json, show_row, show_rows
+from moiety_platform.resources.paths import path_of
 
 HOSTILE = "[red]x[/red] [link=http://evil.example]y[/link] :smile: \x1b]8;;http://evil.example\x07z [/nothing]"
 

@@ -15,13 +15,14 @@ from typing import Any
 
 from litestar import Litestar
 
-from moiety_platform.access.table import AdminAction
-from moiety_platform.auth.admin import admin_router
-from moiety_platform.experts.controller import expert_routes
+from moiety_platform.administration.catalog import ACTIONS
+from moiety_platform.administration.router import admin_router
+from moiety_platform.controllers import with_services
+from moiety_platform.experts.controller import ExpertController
 from moiety_platform.openapi.documents import DocumentPart, make_document
-from moiety_platform.routing.controller import engine_routes
+from moiety_platform.routing.controller import EngineController
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.simulations.controller import simulation_routes
+from moiety_platform.simulations.controller import SimulationController
 
 TRACE_ID = "ab" * 16  # the page of a trace takes nothing else
 TIMES = re.compile(r".*_at|at|since|until|start|as_of|window_start")
@@ -52,7 +53,11 @@ class HostileGateway:
 
     def __post_init__(self) -> None:
         nothing: Any = None  # no handler runs: only their schemas are read
-        more = [*engine_routes(nothing), *expert_routes(nothing), *simulation_routes(nothing, nothing)]
+        more = [
+            with_services(EngineController, replicas=nothing),
+            with_services(ExpertController, experts=nothing),
+            with_services(SimulationController, simulations=nothing, engines=nothing),
+        ]
         router = admin_router(nothing, nothing, nothing, nothing, nothing, nothing, nothing, more=more)
         document = make_document(Litestar([router], openapi_config=None), DocumentPart.ADMIN, GatewaySettings())
         self._schemas: Mapping[str, Any] = document["components"]["schemas"]
@@ -125,7 +130,7 @@ class HostileGateway:
             return lambda: self.text("id")  # of everything the same, so that what belongs together is found
         found: Mapping[tuple[str, str], Any] = {
             (_CALLER, "tenant_id"): None,
-            (_CALLER, "may"): [str(action) for action in AdminAction],
+            (_CALLER, "may"): [action.name for action in ACTIONS],
             ("EngineViews", "data"): self._engines,
             ("KeyView", "status"): "active",
             ("ClassView", "shipped"): False,

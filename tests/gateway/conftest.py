@@ -18,8 +18,8 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from tests.parsed_once import parse_handlers_once
 
+from moiety_platform.administration.router import admin_router
 from moiety_platform.app import Services, create_app, create_pipeline
-from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.bootstrap import ensure_bootstrap
 from moiety_platform.backoff import Backoff
@@ -29,11 +29,12 @@ from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class, load_classes
 from moiety_platform.clock import SystemClock
 from moiety_platform.connections import ConnectionLimits
+from moiety_platform.controllers import with_services
 from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.experts.controller import expert_routes
+from moiety_platform.experts.controller import ExpertController
 from moiety_platform.experts.service import ExpertService
 from moiety_platform.gateway import GatewayServer
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
@@ -48,23 +49,23 @@ from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
-from moiety_platform.reloading.controller import settings_routes
+from moiety_platform.reloading.controller import SettingController
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.retention.jobs import retention_jobs_of
 from moiety_platform.retention.service import RetentionService
-from moiety_platform.routing.controller import engine_routes
+from moiety_platform.routing.controller import EngineController
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
-from moiety_platform.tenant_deletion.controller import tenant_deletion_routes
+from moiety_platform.tenant_deletion.controller import DeletionServices, TenantDeletionController
 from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.sampling import SamplingTerms
 from moiety_platform.traces.tracing import Tracing
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.webhooks.addresses import AddressPolicy
-from moiety_platform.webhooks.controller import webhook_routes
+from moiety_platform.webhooks.controller import WebhookController
 from moiety_wire.classes import SHIPPED
 from moiety_wire.messages import ModelCard
 
@@ -331,11 +332,11 @@ async def run_gateway(
                     PEPPER,
                     clock,
                     more=[
-                        *engine_routes(replicas),
-                        *expert_routes(ExpertService(replicas, clock)),
-                        *webhook_routes(AddressPolicy(), PEPPER),
-                        *tenant_deletion_routes(objects),
-                        *settings_routes(source, live, None),
+                        with_services(EngineController, replicas=replicas),
+                        with_services(ExpertController, experts=ExpertService(replicas, clock)),
+                        with_services(WebhookController, reach=AddressPolicy()),
+                        with_services(TenantDeletionController, deletion=DeletionServices(objects)),
+                        with_services(SettingController, source=source, live=live, reloader=None),
                     ],
                 )
             ],

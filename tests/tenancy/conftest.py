@@ -22,9 +22,10 @@ from tests.database_clock import DatabaseClock
 from tests.parsed_once import parse_handlers_once
 
 from moiety_migrations import upgrade
+from moiety_platform.access.actions import needs
 from moiety_platform.access.roles import Role
-from moiety_platform.access.table import AdminAction, needs
-from moiety_platform.auth.admin import admin_router
+from moiety_platform.access.views import READ_ENGINES
+from moiety_platform.administration.router import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
@@ -216,7 +217,7 @@ async def demo(database: Database, clock: ManualClock) -> Demo:
     return await make_demo(database, clock)
 
 
-@get("/extra", opt=needs(AdminAction.READ_ENGINES))
+@get("/extra", opt=needs(READ_ENGINES))
 async def extra() -> dict[str, str]:
     return {"from": "elsewhere"}
 

@@ -19,15 +19,16 @@ from sqlalchemy import delete, func, select, update
 
 from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
 from moiety_platform.adapters.contents import AdapterContents
-from moiety_platform.adapters.controller import AdapterStorage, adapter_routes
+from moiety_platform.adapters.controller import AdapterController, AdapterStorage
 from moiety_platform.adapters.magnitudes import bound_of
 from moiety_platform.adapters.models import Adapter, AdapterChunk
 from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.adapters.service import ABANDONED_MS
-from moiety_platform.auth.admin import admin_router
+from moiety_platform.administration.router import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
+from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
 from moiety_platform.errors import NotFound, PlatformError
 from moiety_platform.http_errors import answer_platform_error
@@ -66,10 +67,12 @@ async def api(
 ) -> AsyncIterator[Admin]:
     classes, prices = ClassCache(database, clock), PriceCache(database, clock)
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
-    routes = adapter_routes(cache, AdapterStorage(2000, 3000), objects)
+    routes = with_services(
+        AdapterController, adapter_cache=cache, adapter_storage=AdapterStorage(2000, 3000), objects=objects
+    )
     parts = (database, Authenticator(database, PEPPER, clock), classes, prices, quotas, PEPPER, clock)
     app = Litestar(
-        [admin_router(*parts, more=routes)],
+        [admin_router(*parts, more=[routes])],
         exception_handlers={PlatformError: answer_platform_error},
         openapi_config=None,
     )

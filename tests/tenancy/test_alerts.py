@@ -18,11 +18,12 @@ from litestar import Litestar
 from litestar.exceptions import HTTPException
 from sqlalchemy import select, update
 
-from moiety_platform.auth.admin import admin_router
+from moiety_platform.administration.router import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.backoff import Backoff
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
+from moiety_platform.controllers import with_services
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, PlatformError
@@ -34,7 +35,7 @@ from moiety_platform.quota.models import QuotaAlert
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.usage.store import insert_rows
 from moiety_platform.webhooks.addresses import AddressPolicy, CannotReach
-from moiety_platform.webhooks.controller import webhook_routes
+from moiety_platform.webhooks.controller import WebhookController
 from moiety_platform.webhooks.deliveries import MAX_PENDING, MAX_TRIES, enqueue
 from moiety_platform.webhooks.models import DeliveryState, WebhookDelivery
 from moiety_platform.webhooks.poster import WebhookClient
@@ -102,9 +103,9 @@ async def keeper(database: Database, clock: ManualClock) -> AsyncIterator[QuotaK
 async def admin(database: Database, clock: ManualClock, demo: Demo, keeper: QuotaKeeper) -> AsyncIterator[Admin]:
     caches = ClassCache(database, clock), PriceCache(database, clock)
     authenticator = Authenticator(database, PEPPER, clock)
-    routes = webhook_routes(LOOPBACK, PEPPER)
+    routes = with_services(WebhookController, reach=LOOPBACK)
     app = Litestar(
-        [admin_router(database, authenticator, *caches, keeper, PEPPER, clock, more=routes)],
+        [admin_router(database, authenticator, *caches, keeper, PEPPER, clock, more=[routes])],
         exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
     )
     client = Admin(app, demo.admin_key)

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from moiety_platform.auth.admin import ADMIN_PATH
+from moiety_platform.administration.router import ADMIN_PATH
 from moiety_platform.openapi.documents import DocumentPart, Documents
 from moiety_platform.settings import GatewaySettings
 

@@ -21,19 +21,20 @@ from sqlalchemy import update
 
 from moiety_platform.access.roles import Role
 from moiety_platform.adapters.cache import AdapterCache
-from moiety_platform.adapters.controller import AdapterStorage, adapter_routes
+from moiety_platform.adapters.controller import AdapterController, AdapterStorage
 from moiety_platform.adapters.schemas import NewAdapter
 from moiety_platform.adapters.service import create_adapter
+from moiety_platform.administration.router import ADMIN_PATH, admin_router
 from moiety_platform.app import Services, create_app
-from moiety_platform.auth.admin import ADMIN_PATH, admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.guard import UnguardedRoute
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
+from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
-from moiety_platform.experts.controller import expert_routes
+from moiety_platform.experts.controller import ExpertController
 from moiety_platform.experts.service import ExpertService
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
@@ -49,15 +50,15 @@ from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota
 from moiety_platform.quota.store import LeaseStore
-from moiety_platform.reloading.controller import settings_routes
+from moiety_platform.reloading.controller import SettingController
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
-from moiety_platform.routing.controller import engine_routes
+from moiety_platform.routing.controller import EngineController
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import SECTION, GatewaySettings
-from moiety_platform.simulations.controller import simulation_routes
+from moiety_platform.simulations.controller import SimulationController
 from moiety_platform.simulations.runner import Simulations
-from moiety_platform.tenant_deletion.controller import tenant_deletion_routes
+from moiety_platform.tenant_deletion.controller import DeletionServices, TenantDeletionController
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
@@ -65,7 +66,7 @@ from moiety_platform.traces.tracing import Tracing
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.store import insert_rows
 from moiety_platform.webhooks.addresses import AddressPolicy
-from moiety_platform.webhooks.controller import webhook_routes
+from moiety_platform.webhooks.controller import WebhookController
 
 from .conftest import PEPPER, Admin
 from .test_recorder import make_row
@@ -300,17 +301,19 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing()
     replicas, settings = Replicas([]), GatewaySettings()
     objects = ObjectStore.open((folder / "objects").as_uri())
-    experts = expert_routes(ExpertService(replicas, clock))
+    source, live = SettingsSource.open(None, SECTION, lambda: settings), LiveSettings(settings)
+    adapters, storage = AdapterCache(database, clock), AdapterStorage(10_000, 15_000)
+    simulations = Simulations(database, limit_s=60.0, niceness=0)
     handlers = [
-        *engine_routes(replicas),
-        *experts,
-        *webhook_routes(AddressPolicy(), PEPPER),
-        *tenant_deletion_routes(objects),
+        with_services(EngineController, replicas=replicas),
+        with_services(ExpertController, experts=ExpertService(replicas, clock)),
+        with_services(WebhookController, reach=AddressPolicy()),
+        with_services(TenantDeletionController, deletion=DeletionServices(objects)),
+        with_services(AdapterController, adapter_cache=adapters, adapter_storage=storage, objects=objects),
+        with_services(SettingController, source=source, live=live, reloader=None),
+        with_services(SimulationController, simulations=simulations, engines=replicas.states),
         *more,
     ]
-    handlers += adapter_routes(AdapterCache(database, clock), AdapterStorage(10_000, 15_000), objects)
-    handlers += settings_routes(SettingsSource.open(None, SECTION, lambda: settings), LiveSettings(settings), None)
-    handlers += simulation_routes(Simulations(database, limit_s=60.0, niceness=0), replicas.states)
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
     services = Services(
         authenticator=authenticator,

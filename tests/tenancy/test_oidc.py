@@ -19,7 +19,7 @@ from litestar.exceptions import HTTPException
 from pydantic import ValidationError
 
 from moiety_platform.access.roles import Role
-from moiety_platform.auth.admin import admin_router
+from moiety_platform.administration.router import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.oidc import MAX_AGE_S, REFETCH_S, OidcTerms, OidcVerifier
 from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication

@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 from litestar import Litestar
 
-from moiety_platform.auth.admin import admin_router
+from moiety_platform.administration.router import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.cli.usage import show_reconciliation

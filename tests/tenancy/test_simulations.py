@@ -19,12 +19,13 @@ from sqlalchemy import literal
 from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_engine.simulator.devices import PRESETS
 from moiety_platform.adapters.cache import AdapterCache
-from moiety_platform.auth.admin import admin_router
+from moiety_platform.administration.router import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.bootstrap.administration import Administration
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
+from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import PlatformError
@@ -37,7 +38,7 @@ from moiety_platform.quota.store import LeaseStore
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations import store
-from moiety_platform.simulations.controller import simulation_routes
+from moiety_platform.simulations.controller import SimulationController
 from moiety_platform.simulations.runner import Simulations
 from moiety_platform.usage.store import insert_rows
 from moiety_wire.figures import Load, StepCosts
@@ -74,8 +75,8 @@ async def api(
         PriceCache(database, clock),
         QuotaKeeper(database, LeaseStore("replica", 20.0), clock),
     )
-    routes = simulation_routes(simulations, lambda: engines)
-    router = admin_router(database, Authenticator(database, PEPPER, clock), *parts, PEPPER, clock, more=routes)
+    routes = with_services(SimulationController, simulations=simulations, engines=lambda: engines)
+    router = admin_router(database, Authenticator(database, PEPPER, clock), *parts, PEPPER, clock, more=[routes])
     handlers: Any = {PlatformError: answer_platform_error, HTTPException: answer_framework_error}
     client = Admin(Litestar([router], exception_handlers=handlers), demo.admin_key)
     async with client.http:

@@ -15,15 +15,16 @@ from litestar.exceptions import HTTPException
 from sqlalchemy import func, select, text, update
 
 from moiety_platform.access.roles import Role
+from moiety_platform.administration.router import admin_router
 from moiety_platform.audit.chain import FIELDS, GENESIS, BrokenChain, entry_hash, verify
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.audit.trail import AuditedStore
-from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.reach import tenant_of
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
+from moiety_platform.controllers import with_services
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
@@ -36,7 +37,7 @@ from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.models import QuotaLease, QuotaWindow
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.responses_api.models import StoredResponse
-from moiety_platform.tenant_deletion.controller import tenant_deletion_routes
+from moiety_platform.tenant_deletion.controller import DeletionServices, TenantDeletionController
 from moiety_platform.tenant_deletion.data import KEPT, doomed
 from moiety_platform.tenant_deletion.engine_notice import EngineNotice
 from moiety_platform.tenant_deletion.service import TenantDeleter
@@ -68,8 +69,9 @@ async def admin(
 ) -> AsyncIterator[Admin]:
     caches = ClassCache(database, clock), PriceCache(database, clock)
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
+    deletion = with_services(TenantDeletionController, deletion=DeletionServices(objects))
     app = Litestar(
-        [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, more=tenant_deletion_routes(objects))],
+        [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, more=[deletion])],
         exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
     )
     client = Admin(app, demo.admin_key)

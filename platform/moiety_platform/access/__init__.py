@@ -1,4 +1,4 @@
-"""Role-based access control of the admin API: roles, and one table of the roles that each action allows.
+"""Role-based access control of the admin API: roles, and the actions with the roles that may perform them.
 
 Pure: no HTTP, no SQL.
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moiety_platform.access.actions import AdminAction
 from moiety_platform.access.roles import Role
-from moiety_platform.access.table import RULES, AccessRule, AdminAction
 from moiety_platform.errors import Forbidden
 
 MISSING_ROLE = "missing_role"
@@ -24,24 +24,23 @@ class Caller:
     tenant_id: str | None
 
     def may(self, action: AdminAction) -> bool:
-        rule = RULES[action]
-        return self.role in (rule.anyone if self.tenant_id is None else rule.own)
+        return self.role in (action.anyone if self.tenant_id is None else action.own)
 
     def require(self, action: AdminAction) -> None:
         """Check that the caller may do this. Raises Forbidden, whose message names the roles that may."""
         if not self.may(action):
             mine = f"'{self.role}'" if self.tenant_id is None else f"'{self.role}' of one tenant"
             raise Forbidden(
-                f"This needs the role {_roles(RULES[action])}; yours is {mine}. Use another key, or ask an owner.",
+                f"This needs the role {_roles(action)}; yours is {mine}. Use another key, or ask an owner.",
                 code=MISSING_ROLE,
             )
 
 
-def _roles(rule: AccessRule) -> str:
-    """Return the roles that a rule allows, those of the whole deployment first.
+def _roles(action: AdminAction) -> str:
+    """Return the roles that may perform an action, those of the whole deployment first.
 
     Example: `'owner', 'operator' or 'tenant-admin'`.
     """
-    names = [f"'{role}'" for role in Role if role in rule.anyone]
-    names += [f"'{role}' of one tenant" for role in Role if role in rule.own]
+    names = [f"'{role}'" for role in Role if role in action.anyone]
+    names += [f"'{role}' of one tenant" for role in Role if role in action.own]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

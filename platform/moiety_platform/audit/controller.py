@@ -10,8 +10,9 @@ from litestar.di import NamedDependency
 from litestar.params import FromQuery
 from sqlalchemy import select
 
+from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.views import READ_AUDIT, VERIFY_AUDIT
 from moiety_platform.audit.chain import BrokenChain, Verifier
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.audit.schemas import AuditPage, AuditVerdict, AuditView
@@ -32,7 +33,7 @@ class AuditController(Controller):
     path = "/audit"
     tags = ("audit",)
 
-    @get(opt=needs(AdminAction.READ_AUDIT))
+    @get(opt=needs(READ_AUDIT))
     async def list_entries(
         self,
         database: NamedDependency[Database],
@@ -60,7 +61,7 @@ class AuditController(Controller):
             rows, None if newest_first else last, last if newest_first else None, whole=caller.tenant_id is None
         )
 
-    @get("/verification", opt=needs(AdminAction.VERIFY_AUDIT))
+    @get("/verification", opt=needs(VERIFY_AUDIT))
     async def verify_chain(self, database: NamedDependency[Database]) -> AuditVerdict:
         """Recompute and compare the whole chain, in reads of some hundred entries. Takes long for a long log."""
         verifier, seq = Verifier(), 0

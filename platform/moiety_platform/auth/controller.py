@@ -9,11 +9,12 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
 from moiety_platform.access.roles import Role
-from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth import service
+from moiety_platform.auth.admin_resource import KEYS, WRITE_ADMIN_KEYS
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.keys import KeyText
 from moiety_platform.auth.pepper import Pepper
@@ -33,10 +34,10 @@ OfRole = Annotated[str | None, one_of("Of administrators with this role only.", 
 class KeyController(Controller):
     """Routes of API keys."""
 
-    path = "/keys"
-    tags = ("keys",)
+    path = KEYS.path
+    tags = KEYS.tags
 
-    @post(opt=needs(AdminAction.WRITE_KEYS) | fails(404, 409))
+    @post(opt=needs(KEYS.write) | fails(404, 409))
     async def create_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -47,12 +48,12 @@ class KeyController(Controller):
     ) -> MadeKey:
         """Make a key; only this response contains its text. Only owners make administrators' keys."""
         if data.project_id is None:
-            caller.require(AdminAction.WRITE_ADMIN_KEYS)
+            caller.require(WRITE_ADMIN_KEYS)
         async with store.write() as session:
             made = await service.create_key(session, data, pepper.value, clock.now())
         return _made(*made, clock)
 
-    @get(opt=needs(AdminAction.READ_KEYS) | fails(404))
+    @get(opt=needs(KEYS.read) | fails(404))
     async def list_keys(
         self,
         database: NamedDependency[Database],
@@ -70,7 +71,7 @@ class KeyController(Controller):
                 session, page, clock.now(), tenant_id=tenant_id, project_id=project_id, role=parse_role(role)
             )
 
-    @get("/{key_id:str}", opt=needs(AdminAction.READ_KEYS))
+    @get("/{key_id:str}", opt=needs(KEYS.read))
     async def get_key(
         self, database: NamedDependency[Database], clock: NamedDependency[SkipValidation[Clock]], key_id: FromPath[str]
     ) -> Response[KeyView]:
@@ -78,7 +79,7 @@ class KeyController(Controller):
         async with database.read() as session:
             return tagged(KeyView.of(await service.get_key(session, key_id), clock.now()))
 
-    @post("/{key_id:str}/revoke", status_code=200, opt=needs(AdminAction.WRITE_KEYS) | fails(409))
+    @post("/{key_id:str}/revoke", status_code=200, opt=needs(KEYS.write) | fails(409))
     async def revoke_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -96,7 +97,7 @@ class KeyController(Controller):
         authenticator.forget(key.id)
         return KeyView.of(key, clock.now())
 
-    @post("/{key_id:str}/rotate", opt=needs(AdminAction.WRITE_KEYS) | fails(409))
+    @post("/{key_id:str}/rotate", opt=needs(KEYS.write) | fails(409))
     async def rotate_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -132,7 +133,7 @@ async def _check_may_change(session: AsyncSession, caller: Caller, key_id: str) 
     Raises NotFound, or Forbidden where an administrator's key is not changed by an owner.
     """
     if (await service.get_key(session, key_id)).role is not None:
-        caller.require(AdminAction.WRITE_ADMIN_KEYS)
+        caller.require(WRITE_ADMIN_KEYS)
 
 
 def _made(key: ApiKey, text: KeyText, clock: NamedDependency[SkipValidation[Clock]]) -> MadeKey:

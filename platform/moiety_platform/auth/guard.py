@@ -9,8 +9,8 @@ from litestar.connection import ASGIConnection
 from litestar.enums import HttpMethod
 from litestar.handlers import BaseRouteHandler
 
+from moiety_platform.access.actions import ACTION, AdminAction
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import ACTION, AdminAction
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.keys import PREFIX
 from moiety_platform.auth.oidc import OidcVerifier
@@ -53,7 +53,7 @@ def action_of(handler: BaseRouteHandler) -> AdminAction:
     """Return the action of a route. Raises UnguardedRoute."""
     action = handler.opt.get(ACTION)
     if not isinstance(action, AdminAction):
-        raise UnguardedRoute(f"{handler} names no action; give it opt=needs(AdminAction.…) of access/table.py")
+        raise UnguardedRoute(f"{handler} names no action; give it opt=needs(…) of access/actions.py")
     return action
 
 

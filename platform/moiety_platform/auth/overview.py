@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 import msgspec
@@ -10,8 +11,9 @@ from litestar.di import NamedDependency
 from litestar.params import SkipValidation
 from sqlalchemy import func, or_, select
 
+from moiety_platform.access.actions import AdminAction, needs
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.views import READ_OVERVIEW
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantStatus
@@ -52,10 +54,12 @@ class CallerController(Controller):
     path = "/caller"
     tags = ("overview",)
 
-    @get(opt=needs(AdminAction.READ_OVERVIEW))
-    async def get_caller(self, caller: NamedDependency[Caller]) -> CallerView:
+    @get(opt=needs(READ_OVERVIEW))
+    async def get_caller(
+        self, caller: NamedDependency[Caller], actions: NamedDependency[SkipValidation[Sequence[AdminAction]]]
+    ) -> CallerView:
         """Return your name in the audit log, your role, and the actions that it allows."""
-        may = sorted(action.value for action in AdminAction if caller.may(action))
+        may = sorted(action.name for action in actions if caller.may(action))
         return CallerView(caller.actor, caller.role.value, caller.tenant_id, may)
 
 
@@ -65,7 +69,7 @@ class OverviewController(Controller):
     path = "/overview"
     tags = ("overview",)
 
-    @get(opt=needs(AdminAction.READ_OVERVIEW))
+    @get(opt=needs(READ_OVERVIEW))
     async def get_overview(
         self,
         database: NamedDependency[Database],

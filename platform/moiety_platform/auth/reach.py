@@ -2,7 +2,7 @@
 
 For a restricted administrator every query sees only these rows, so another tenant's objects are missing in the same way
 as objects that do not exist. A table with a column `tenant_id` is restricted by that column; another one defines a
-class method `of_tenant`, or has a condition here.
+class method `of_tenant`, has a condition here, or is a SharedTable or a DeploymentTable.
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ from sqlalchemy.orm.interfaces import ORMOption
 
 from moiety_platform.access.caller import Caller
 from moiety_platform.audit.trail import Change
-from moiety_platform.classes.models import ClassRecord
-from moiety_platform.db.base import Base
+from moiety_platform.db.base import Base, SharedTable
 from moiety_platform.db.session import Database
-from moiety_platform.prices.models import PriceRecord
 from moiety_platform.quota.kinds import LimitLevel
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.quota.owners import Condition, own_key, own_quota
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
-from moiety_platform.usage.models import UsageDayMark
-
-# without a tenant: readable by everybody
-SHARED: frozenset[type[Base]] = frozenset({ClassRecord, PriceRecord, UsageDayMark})
 
 
 class UnownedTable(Exception):
@@ -48,7 +42,7 @@ def criteria_of(tenant_id: str) -> tuple[ORMOption, ...]:
     return tuple(
         with_loader_criteria(table, rows_of(table, tenant_id), include_aliases=True)
         for table in tables
-        if table not in SHARED
+        if not issubclass(table, SharedTable)
     )
 
 
@@ -77,7 +71,8 @@ def rows_of(table: type[Any], tenant_id: str) -> Condition:
     """Return the condition for the tenant's rows of a table that is not shared. Raises UnownedTable."""
     own = _CONDITIONS.get(table) or getattr(table, "of_tenant", None)
     if own is None and "tenant_id" not in table.__mapper__.columns:
-        raise UnownedTable(f"{table.__name__} has no tenant_id: say by its of_tenant whose its rows are")
+        told = f"{table.__name__} has no tenant_id: make it a SharedTable or a DeploymentTable, or give it of_tenant"
+        raise UnownedTable(told)
     condition: Condition = table.tenant_id == tenant_id if own is None else own(tenant_id)
     return condition
 

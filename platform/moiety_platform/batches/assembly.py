@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from litestar.handlers import HTTPRouteHandler
+from litestar import Router
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.backoff import Backoff
-from moiety_platform.batches.controller import BatchServices, batch_routes
+from moiety_platform.batches.controller import BatchController, BatchServices
 from moiety_platform.batches.execution import HeldRows, LineRunner
 from moiety_platform.batches.lines import Limits
 from moiety_platform.batches.maintenance import BatchMaintenance
 from moiety_platform.batches.results import BatchFiles
 from moiety_platform.batches.worker import POLL_S, BatchWorker
 from moiety_platform.clock import Clock
+from moiety_platform.controllers import with_services
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.contents import FileContents
-from moiety_platform.files.controller import FileServices, file_routes
+from moiety_platform.files.controller import FileController, FileServices
 from moiety_platform.files.service import Files
 from moiety_platform.files.store import Now
 from moiety_platform.files.upload import Uploads
@@ -82,11 +83,11 @@ class Batches:
         self._runner: LineRunner | None = None
         self._worker: BatchWorker | None = None
 
-    def routes(self) -> list[HTTPRouteHandler]:
-        """Return the handlers of `/v1/files` and `/v1/batches`."""
+    def routes(self) -> list[Router]:
+        """Return the routes of `/v1/files` and `/v1/batches`."""
         return [
-            *file_routes(FileServices(self._authenticator, self._files, self._uploads)),
-            *batch_routes(self._services),
+            with_services(FileController, file_services=FileServices(self._authenticator, self._files, self._uploads)),
+            with_services(BatchController, batches=self._services),
         ]
 
     def use(self, settings: GatewaySettings) -> None:

@@ -7,29 +7,30 @@ from ipaddress import ip_network
 from types import TracebackType
 from typing import Self
 
-from litestar.handlers import HTTPRouteHandler
+from litestar import Router
 
 from moiety_platform.adapters.cache import AdapterCache
-from moiety_platform.adapters.controller import AdapterStorage, adapter_routes
+from moiety_platform.adapters.controller import AdapterController, AdapterStorage
 from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.clock import Clock
+from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
-from moiety_platform.experts.controller import expert_routes
+from moiety_platform.experts.controller import ExpertController
 from moiety_platform.experts.service import ExpertService
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.reloading.controller import settings_routes
+from moiety_platform.reloading.controller import SettingController
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.reloading.source import SettingsSource
-from moiety_platform.routing.controller import engine_routes
+from moiety_platform.routing.controller import EngineController
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.simulations.controller import simulation_routes
+from moiety_platform.simulations.controller import SimulationController
 from moiety_platform.simulations.runner import Simulations
-from moiety_platform.tenant_deletion.controller import tenant_deletion_routes
+from moiety_platform.tenant_deletion.controller import DeletionServices, TenantDeletionController
 from moiety_platform.tenant_deletion.engine_notice import EngineNotice
 from moiety_platform.webhooks.addresses import AddressPolicy, Network
-from moiety_platform.webhooks.controller import webhook_routes
+from moiety_platform.webhooks.controller import WebhookController
 from moiety_platform.webhooks.poster import WebhookClient
 from moiety_platform.webhooks.sender import AlertSender
 
@@ -87,16 +88,20 @@ class Administration:
         source: SettingsSource[GatewaySettings],
         live: LiveSettings[GatewaySettings],
         reloader: Reloader[GatewaySettings] | None,
-    ) -> list[HTTPRouteHandler]:
-        """Return the handlers for the admin router to register."""
+    ) -> list[Router]:
+        """Return the controllers for the admin router to register."""
         return [
-            *engine_routes(self._replicas),
-            *expert_routes(ExpertService(self._replicas, self._clock)),
-            *simulation_routes(self.simulations, self._replicas.states),
-            *webhook_routes(self._reach, self._pepper),
-            *tenant_deletion_routes(self._objects, traces=traces, on_begun=self._teller.wake),
-            *adapter_routes(self._adapters, self._room, self._objects),
-            *settings_routes(source, live, reloader),
+            with_services(EngineController, replicas=self._replicas),
+            with_services(ExpertController, experts=ExpertService(self._replicas, self._clock)),
+            with_services(SimulationController, simulations=self.simulations, engines=self._replicas.states),
+            with_services(WebhookController, reach=self._reach),
+            with_services(
+                TenantDeletionController, deletion=DeletionServices(self._objects, traces, self._teller.wake)
+            ),
+            with_services(
+                AdapterController, adapter_cache=self._adapters, adapter_storage=self._room, objects=self._objects
+            ),
+            with_services(SettingController, source=source, live=live, reloader=reloader),
         ]
 
     def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:

@@ -6,9 +6,10 @@ from litestar import Controller, Response, delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.classes import service
+from moiety_platform.classes.admin_resource import CLASSES
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.schemas import ClassChange, ClassList, ClassView, NewClass
 from moiety_platform.db.session import Database
@@ -19,23 +20,23 @@ from moiety_platform.openapi.described import fails
 class ClassController(Controller):
     """Routes of service classes. An edit applies from the next request on, at other gateways within seconds."""
 
-    path = "/classes"
-    tags = ("classes",)
+    path = CLASSES.path
+    tags = CLASSES.tags
 
-    @get(opt=needs(AdminAction.READ_CLASSES))
+    @get(opt=needs(CLASSES.read))
     async def list_classes(self, database: NamedDependency[Database]) -> ClassList:
         """List all classes, best first."""
         async with database.read() as session:
             found = await service.load_classes(session)
         return ClassList([ClassView.of(terms) for terms in found.values()])
 
-    @get("/{name:str}", opt=needs(AdminAction.READ_CLASSES))
+    @get("/{name:str}", opt=needs(CLASSES.read))
     async def get_class(self, database: NamedDependency[Database], name: FromPath[str]) -> Response[ClassView]:
         """Return one class."""
         async with database.read() as session:
             return tagged(ClassView.of(await service.get_class(session, name)))
 
-    @post(opt=needs(AdminAction.WRITE_CLASSES) | fails(409))
+    @post(opt=needs(CLASSES.write) | fails(409))
     async def create_class(
         self, store: NamedDependency[AuditedStore], classes: NamedDependency[ClassCache], data: JSONBody[NewClass]
     ) -> ClassView:
@@ -45,7 +46,7 @@ class ClassController(Controller):
         classes.forget()
         return ClassView.of(made)
 
-    @patch("/{name:str}", opt=needs(AdminAction.WRITE_CLASSES))
+    @patch("/{name:str}", opt=needs(CLASSES.write))
     async def change_class(
         self,
         store: NamedDependency[AuditedStore],
@@ -61,7 +62,7 @@ class ClassController(Controller):
         classes.forget()
         return tagged(ClassView.of(changed))
 
-    @delete("/{name:str}", status_code=200, opt=needs(AdminAction.WRITE_CLASSES) | fails(409))
+    @delete("/{name:str}", status_code=200, opt=needs(CLASSES.write) | fails(409))
     async def delete_class(
         self,
         store: NamedDependency[AuditedStore],

@@ -5,12 +5,12 @@ from __future__ import annotations
 from sqlalchemy import CheckConstraint, Double, ForeignKey, String
 from sqlalchemy.orm import Mapped, mapped_column
 
-from moiety_platform.db.base import Base
+from moiety_platform.db.base import Base, SharedTable
 
 MAX_CLASS_NAME_LENGTH = 32
 
 
-class ClassRecord(Base):
+class ClassRecord(SharedTable, Base):
     """One class. Each tenant names the best class that it may use, so a class in use cannot be deleted."""
 
     __tablename__ = "service_classes"

@@ -1,4 +1,4 @@
-"""Commands `moiety adapter …`: LoRA adapters of tenants."""
+"""Command `moiety adapter add`, which uploads an adapter in parts."""
 
 from __future__ import annotations
 
@@ -11,34 +11,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moiety_platform.cli.admin_command import Admin, admin_command
-from moiety_platform.cli.gateway_client import path_of
+from moiety_platform.resources.paths import path_of
 
-COLUMNS = {
-    "served_as": "model",
-    "tenant_id": "tenant",
-    "state": "state",
-    "num_bytes": "bytes",
-    "engine_adapter": "on engines",
-    "id": "id",
-}
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PART_BYTES = 512 * 1024
 
-app = typer.Typer(no_args_is_help=True, help="List, upload and remove LoRA adapters of tenants, in PEFT format.")
 
-
-@app.command("list")
-@admin_command
-def list_adapters(
-    admin: Admin,
-    tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
-) -> None:
-    """List adapters, by tenant, model and name."""
-    tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
-    admin.show_rows(admin.client.get("/adapters", tenant_id=tenant_id)["data"], COLUMNS)
-
-
-@app.command("add")
 @admin_command
 def add_adapter(
     admin: Admin,
@@ -74,16 +52,6 @@ def add_adapter(
         admin.client.call("DELETE", path)
         raise
     admin.show_row(published)
-
-
-@app.command("remove")
-@admin_command
-def remove_adapter(
-    admin: Admin,
-    adapter_id: Annotated[str, typer.Argument(help="Id of the adapter, as moiety adapter list shows it.")],
-) -> None:
-    """Remove an adapter, so that no request can use it any more."""
-    admin.show_row(admin.client.call("DELETE", path_of("adapters", adapter_id)))
 
 
 def _upload(admin: Admin, path: str, file: Path) -> None:

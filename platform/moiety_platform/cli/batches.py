@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
-from moiety_platform.cli.gateway_client import path_of
 from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json, show_row, show_rows
 from moiety_platform.cli.tenant_client import TenantClient
+from moiety_platform.resources.paths import path_of
 
 COLUMNS = {
     "id": "id",

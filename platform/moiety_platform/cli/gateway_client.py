@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 
@@ -32,11 +31,6 @@ def connect(url: str | None, key: str, data_dir: Path, timeout_s: float) -> http
     """Return a client for the given address, by default that of a local serve."""
     address = url or read_url(data_dir) or DEFAULT_URL
     return httpx.Client(base_url=address, headers={"Authorization": f"Bearer {key}"}, timeout=timeout_s)
-
-
-def path_of(*segments: object) -> str:
-    """Return a path whose segments are names and ids, whatever they contain."""
-    return "".join(f"/{quote(str(one), safe='')}" for one in segments)
 
 
 def call(http: httpx.Client, method: str, path: str, **request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Commands `moiety key …`. A key's text is shown once, by the command that creates it."""
+"""Commands `moiety key list` and `create`, which find tenants and projects first."""
 
 from __future__ import annotations
 
@@ -8,31 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from moiety_platform.access.roles import Role, tenant_complaint
+from moiety_platform.auth.admin_resource import KEEP_IT, KEYS
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
-from moiety_platform.cli.gateway_client import path_of
-from moiety_platform.cli.printing import say
-from moiety_platform.cli.tables import show_json
+from moiety_platform.cli.resource_commands import show_secret
 
-COLUMNS = {
-    "id": "id",
-    "name": "name",
-    "hint": "ends in",
-    "role": "role",
-    "belongs_to": "of",
-    "status": "status",
-    "allowed_models": "models",
-    "created_at": "created",
-    "expires_at": "expires",
-}
 DEFAULT_PROJECT = "default"
 
-app = typer.Typer(no_args_is_help=True, help="Manage API keys of clients and keys of administrators.")
 
-KeyId = Annotated[str, typer.Argument(help="Id of the key: the part between mty_ and the dot.")]
-
-
-@app.command("list")
 @admin_command
 def list_keys(
     admin: Admin,
@@ -45,10 +28,9 @@ def list_keys(
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
     rows = list(admin.client.pages("/keys", tenant_id=tenant_id, role=role))
     shown = [{**row, "belongs_to": row["project_id"] or row["tenant_id"]} for row in rows]
-    admin.show_rows(rows if admin.as_json else shown, COLUMNS)
+    admin.show_rows(rows if admin.as_json else shown, KEYS.columns)
 
 
-@app.command("create")
 @admin_command
 def create_key(
     admin: Admin,
@@ -91,32 +73,7 @@ def create_key(
         raise typer.BadParameter("give --tenant, --role or both")
     if expires_in_days is not None:
         body["expires_at"] = (datetime.now(UTC) + timedelta(days=expires_in_days)).isoformat()
-    show_made(admin.client.call("POST", "/keys", body), admin.as_json)
-
-
-@app.command("rotate")
-@admin_command
-def rotate_key(
-    admin: Admin,
-    key_id: KeyId,
-    grace_s: Annotated[
-        int | None,
-        typer.Option(min=0, help="Time for which the old key remains valid, in seconds. If not given, one day."),
-    ] = None,
-) -> None:
-    """Create a key's successor, with the same rights."""
-    body = {} if grace_s is None else {"grace_s": grace_s}
-    show_made(admin.client.call("POST", path_of("keys", key_id, "rotate"), body), admin.as_json)
-
-
-@app.command("revoke")
-@admin_command
-def revoke_key(
-    admin: Admin,
-    key_id: KeyId,
-) -> None:
-    """Revoke a key permanently."""
-    admin.show_row(admin.client.call("POST", path_of("keys", key_id, "revoke")))
+    show_secret(admin, admin.client.call("POST", "/keys", body), KEEP_IT)
 
 
 def find_or_make_project(client: AdminClient, tenant_id: str, name: str) -> str:
@@ -124,11 +81,3 @@ def find_or_make_project(client: AdminClient, tenant_id: str, name: str) -> str:
     if name == DEFAULT_PROJECT and not list(client.pages("/projects", tenant_id=tenant_id, name=name)):
         return str(client.call("POST", "/projects", {"name": name, "tenant_id": tenant_id})["id"])
     return str(client.find_project(tenant_id, name)["id"])
-
-
-def show_made(made: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        show_json(made)
-        return
-    say(made["secret"])
-    say("Keep it now: it is not shown again.", err=True)

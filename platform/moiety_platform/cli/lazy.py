@@ -1,7 +1,8 @@
 """Lazy commands, imported only when they are called, so that `moiety --help` imports nothing that it does not show.
 
-A target is `module:attribute`; the attribute is a Typer application (a group of commands) or a plain function (one
-command). Targets in other packages come through entry points, so this package never imports them.
+A target is `module:attribute`, or a function that returns the attribute; this is a Typer application (a group of
+commands) or a plain function (one command). Targets in other packages come through entry points, so this package never
+imports them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ EXTRA_OF_PACKAGE = {
     "pandas": "dashboard",
     "vl_convert": "plot",
 }
+Target = str | Callable[[], Any]
 COMPLETION = ("install_completion", "show_completion")  # shell completion calls `moiety`, not a subcommand
 
 
@@ -81,6 +83,10 @@ def load_target(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def _loader_of(target: Target) -> Callable[[], Any]:
+    return partial(load_target, target) if isinstance(target, str) else target
+
+
 def as_command(target: Any, name: str) -> TyperCommand | TyperGroup:
     """Return a Typer application unchanged; a plain function as an application of one command."""
     app = target
@@ -95,7 +101,7 @@ def as_command(target: Any, name: str) -> TyperCommand | TyperGroup:
 
 def add_lazy_commands(
     group: TyperGroup,
-    own: Mapping[str, tuple[str, str]],
+    own: Mapping[str, tuple[Target, str]],
     points: EntryPoints,
     summaries: Mapping[str, str],
     grow: Mapping[str, Callable[[TyperGroup], None]] = MappingProxyType({}),
@@ -108,7 +114,7 @@ def add_lazy_commands(
     by the function of its name in `change`.
     """
     for name, (target, summary) in own.items():
-        group.add_command(LazyCommand(name, summary, partial(load_target, target), grow.get(name)))
+        group.add_command(LazyCommand(name, summary, _loader_of(target), grow.get(name)))
     for point in points:
         if point.name not in own:
             summary = summaries.get(point.name, f"Provided by {point.module}.")

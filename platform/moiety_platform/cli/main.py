@@ -12,12 +12,14 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
+from moiety_platform.administration.catalog import RESOURCES
 from moiety_platform.cli.config_file import with_file
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.cli.lazy import add_lazy_commands, explain_missing_package
+from moiety_platform.cli.lazy import Target, add_lazy_commands, explain_missing_package, load_target
 from moiety_platform.cli.printing import say
+from moiety_platform.resources.declaration import Resource
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[Target, str]] = {
     "serve": ("moiety_platform.cli.serve:serve", "Serve a model to tenants with keys: engine, gateway and dashboard."),
     "gateway": ("moiety_platform.cli.gateway:gateway", "Run the HTTP gateway alone."),
     "traces": ("moiety_platform.cli.traces:traces", "Run the trace store alone."),
@@ -26,17 +28,6 @@ COMMANDS = {
         "Migrate the database, or show its revision.",
     ),
     "cluster": ("moiety_platform.cli.cluster:app", "Create the Secrets and the owner's key of a Helm release."),
-    "tenant": ("moiety_platform.cli.tenants:tenant_app", "List, show, create, change, suspend and erase tenants."),
-    "project": ("moiety_platform.cli.tenants:project_app", "List and create a tenant's projects."),
-    "key": ("moiety_platform.cli.keys:app", "List, create, rotate and revoke keys."),
-    "class": ("moiety_platform.cli.classes:app", "List, show, change, create and delete service classes."),
-    "price": ("moiety_platform.cli.prices:app", "List, set and delete prices of models."),
-    "quota": (
-        "moiety_platform.cli.quotas:app",
-        "List, set and delete quotas and rate limits of tenants, projects and keys.",
-    ),
-    "adapter": ("moiety_platform.cli.adapters:app", "List, upload and remove LoRA adapters of tenants."),
-    "webhook": ("moiety_platform.cli.webhooks:app", "List, create and delete webhooks, which receive alerts."),
     "audit": ("moiety_platform.cli.audit:app", "Show the log of administrative changes, and verify it."),
     "batch": ("moiety_platform.cli.batches:app", "Submit files of requests, follow their progress, fetch the answers."),
     "support-bundle": (
@@ -56,6 +47,7 @@ COMMANDS = {
     "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
     "usage": ("moiety_platform.cli.usage:app", "Show usage by tenant, model or hour, and reconcile it."),
 }
+RESOURCE_COMMANDS = "moiety_platform.cli.resource_commands:app_of"
 WITH_FILE = ("engine", "dashboard")  # commands of other packages, which do not read files
 SUMMARIES = {
     "engine": "Run one engine (a model replica) alone.",
@@ -74,14 +66,7 @@ ORDER = [
     "dashboard",
     "traces",
     "migrate",
-    "tenant",
-    "project",
-    "key",
-    "class",
-    "price",
-    "quota",
-    "adapter",
-    "webhook",
+    *(one.name for one in RESOURCES),
     "apply",
     "audit",
     "usage",
@@ -138,12 +123,20 @@ def build() -> TyperGroup:
         add_lazy_commands, own={}, points=points.select(group="moiety.batch_commands"), summaries=BATCH_SUMMARIES
     )
     commands = points.select(group="moiety.commands")
-    add_lazy_commands(group, COMMANDS, commands, SUMMARIES, {"batch": batches}, dict.fromkeys(WITH_FILE, with_file))
+    resources = {one.name: (partial(_load_resource, one), one.summary) for one in RESOURCES if one.commands}
+    add_lazy_commands(
+        group, COMMANDS | resources, commands, SUMMARIES, {"batch": batches}, dict.fromkeys(WITH_FILE, with_file)
+    )
     benches = make_group("bench", bench)
     add_lazy_commands(benches, BENCHES, points.select(group="moiety.bench_commands"), BENCH_SUMMARIES)
     group.add_command(benches)
     group.commands = {name: group.commands[name] for name in sorted(group.commands, key=place_in_help)}
     return group
+
+
+def _load_resource(resource: Resource) -> typer.Typer:
+    app: typer.Typer = load_target(RESOURCE_COMMANDS)(resource)
+    return app
 
 
 def place_in_help(name: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Commands `moiety quota …`: quotas and rate limits."""
+"""Commands `moiety quota list` and `set`, which take a limit of each kind as an option."""
 
 from __future__ import annotations
 
@@ -8,35 +8,16 @@ import typer
 
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
-from moiety_platform.cli.gateway_client import path_of
 from moiety_platform.prices.terms import dollars, parse_dollars
-
-COLUMNS = {
-    "level": "of",
-    "scope_id": "id",
-    "kind": "limit",
-    "cap": "cap",
-    "used": "used",
-    "reserved": "reserved",
-    "resets_at": "renewed",
-    "alert_at": "alert at %",
-    "alerted": "alerted %",
-    "id": "limit's id",
-}
+from moiety_platform.quota.admin_resource import QUOTAS
 
 WINDOWS = ("_per_day", "_per_month")
-
-app = typer.Typer(
-    no_args_is_help=True, help="List, set and delete quotas and rate limits of tenants, projects and keys."
-)
 
 TenantOption = Annotated[str | None, typer.Option(help="Name or id of the tenant that the limit is for.")]
 ProjectOption = Annotated[str | None, typer.Option(help="Id of the project that the limit is for.")]
 KeyOption = Annotated[str | None, typer.Option(help="Id of the key that the limit is for.")]
-QuotaId = Annotated[str, typer.Argument(help="Id of the limit, as moiety quota list shows it.")]
 
 
-@app.command("list")
 @admin_command
 def list_quotas(
     admin: Admin,
@@ -50,7 +31,6 @@ def list_quotas(
     _show(admin, list(admin.client.pages("/quotas", scope_id=scope_id)))
 
 
-@app.command("set")
 @admin_command
 def set_quota(
     admin: Admin,
@@ -107,16 +87,6 @@ def set_quota(
     _show(admin, rows)
 
 
-@app.command("delete")
-@admin_command
-def delete_quota(
-    admin: Admin,
-    quota_id: QuotaId,
-) -> None:
-    """Delete a limit."""
-    admin.show_row(admin.client.call("DELETE", path_of("quotas", quota_id)))
-
-
 def _scopes(client: AdminClient, tenant: str | None, project: str | None, key: str | None) -> list[tuple[str, str]]:
     """Return the given scopes as (level, id)."""
     found = []
@@ -149,7 +119,7 @@ def thresholds(text: str | None) -> list[int] | None:
 
 def _show(admin: Admin, rows: list[dict[str, Any]]) -> None:
     """Show limits; JSON has nano-dollars, tables dollars."""
-    admin.show_rows(rows if admin.as_json else [_in_dollars(row) for row in rows], COLUMNS)
+    admin.show_rows(rows if admin.as_json else [_in_dollars(row) for row in rows], QUOTAS.columns)
 
 
 def _in_dollars(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import DateTime, Dialect, MetaData
+from sqlalchemy import ColumnElement, DateTime, Dialect, MetaData, false
 from sqlalchemy.orm import DeclarativeBase
 from sqlalchemy.types import TypeDecorator
 
@@ -26,6 +26,19 @@ class Base(DeclarativeBase):
     """Base class of all ORM models."""
 
     metadata = MetaData(naming_convention=NAMING_CONVENTION)
+
+
+class SharedTable:
+    """Mixin of a table whose rows have no tenant, and may be read by the administrators of every tenant."""
+
+
+class DeploymentTable:
+    """Mixin of a table whose rows belong to the deployment: no administrator of one tenant sees them."""
+
+    @classmethod
+    def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
+        """Return the condition for the rows of a tenant, which are none."""
+        return false()
 
 
 class UtcDateTime(TypeDecorator[datetime]):

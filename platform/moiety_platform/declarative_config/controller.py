@@ -6,10 +6,11 @@ from litestar import Controller, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, JSONBody
 
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.db.session import Database
 from moiety_platform.declarative_config import service
+from moiety_platform.declarative_config.admin_resource import DECLARATIONS
 from moiety_platform.declarative_config.models import DeclaredKind
 from moiety_platform.declarative_config.schemas import DeclarationView, DeclarationViews, NewDeclaration
 from moiety_platform.openapi.described import fails
@@ -18,17 +19,17 @@ from moiety_platform.openapi.described import fails
 class DeclarationController(Controller):
     """Routes of objects that files declare, and that only these files change and delete."""
 
-    path = "/declarations"
-    tags = ("declarations",)
+    path = DECLARATIONS.path
+    tags = DECLARATIONS.tags
 
-    @get(opt=needs(AdminAction.READ_DECLARATIONS))
+    @get(opt=needs(DECLARATIONS.read))
     async def list_declarations(self, database: NamedDependency[Database]) -> DeclarationViews:
         """List all declared objects by kind and name."""
         async with database.read() as session:
             found = await service.list_declarations(session)
             return DeclarationViews([DeclarationView.of(record) for record in found])
 
-    @put(opt=needs(AdminAction.WRITE_DECLARATIONS) | fails(409))
+    @put(opt=needs(DECLARATIONS.write) | fails(409))
     async def put_declaration(
         self, store: NamedDependency[AuditedStore], data: JSONBody[NewDeclaration]
     ) -> DeclarationView:
@@ -36,7 +37,7 @@ class DeclarationController(Controller):
         async with store.write() as session:
             return DeclarationView.of(await service.put_declaration(session, data))
 
-    @delete(status_code=200, opt=needs(AdminAction.WRITE_DECLARATIONS) | fails(404))
+    @delete(status_code=200, opt=needs(DECLARATIONS.write) | fails(404))
     async def delete_declaration(
         self, store: NamedDependency[AuditedStore], kind: FromQuery[DeclaredKind], name: FromQuery[str]
     ) -> DeclarationView:

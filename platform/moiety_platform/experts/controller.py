@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Iterable
 from typing import Annotated
 
-from litestar import get, post
+from litestar import Controller, get, post
 from litestar.di import NamedDependency
-from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 from sqlalchemy import select
 
+from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.views import PLAN_EXPERTS, READ_EXPERTS
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.experts.plan import PlanRequest, PlanView, what_if
@@ -31,12 +31,16 @@ Minutes = Annotated[
 ]
 
 
-def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
-    """Return the handlers, for the admin router to register."""
-    planning = asyncio.Lock()  # a plan occupies a processor for a while: one at a time
+class ExpertController(Controller):
+    """Routes of the load of experts."""
 
-    @get("/experts", name="get_experts", tags=["experts"], opt=needs(AdminAction.READ_EXPERTS))
+    path = "/experts"
+    tags = ("experts",)
+
+    @get(opt=needs(READ_EXPERTS))
     async def get_experts(
+        self,
+        experts: NamedDependency[ExpertService],
         caller: NamedDependency[Caller],
         database: NamedDependency[Database],
         minutes: Minutes = None,
@@ -70,14 +74,8 @@ def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
             ],
         )
 
-    @post(
-        "/experts/plan",
-        status_code=200,
-        name="plan_experts",
-        tags=["experts"],
-        opt=needs(AdminAction.PLAN_EXPERTS) | fails(404),
-    )
-    async def plan_experts(data: JSONBody[PlanRequest]) -> PlanView:
+    @post("/plan", status_code=200, opt=needs(PLAN_EXPERTS) | fails(404))
+    async def plan_experts(self, experts: NamedDependency[ExpertService], data: JSONBody[PlanRequest]) -> PlanView:
         """Return the effect of a placement of replicas over ranks on the load of a model's experts. Changes nothing."""
         loads = await experts.loads(data.minutes, None)
         total = loads[data.model].sum() if data.model in loads else None
@@ -86,10 +84,8 @@ def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
                 f"there is no load of experts of {data.model!r} in these minutes; GET /admin/v1/experts lists the "
                 "models, and a load comes with requests"
             )
-        async with planning:
+        async with experts.planning:
             return await asyncio.to_thread(what_if, total, data)
-
-    return [get_experts, plan_experts]
 
 
 def parse_minutes(text: str | None) -> int:

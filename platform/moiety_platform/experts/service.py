@@ -35,6 +35,7 @@ class ExpertService:
     def __init__(self, replicas: Replicas, clock: Clock) -> None:
         self._replicas, self._clock = replicas, clock
         self._said: dict[Question, tuple[float, ExpertLoad]] = {}
+        self.planning = asyncio.Lock()  # a plan occupies a processor for a while: one at a time
 
     async def loads(self, minutes: int, tenant_id: str | None, engine_id: str | None = None) -> dict[str, ModelLoad]:
         """Return the loads by model, in the order of their names, without engines that have no expert counts."""

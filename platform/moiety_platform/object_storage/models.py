@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, String, false
+from sqlalchemy import String
 from sqlalchemy.orm import Mapped, mapped_column
 
-from moiety_platform.db.base import Base
+from moiety_platform.db.base import Base, DeploymentTable
 
 MARK_LENGTH = 80
 
 
-class ObjectStoreRecord(Base):
+class ObjectStoreRecord(DeploymentTable, Base):
     """The object store of this database, in the only row.
 
     `mark` is the content of the object `moiety-store-id` there, which begins with the `deployment_id`; None until the
@@ -22,8 +22,3 @@ class ObjectStoreRecord(Base):
     name: Mapped[str] = mapped_column(String(16), primary_key=True)
     deployment_id: Mapped[str] = mapped_column(String(32))
     mark: Mapped[str | None] = mapped_column(String(MARK_LENGTH))
-
-    @classmethod
-    def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
-        """Return no rows: the table belongs to the deployment, not to a tenant."""
-        return false()

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from litestar import Litestar, Request, Response, get
+from litestar import Controller, Litestar, Request, Response, get
+from litestar.di import NamedDependency
 from litestar.enums import MediaType
-from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.plugins import RedocRenderPlugin
 
 from moiety_platform.http_errors import SCHEMA_PATH
@@ -20,28 +20,60 @@ from moiety_platform.openapi.documents import DocumentPart, Documents
 MEDIA_TYPE = "application/vnd.oai.openapi+json"
 
 
-def schema_routes(settings: Callable[[], Any], described: Litestar | None = None) -> list[HTTPRouteHandler]:
-    """Return the handlers.
+class ServedDocuments:
+    """Documents of one application, as pages and as JSON."""
 
-    `settings` returns the limits on request bodies. `described` is the application whose routes are documented, or None
-    for the application that serves the documents.
-    """
-    documents = Documents(settings)
+    def __init__(self, settings: Callable[[], Any], described: Litestar | None = None) -> None:
+        """Create it; `settings` returns the limits on request bodies.
 
-    def page_of(part: DocumentPart) -> HTTPRouteHandler:
-        paths = [f"{SCHEMA_PATH}/{part}"] + ([SCHEMA_PATH] if part is DocumentPart.ALL else [])
+        `described` is the application whose routes are documented, or None for the application that serves the
+        documents.
+        """
+        self._documents, self._described = Documents(settings), described
 
-        @get(paths, name=f"{part}_page", include_in_schema=False, media_type=MediaType.HTML, sync_to_thread=False)
-        def page(request: Request[Any, Any, Any]) -> bytes:
-            return RedocRenderPlugin().render(request, documents.get(described or request.app, part))
+    def page(self, request: Request[Any, Any, Any], part: DocumentPart) -> bytes:
+        """Return the HTML page of a document."""
+        return RedocRenderPlugin().render(request, self._documents.get(self._described or request.app, part))
 
-        return page
+    def json(self, request: Request[Any, Any, Any], part: DocumentPart) -> Response[bytes]:
+        """Return a document as JSON."""
+        document = self._documents.get(self._described or request.app, part)
+        return Response(msgspec.json.encode(document), media_type=MEDIA_TYPE)
 
-    def json_of(part: DocumentPart) -> HTTPRouteHandler:
-        @get(f"{SCHEMA_PATH}/{part}.json", name=f"{part}_json", include_in_schema=False, sync_to_thread=False)
-        def as_json(request: Request[Any, Any, Any]) -> Response[bytes]:
-            return Response(msgspec.json.encode(documents.get(described or request.app, part)), media_type=MEDIA_TYPE)
 
-        return as_json
+class SchemaController(Controller):
+    """Routes of the documents."""
 
-    return [make(part) for part in DocumentPart for make in (page_of, json_of)]
+    path = SCHEMA_PATH
+
+    @get(["/", "/openapi"], include_in_schema=False, media_type=MediaType.HTML, sync_to_thread=False)
+    def openapi_page(self, served: NamedDependency[ServedDocuments], request: Request[Any, Any, Any]) -> bytes:
+        """Return the page of all routes."""
+        return served.page(request, DocumentPart.ALL)
+
+    @get("/openapi.json", include_in_schema=False, sync_to_thread=False)
+    def openapi_json(
+        self, served: NamedDependency[ServedDocuments], request: Request[Any, Any, Any]
+    ) -> Response[bytes]:
+        """Return the document of all routes."""
+        return served.json(request, DocumentPart.ALL)
+
+    @get("/public", include_in_schema=False, media_type=MediaType.HTML, sync_to_thread=False)
+    def public_page(self, served: NamedDependency[ServedDocuments], request: Request[Any, Any, Any]) -> bytes:
+        """Return the page of the inference API."""
+        return served.page(request, DocumentPart.PUBLIC)
+
+    @get("/public.json", include_in_schema=False, sync_to_thread=False)
+    def public_json(self, served: NamedDependency[ServedDocuments], request: Request[Any, Any, Any]) -> Response[bytes]:
+        """Return the document of the inference API."""
+        return served.json(request, DocumentPart.PUBLIC)
+
+    @get("/admin", include_in_schema=False, media_type=MediaType.HTML, sync_to_thread=False)
+    def admin_page(self, served: NamedDependency[ServedDocuments], request: Request[Any, Any, Any]) -> bytes:
+        """Return the page of the administration API."""
+        return served.page(request, DocumentPart.ADMIN)
+
+    @get("/admin.json", include_in_schema=False, sync_to_thread=False)
+    def admin_json(self, served: NamedDependency[ServedDocuments], request: Request[Any, Any, Any]) -> Response[bytes]:
+        """Return the document of the administration API."""
+        return served.json(request, DocumentPart.ADMIN)

@@ -6,12 +6,13 @@ from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, JSONBody
 
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
 from moiety_platform.prices import service
+from moiety_platform.prices.admin_resource import PRICES
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.schemas import NewPrice, PriceView, PriceViews
 
@@ -22,16 +23,16 @@ class PriceController(Controller):
     A price applies to requests that begin after a change, at every gateway within seconds.
     """
 
-    path = "/prices"
-    tags = ("prices",)
+    path = PRICES.path
+    tags = PRICES.tags
 
-    @get(opt=needs(AdminAction.READ_PRICES))
+    @get(opt=needs(PRICES.read))
     async def list_prices(self, database: NamedDependency[Database]) -> PriceViews:
         """List all prices by model and class."""
         async with database.read() as session:
             return PriceViews([PriceView.of(record) for record in await service.list_prices(session)])
 
-    @get("/one", opt=needs(AdminAction.READ_PRICES) | fails(404))
+    @get("/one", opt=needs(PRICES.read) | fails(404))
     async def get_price(
         self,
         database: NamedDependency[Database],
@@ -42,7 +43,7 @@ class PriceController(Controller):
         async with database.read() as session:
             return tagged(PriceView.of(await service.get_price(session, model, service_class)))
 
-    @put(opt=needs(AdminAction.WRITE_PRICES) | fails(409))
+    @put(opt=needs(PRICES.write) | fails(409))
     async def set_price(
         self,
         store: NamedDependency[AuditedStore],
@@ -58,7 +59,7 @@ class PriceController(Controller):
         prices.forget()
         return tagged(view)
 
-    @delete(status_code=200, opt=needs(AdminAction.WRITE_PRICES) | fails(404))
+    @delete(status_code=200, opt=needs(PRICES.write) | fails(404))
     async def delete_price(
         self,
         store: NamedDependency[AuditedStore],

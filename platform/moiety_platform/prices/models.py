@@ -6,12 +6,12 @@ from sqlalchemy import BigInteger, CheckConstraint, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from moiety_platform.classes.models import MAX_CLASS_NAME_LENGTH
-from moiety_platform.db.base import Base
+from moiety_platform.db.base import Base, SharedTable
 
 MAX_MODEL_LENGTH = 256
 
 
-class PriceRecord(Base):
+class PriceRecord(SharedTable, Base):
     """Price of a model in one class, or (without a class's name) in all classes, times the class's factor."""
 
     __tablename__ = "prices"

@@ -8,8 +8,8 @@ from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
+from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import AdminAction, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
@@ -19,6 +19,7 @@ from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import Cursor, one_of
 from moiety_platform.quota import service
+from moiety_platform.quota.admin_resource import QUOTAS, WRITE_TENANT_QUOTAS
 from moiety_platform.quota.holdings import LeaseList, list_leases
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import LimitLevel, Scope
@@ -31,10 +32,10 @@ OfState = Annotated[str | None, one_of("Of leases in this state; live if not giv
 class QuotaController(Controller):
     """Limits of tenants, projects and keys. A request must fit under all limits that apply to it."""
 
-    path = "/quotas"
-    tags = ("quotas",)
+    path = QUOTAS.path
+    tags = QUOTAS.tags
 
-    @put(opt=needs(AdminAction.WRITE_QUOTAS) | fails(404))
+    @put(opt=needs(QUOTAS.write) | fails(404))
     async def set_quota(
         self,
         store: NamedDependency[AuditedStore],
@@ -52,7 +53,7 @@ class QuotaController(Controller):
         quotas.forget(Scope(LimitLevel(view.level), view.scope_id))
         return tagged(view)
 
-    @get(opt=needs(AdminAction.READ_QUOTAS))
+    @get(opt=needs(QUOTAS.read))
     async def list_quotas(
         self,
         database: NamedDependency[Database],
@@ -70,7 +71,7 @@ class QuotaController(Controller):
         async with database.read() as session:
             return await service.list_quotas(session, page, clock.now(), scope_id=scope_id, tenant_id=tenant_id)
 
-    @get("/leases", opt=needs(AdminAction.READ_QUOTAS))
+    @get("/leases", opt=needs(QUOTAS.read))
     async def list_leases(
         self, database: NamedDependency[Database], limit: Limit = None, lease_state: OfState = None
     ) -> LeaseList:
@@ -81,7 +82,7 @@ class QuotaController(Controller):
         async with database.read() as session:
             return await list_leases(session, wanted, parse_page(limit, None).limit)
 
-    @get("/{quota_id:str}", opt=needs(AdminAction.READ_QUOTAS))
+    @get("/{quota_id:str}", opt=needs(QUOTAS.read))
     async def get_quota(
         self,
         database: NamedDependency[Database],
@@ -92,7 +93,7 @@ class QuotaController(Controller):
         async with database.read() as session:
             return tagged(await service.get_quota(session, quota_id, clock.now()))
 
-    @delete("/{quota_id:str}", status_code=200, opt=needs(AdminAction.WRITE_QUOTAS))
+    @delete("/{quota_id:str}", status_code=200, opt=needs(QUOTAS.write))
     async def delete_quota(
         self,
         store: NamedDependency[AuditedStore],
@@ -115,4 +116,4 @@ class QuotaController(Controller):
 def _check_may_change(caller: Caller, level: LimitLevel) -> None:
     """Raise Forbidden if a tenant's administrator would change a limit of the whole tenant."""
     if level is LimitLevel.TENANT:
-        caller.require(AdminAction.WRITE_TENANT_QUOTAS)
+        caller.require(WRITE_TENANT_QUOTAS)

@@ -6,21 +6,20 @@ The admin router authenticates.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-from litestar import get
-from litestar.handlers import HTTPRouteHandler
-from pydantic_settings import BaseSettings
+from litestar import Controller, get
+from litestar.di import NamedDependency
+from litestar.params import SkipValidation
 
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.actions import needs
+from moiety_platform.access.views import READ_SETTINGS
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.reloadable import reload_of
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.reloading.shown import shown
 from moiety_platform.reloading.source import SettingsSource
-
-S = TypeVar("S", bound=BaseSettings)
 
 
 class SettingView(msgspec.Struct, frozen=True):
@@ -46,15 +45,19 @@ class SettingViews(msgspec.Struct, frozen=True):
     data: list[SettingView]
 
 
-def settings_routes(
-    source: SettingsSource[S], live: LiveSettings[S], reloader: Reloader[S] | None
-) -> list[HTTPRouteHandler]:
-    """Return the handlers, for the admin router to register. Without a reloader there is no file."""
+class SettingController(Controller):
+    """Route of the settings. Without a reloader there is no file."""
 
-    @get(
-        "/settings", name="list_settings", tags=["settings"], opt=needs(AdminAction.READ_SETTINGS), sync_to_thread=True
-    )
-    def list_settings() -> SettingViews:
+    path = "/settings"
+    tags = ("settings",)
+
+    @get(opt=needs(READ_SETTINGS), sync_to_thread=True)
+    def list_settings(
+        self,
+        source: NamedDependency[SkipValidation[SettingsSource[Any]]],
+        live: NamedDependency[SkipValidation[LiveSettings[Any]]],
+        reloader: NamedDependency[SkipValidation[Reloader[Any] | None]],
+    ) -> SettingViews:
         """List the settings of the gateway that answers, and the state of its configuration file."""
         standing = None if reloader is None else reloader.standing
         waiting = {} if standing is None else standing.waiting
@@ -70,5 +73,3 @@ def settings_routes(
                 for name in type(now).model_fields
             ],
         )
-
-    return [list_settings]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, ColumnElement, String, false
+from sqlalchemy import BigInteger, String
 from sqlalchemy.orm import Mapped, mapped_column
 
-from moiety_platform.db.base import Base
+from moiety_platform.db.base import Base, DeploymentTable
 
 MAX_CHORE_LENGTH = 32
 OWNER_LENGTH = 64
 
 
-class RetentionJobRecord(Base):
+class RetentionJobRecord(DeploymentTable, Base):
     """One job.
 
     `available_ms` is the end of a lease or of the pause after it, in Unix milliseconds of the database's clock: until
@@ -23,8 +23,3 @@ class RetentionJobRecord(Base):
     name: Mapped[str] = mapped_column(String(MAX_CHORE_LENGTH), primary_key=True)
     owner: Mapped[str | None] = mapped_column(String(OWNER_LENGTH))
     available_ms: Mapped[int] = mapped_column(BigInteger)
-
-    @classmethod
-    def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
-        """Return no rows: the table belongs to the deployment, not to a tenant."""
-        return false()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import msgspec
-from litestar import get, post
+from litestar import Controller, get, post
 from litestar.di import NamedDependency
-from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.actions import needs
+from moiety_platform.access.views import READ_ENGINES, REST_ENGINES
 from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
@@ -161,49 +161,43 @@ class EngineViews(msgspec.Struct, frozen=True):
     data: list[EngineView]
 
 
-def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
-    """Return the handlers, for the admin router to register."""
+class EngineController(Controller):
+    """Routes of engines."""
 
-    @get("/engines", name="list_engines", tags=["engines"], opt=needs(AdminAction.READ_ENGINES))
-    async def list_engines() -> EngineViews:
+    path = "/engines"
+    tags = ("engines",)
+
+    @get(opt=needs(READ_ENGINES))
+    async def list_engines(self, replicas: NamedDependency[Replicas]) -> EngineViews:
         """List all engines and their states."""
         return EngineViews([_describe(state, replicas.breakers) for state in replicas.states()])
 
-    @post(
-        "/engines/{engine_id:str}/sleep",
-        status_code=202,
-        name="sleep_engine",
-        tags=["engines"],
-        opt=needs(AdminAction.REST_ENGINES) | fails(404, 409, 503),
-    )
-    async def sleep_engine(store: NamedDependency[AuditedStore], engine_id: FromPath[str]) -> EngineView:
+    @post("/{engine_id:str}/sleep", status_code=202, opt=needs(REST_ENGINES) | fails(404, 409, 503))
+    async def sleep_engine(
+        self, replicas: NamedDependency[Replicas], store: NamedDependency[AuditedStore], engine_id: FromPath[str]
+    ) -> EngineView:
         """Put an engine to sleep: it frees its device's memory once its open requests have ended.
 
         It takes no new requests: they go to other engines of the model, or get 503. `load.sleep` shows the progress.
         """
-        return await _rest(store, engine_id, asleep=True)
+        return await _rest(replicas, store, engine_id, asleep=True)
 
-    @post(
-        "/engines/{engine_id:str}/wake",
-        status_code=202,
-        name="wake_engine",
-        tags=["engines"],
-        opt=needs(AdminAction.REST_ENGINES) | fails(404, 409, 503),
-    )
-    async def wake_engine(store: NamedDependency[AuditedStore], engine_id: FromPath[str]) -> EngineView:
+    @post("/{engine_id:str}/wake", status_code=202, opt=needs(REST_ENGINES) | fails(404, 409, 503))
+    async def wake_engine(
+        self, replicas: NamedDependency[Replicas], store: NamedDependency[AuditedStore], engine_id: FromPath[str]
+    ) -> EngineView:
         """Wake a sleeping engine, which loads its weights again. `load.sleep` shows the progress."""
-        return await _rest(store, engine_id, asleep=False)
+        return await _rest(replicas, store, engine_id, asleep=False)
 
-    async def _rest(store: AuditedStore, engine_id: str, *, asleep: bool) -> EngineView:
-        async with store.write() as session:
-            before = replicas.rest(engine_id, asleep=asleep)
-            note(
-                session,
-                Change("change", "engines", engine_id, {"sleep": before.sleep.value}, {"asked_to_sleep": asleep}),
-            )
-        return _describe(before, replicas.breakers)
 
-    return [list_engines, sleep_engine, wake_engine]
+async def _rest(replicas: Replicas, store: AuditedStore, engine_id: str, *, asleep: bool) -> EngineView:
+    async with store.write() as session:
+        before = replicas.rest(engine_id, asleep=asleep)
+        note(
+            session,
+            Change("change", "engines", engine_id, {"sleep": before.sleep.value}, {"asked_to_sleep": asleep}),
+        )
+    return _describe(before, replicas.breakers)
 
 
 def _describe(state: EngineState, breakers: ReplicaBreakers) -> EngineView:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from litestar import delete, get, post
+from litestar import Controller, delete, get, post
 from litestar.di import NamedDependency
-from litestar.handlers import HTTPRouteHandler
-from litestar.params import FromPath, JSONBody
+from litestar.params import FromPath, JSONBody, SkipValidation
 
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.actions import needs
+from moiety_platform.access.views import SIMULATE
 from moiety_platform.classes.checks import check_terms
 from moiety_platform.classes.service import apply_change, load_classes
 from moiety_platform.classes.terms import ClassTerms
@@ -34,8 +34,6 @@ from moiety_platform.simulations.schemas import (
 from moiety_wire.classes import ServiceClass
 from moiety_workload.simulations import DEVICES, POLICIES
 
-TAGS = ("simulations",)
-
 _BOUNDS = {
     "minutes": (1, MAX_MINUTES),
     "times": (MIN_TIMES, MAX_TIMES),
@@ -44,17 +42,23 @@ _BOUNDS = {
 }
 
 
-def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[EngineState]]) -> list[HTTPRouteHandler]:
-    """Return the handlers, for the admin router to register."""
+EngineStates = Callable[[], Sequence[EngineState]]
 
-    @post(
-        "/simulations",
-        status_code=202,
-        name="start_simulation",
-        opt=needs(AdminAction.SIMULATE) | fails(404, 409),
-        tags=TAGS,
-    )
-    async def start_simulation(database: NamedDependency[Database], data: JSONBody[NewSimulation]) -> SimulationView:
+
+class SimulationController(Controller):
+    """Routes of simulations. `engines` returns the states of the engines that this gateway knows."""
+
+    path = "/simulations"
+    tags = ("simulations",)
+
+    @post(status_code=202, opt=needs(SIMULATE) | fails(404, 409))
+    async def start_simulation(
+        self,
+        database: NamedDependency[Database],
+        simulations: NamedDependency[Simulations],
+        engines: NamedDependency[SkipValidation[EngineStates]],
+        data: JSONBody[NewSimulation],
+    ) -> SimulationView:
         """Simulate the traffic of the last minutes twice: with the current settings and with the requested ones.
 
         The engine's simulator runs in a process of its own, one simulation at a time; the result is kept for a day.
@@ -74,33 +78,27 @@ def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[E
         async with database.read() as session:
             return await store.find(session, simulation_id)
 
-    @get("/simulations", name="list_simulations", opt=needs(AdminAction.SIMULATE), tags=TAGS)
-    async def list_simulations(database: NamedDependency[Database]) -> SimulationViews:
+    @get(opt=needs(SIMULATE))
+    async def list_simulations(self, database: NamedDependency[Database]) -> SimulationViews:
         """List the last simulations, newest first."""
         async with database.read() as session:
             return SimulationViews(await store.find_last(session), list(DEVICES), list(POLICIES))
 
-    @get("/simulations/{simulation_id:str}", name="get_simulation", opt=needs(AdminAction.SIMULATE), tags=TAGS)
-    async def get_simulation(database: NamedDependency[Database], simulation_id: FromPath[str]) -> SimulationView:
+    @get("/{simulation_id:str}", opt=needs(SIMULATE))
+    async def get_simulation(self, database: NamedDependency[Database], simulation_id: FromPath[str]) -> SimulationView:
         """Return one simulation and its result."""
         async with database.read() as session:
             return await store.find(session, simulation_id)
 
-    @delete(
-        "/simulations/{simulation_id:str}",
-        status_code=200,
-        name="cancel_simulation",
-        opt=needs(AdminAction.SIMULATE),
-        tags=TAGS,
-    )
-    async def cancel_simulation(database: NamedDependency[Database], simulation_id: FromPath[str]) -> SimulationView:
+    @delete("/{simulation_id:str}", status_code=200, opt=needs(SIMULATE))
+    async def cancel_simulation(
+        self, database: NamedDependency[Database], simulation_id: FromPath[str]
+    ) -> SimulationView:
         """Cancel a simulation, on whichever gateway it runs; no effect on one that has ended."""
         async with database.write() as session:
             await store.find(session, simulation_id)
             await store.finish(session, simulation_id, "cancelled")
             return await store.find(session, simulation_id)
-
-    return [start_simulation, list_simulations, get_simulation, cancel_simulation]
 
 
 def check(asked: NewSimulation) -> None:

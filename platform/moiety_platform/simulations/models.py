@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ColumnElement, Index, SmallInteger, String, Text, UniqueConstraint, false
+from sqlalchemy import JSON, BigInteger, Index, SmallInteger, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
-from moiety_platform.db.base import Base
+from moiety_platform.db.base import Base, DeploymentTable
 
 ID_LENGTH = 32
 
 
-class SimulationRecord(Base):
+class SimulationRecord(DeploymentTable, Base):
     """One simulation; times are Unix milliseconds of the database's clock.
 
     The running simulation holds the only slot, and counts as dead when `alive_ms` is too old. It contains neither names
@@ -30,8 +30,3 @@ class SimulationRecord(Base):
     settings: Mapped[dict[str, Any]] = mapped_column(JSON)
     result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     problem: Mapped[str | None] = mapped_column(Text)
-
-    @classmethod
-    def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
-        """Return no rows: the table belongs to the deployment, not to a tenant."""
-        return false()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from litestar import Response, delete
+from litestar import Controller, Response, delete
 from litestar.di import NamedDependency
-from litestar.handlers import HTTPRouteHandler
-from litestar.params import FromPath
+from litestar.params import FromPath, SkipValidation
 
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.db.session import Database
@@ -17,42 +17,47 @@ from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.tenant_deletion.schemas import TenantDeletionView
 from moiety_platform.tenant_deletion.service import TenantDeleter
+from moiety_platform.tenants.admin_resource import ERASE_TENANTS
 
 BUDGET_S = 10.0
 
 _ANSWERS = describes(Described(answers={200: {JSON: TenantDeletionView}, 202: {JSON: TenantDeletionView}}))
 
 
-def tenant_deletion_routes(
-    objects: ObjectStore,
-    budget_s: float = BUDGET_S,
-    traces: Database | None = None,
-    on_begun: Callable[[], None] = lambda: None,
-) -> list[HTTPRouteHandler]:
-    """Return the handlers, for the admin router to register.
+@dataclass(frozen=True, slots=True)
+class DeletionServices:
+    """Services of a deletion.
 
-    `traces` is the trace store, if it is another database; `on_begun` is called once a deletion is recorded.
+    `objects` has contents of the tenant's files and adapters; `traces` is the trace store, if it is another database;
+    `on_begun` is called once a deletion is recorded.
     """
 
-    @delete(
-        "/tenants/{tenant_id:str}/data",
-        status_code=200,
-        tags=["tenants"],
-        name="erase_tenant_data",
-        opt=needs(AdminAction.ERASE_TENANTS) | _ANSWERS,
-    )
+    objects: ObjectStore
+    traces: Database | None = None
+    on_begun: Callable[[], None] = lambda: None
+
+
+class TenantDeletionController(Controller):
+    """Route of a tenant's data."""
+
+    path = "/tenants/{tenant_id:str}/data"
+    tags = ("tenants",)
+
+    @delete(status_code=200, opt=needs(ERASE_TENANTS) | _ANSWERS)
     async def erase_tenant_data(
-        store: NamedDependency[AuditedStore], authenticator: NamedDependency[Authenticator], tenant_id: FromPath[str]
+        self,
+        store: NamedDependency[AuditedStore],
+        authenticator: NamedDependency[Authenticator],
+        deletion: NamedDependency[SkipValidation[DeletionServices]],
+        tenant_id: FromPath[str],
     ) -> Response[TenantDeletionView]:
         """Revoke a tenant's keys and erase its content and names for good; its usage is kept as numbers.
 
         While more remains the response is 202: repeat the request until it is 200.
         """
-        eraser = TenantDeleter(store, tenant_id, objects, traces)
+        eraser = TenantDeleter(store, tenant_id, deletion.objects, deletion.traces)
         for key_id in await eraser.begin():
             authenticator.forget(key_id)
-        on_begun()
-        view = TenantDeletionView.of(await eraser.work(budget_s))
+        deletion.on_begun()
+        view = TenantDeletionView.of(await eraser.work(BUDGET_S))
         return Response(view, status_code=202 if view.ended_at is None else 200)
-
-    return [erase_tenant_data]

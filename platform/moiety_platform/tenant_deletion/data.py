@@ -14,17 +14,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
 from moiety_platform.audit.models import AuditEntry
-from moiety_platform.auth.reach import SHARED, rows_of
+from moiety_platform.auth.reach import rows_of
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus
-from moiety_platform.db.base import Base
+from moiety_platform.db.base import Base, DeploymentTable, SharedTable
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
-from moiety_platform.object_storage.models import ObjectStoreRecord
 from moiety_platform.quota.models import Quota, QuotaAlert, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
-from moiety_platform.retention.models import RetentionJobRecord
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantDeletion
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
-from moiety_platform.webhooks.models import Webhook, WebhookDelivery
 
 Table = type[Base]
 
@@ -35,9 +32,8 @@ _NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, Usa
     {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert}
 )
 _BLANKED: frozenset[Table] = frozenset({Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour, UsageDay})
-_OURS: frozenset[Table] = frozenset({TenantDeletion, Webhook, WebhookDelivery, RetentionJobRecord, ObjectStoreRecord})
 KEPT_ELSEWHERE: frozenset[Table] = frozenset({SpanRecord, TraceRecord})  # if traces have their own database
-KEPT: frozenset[Table] = _NUMBERS | _BLANKED | _OURS
+KEPT: frozenset[Table] = _NUMBERS | _BLANKED | {TenantDeletion}
 
 
 async def stop_growth(session: AsyncSession, tenant_id: str) -> None:
@@ -59,8 +55,9 @@ async def forget_objects(session: AsyncSession, tenant_id: str) -> None:
 
 def doomed() -> list[Table]:
     """Return the tables whose rows are deleted; tables whose rows are found through others come first."""
-    tables = {mapper.class_ for mapper in Base.registry.mappers} - KEPT - SHARED
-    return sorted(tables, key=lambda table: ("tenant_id" in table.__mapper__.columns, table.__tablename__))
+    tables = {mapper.class_ for mapper in Base.registry.mappers} - KEPT
+    owned = (table for table in tables if not issubclass(table, SharedTable | DeploymentTable))
+    return sorted(owned, key=lambda table: ("tenant_id" in table.__mapper__.columns, table.__tablename__))
 
 
 async def delete_some(session: AsyncSession, table: Table, tenant_id: str) -> int:

@@ -8,7 +8,7 @@ from litestar import Controller, Response, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter, SkipValidation
 
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
@@ -17,6 +17,7 @@ from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import Cursor
 from moiety_platform.tenants import service
+from moiety_platform.tenants.admin_resource import PROJECTS, TENANTS
 from moiety_platform.tenants.checks import NAME
 from moiety_platform.tenants.schemas import (
     NewProject,
@@ -36,10 +37,10 @@ Named = Annotated[
 class TenantController(Controller):
     """Routes of tenants."""
 
-    path = "/tenants"
-    tags = ("tenants",)
+    path = TENANTS.path
+    tags = TENANTS.tags
 
-    @post(opt=needs(AdminAction.WRITE_TENANTS) | fails(409))
+    @post(opt=needs(TENANTS.write) | fails(409))
     async def create_tenant(
         self,
         store: NamedDependency[AuditedStore],
@@ -50,7 +51,7 @@ class TenantController(Controller):
         async with store.write() as session:
             return TenantView.of(await service.create_tenant(session, data, clock.now()))
 
-    @get(opt=needs(AdminAction.READ_TENANTS))
+    @get(opt=needs(TENANTS.read))
     async def list_tenants(
         self,
         database: NamedDependency[Database],
@@ -62,13 +63,13 @@ class TenantController(Controller):
         async with database.read() as session:
             return await service.list_tenants(session, parse_page(limit, cursor), name=name)
 
-    @get("/{tenant_id:str}", opt=needs(AdminAction.READ_TENANTS))
+    @get("/{tenant_id:str}", opt=needs(TENANTS.read))
     async def get_tenant(self, database: NamedDependency[Database], tenant_id: FromPath[str]) -> Response[TenantView]:
         """Return one tenant."""
         async with database.read() as session:
             return tagged(TenantView.of(await service.get_tenant(session, tenant_id)))
 
-    @patch("/{tenant_id:str}", opt=needs(AdminAction.WRITE_TENANTS) | fails(409))
+    @patch("/{tenant_id:str}", opt=needs(TENANTS.write) | fails(409))
     async def change_tenant(
         self,
         store: NamedDependency[AuditedStore],
@@ -85,10 +86,10 @@ class TenantController(Controller):
 class ProjectController(Controller):
     """Routes of projects."""
 
-    path = "/projects"
-    tags = ("projects",)
+    path = PROJECTS.path
+    tags = PROJECTS.tags
 
-    @post(opt=needs(AdminAction.WRITE_PROJECTS) | fails(404, 409))
+    @post(opt=needs(PROJECTS.write) | fails(404, 409))
     async def create_project(
         self,
         store: NamedDependency[AuditedStore],
@@ -99,7 +100,7 @@ class ProjectController(Controller):
         async with store.write() as session:
             return ProjectView.of(await service.create_project(session, data, clock.now()))
 
-    @get(opt=needs(AdminAction.READ_PROJECTS) | fails(404))
+    @get(opt=needs(PROJECTS.read) | fails(404))
     async def list_projects(
         self,
         database: NamedDependency[Database],
@@ -112,7 +113,7 @@ class ProjectController(Controller):
         async with database.read() as session:
             return await service.list_projects(session, parse_page(limit, cursor), tenant_id=tenant_id, name=name)
 
-    @get("/{project_id:str}", opt=needs(AdminAction.READ_PROJECTS))
+    @get("/{project_id:str}", opt=needs(PROJECTS.read))
     async def get_project(
         self, database: NamedDependency[Database], project_id: FromPath[str]
     ) -> Response[ProjectView]:

@@ -9,8 +9,9 @@ from litestar import Controller, get
 from litestar.di import NamedDependency
 from litestar.params import FromPath, QueryParameter, SkipValidation
 
+from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.views import READ_TRACES
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
@@ -46,7 +47,7 @@ class TraceController(Controller):
     path = "/traces"
     tags = ("traces",)
 
-    @get(opt=needs(AdminAction.READ_TRACES))
+    @get(opt=needs(READ_TRACES))
     async def list_traces(
         self,
         traces: NamedDependency[Database],
@@ -86,7 +87,7 @@ class TraceController(Controller):
         async with reading(traces) as session:
             return await find_traces(session, wanted, page)
 
-    @get("/{trace_id:str}", opt=needs(AdminAction.READ_TRACES))
+    @get("/{trace_id:str}", opt=needs(READ_TRACES))
     async def get_trace(
         self, traces: NamedDependency[Database], caller: NamedDependency[Caller], trace_id: FromPath[str]
     ) -> TraceDetail:

@@ -11,7 +11,8 @@ from litestar import Controller, get
 from litestar.di import NamedDependency
 from litestar.params import SkipValidation
 
-from moiety_platform.access.table import AdminAction, needs
+from moiety_platform.access.actions import needs
+from moiety_platform.access.views import READ_USAGE, RECONCILE_USAGE
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
@@ -36,7 +37,7 @@ class UsageController(Controller):
     path = "/usage"
     tags = ("usage",)
 
-    @get(opt=needs(AdminAction.READ_USAGE))
+    @get(opt=needs(READ_USAGE))
     async def sum_usage(
         self,
         database: NamedDependency[Database],
@@ -61,7 +62,7 @@ class UsageController(Controller):
             await hold_still(session)
             return await sum_usage(session, wanted, grouping)
 
-    @get("/minutes", opt=needs(AdminAction.READ_USAGE))
+    @get("/minutes", opt=needs(READ_USAGE))
     async def sum_minutes(
         self,
         database: NamedDependency[Database],
@@ -88,7 +89,7 @@ class UsageController(Controller):
         async with database.read() as session:
             return await sum_minutes(session, wanted, grouping, size)
 
-    @get("/requests", opt=needs(AdminAction.READ_USAGE))
+    @get("/requests", opt=needs(READ_USAGE))
     async def list_requests(
         self,
         database: NamedDependency[Database],
@@ -110,7 +111,7 @@ class UsageController(Controller):
         async with database.read() as session:
             return await list_requests(session, wanted, page)
 
-    @get("/reconciliation", opt=needs(AdminAction.RECONCILE_USAGE))
+    @get("/reconciliation", opt=needs(RECONCILE_USAGE))
     async def reconcile(
         self,
         database: NamedDependency[Database],

@@ -18,7 +18,7 @@ from enum import StrEnum
 from sqlalchemy import BigInteger, Double, Index, Integer, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from moiety_platform.db.base import Base, UtcDateTime
+from moiety_platform.db.base import Base, SharedTable, UtcDateTime
 
 
 class UsageRecord(Base):
@@ -126,7 +126,7 @@ class UsageDay(_Sums, Base):
     day: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True, sort_order=-1)
 
 
-class UsageDayMark(Base):
+class UsageDayMark(SharedTable, Base):
     """Mark of a past day: whether its hours are summed up, and nothing was added to them since."""
 
     __tablename__ = "usage_day_marks"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from enum import StrEnum
 
-from sqlalchemy import BigInteger, CheckConstraint, ColumnElement, Index, String, false
+from sqlalchemy import BigInteger, CheckConstraint, Index, String
 from sqlalchemy.orm import Mapped, mapped_column
 
-from moiety_platform.db.base import Base, UtcDateTime
+from moiety_platform.db.base import Base, DeploymentTable, UtcDateTime
 from moiety_platform.tenants.models import ID_LENGTH
 
 MAX_URL_LENGTH = 1000
@@ -20,7 +20,7 @@ class DeliveryState(StrEnum):
     DEAD = "dead"  # given up
 
 
-class Webhook(Base):
+class Webhook(DeploymentTable, Base):
     """Destination of events. Its secret is not stored: it follows from its id and the deployment's pepper."""
 
     __tablename__ = "webhooks"
@@ -32,13 +32,8 @@ class Webhook(Base):
     failed_ms: Mapped[int | None] = mapped_column(BigInteger)  # time of the last failure
     last_error: Mapped[str | None] = mapped_column(String(MAX_ERROR_LENGTH))  # of the last failure
 
-    @classmethod
-    def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
-        """Return no rows: the table belongs to the deployment, not to a tenant."""
-        return false()
 
-
-class WebhookDelivery(Base):
+class WebhookDelivery(DeploymentTable, Base):
     """One event for one webhook, deleted on success.
 
     `available_ms` is the end of a lease or of a pause: until then no other gateway takes the row.
@@ -55,8 +50,3 @@ class WebhookDelivery(Base):
     state: Mapped[str] = mapped_column(String(16))
     num_tries: Mapped[int]
     available_ms: Mapped[int] = mapped_column(BigInteger)
-
-    @classmethod
-    def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
-        """Return no rows: the table belongs to the deployment, not to a tenant."""
-        return false()

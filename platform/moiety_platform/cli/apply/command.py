@@ -21,15 +21,16 @@ from moiety_platform.cli.apply.current import read_current
 from moiety_platform.cli.apply.document import Document, FileError, read_document
 from moiety_platform.cli.apply.execute import ApplyOutcome, PlanExecutor
 from moiety_platform.cli.apply.key_secrets import KeySecrets
+from moiety_platform.cli.apply.kinds import apply_kinds
 from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep, PlanTerms, make_plan
 from moiety_platform.cli.apply.spec import read_wanted
 from moiety_platform.cli.errors import CommandError, NotReachable, Refused
-from moiety_platform.cli.gateway_client import answer, path_of
+from moiety_platform.cli.gateway_client import answer
 from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json, show_rows, show_value
 from moiety_platform.cluster.secrets_api import ACCOUNT
-from moiety_platform.prices.terms import dollars
 from moiety_platform.reloading.source import mark_of
+from moiety_platform.resources.paths import path_of
 
 PAUSE_S = 0.5
 LOOK_EVERY_S = 1.0
@@ -44,7 +45,7 @@ def apply(
     file: Annotated[
         Path,
         typer.Option(
-            "--file", "-f", help="YAML file that declares service classes, tenants, quotas, prices and webhooks."
+            "--file", "-f", help="YAML file that declares the objects, such as tenants, service classes and quotas."
         ),
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes without making them.")] = False,
@@ -72,7 +73,7 @@ def apply(
         Path, typer.Option(help="Folder with the token, namespace and certificate of the pod.", hidden=True)
     ] = ACCOUNT,
 ) -> None:
-    """Make classes, tenants, limits, prices and webhooks match a file. Objects made by hand are left alone.
+    """Make the objects of a gateway match a file. Objects made by hand are left alone.
 
     A second run changes nothing. Each object is applied whole or not at all; ends with 1 if one was not. With --watch
     it continues until it is stopped; errors are reported, and retried when the file changes or the gateway is back.
@@ -195,8 +196,9 @@ def _rows(step: PlanStep) -> list[dict[str, Any]]:
 
 def _shown(step: PlanStep, field: str, value: Any) -> str:
     """Return a value with all its digits; money in dollars."""
-    if field == "cap" and isinstance(value, int) and ": money" in step.name:
-        return f"$ {dollars(value)}"
+    shown = apply_kinds()[step.kind].shown(step.wanted, field, value)
+    if shown is not None:
+        return shown
     return f"{value:.6g}" if isinstance(value, float) else show_value(value)
 
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from moiety_platform.cli.admin_client import AdminClient
-from moiety_platform.cli.apply.current import Current, Place
+from moiety_platform.cli.apply.current import Current
 from moiety_platform.cli.apply.key_secrets import KeySecrets
-from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep, identity
-from moiety_platform.cli.apply.spec import Wanted
+from moiety_platform.cli.apply.kinds import apply_kinds
+from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep
 from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable, Refused
-from moiety_platform.cli.gateway_client import path_of
 from moiety_platform.cluster.errors import ClusterError
+from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, ObjectPlace, Row, Wanted
 
 ONLY_NEW = {"If-None-Match": "*"}
 
@@ -32,8 +32,8 @@ class ApplyOutcome:
     """
 
     done: int = 0
-    failed: dict[Place, str] = field(default_factory=dict)
-    texts: dict[Place, str] = field(default_factory=dict)
+    failed: dict[ObjectPlace, str] = field(default_factory=dict)
+    texts: dict[ObjectPlace, str] = field(default_factory=dict)
 
 
 class PlanExecutor:
@@ -41,10 +41,10 @@ class PlanExecutor:
 
     def __init__(self, client: AdminClient, secrets: KeySecrets, current: Current, source: str) -> None:
         self._client, self._secrets, self._source = client, secrets, source
-        self._ids = {place: identity(place[0], row) or "" for place, row in current.rows.items()}
-        self._tenants: dict[Place, str] = {
-            place: row["id"] if place[0] == "tenant" else row.get("tenant_id") or ""
-            for place, row in current.rows.items()
+        self._kinds = apply_kinds()
+        self._ids = {place: self._kinds[place[0]].identity(row) or "" for place, row in current.rows.items()}
+        self._tenants: dict[ObjectPlace, str] = {
+            place: self._kinds[place[0]].tenant_of(row) for place, row in current.rows.items()
         }
         self.outcome = ApplyOutcome()
 
@@ -78,128 +78,83 @@ class PlanExecutor:
         self._claim(one, self._ids[one.place])
 
     def _make(self, one: Wanted) -> str:
-        """Create the object; return its id."""
-        if one.kind in ("key", "webhook"):
-            return self._make_text(one)
-        if one.kind == "limit":
-            made = self._call("PUT", "/quotas", self._limit(one), ONLY_NEW)
-        elif one.kind == "price":
-            made = self._call("PUT", "/prices", {**one.also, **one.fields}, ONLY_NEW)
-        elif one.kind == "project":
-            made = self._call("POST", "/projects", {"name": one.own, "tenant_id": self._parent(one)})
-            self._tenants[one.place] = made["tenant_id"]
-        elif one.kind == "tenant":
-            made = self._make_tenant(one)
-        else:
-            made = self._call("POST", "/classes", {"name": one.own, **one.fields})
-        return identity(one.kind, made) or ""
+        """Create the object, and keep its text if it has one; return its identity."""
+        kind = self._kinds[one.kind]
+        request = kind.create(one, self._ids[one.parent] if one.parent else "")
+        made = self._send(request, ONLY_NEW if request.method == "PUT" else None)
+        row: Row = made[kind.kind] if kind.has_secret else made
+        if tenant := kind.tenant_of(row):
+            self._tenants[one.place] = tenant
+        if (after := kind.after_create(one, row)) is not None:
+            self._send(after)
+        if kind.has_secret:
+            self._keep_text(kind, one, row, made["secret"])
+        return kind.identity(row) or ""
 
-    def _make_tenant(self, one: Wanted) -> dict[str, Any]:
-        fields = dict(one.fields)
-        status = fields.pop("status", "active")
-        made = self._call("POST", "/tenants", fields)
-        self._tenants[one.place] = made["id"]
-        if status != made["status"]:
-            self._call("PATCH", path_of("tenants", made["id"]), {"status": status})
-        return made
-
-    def _make_text(self, one: Wanted) -> str:
-        """Create a key, or a webhook with its signing secret, and keep the text; undo it if the text cannot be kept."""
-        if one.kind == "key":
-            body = {"name": one.own, "project_id": self._parent(one), **one.fields}
-            made = self._call("POST", "/keys", body)
-            made_id, undo = str(made["key"]["id"]), ("POST", path_of("keys", made["key"]["id"], "revoke"))
-        else:
-            made = self._call("POST", "/webhooks", one.fields)
-            made_id, undo = str(made["webhook"]["id"]), ("DELETE", path_of("webhooks", made["webhook"]["id"]))
+    def _keep_text(self, kind: ApplyKind, one: Wanted, row: Row, text: str) -> None:
+        """Put the text of a new object into its Secret, or show it; remove the object if it cannot be kept."""
         if one.key_secret is None:
-            self.outcome.texts[one.place] = made["secret"]
-            return made_id
+            self.outcome.texts[one.place] = text
+            return
         try:
-            self._secrets.put(one.key_secret, made["secret"])
+            self._secrets.put(one.key_secret, text)
         except ClusterError:
-            self._call(*undo)
+            self._remove(kind, row)
             raise
-        return made_id
 
     def _change(self, step: PlanStep) -> None:
         one, row = _wanted(step), step.row or {}
+        kind = self._kinds[one.kind]
+        assert kind.change is not None, "only objects that can be changed have changes"
         self._claim(one, self._ids[one.place])
         change = {name: value for name, (_, value) in step.changes.items()}
-        if one.kind == "limit":
-            tag = self._tag(path_of("quotas", row["id"]), step)
-            self._call("PUT", "/quotas", self._limit(one), tag)
-        elif one.kind == "price":
-            whole = {name: row[name] for name in ("input", "output", "cached_input")}
-            tag = self._tag("/prices/one", step, **one.also)
-            self._call("PUT", "/prices", {**whole, **one.also, **change}, tag)
-        else:
-            path = path_of("tenants", row["id"]) if one.kind == "tenant" else path_of("classes", one.own)
-            self._call("PATCH", path, change, self._tag(path, step))
+        self._send(kind.change(one, row, change), self._tag(kind, row, step))
 
     def _replace(self, step: PlanStep) -> None:
         one = _wanted(step)
         old = self._ids[one.place]
         self._ids[one.place] = self._make(one)
         self._claim(one, self._ids[one.place])
-        self._end(one.kind, old)
+        self._remove(self._kinds[one.kind], {**(step.row or {}), "id": old})
 
     def _adopt(self, step: PlanStep) -> None:
         self._claim(_wanted(step), self._ids[step.kind, step.name])
 
     def _delete(self, step: PlanStep) -> None:
-        row = step.row or {}
-        if step.kind == "limit":
-            self._call("DELETE", path_of("quotas", row["id"]), None, self._tag(path_of("quotas", row["id"]), step))
-        elif step.kind == "price":
-            identity_of = {"model": row["model"], "service_class": row["service_class"]}
-            tag = self._tag("/prices/one", step, **identity_of)
-            self._client.call("DELETE", "/prices", headers=tag, **identity_of)
-        elif step.kind == "class":
-            self._call("DELETE", path_of("classes", step.name), None, self._tag(path_of("classes", step.name), step))
-        else:
-            self._end(step.kind, str(row["id"]))
+        self._suspend(step)
         self._release(step)
 
     def _suspend(self, step: PlanStep) -> None:
-        path = f"/tenants/{(step.row or {})['id']}"
-        self._call("PATCH", path, {"status": "suspended"}, self._tag(path, step))
+        kind, row = self._kinds[step.kind], step.row or {}
+        self._remove(kind, row, None if kind.has_secret else self._tag(kind, row, step))
 
     def _release(self, step: PlanStep) -> None:
         self._client.call("DELETE", "/declarations", kind=step.kind, name=step.name)
 
-    def _end(self, kind: str, thing_id: str) -> None:
-        if kind == "key":
-            self._call("POST", path_of("keys", thing_id, "revoke"))
-        else:
-            self._call("DELETE", path_of("webhooks", thing_id))
+    def _remove(self, kind: ApplyKind, row: Row, headers: dict[str, str] | None = None) -> None:
+        assert kind.remove is not None, "what is not removed is released"
+        self._send(kind.remove(row), headers)
 
     def _claim(self, one: Wanted, object_id: str | None) -> None:
         tenant = self._tenants.get(one.place) or (self._tenants.get(one.parent) if one.parent else None)
         if tenant and one.parent:
             self._tenants.setdefault(one.place, tenant)
         ledger = {"kind": one.kind, "name": one.name, "source": self._source, "object_id": object_id}
-        self._call("PUT", "/declarations", {**ledger, "tenant_id": tenant or None})
+        self._client.call("PUT", "/declarations", {**ledger, "tenant_id": tenant or None})
 
-    def _tag(self, path: str, step: PlanStep, **parameters: Any) -> dict[str, str]:
+    def _tag(self, kind: ApplyKind, row: Row, step: PlanStep) -> dict[str, str]:
         """Return the precondition that the object is unchanged since the plan.
 
         Raises CommandError if it has changed.
         """
-        now, tag = self._client.tagged(path, **parameters)
+        request = kind.read(row)
+        now, tag = self._client.tagged(request.path, **request.query)
         if any(now.get(name) != before for name, (before, _) in step.changes.items()):
             raise CommandError("somebody changed it after this had looked: it was left as it is; apply again")
         return {"If-Match": tag}
 
-    def _limit(self, one: Wanted) -> dict[str, Any]:
-        level = one.parent[0] if one.parent else ""
-        return {"level": level, "scope_id": self._parent(one), "kind": one.own, **one.fields}
-
-    def _parent(self, one: Wanted) -> str:
-        return self._ids[one.parent] if one.parent else ""
-
-    def _call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        answer: dict[str, Any] = self._client.call(method, path, body, headers)
+    def _send(self, request: AdminRequest, headers: dict[str, str] | None = None) -> Row:
+        answer: Row = self._client.call(request.method, request.path, request.body, headers, **request.query)
         return answer
 
     _DEEDS: ClassVar[dict[PlanAction, Callable[[PlanExecutor, PlanStep], None]]] = {

@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Self
 
 from moiety_platform.auth.keys import parse_key
-from moiety_platform.cli.apply.current import Current, Place
-from moiety_platform.cli.apply.spec import Wanted
+from moiety_platform.cli.apply.current import Current
 from moiety_platform.cluster.deployment import KEY_ENTRY, put_key
 from moiety_platform.cluster.errors import ClusterError
 from moiety_platform.cluster.secrets_api import SecretsApi
+from moiety_platform.resources.apply_kind import ObjectPlace, Wanted
 
 
 class KeySecrets:
@@ -35,9 +35,9 @@ class KeySecrets:
         """Put a text into a Secret. Raises ClusterError."""
         put_key(self._api(), name, text)
 
-    def look(self, wanted: Sequence[Wanted], current: Current) -> dict[Place, bool | str]:
+    def look(self, wanted: Sequence[Wanted], current: Current) -> dict[ObjectPlace, bool | str]:
         """Return for each object with a Secret whether that has its text, or why this is unknown."""
-        found: dict[Place, bool | str] = {}
+        found: dict[ObjectPlace, bool | str] = {}
         for one in wanted:
             if one.key_secret is not None:
                 try:

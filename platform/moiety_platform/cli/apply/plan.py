@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from moiety_platform.cli.apply.current import Current, Place
-from moiety_platform.cli.apply.spec import Wanted
-
-MAKING = ("class", "price", "tenant", "project", "key", "limit", "webhook")  # dependencies come first
-TAKING = ("limit", "key", "webhook", "price", "project", "tenant", "class")
+from moiety_platform.cli.apply.current import Current
+from moiety_platform.cli.apply.kinds import apply_kinds
+from moiety_platform.resources.apply_kind import ApplyKind, ObjectPlace, Removal, Row, Wanted
 
 
 class PlanAction(StrEnum):
@@ -40,7 +38,7 @@ class PlanStep:
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     why: str = ""
     wanted: Wanted | None = None
-    row: dict[str, Any] | None = None
+    row: Row | None = None
 
 
 @dataclass(frozen=True)
@@ -55,37 +53,33 @@ class PlanTerms:
     prune: bool = False
     adopt: bool = False
     shows_keys: bool = False
-    kept: Mapping[Place, bool | str] = field(default_factory=dict)
+    kept: Mapping[ObjectPlace, bool | str] = field(default_factory=dict)
 
 
 def make_plan(wanted: Sequence[Wanted], current: Current, terms: PlanTerms) -> list[PlanStep]:
     """Return the steps in executable order."""
-    ordered = sorted(wanted, key=lambda one: (MAKING.index(one.kind), *_rank(one)))
+    kinds = apply_kinds()
+    order = list(kinds)
+    ordered = sorted(wanted, key=lambda one: (order.index(one.kind), *kinds[one.kind].rank(one)))
     steps = [_step(one, current, terms) for one in ordered]
     steps += _of_gone({one.place for one in wanted}, current, terms)
     return steps
 
 
-def _rank(one: Wanted) -> tuple[float, ...]:
-    """Return the sort key among classes, in which fallback classes come first."""
-    return (-float(one.fields.get("rank", 0)),) if one.kind == "class" else ()
-
-
 def _step(one: Wanted, current: Current, terms: PlanTerms) -> PlanStep:
-    row, claim = current.rows.get(one.place), current.claims.get(one.place)
+    kind, row, claim = apply_kinds()[one.kind], current.rows.get(one.place), current.claims.get(one.place)
     elsewhere = claim is not None and claim.source != terms.source
-    owned = claim is not None and not elsewhere and claim.object_id in (None, identity(one.kind, row))
-    if one.kind in ("key", "webhook") and (row is None or owned):
+    owned = claim is not None and not elsewhere and claim.object_id in (None, kind.identity(row))
+    if kind.has_secret and (row is None or owned):
         return _step_of_text(one, row, terms)
     if row is None:
         created = {name: (None, value) for name, value in one.fields.items()}
         return PlanStep(PlanAction.CREATE, one.kind, one.name, created, wanted=one)
     changes = differences(one.fields, row)
     if not changes:
-        why = "suspended; say status: active to resume it" if _sleeps(one, row) else ""
         adopted = terms.adopt and not owned and not elsewhere
         action = PlanAction.ADOPT if adopted or (owned and claim and claim.object_id is None) else PlanAction.KEEP
-        return PlanStep(action, one.kind, one.name, why=why, wanted=one, row=row)
+        return PlanStep(action, one.kind, one.name, why=kind.note(one, row), wanted=one, row=row)
     if elsewhere and claim is not None:
         why = f"declared by {claim.source!r}: change it there, or leave it out here"
         return PlanStep(PlanAction.REFUSE, one.kind, one.name, changes, why, one, row)
@@ -95,8 +89,8 @@ def _step(one: Wanted, current: Current, terms: PlanTerms) -> PlanStep:
     return PlanStep(PlanAction.REFUSE, one.kind, one.name, changes, why, one, row)
 
 
-def _step_of_text(one: Wanted, row: dict[str, Any] | None, terms: PlanTerms) -> PlanStep:
-    """Return the step of a key or a webhook, whose text is shown once: it is created once, and never changed."""
+def _step_of_text(one: Wanted, row: Row | None, terms: PlanTerms) -> PlanStep:
+    """Return the step of an object whose text is shown once: it is created once, and never changed."""
     changes = {name: (None if row is None else row.get(name), value) for name, value in one.fields.items()}
     kept = terms.kept.get(one.place, True)
     if isinstance(kept, str):
@@ -119,47 +113,40 @@ def _step_of_text(one: Wanted, row: dict[str, Any] | None, terms: PlanTerms) -> 
     )
 
 
-def _of_gone(wanted: Iterable[Place], current: Current, terms: PlanTerms) -> list[PlanStep]:
+def _of_gone(wanted: Iterable[ObjectPlace], current: Current, terms: PlanTerms) -> list[PlanStep]:
     """Return the steps for objects that this file declared earlier and does not any more."""
     still = frozenset(wanted)
     gone = [place for place, claim in current.claims.items() if claim.source == terms.source and place not in still]
     steps = []
-    for kind, name in sorted(gone, key=lambda place: (TAKING.index(place[0]), place)):
-        row = current.rows.get((kind, name))
-        claim = current.claims[kind, name]
-        ours = row is not None and claim.object_id in (None, identity(kind, row))
-        if kind == "tenant" and row is not None and ours and row["status"] != "active":
+    kinds = apply_kinds()
+    order = list(kinds)[::-1]  # dependents come first
+    for place in sorted(gone, key=lambda place: (order.index(place[0]), place)):
+        kind, row = kinds[place[0]], current.rows.get(place)
+        ours = row is not None and current.claims[place].object_id in (None, kind.identity(row))
+        if kind.removal is Removal.SUSPEND and row is not None and ours and row["status"] != "active":
             continue  # done: it stays in the ledger, and is ours if it is declared again
-        action, why = _farewell(kind, row if ours else None)
+        action, why = _removal(kind, row if ours else None)
         if not terms.prune:
             action, why = PlanAction.LEFT, "left the file: --prune takes it away"
-        steps.append(PlanStep(action, kind, name, why=why, row=row if ours else None))
+        steps.append(PlanStep(action, *place, why=why, row=row if ours else None))
     return steps
 
 
-def _farewell(kind: str, row: dict[str, Any] | None) -> tuple[PlanAction, str]:
+_ACTIONS = {
+    Removal.DELETE: PlanAction.DELETE,
+    Removal.SUSPEND: PlanAction.SUSPEND,
+    Removal.RELEASE: PlanAction.RELEASE,
+}
+
+
+def _removal(kind: ApplyKind, row: Row | None) -> tuple[PlanAction, str]:
     if row is None or row.get("status") in ("revoked", "expired"):
         return PlanAction.RELEASE, "gone already"
-    if kind == "tenant":
-        return PlanAction.SUSPEND, "tenants are not deleted; moiety tenant erase takes the data"
-    if kind == "project":
-        return PlanAction.RELEASE, "projects are not deleted; its declared keys are revoked"
     if row.get("shipped"):
         return PlanAction.RELEASE, "shipped classes are not deleted; it stays as it is"
-    return PlanAction.DELETE, "left the file"
+    return _ACTIONS[kind.removal], kind.why_removed
 
 
 def differences(fields: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the changes of the fields that the file gives."""
     return {name: (row.get(name), value) for name, value in fields.items() if row.get(name) != value}
-
-
-def identity(kind: str, row: Mapping[str, Any] | None) -> str | None:
-    """Return the object's identity in the ledger: its id; for classes and prices, which have none, their kind."""
-    if row is None:
-        return None
-    return kind if kind in ("class", "price") else str(row["id"])
-
-
-def _sleeps(one: Wanted, row: Mapping[str, Any]) -> bool:
-    return one.kind == "tenant" and "status" not in one.fields and row["status"] != "active"

@@ -16,6 +16,7 @@ from litestar.types import ControllerRouterHandler
 from sqlalchemy.exc import IntegrityError, StatementError
 
 from moiety_platform.access.caller import Caller
+from moiety_platform.administration.catalog import ACTIONS
 from moiety_platform.audit.controller import AuditController
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
@@ -65,7 +66,7 @@ def admin_router(
 ) -> Router:
     """Return the routes under /admin/v1.
 
-    `more` are further handlers behind the same guard. Each route names its action (see access/table.py). `traces` is
+    `more` are further handlers behind the same guard. Each route names its action (see access/actions.py). `traces` is
     the trace store, if it is another database; `set_aside` is the usage that this gateway has set aside.
     """
     wrapped = Pepper(pepper)
@@ -103,6 +104,7 @@ def admin_router(
             "quotas": Provide(lambda: quotas, sync_to_thread=False),
             "pepper": Provide(lambda: wrapped, sync_to_thread=False),
             "clock": Provide(lambda: clock, sync_to_thread=False),
+            "actions": Provide(lambda: ACTIONS, sync_to_thread=False),
             "set_aside": Provide(lambda: set_aside, sync_to_thread=False),
         },
         route_handlers=[

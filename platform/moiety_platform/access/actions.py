@@ -1,0 +1,39 @@
+"""Actions of the admin API, each with the roles that may perform it.
+
+Every admin route names its action in its `opt`; a route without an action is not served. The contents of a request can
+require a second action, for example a quota on a whole tenant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moiety_platform.access.roles import Role
+
+ACTION = "action"  # its name in a route's `opt`
+
+OWNER = frozenset({Role.OWNER})
+OPERATORS = frozenset({Role.OWNER, Role.OPERATOR})
+READERS = frozenset({Role.OWNER, Role.OPERATOR, Role.VIEWER})
+OWN_WRITERS = frozenset({Role.TENANT_ADMIN})
+OWN_READERS = frozenset({Role.TENANT_ADMIN, Role.VIEWER})
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAction:
+    """An action, and the roles that may perform it.
+
+    `anyone` are the roles of administrators of the whole deployment, who may act on every object. `own` are the roles
+    of administrators of one tenant, who may act on objects of that tenant and on objects without a tenant. An empty set
+    allows nobody.
+    """
+
+    name: str
+    anyone: frozenset[Role]
+    own: frozenset[Role] = frozenset()
+
+
+def needs(action: AdminAction) -> dict[str, Any]:
+    """Return a route's `opt`, which names the action that the route performs."""
+    return {ACTION: action}

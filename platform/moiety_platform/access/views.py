@@ -1,0 +1,42 @@
+"""Actions of routes that administer no resource: views of what was recorded or runs, and what engines are told."""
+
+from __future__ import annotations
+
+from moiety_platform.access.actions import (
+    OPERATORS,
+    OWN_READERS,
+    OWN_WRITERS,
+    OWNER,
+    READERS,
+    AdminAction,
+)
+
+READ_USAGE = AdminAction("usage.read", READERS, OWN_READERS)
+RECONCILE_USAGE = AdminAction("usage.reconcile", READERS)
+READ_OVERVIEW = AdminAction("overview.read", READERS, OWN_READERS)
+READ_AUDIT = AdminAction("audit.read", OWNER, OWN_READERS)
+VERIFY_AUDIT = AdminAction("audit.verify", OWNER)
+READ_ENGINES = AdminAction("engines.read", READERS)
+REST_ENGINES = AdminAction("engines.rest", OPERATORS)
+READ_EXPERTS = AdminAction("experts.read", READERS, OWN_READERS)
+PLAN_EXPERTS = AdminAction("experts.plan", READERS)
+ERASE_KEPT_ANSWERS = AdminAction("kept_answers.erase", OPERATORS, OWN_WRITERS)
+READ_TRACES = AdminAction("traces.read", READERS, OWN_READERS)
+SIMULATE = AdminAction("simulations.run", OPERATORS)
+READ_SETTINGS = AdminAction("settings.read", READERS)
+
+VIEW_ACTIONS = (
+    READ_USAGE,
+    RECONCILE_USAGE,
+    READ_OVERVIEW,
+    READ_AUDIT,
+    VERIFY_AUDIT,
+    READ_ENGINES,
+    REST_ENGINES,
+    READ_EXPERTS,
+    PLAN_EXPERTS,
+    ERASE_KEPT_ANSWERS,
+    READ_TRACES,
+    SIMULATE,
+    READ_SETTINGS,
+)

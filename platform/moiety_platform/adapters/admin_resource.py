@@ -1,0 +1,53 @@
+"""Declaration of LoRA adapters as an administered resource. Files do not declare them: they hold no weights."""
+
+from __future__ import annotations
+
+from moiety_platform.access.actions import OPERATORS, OWN_READERS, OWN_WRITERS, READERS, AdminAction
+from moiety_platform.resources.commands import Command, CustomCommand, Output, Parameter, Place, argument
+from moiety_platform.resources.declaration import Resource
+
+GRANT_ADAPTERS = AdminAction("adapters.grant", OPERATORS)  # adapters on the engines' hosts
+
+ADAPTERS = Resource(
+    name="adapter",
+    collection="adapters",
+    about="List, upload and remove LoRA adapters of tenants, in PEFT format.",
+    summary="List, upload and remove LoRA adapters of tenants.",
+    read=AdminAction("adapters.read", READERS, OWN_READERS),
+    write=AdminAction("adapters.write", OPERATORS, OWN_WRITERS),
+    more=(GRANT_ADAPTERS,),
+    page="adapters.md",
+    columns={
+        "served_as": "model",
+        "tenant_id": "tenant",
+        "state": "state",
+        "num_bytes": "bytes",
+        "engine_adapter": "on engines",
+        "id": "id",
+    },
+    commands=(
+        Command(
+            name="list",
+            help="List adapters, by tenant, model and name.",
+            parameters=(
+                Parameter(
+                    name="tenant",
+                    field="tenant_id",
+                    place=Place.QUERY,
+                    help="Name or id of a tenant. If not given, all tenants.",
+                    names_tenant=True,
+                ),
+            ),
+            output=Output.ROWS,
+        ),
+        CustomCommand("add", "moiety_platform.cli.adapters:add_adapter"),
+        Command(
+            name="remove",
+            help="Remove an adapter, so that no request can use it any more.",
+            method="DELETE",
+            parameters=(
+                argument("adapter_id", "Id of the adapter, as moiety adapter list shows it.", place=Place.PATH),
+            ),
+        ),
+    ),
+)

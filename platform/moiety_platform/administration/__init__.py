@@ -1,0 +1,1 @@
+"""The admin API: the catalog of administered resources, and the router of all its controllers."""

@@ -1,0 +1,49 @@
+"""Keys in a file that `moiety apply` reads. The file never holds a key's text, which goes into a Secret."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, Entry, Wanted
+from moiety_platform.resources.paths import path_of
+
+
+class KeyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"key_secret": "keySecret"}):
+    """A key for clients. The file never holds its text, which goes into the Secret `keySecret`."""
+
+    name: str
+    models: list[str] | None = None
+    key_secret: str | None = None
+
+
+def _objects(entry: Entry) -> Iterator[Wanted]:
+    form: KeyForm = entry.form
+    assert entry.parent is not None
+    models = form.models if form.models is not None else entry.around[0].models  # those of its tenant
+    yield Wanted(
+        "key",
+        f"{entry.parent.name}/{form.name}",
+        form.name,
+        entry.path,
+        {"allowed_models": None if models is None else sorted(set(models))},
+        entry.parent.place,
+        form.key_secret,
+    )
+
+
+KEY = ApplyKind(
+    kind="key",
+    form=KeyForm,
+    part="keys",
+    within=("project",),
+    objects=_objects,
+    list_path=None,
+    keeps_name=True,
+    name_of=lambda row, names: None,
+    has_secret=True,
+    create=lambda one, parent: AdminRequest("POST", "/keys", {"name": one.own, "project_id": parent, **one.fields}),
+    read=lambda row: AdminRequest("GET", path_of("keys", row["id"])),
+    remove=lambda row: AdminRequest("POST", path_of("keys", row["id"], "revoke")),
+)

@@ -1,0 +1,147 @@
+"""Declaration of service classes as an administered resource."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moiety_platform.access.actions import OPERATORS, OWN_READERS, READERS, AdminAction
+from moiety_platform.resources.commands import Command, Output, Parameter, Place, argument
+from moiety_platform.resources.declaration import Resource
+
+NOTHING = "none"
+ROUNDED = 6  # significant digits; a table shows 0.033 s unchanged
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose numbers keep their small digits in a table."""
+    return {
+        field: f"{value:.{ROUNDED}g}" if isinstance(value, float) and value < 1000 else value
+        for field, value in row.items()
+    }
+
+
+def _seconds(text: str) -> float | None:
+    """Return seconds, or None for `none`. Raises ValueError."""
+    if text.lower() == NOTHING:
+        return None
+    try:
+        return float(text)
+    except ValueError as exc:
+        raise ValueError(f"takes seconds, such as 0.5, or none; not {text!r}") from exc
+
+
+def _text(text: str) -> str | None:
+    """Return a text, or None for `none`."""
+    return None if text == NOTHING else text
+
+
+_NAME = argument("name", "Name of the service class.")
+_IN_PATH = replace(_NAME, place=Place.PATH)
+_RANK = Parameter(
+    name="rank",
+    type=int,
+    help="Priority rank. Classes of a lower rank are served first; classes of the same rank share a queue.",
+)
+_TERMS = (
+    Parameter(
+        name="weight", type=float, help="Factor that multiplies the weights of the class's tenants within the rank."
+    ),
+    Parameter(
+        name="ttft_s", flag="--ttft-s", parse=_seconds, help="SLO for the time to first token, in seconds, or none."
+    ),
+    Parameter(
+        name="ttft_per_1k_s",
+        flag="--ttft-per-1k-s",
+        type=float,
+        help="Addition to the TTFT SLO per 1,000 prompt tokens that are not cached, in seconds.",
+    ),
+    Parameter(
+        name="tpot_s", flag="--tpot-s", parse=_seconds, help="SLO for the time per output token, in seconds, or none."
+    ),
+    Parameter(
+        name="completion_s",
+        flag="--completion-s",
+        parse=_seconds,
+        help="SLO for the time to the last token, in seconds, or none.",
+    ),
+    Parameter(
+        name="max_queue_s",
+        flag="--max-queue-s",
+        type=float,
+        help="Queueing time after which a request precedes those of other classes, in seconds.",
+    ),
+    Parameter(
+        name="preemptible",
+        flag="--preemptible/--not-preemptible",
+        type=bool,
+        help="Allow the preemption of running requests for more urgent ones.",
+    ),
+    Parameter(
+        name="on_overload",
+        flag="--on-overload",
+        parse=_text,
+        help="Action if the SLO is predicted to be missed: reject, queue or downgrade.",
+    ),
+    Parameter(
+        name="downgrade_to",
+        flag="--downgrade-to",
+        parse=_text,
+        help="Class of a higher rank number that requests are downgraded to, or none.",
+    ),
+    Parameter(
+        name="price_factor",
+        flag="--price-factor",
+        type=float,
+        help="Factor that multiplies prices, such as 0.5 for half the price.",
+    ),
+)
+
+CLASSES = Resource(
+    name="class",
+    collection="classes",
+    about="List and change service classes: their SLOs and their behaviour at overload.",
+    summary="List, show, change, create and delete service classes.",
+    read=AdminAction("classes.read", READERS, OWN_READERS),
+    write=AdminAction("classes.write", OPERATORS),
+    page="scheduling.md",
+    apply_kind="moiety_platform.classes.declared:CLASS",
+    columns={
+        "name": "name",
+        "rank": "rank",
+        "weight": "weight",
+        "ttft_s": "TTFT s",
+        "ttft_per_1k_s": "+ s per 1k",
+        "tpot_s": "TPOT s",
+        "completion_s": "done in s",
+        "max_queue_s": "longest wait s",
+        "preemptible": "preemptible",
+        "on_overload": "at overload",
+        "downgrade_to": "falls back to",
+        "price_factor": "price ×",
+    },
+    plain=plain,
+    commands=(
+        Command(name="list", help="List all classes, best first.", output=Output.ROWS),
+        Command(name="show", help="Show one class.", parameters=(_IN_PATH,)),
+        Command(
+            name="set",
+            help="Change a class, with effect at the next request, and at every gateway within seconds.",
+            method="PATCH",
+            parameters=(_IN_PATH, _RANK, *_TERMS),
+            lacks="nothing to change; give --ttft-s, --rank or another option",
+        ),
+        Command(
+            name="create",
+            help="Create a class; it needs --ttft-s or --completion-s.",
+            method="POST",
+            parameters=(_NAME, replace(_RANK, is_required=True), *_TERMS),
+        ),
+        Command(
+            name="delete",
+            help="Delete a class that is not shipped and that no tenant uses.",
+            method="DELETE",
+            parameters=(_IN_PATH,),
+        ),
+    ),
+)

@@ -1,0 +1,124 @@
+"""Commands of an administered resource, made from its declaration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from moiety_platform.cli.admin_client import AdminClient
+from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.lazy import load_target
+from moiety_platform.cli.printing import say
+from moiety_platform.cli.tables import show_json
+from moiety_platform.resources.commands import Command, Output, Parameter, Place
+from moiety_platform.resources.declaration import Resource
+from moiety_platform.resources.paths import path_of
+
+Values = dict[Place, dict[str, Any]]
+
+
+def app_of(resource: Resource) -> typer.Typer:
+    """Return the group of the resource's commands."""
+    app = typer.Typer(no_args_is_help=True, help=resource.about)
+    for one in resource.commands:
+        function = command_of(resource, one) if isinstance(one, Command) else load_target(one.target)
+        app.command(one.name)(function)
+    return app
+
+
+def command_of(resource: Resource, command: Command) -> Callable[..., None]:
+    """Return a declared command as a function with typer's signature."""
+
+    def run(admin: Admin, /, **given: Any) -> None:
+        _run(resource, command, admin, given)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    annotations = {one.name: _annotation(one) for one in command.parameters}
+    parameters = [
+        inspect.Parameter(one.name, keyword, default=inspect.Parameter.empty if one.is_required else None)
+        for one in command.parameters
+    ]
+    admin = inspect.Parameter("admin", inspect.Parameter.POSITIONAL_ONLY)
+    run.__signature__ = inspect.Signature([admin, *parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = annotations
+    run.__name__, run.__doc__ = f"{command.name}_{resource.name}", command.help
+    return admin_command(run)
+
+
+def _annotation(parameter: Parameter) -> Any:
+    flags = (parameter.flag,) if parameter.flag else ()
+    shown = (
+        typer.Argument(help=parameter.help)
+        if parameter.is_argument
+        else typer.Option(*flags, help=parameter.help, min=parameter.minimum)
+    )
+    return Annotated[parameter.type if parameter.is_required else parameter.type | None, shown]
+
+
+def _run(resource: Resource, command: Command, admin: Admin, given: Mapping[str, Any]) -> None:
+    values = _parsed(command, given)
+    if command.lacks and not values[Place.BODY]:
+        raise typer.BadParameter(command.lacks)
+    tenant = _find_tenant(command, admin.client, values)
+    if tenant is not None and command.method == "GET" and values[Place.PATH]:
+        admin.show_row(tenant)  # it has been read already
+        return
+    takes_body = command.constants or any(one.place is Place.BODY for one in command.parameters)
+    body = {**values[Place.BODY], **command.constants} if takes_body else None
+    suffix = (command.suffix,) if command.suffix else ()
+    path = path_of(resource.collection, *values[Place.PATH].values(), *suffix)
+    if command.output is Output.PAGES:
+        _show_rows(resource, admin, list(admin.client.pages(path, **values[Place.QUERY])))
+        return
+    response = admin.client.call(command.method, path, body, **values[Place.QUERY])
+    if command.output is Output.ROWS:
+        _show_rows(resource, admin, response["data"])
+    elif command.output is Output.SECRET:
+        show_secret(admin, response, command.notice)
+    else:
+        plain = resource.plain
+        admin.show_row(response if admin.as_json or plain is None else plain(response))
+
+
+def _parsed(command: Command, given: Mapping[str, Any]) -> Values:
+    """Return the given values by their places and fields. Raises typer.BadParameter."""
+    values: Values = {place: {} for place in Place}
+    for one in command.parameters:
+        value = given[one.name]
+        if value is None:
+            continue
+        if one.parse is not None:
+            try:
+                value = one.parse(value)
+            except ValueError as exc:
+                raise typer.BadParameter(f"{one.flag} {exc}") from exc
+        values[one.place][one.field or one.name] = value
+    return values
+
+
+def _find_tenant(command: Command, client: AdminClient, values: Values) -> dict[str, Any] | None:
+    """Replace the name of a tenant by its id; return the tenant, None where no name was given."""
+    for one in command.parameters:
+        field = one.field or one.name
+        if one.names_tenant and field in values[one.place]:
+            tenant = client.find_tenant(values[one.place][field])
+            values[one.place][field] = tenant["id"]
+            return tenant
+    return None
+
+
+def _show_rows(resource: Resource, admin: Admin, rows: list[dict[str, Any]]) -> None:
+    plain = resource.plain
+    admin.show_rows(rows if admin.as_json or plain is None else [plain(row) for row in rows], resource.columns)
+
+
+def show_secret(admin: Admin, response: dict[str, Any], notice: str) -> None:
+    """Show a secret alone on standard output, and the notice on standard error."""
+    if admin.as_json:
+        show_json(response)
+        return
+    say(response["secret"])
+    say(notice.format_map(response), err=True)

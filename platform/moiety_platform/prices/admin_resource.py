@@ -1,0 +1,66 @@
+"""Declaration of prices as an administered resource. A price has no id: its model and class identify it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moiety_platform.access.actions import OPERATORS, OWN_READERS, READERS, AdminAction
+from moiety_platform.resources.commands import Command, Output, Parameter, Place, argument
+from moiety_platform.resources.declaration import Resource
+
+_MODEL = argument("model", "Name of the model, as /v1/models lists it.")
+_CLASS = Parameter(
+    name="service_class",
+    flag="--class",
+    help="Service class that the price is for. If not given, all classes without a price of their own, multiplied by "
+    "their price factors.",
+)
+
+PRICES = Resource(
+    name="price",
+    collection="prices",
+    about="List, set and delete prices per million tokens, by model and service class.",
+    summary="List, set and delete prices of models.",
+    read=AdminAction("prices.read", READERS, OWN_READERS),
+    write=AdminAction("prices.write", OPERATORS),
+    page="quotas.md",
+    apply_kind="moiety_platform.prices.declared:PRICE",
+    columns={
+        "model": "model",
+        "service_class": "class",
+        "input": "$ per 1M input",
+        "cached_input": "$ per 1M cached",
+        "output": "$ per 1M output",
+    },
+    commands=(
+        Command(name="list", help="List all prices, in dollars per million tokens.", output=Output.ROWS),
+        Command(
+            name="set",
+            help="Set a price, or change it, with effect on requests that begin later, at every gateway within "
+            "seconds.",
+            method="PUT",
+            parameters=(
+                _MODEL,
+                Parameter(
+                    name="input_price",
+                    field="input",
+                    flag="--input",
+                    help="Price of a million prompt tokens in US dollars, such as 0.15.",
+                    is_required=True,
+                ),
+                Parameter(name="output", help="Price of a million output tokens in US dollars.", is_required=True),
+                Parameter(
+                    name="cached_input",
+                    help="Price of a million cached prompt tokens in US dollars. If not given, that of --input.",
+                ),
+                _CLASS,
+            ),
+        ),
+        Command(
+            name="delete",
+            help="Delete a price. Requests of the model are then free of charge.",
+            method="DELETE",
+            parameters=(replace(_MODEL, place=Place.QUERY), replace(_CLASS, place=Place.QUERY)),
+        ),
+    ),
+)

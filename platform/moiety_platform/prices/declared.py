@@ -1,0 +1,67 @@
+"""Prices in a file that `moiety apply` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from moiety_platform.prices.terms import dollars, parse_dollars
+from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, Entry, InvalidEntry, Row, Wanted
+
+Amount = str | int | float
+PRICED = ("input", "output", "cached_input")
+
+
+class PriceForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Prices in dollars per million tokens."""
+
+    model: str
+    input: Amount
+    output: Amount
+    cached_input: Amount | None = None
+    service_class: str | None = None
+
+
+def nano_dollars_of(path: str, amount: Amount) -> int:
+    """Return an amount in a file as nano-dollars. Raises InvalidEntry."""
+    try:
+        return parse_dollars(str(amount))
+    except ValueError as exc:
+        raise InvalidEntry(path, f"{exc}; write it in quotes, such as '0.15'") from exc
+
+
+def _objects(entry: Entry) -> Iterator[Wanted]:
+    form: PriceForm = entry.form
+    fields = {
+        name: dollars(nano_dollars_of(f"{entry.path}.{name}", entry.raw[name]))
+        for name in PRICED
+        if entry.raw.get(name) is not None
+    }
+    identity = {"model": form.model, "service_class": form.service_class}
+    yield Wanted("price", _name_of(form.model, form.service_class), form.model, entry.path, fields, also=identity)
+
+
+def _name_of(model: str, service_class: str | None) -> str:
+    return model if service_class is None else f"{model} in {service_class}"
+
+
+def _identity(row: Row) -> Row:
+    return {"model": row["model"], "service_class": row["service_class"]}
+
+
+PRICE = ApplyKind(
+    kind="price",
+    form=PriceForm,
+    part="prices",
+    objects=_objects,
+    list_path="/prices",
+    name_of=lambda row, names: _name_of(row["model"], row["service_class"]),
+    has_id=False,
+    create=lambda one, parent: AdminRequest("PUT", "/prices", {**one.also, **one.fields}),
+    read=lambda row: AdminRequest("GET", "/prices/one", query=_identity(row)),
+    change=lambda one, row, change: AdminRequest(
+        "PUT", "/prices", {**{name: row[name] for name in PRICED}, **one.also, **change}
+    ),
+    remove=lambda row: AdminRequest("DELETE", "/prices", query=_identity(row)),
+)

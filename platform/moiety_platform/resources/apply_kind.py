@@ -1,0 +1,147 @@
+"""How `moiety apply` handles the objects of one resource: what a file says of them, and the requests that make it so.
+
+Pure: requests are data, which `cli/apply/` sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+Row = dict[str, Any]  # an object as the admin API shows it
+ObjectPlace = tuple[str, str]  # kind and name
+
+
+class InvalidEntry(Exception):
+    """An entry of a file that cannot be read. `path` is the path of the wrong part below the entry."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class AdminRequest(msgspec.Struct, frozen=True):
+    """A request to the admin API. `path` is below `/admin/v1`."""
+
+    method: str
+    path: str
+    body: Any = None
+    query: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An object that the file declares.
+
+    `name` is unique among its kind, `own` is its name in the API; `parent` is (kind, name) of the object that it
+    belongs to. `fields` are those that the file gives, as the admin API names them.
+    """
+
+    kind: str
+    name: str
+    own: str
+    path: str
+    fields: dict[str, Any]
+    parent: ObjectPlace | None = None
+    key_secret: str | None = None
+    also: dict[str, Any] = field(default_factory=dict)  # identifying fields: a price's model, a limit's kind
+
+    @property
+    def place(self) -> ObjectPlace:
+        return self.kind, self.name
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a file. `form` is the parsed one, `raw` has only what the file gives.
+
+    `parent` is the object that contains the entry, `around` are the forms of the entries around it, outermost first.
+    """
+
+    path: str
+    raw: Mapping[str, Any]
+    form: Any
+    parent: Wanted | None = None
+    around: Sequence[Any] = ()
+
+
+class Removal(StrEnum):
+    """What is done with an object that left the file."""
+
+    DELETE = "delete"
+    SUSPEND = "suspend"  # it stays in the ledger
+    RELEASE = "release"  # it stays, and is not declared any more
+
+
+def _no_rank(_: Wanted) -> tuple[float, ...]:
+    return ()
+
+
+def _no_note(_: Wanted, __: Row) -> str:
+    return ""
+
+
+def _no_request(_: Wanted, __: Row) -> AdminRequest | None:
+    return None
+
+
+def _tenant_of(row: Row) -> str:
+    return row.get("tenant_id") or ""
+
+
+def _as_it_is(_: Wanted | None, __: str, ___: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyKind:
+    """Kind of objects that a file can declare.
+
+    In the file: entries with the fields of `form` are in the list `part` at the top, or in the entries of the kinds
+    `within`; with `is_list` unset, `part` is one entry. `objects` returns the objects of an entry, of which `rank`
+    orders those of the kind.
+
+    At the gateway: `list_path` is the path of all objects, in pages if `is_paged`; None if only those in the ledger are
+    read, each by `read`. `name_of` returns the name that a file would use, given the names of other objects by kind and
+    id; None where only the ledger knows it. With `keeps_name` an object in the ledger keeps its name there, even if it
+    was renamed since. Without `has_id` the ledger identifies objects by their kind and name.
+
+    Requests: `create` gets the object and the id of its parent, and `after_create` may add another one; `read` answers
+    with an ETag, unless `has_secret`: then the text of a new object is shown once, so objects are never changed, but
+    replaced. `change` gets the object, the row and the changed fields. `remove` deletes or suspends, as `removal` says;
+    `why_removed` is said of it.
+    """
+
+    kind: str
+    form: type[msgspec.Struct]
+    part: str
+    objects: Callable[[Entry], Iterable[Wanted]]
+    create: Callable[[Wanted, str], AdminRequest]
+    read: Callable[[Row], AdminRequest]
+    name_of: Callable[[Row, Mapping[ObjectPlace, str]], str | None]
+    list_path: str | None
+    within: tuple[str, ...] = ()
+    is_list: bool = True
+    rank: Callable[[Wanted], tuple[float, ...]] = _no_rank
+    is_paged: bool = False
+    keeps_name: bool = False
+    has_id: bool = True
+    has_secret: bool = False
+    after_create: Callable[[Wanted, Row], AdminRequest | None] = _no_request
+    change: Callable[[Wanted, Row, Mapping[str, Any]], AdminRequest] | None = None
+    remove: Callable[[Row], AdminRequest] | None = None
+    removal: Removal = Removal.DELETE
+    why_removed: str = "left the file"
+    tenant_of: Callable[[Row], str] = _tenant_of
+    note: Callable[[Wanted, Row], str] = _no_note
+    shown: Callable[[Wanted | None, str, Any], str | None] = _as_it_is
+
+    def identity(self, row: Row | None) -> str | None:
+        """Return the object's identity in the ledger: its id, or its kind if it has none."""
+        if row is None:
+            return None
+        return str(row["id"]) if self.has_id else self.kind

@@ -1,0 +1,80 @@
+"""Declarations of commands over the admin API. Pure data: `cli/resource_commands.py` makes the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Place(StrEnum):
+    """Part of a request that a parameter is sent in."""
+
+    PATH = "path"
+    QUERY = "query"
+    BODY = "body"
+
+
+class Output(StrEnum):
+    """Form in which a response is shown."""
+
+    ROW = "row"
+    ROWS = "rows"
+    PAGES = "pages"  # rows of all pages
+    SECRET = "secret"  # text that is shown once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """An argument or option of a command.
+
+    `field` is the field of the request, by default `name`. `flag` replaces the option's usual flag. `parse` converts a
+    given value to JSON; it raises ValueError with what follows the option's name in the complaint. With `names_tenant`
+    the value is a tenant's name or id, and its id is sent.
+    """
+
+    name: str
+    help: str
+    place: Place = Place.BODY
+    type: Any = str
+    field: str = ""
+    flag: str = ""
+    is_argument: bool = False
+    is_required: bool = False
+    minimum: int | None = None
+    parse: Callable[[Any], Any] | None = None
+    names_tenant: bool = False
+
+
+def argument(name: str, help: str, **more: Any) -> Parameter:  # noqa: A002 - as typer calls it
+    """Return a required argument."""
+    return Parameter(name=name, help=help, is_argument=True, is_required=True, **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command that sends one request to the resource's collection, or below it.
+
+    The path has the collection, the parameters of the path, then `suffix`. `constants` are sent in the body beside the
+    parameters. `lacks` is the complaint where no option of the body is given, if one is needed. `notice` is what is
+    said of a secret, with the response's fields in braces.
+    """
+
+    name: str
+    help: str
+    method: str = "GET"
+    suffix: str = ""
+    parameters: tuple[Parameter, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    output: Output = Output.ROW
+    lacks: str = ""
+    notice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CustomCommand:
+    """A command that needs more than one request. `target` is its function, as `module:attribute`."""
+
+    name: str
+    target: str

@@ -1,0 +1,123 @@
+"""Declarations of tenants and of their projects as administered resources."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moiety_platform.access.actions import OPERATORS, OWN_READERS, OWN_WRITERS, OWNER, READERS, AdminAction
+from moiety_platform.resources.commands import Command, CustomCommand, Output, Parameter, Place, argument
+from moiety_platform.resources.declaration import Resource
+
+ERASE_TENANTS = AdminAction("tenants.erase", OWNER)
+
+_TENANT = argument("name", "Name or id of the tenant.", place=Place.PATH, names_tenant=True)
+_TERMS = (
+    Parameter(
+        name="service_class",
+        flag="--class",
+        help="Best service class that the tenant may use, as moiety class list shows it.",
+    ),
+    Parameter(
+        name="weight",
+        type=float,
+        help="Weight of the tenant in fair sharing with the other tenants of its class. The usual weight is 1.",
+    ),
+    Parameter(
+        name="speculative_prefill",
+        flag="--speculative-prefill",
+        help="Speculative prefill of the likely next turns of conversations by idle engines: off, free, or charged (at "
+        "the price of prompt tokens).",
+    ),
+)
+
+TENANTS = Resource(
+    name="tenant",
+    collection="tenants",
+    about="List, create and change tenants: their service classes and weights.",
+    summary="List, show, create, change, suspend and erase tenants.",
+    read=AdminAction("tenants.read", READERS, OWN_READERS),
+    write=AdminAction("tenants.write", OPERATORS),
+    more=(ERASE_TENANTS,),
+    page="administration.md",
+    apply_kind="moiety_platform.tenants.declared:TENANT",
+    columns={
+        "name": "name",
+        "service_class": "class",
+        "weight": "weight",
+        "status": "status",
+        "speculative_prefill": "speculative_prefill",
+        "created_at": "created",
+        "id": "id",
+    },
+    commands=(
+        Command(name="list", help="List all tenants, oldest first.", output=Output.PAGES),
+        Command(name="show", help="Show one tenant.", parameters=(_TENANT,)),
+        Command(
+            name="create",
+            help="Create a tenant.",
+            method="POST",
+            parameters=(argument("name", "Name of the new tenant."), *_TERMS),
+        ),
+        Command(
+            name="change",
+            help="Change a tenant's name, class, weight or speculative prefill.",
+            method="PATCH",
+            parameters=(
+                _TENANT,
+                Parameter(name="new_name", field="name", flag="--name", help="New name of the tenant."),
+                *_TERMS,
+            ),
+            lacks="nothing to change; give --name, --class, --weight or --speculative-prefill",
+        ),
+        Command(
+            name="suspend",
+            help="Suspend a tenant: its keys are refused until it is resumed.",
+            method="PATCH",
+            parameters=(_TENANT,),
+            constants={"status": "suspended"},
+        ),
+        Command(
+            name="resume",
+            help="Resume a suspended tenant: its keys work again.",
+            method="PATCH",
+            parameters=(_TENANT,),
+            constants={"status": "active"},
+        ),
+        CustomCommand("erase", "moiety_platform.cli.tenants:erase_tenant"),
+    ),
+)
+
+_OF_TENANT = Parameter(
+    name="tenant",
+    field="tenant_id",
+    help="Name or id of the tenant that the project belongs to.",
+    names_tenant=True,
+)
+
+PROJECTS = Resource(
+    name="project",
+    collection="projects",
+    about="List and create the projects of a tenant, which its keys belong to.",
+    summary="List and create a tenant's projects.",
+    read=AdminAction("projects.read", READERS, OWN_READERS),
+    write=AdminAction("projects.write", OPERATORS, OWN_WRITERS),
+    page="administration.md",
+    apply_kind="moiety_platform.tenants.declared:PROJECT",
+    columns={"name": "name", "tenant_id": "tenant", "created_at": "created", "id": "id"},
+    commands=(
+        Command(
+            name="list",
+            help="List projects, oldest first.",
+            parameters=(
+                replace(_OF_TENANT, place=Place.QUERY, help="Name or id of a tenant. If not given, all tenants."),
+            ),
+            output=Output.PAGES,
+        ),
+        Command(
+            name="create",
+            help="Create a project of a tenant.",
+            method="POST",
+            parameters=(argument("name", "Name of the new project."), replace(_OF_TENANT, is_required=True)),
+        ),
+    ),
+)

@@ -1,0 +1,109 @@
+"""Tenants and their projects in a file that `moiety apply` reads."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from moiety_platform.resources.apply_kind import (
+    AdminRequest,
+    ApplyKind,
+    Entry,
+    ObjectPlace,
+    Removal,
+    Row,
+    Wanted,
+)
+from moiety_platform.resources.paths import path_of
+
+
+class TenantForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tenant. `models` apply to its keys without models of their own; `service_class` is the best that it may use."""
+
+    name: str
+    service_class: str | None = None
+    weight: float | None = None
+    status: Literal["active", "suspended"] | None = None
+    models: list[str] | None = None
+
+
+class ProjectForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A project of a tenant."""
+
+    name: str
+
+
+def _tenant_objects(entry: Entry) -> Iterator[Wanted]:
+    given = ("service_class", "weight", "status")
+    fields = {name: entry.raw[name] for name in given if entry.raw.get(name) is not None}
+    name = unicodedata.normalize("NFC", entry.form.name)  # as the gateway stores it
+    yield Wanted("tenant", entry.form.name, entry.form.name, entry.path, {"name": name, **fields})
+
+
+def _project_objects(entry: Entry) -> Iterator[Wanted]:
+    assert entry.parent is not None
+    yield Wanted(
+        "project", f"{entry.parent.name}/{entry.form.name}", entry.form.name, entry.path, {}, entry.parent.place
+    )
+
+
+def _create_tenant(one: Wanted, _: str) -> AdminRequest:
+    return AdminRequest("POST", "/tenants", {name: value for name, value in one.fields.items() if name != "status"})
+
+
+def _set_status(one: Wanted, row: Row) -> AdminRequest | None:
+    status = one.fields.get("status", "active")
+    return None if status == row["status"] else AdminRequest("PATCH", path_of("tenants", row["id"]), {"status": status})
+
+
+def _change_tenant(_: Wanted, row: Row, change: Mapping[str, Any]) -> AdminRequest:
+    return AdminRequest("PATCH", path_of("tenants", row["id"]), dict(change))
+
+
+def _note(one: Wanted, row: Row) -> str:
+    sleeps = "status" not in one.fields and row["status"] != "active"
+    return "suspended; say status: active to resume it" if sleeps else ""
+
+
+def _project_name(row: Row, names: Mapping[ObjectPlace, str]) -> str:
+    return f"{names.get(('tenant', row['tenant_id']), row['tenant_id'])}/{row['name']}"
+
+
+TENANT = ApplyKind(
+    kind="tenant",
+    form=TenantForm,
+    part="tenants",
+    objects=_tenant_objects,
+    list_path="/tenants",
+    is_paged=True,
+    keeps_name=True,
+    name_of=lambda row, names: row["name"],
+    create=_create_tenant,
+    after_create=_set_status,
+    read=lambda row: AdminRequest("GET", path_of("tenants", row["id"])),
+    change=_change_tenant,
+    remove=lambda row: AdminRequest("PATCH", path_of("tenants", row["id"]), {"status": "suspended"}),
+    removal=Removal.SUSPEND,
+    why_removed="tenants are not deleted; moiety tenant erase takes the data",
+    tenant_of=lambda row: str(row["id"]),
+    note=_note,
+)
+
+PROJECT = ApplyKind(
+    kind="project",
+    form=ProjectForm,
+    part="projects",
+    within=("tenant",),
+    objects=_project_objects,
+    list_path="/projects",
+    is_paged=True,
+    keeps_name=True,
+    name_of=_project_name,
+    create=lambda one, parent: AdminRequest("POST", "/projects", {"name": one.own, "tenant_id": parent}),
+    read=lambda row: AdminRequest("GET", path_of("projects", row["id"])),
+    removal=Removal.RELEASE,
+    why_removed="projects are not deleted; its declared keys are revoked",
+)

@@ -1,0 +1,38 @@
+"""Webhooks in a file that `moiety apply` reads. The secret that signs alerts goes into a Secret of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, Entry, Wanted
+from moiety_platform.resources.paths import path_of
+
+
+class WebhookForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"key_secret": "keySecret"}):
+    """An address for alerts; the secret that signs them goes into the Secret `keySecret`."""
+
+    name: str
+    url: str
+    key_secret: str | None = None
+
+
+def _objects(entry: Entry) -> Iterator[Wanted]:
+    form: WebhookForm = entry.form
+    yield Wanted("webhook", form.name, form.name, entry.path, {"url": form.url}, key_secret=form.key_secret)
+
+
+WEBHOOK = ApplyKind(
+    kind="webhook",
+    form=WebhookForm,
+    part="webhooks",
+    objects=_objects,
+    list_path="/webhooks",
+    keeps_name=True,
+    name_of=lambda row, names: None,
+    has_secret=True,
+    create=lambda one, parent: AdminRequest("POST", "/webhooks", one.fields),
+    read=lambda row: AdminRequest("GET", path_of("webhooks", row["id"])),
+    remove=lambda row: AdminRequest("DELETE", path_of("webhooks", row["id"])),
+)

@@ -1,0 +1,93 @@
+"""Objects that a declaration file holds, without a gateway: nesting, inheritance, and errors with their places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moiety_platform.cli.apply.current import Current, DeclaredEntry
+from moiety_platform.cli.apply.document import read_document
+from moiety_platform.cli.apply.kinds import apply_kinds
+from moiety_platform.cli.apply.plan import PlanAction, PlanTerms, make_plan
+from moiety_platform.cli.apply.spec import read_wanted
+from moiety_platform.cli.errors import CommandError
+from moiety_platform.resources.apply_kind import Wanted
+
+FILE = """
+webhooks:
+  - {name: ops, url: "https://ops.example.com", keySecret: ops-hook}
+tenants:
+  - name: acme
+    models: [b, a]
+    limits: {dollars_per_day: "1.50", requests_per_minute: 6, alert_at: [80, 50]}
+    projects:
+      - name: web
+        keys:
+          - {name: ci, keySecret: acme-ci, limits: {tokens_per_day: 9}}
+          - {name: own, models: [c]}
+prices:
+  - {model: m, service_class: gold, input: 1, output: 2.5}
+classes:
+  - {name: gold, rank: 0}
+  - {name: silver, rank: 1}
+"""
+
+
+def wanted_of(folder: Path, text: str) -> dict[tuple[str, str], Wanted]:
+    file = folder / "declared.yaml"
+    file.write_text(text, encoding="utf-8")
+    return {one.place: one for one in read_wanted(read_document(file))}
+
+
+def test_entries_in_others_are_objects_of_their_own_and_know_their_parents(tmp_path: Path) -> None:
+    found = wanted_of(tmp_path, FILE)
+    assert found["project", "acme/web"].parent == ("tenant", "acme")
+    assert found["key", "acme/web/ci"].parent == ("project", "acme/web")
+    assert found["key", "acme/web/ci"].key_secret == "acme-ci"
+    assert found["limit", "acme/web/ci: tokens_per_day"].parent == ("key", "acme/web/ci")
+    assert found["limit", "acme: money_per_day"].fields == {"cap": 1_500_000_000, "alert_at": [50, 80]}
+    assert found["limit", "acme: requests_per_minute"].fields == {"cap": 6}, "a rate has no alerts"
+    assert found["price", "m in gold"].fields == {"input": "1", "output": "2.5"}
+    assert found["webhook", "ops"].fields == {"url": "https://ops.example.com"}
+
+
+def test_a_key_has_the_models_of_its_tenant_unless_it_names_its_own(tmp_path: Path) -> None:
+    found = wanted_of(tmp_path, FILE)
+    assert found["key", "acme/web/ci"].fields == {"allowed_models": ["a", "b"]}
+    assert found["key", "acme/web/own"].fields == {"allowed_models": ["c"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("webhooks:\n  - {name: a, url: u, keysecret: s}\n", ":2: webhooks[0].keysecret: is not known; did you mean"),
+        (
+            "tenants:\n  - name: a\n    limits: {tokens: 1}\n",
+            ":3: tenants[0].limits.tokens: is not known",
+        ),
+        ("tenants:\n  - name: a\n    limits: {dollars_per_day: much}\n", ":3: tenants[0].limits.dollars_per_day: "),
+        ("prices:\n  - {model: m, input: -1, output: 1}\n", ":2: prices[0].input: "),
+        ("webhooks: x\n", ":1: webhooks: must be a list"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line_and_place(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(CommandError) as refused:
+        wanted_of(tmp_path, text)
+    assert complaint in str(refused.value)
+
+
+def test_objects_are_created_after_what_they_depend_on_and_removed_before_it(tmp_path: Path) -> None:
+    found = wanted_of(tmp_path, FILE)
+    steps = make_plan(list(found.values()), Current({}, {}), PlanTerms("default", shows_keys=True))
+    order = list(apply_kinds())
+    assert [order.index(step.kind) for step in steps] == sorted(order.index(step.kind) for step in steps)
+    assert [step.name for step in steps if step.kind == "class"] == ["silver", "gold"], "fallbacks come first"
+    claims = {place: DeclaredEntry("default", None) for place in found}
+    rows = {place: {"id": "i", "status": "active", **one.fields} for place, one in found.items()}
+    gone = make_plan([], Current(rows, claims), PlanTerms("default", prune=True))
+    assert [order.index(step.kind) for step in gone] == sorted((order.index(one.kind) for one in gone), reverse=True)
+    actions = {step.kind: step.action for step in gone}
+    assert actions["tenant"] is PlanAction.SUSPEND
+    assert actions["project"] is PlanAction.RELEASE
+    assert {actions[kind] for kind in ("limit", "key", "webhook", "price", "class")} == {PlanAction.DELETE}

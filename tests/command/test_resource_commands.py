@@ -1,0 +1,120 @@
+"""Commands made from the declarations of resources: their usage, without a gateway."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+import typer
+
+from moiety_platform.administration.catalog import RESOURCES
+from moiety_platform.cli import main
+from moiety_platform.cli.resource_commands import app_of
+from moiety_platform.resources.declaration import Resource
+from moiety_platform.webhooks.admin_resource import WEBHOOKS
+
+WEBHOOK = {"id": "whk_1", "url": "https://example.com", "pending": 0}
+
+
+class AnsweringGateway(ThreadingHTTPServer):
+    """Answers every request with one object, and keeps what was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer: Any = None
+        self.asked: list[tuple[str, str, bytes]] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: AnsweringGateway
+
+    def respond(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.asked.append((self.command, self.path, body))
+        answer = json.dumps(self.server.answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST = do_DELETE = respond
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Log nothing."""
+
+
+@pytest.fixture
+def gateway() -> Iterator[AnsweringGateway]:
+    with AnsweringGateway() as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def ask(gateway: AnsweringGateway, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command of webhooks against an answer; return what it asked, printed and noted."""
+
+    def run(answer: Any, *args: str, resource: Resource = WEBHOOKS) -> tuple[list[tuple[str, str, bytes]], str, str]:
+        gateway.answer = answer
+        connection = ["--url", f"http://127.0.0.1:{gateway.server_port}", "--admin-key", "k"]
+        typer.main.get_command(app_of(resource)).main([*args, *connection], standalone_mode=False)
+        said = capsys.readouterr()
+        return gateway.asked, said.out, said.err
+
+    return run
+
+
+def test_a_secret_is_alone_on_the_output_and_its_notice_beside_it(ask: Any) -> None:
+    asked, out, err = ask({"webhook": WEBHOOK, "secret": "whsec"}, "create", "https://example.com")
+    assert asked == [("POST", "/admin/v1/webhooks", b'{"url":"https://example.com"}')]
+    assert (out, err) == ("whsec\n", "the secret of whk_1; it is not shown again\n")
+
+
+def test_an_id_is_one_segment_of_the_path_whatever_it_contains(ask: Any) -> None:
+    asked, out, _ = ask(WEBHOOK, "delete", "../tenants/a?b", "--json")
+    assert asked == [("DELETE", "/admin/v1/webhooks/..%2Ftenants%2Fa%3Fb", b"")]
+    assert '"whk_1"' in out
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["class", "set", "gold"], "nothing to change; give --ttft-s, --rank or another option"),
+        (["class", "set", "gold", "--ttft-s", "soon"], "--ttft-s takes seconds, such as 0.5, or none; not 'soon'"),
+        (["tenant", "change", "acme"], "nothing to change; give --name, --class, --weight"),
+        (["key", "rotate", "k", "--grace-s", "-1"], "grace-s"),
+        (["price", "set", "m", "--input", "1"], "--output"),
+    ],
+)
+def test_wrong_usage_is_told_before_any_gateway_is_asked(
+    args: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(args)
+    assert ended.value.code == 2
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert complaint in told
+
+
+def test_every_resource_with_commands_has_a_group_in_the_help() -> None:
+    commands = main.build().commands
+    for resource in RESOURCES:
+        if resource.commands:
+            assert commands[resource.name].help == resource.summary
+            assert [one.name for one in app_of(resource).registered_commands] == [one.name for one in resource.commands]
+
+
+def test_a_row_is_converted_for_a_table_and_left_as_it_is_in_json(ask: Any) -> None:
+    shown = replace(WEBHOOKS, plain=lambda row: {**row, "url": "converted"})
+    asked, table, _ = ask({"data": [WEBHOOK]}, "list", resource=shown)
+    assert [one[:2] for one in asked] == [("GET", "/admin/v1/webhooks")]
+    assert "converted" in table
+    assert "https://example.com" in ask({"data": [WEBHOOK]}, "list", "--json", resource=shown)[1]
