@@ -42,12 +42,17 @@ def task_address(task: Callable[[S, int, int], None], arguments: type[S]) -> int
 
     The first call compiles it or loads it from the cache.
     """
-    return _address(task, StructAt(arguments), *[types.int64] * 2)
+    return _task_address(task, arguments)
 
 
 def driver_address(driver: Callable[[int, int, int, int, int], None]) -> int:
     """Return the address of the machine code of a jitted driver (state, scratch, function, args, num_tasks) → None."""
     return _address(driver.py_func, *[types.int64] * 5)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _task_address(task: Callable[..., None], arguments: type[tuple[Any, ...]]) -> int:
+    return _address(task, StructAt(arguments), *[types.int64] * 2)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast, get_type_hints
 
 from llvmlite import ir
@@ -58,10 +58,24 @@ class StructLayout:
         self.code: str = code.removeprefix("=")
         self._packing = struct.Struct(code)
         self.num_bytes = offset
+        self._inner = [
+            (index, layout_of(kind) if isinstance(kind, type) else None)
+            for index, (_, kind) in reversed([*enumerate(self.fields.values())])
+            if isinstance(kind, type) or kind.in_place
+        ]
 
     def pack_into(self, memory: Any, values: Struct) -> None:
         """Write an instance to the start of `memory`."""
-        self._packing.pack_into(memory, 0, *_flat(values))
+        self._packing.pack_into(memory, 0, *self._flat(values))
+
+    def _flat(self, values: Struct) -> Sequence[float]:
+        """Return the values with those of inner structs in their places; every launch of a kernel waits for this."""
+        if not self._inner:
+            return values
+        flat = list(values)
+        for index, layout in self._inner:  # from the last on, so that indices stay right
+            flat[index : index + 1] = values[index] if layout is None else layout._flat(values[index])
+        return flat
 
 
 def _kinds(declaration: type[Struct]) -> Iterator[tuple[str, CType | type[Struct]]]:
@@ -74,14 +88,6 @@ def _kinds(declaration: type[Struct]) -> Iterator[tuple[str, CType | type[Struct
             yield name, hint
         else:
             raise TypeError(f"{declaration.__name__}.{name} is {hint}, which is neither a C type nor a struct")
-
-
-def _flat(values: Struct) -> Iterator[float]:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 @functools.cache
