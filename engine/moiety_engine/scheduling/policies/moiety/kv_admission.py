@@ -186,14 +186,16 @@ class KvAdmission:
         own = self._records[beneficiary].tenant
         if not places.over or places.held[own] + 1 > max(1.0, places.of_weight * own.weight):
             return []
-        may_pause = (s for s in running if self._records[s].tenant in places.over and not self._guarantees.owes(s))
+        records, over, owes = self._records, places.over, self._guarantees.owes
+        may_pause = [s for s in running if records[s].tenant in over and not owes(s)]
         return sorted(may_pause, key=lambda s: (s.timeline.num_pauses, -s.request.order))
 
     def _places_of(self, rank: int, running: Iterable[Sequence]) -> _Places:
         """Count the rank's slots, once per step or until one changes its owner."""
         places = self._places.get(rank)
         if places is None:
-            held = Counter(self._records[s].tenant for s in running if s.service.rank == rank)
+            records = self._records
+            held = Counter([records[s].tenant for s in running if s.service.rank == rank])
             of_weight = held.total() / max(1e-9, self._accounts[rank].total_weight)
             over = {account for account, count in held.items() if count - 1 >= max(1.0, of_weight * account.weight)}
             places = self._places[rank] = _Places(held, of_weight, over)
